@@ -1,0 +1,23 @@
+"""Maps the folders at the top of the repository onto the `hybrid_engine` package.
+
+`ops/`, `containers/` and `recipes/` are imported as `hybrid_engine.ops`, `hybrid_engine.containers`
+and `hybrid_engine.recipes`: a top-level `ops` would shadow a real package of that name.
+"""
+
+from setuptools import find_packages, setup
+
+MAPPED_FOLDERS = ("ops", "containers", "recipes")
+
+
+def mapped_packages(folder: str) -> list[str]:
+    """The import names of `folder` and of every package below it."""
+    return [f"hybrid_engine.{folder}"] + [f"hybrid_engine.{folder}.{name}" for name in find_packages(folder)]
+
+
+setup(
+    packages=["hybrid_engine"]
+    + [f"hybrid_engine.{name}" for name in find_packages("hybrid_engine")]
+    + [name for folder in MAPPED_FOLDERS for name in mapped_packages(folder)],
+    package_dir={"hybrid_engine": "hybrid_engine"} | {f"hybrid_engine.{folder}": folder for folder in MAPPED_FOLDERS},
+    package_data={"hybrid_engine": ["py.typed"]},
+)
