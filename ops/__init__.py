@@ -1,0 +1,26 @@
+"""The ops of inference, one file each: the maths, a torch reference, and the dispatch. They know tensors and numbers."""
+
+from hybrid_engine.ops.block_copy import BlockCopyOp
+from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.ops.mlp_gemm import MLPGemmOp
+from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, RMSNormOp
+from hybrid_engine.ops.qkv_gemm import QKVGemmOp
+from hybrid_engine.ops.sample import SampleOp
+from hybrid_engine.ops.softmax_context import Batch, DecodeBatch, PrefillBatch, SoftmaxContextOp
+from hybrid_engine.ops.vector_matmul import VectorMatMulOp
+
+__all__ = [
+    "NORM_OPS",
+    "Batch",
+    "BlockCopyOp",
+    "DecodeBatch",
+    "LayerNormOp",
+    "MLPGemmOp",
+    "PrefillBatch",
+    "QKVGemmOp",
+    "RMSNormOp",
+    "SampleOp",
+    "SoftmaxContextOp",
+    "VectorMatMulOp",
+    "token_logprobs",
+]

@@ -1,0 +1,97 @@
+"""Sampling: filter, draw one token per row, and its fp32 log-probability.
+
+    token_s = min { t : cdf_s(t) > u_s },  u_s = uniform(key_s, position_s) in [0, 1)
+
+The noise is one number per row, a hash of (key, position), so that a draw depends on its own logits and
+nothing else: not on the batch, its order, a preemption or the number of processes. Filters apply in the
+order of Hugging Face's logits warpers: temperature, top-k, top-p, min-p. The log-probability is that of
+the temperature-scaled, unfiltered distribution.
+
+Moves the S x V logits about four times in this reference.
+"""
+
+import torch
+
+from hybrid_engine.ops.log_prob import token_logprobs
+
+# splitmix64 (Steele, Lea & Flood 2014): a bijective mix of 64 bits, in int64 arithmetic that wraps.
+_GOLDEN_GAMMA = -7046029254386353131
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _splitmix64(x: torch.Tensor) -> torch.Tensor:
+    x = x + _GOLDEN_GAMMA
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def keyed_uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Uniform fp64 numbers in [0, 1), one for each (key, position) pair of int64 tensors `[S]`."""
+    bits = _splitmix64(_splitmix64(keys) ^ positions)
+    return _shift_right(bits, 11).double() * 2.0**-53
+
+
+def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """-inf for the tokens that top-k (0 = off), top-p (1 = off) or min-p (0 = off) leave out; `logits [S, V]`."""
+    if 0 < top_k < logits.shape[-1]:
+        threshold = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
+    if top_p < 1.0:
+        ascending, order = logits.sort(dim=-1)
+        dropped = ascending.softmax(-1).cumsum(-1) <= 1.0 - top_p
+        dropped[:, -1] = False  # the likeliest token always stays
+        logits = logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
+    if min_p > 0.0:
+        probs = logits.softmax(-1)
+        logits = logits.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), float("-inf"))
+    return logits
+
+
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Logits of the tokens that `seen [S, V]` (bool) marks: divided by `penalty` when positive, else multiplied.
+
+    Keskar et al. 2019, arXiv 1909.05858, section 4.1, with the sign rule of Hugging Face's processor.
+    """
+    penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, penalized, logits)
+
+
+class SampleOp:
+    """Callable `(logits, adjusted, keys, positions) -> (tokens, logprobs)`.
+
+    Args:
+        do_sample: False takes the likeliest token and ignores the rest.
+        temperature, top_k, top_p, min_p: as `filter_logits` and Hugging Face define them.
+    """
+
+    def __init__(
+        self, do_sample: bool, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    ):
+        self.do_sample = do_sample
+        self.temperature = temperature if do_sample else 1.0
+        self.top_k, self.top_p, self.min_p = top_k, top_p, min_p
+
+    def __call__(
+        self, logits: torch.Tensor, adjusted: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws from `adjusted [S, V]` fp32 (logits after penalties and bans), reports under `logits [S, V]` fp32.
+
+        `keys`, `positions` `[S]` int64 name the noise. Returns tokens `[S]` int64 and logprobs `[S]` fp32.
+        """
+        tokens = self._draw(adjusted, keys, positions) if self.do_sample else adjusted.argmax(-1)
+        return tokens, token_logprobs(logits, tokens, self.temperature)
+
+    def _draw(self, adjusted: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        scaled = adjusted if self.temperature == 1.0 else adjusted / self.temperature
+        cdf = filter_logits(scaled, self.top_k, self.top_p, self.min_p).softmax(-1).cumsum(-1)
+        target = keyed_uniform(keys, positions).float()[:, None] * cdf[:, -1:]
+        # u rounds to 1.0 in fp32 about once in 3e7 draws: take the last token that has any probability then.
+        target = torch.minimum(target, torch.nextafter(cdf[:, -1:], torch.zeros_like(cdf[:, -1:])))
+        return torch.searchsorted(cdf, target, right=True).squeeze(-1)
