@@ -1,0 +1,110 @@
+"""`initialize`: from a model and a DeepSpeed-style config to an engine, its optimizer, dataloader and scheduler."""
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from hybrid_engine.config import EngineConfig, load_config
+from hybrid_engine.dataloader import TrainingDataLoader
+from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.zero.optimizer import ZeroOptimizer
+from hybrid_engine.zero.processes import get_world_size, init_distributed
+
+Initialized = tuple[ZeroEngine, ZeroOptimizer | None, TrainingDataLoader | None, LRScheduler | None]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: dict[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: dict[str, Any] | str | os.PathLike[str] | None = None,
+) -> Initialized:
+    """Wraps `model` in an engine; the arguments and their order are those of `deepspeed.initialize`.
+
+    Under torchrun it joins the process group first, unless that was done. The model is changed in place.
+
+    Args:
+        args: only `args.deepspeed_config` is read, a path to use when `config` is not given.
+        model: the module to train; on each process the same architecture.
+        optimizer: an optimizer on the model's parameters, or a function of parameter groups; None takes the config's.
+            Without either the engine only evaluates.
+        model_parameters: parameters or groups for an optimizer that is built here; None is all that need a gradient.
+        training_data: a map-style dataset; the returned dataloader is None without it.
+        lr_scheduler: a scheduler on the optimizer, or a function of it; None takes the config's.
+        distributed_port: the port to meet at when MASTER_PORT is not set.
+        mpu: not built, must be None.
+        dist_init_required: False forbids joining a process group here.
+        collate_fn: makes a batch of a list of samples of `training_data`.
+        config: the config, or the path of its JSON file.
+        mesh_param: not built, must be None.
+        config_params: the old name of `config`.
+
+    Returns:
+        The engine (a `HybridEngine` if `hybrid_engine.enabled`), its optimizer, its dataloader, its scheduler.
+
+    Raises:
+        ValueError: for an option that is missing, unknown, inconsistent or not built, before anything is changed.
+    """
+    if model is None:
+        raise ValueError("model=None: initialize() needs the module to train; pass model=...")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ValueError(f"{name} is known to DeepSpeed, not built yet here; remove it")
+    chosen_config = _choose_config(args, config, config_params)
+    _join_processes(dist_init_required, distributed_port)
+    engine_config = load_config(chosen_config, world_size=get_world_size())
+    engine = _engine_class(engine_config)(
+        model,
+        engine_config,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
+    given = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) != 1:
+        found = " and ".join(given) or "nothing"
+        raise ValueError(f"config: got {found}; pass exactly one config, a dict or the path of a JSON file")
+    return next(iter(given.values()))
+
+
+def _join_processes(dist_init_required: bool | None, port: int) -> None:
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if dist_init_required is False and world_size > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"dist_init_required=False with WORLD_SIZE={world_size} and no process group; call "
+            f"torch.distributed.init_process_group() first, or leave dist_init_required out"
+        )
+    init_distributed(port)
+
+
+def _engine_class(config: EngineConfig) -> type[ZeroEngine]:
+    if not config.hybrid_engine.enabled:
+        return ZeroEngine
+    from hybrid_engine.hybrid import HybridEngine
+
+    return HybridEngine

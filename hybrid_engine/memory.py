@@ -1,0 +1,64 @@
+"""What training keeps in memory on this process, in bytes and in words."""
+
+import torch
+
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.zero.optimizer import ZeroOptimizer
+from hybrid_engine.zero.sharding import Sharding, local_tensor
+
+WEIGHTS_BY_STAGE = (
+    "replicated, gradients averaged at the accumulation boundary",
+    "sharded; whole between forward and backward, gradients reduced at the accumulation boundary",
+    "sharded; whole between forward and backward, gradients reduced at every micro-batch",
+    "sharded; gathered layer by layer in forward and backward, gradients reduced at every micro-batch",
+)
+
+
+def describe_memory(sharding: Sharding, optimizer: ZeroOptimizer | None, config: EngineConfig) -> str:
+    """A few lines on stage, processes, precision, sharding and bytes on this process."""
+    lines = [
+        f"ZeRO stage {sharding.stage} on {sharding.world_size} process(es), this is rank {sharding.rank}; "
+        f"parameters in {str(config.dtype).removeprefix('torch.')}",
+        f"weights: {_describe_sharding(sharding)}",
+        f"parameters: {format_bytes(num_bytes(sharding.root.parameters()))} on this process",
+    ]
+    if optimizer is None:
+        return "\n".join([*lines, "no optimizer: this engine only evaluates"])
+    masters = [t.master for t in optimizer.parameters]
+    copies = [t.master for t in optimizer.parameters if t.has_master]
+    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    return "\n".join(
+        [
+            *lines,
+            f"trained: {len(masters)} parameters; fp32 gradients {format_bytes(4 * num_elements(masters))} at the step",
+            f"fp32 masters: {format_bytes(num_bytes(copies))}",
+            f"optimizer state: {format_bytes(num_bytes(state))} ({type(optimizer.inner).__name__})",
+        ]
+    )
+
+
+def _describe_sharding(sharding: Sharding) -> str:
+    if not sharding.is_sharded:
+        return "whole and unwrapped, a single process has nobody to share with"
+    groups = f"{len(sharding.layers)} layers and the rest, {len(sharding.layers) + 1} FSDP groups"
+    return f"{WEIGHTS_BY_STAGE[sharding.stage]}; {groups}"
+
+
+def num_elements(tensors) -> int:
+    """Elements on this process."""
+    return sum(local_tensor(tensor).numel() for tensor in tensors)
+
+
+def num_bytes(tensors) -> int:
+    """Bytes on this process."""
+    return sum(local_tensor(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def format_bytes(count: int) -> str:
+    """`count` in the largest binary unit that keeps it above one."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")

@@ -1,0 +1,90 @@
+"""Builds what a ZeroEngine steps: the parameters' precision, the optimizer shim and the scheduler."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from hybrid_engine.config import EngineConfig, Fp16Config, OptimizerConfig
+from hybrid_engine.zero.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+from hybrid_engine.zero.lr_schedules import build_scheduler
+from hybrid_engine.zero.optimizer import ZeroOptimizer, build_trained_parameters
+from hybrid_engine.zero.param_groups import NamedGroup, build_groups, repoint_groups
+from hybrid_engine.zero.sharding import Sharding
+
+OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the floating-point parameters in place, and no buffer.
+
+    Buffers keep their precision on purpose: rotary frequencies in bf16 put distant tokens at the wrong position.
+    """
+    for param in module.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
+
+
+def build_optimizer(
+    optimizer: Any, groups: list[NamedGroup], sharding: Sharding, config: EngineConfig
+) -> ZeroOptimizer:
+    """The shim over the user's optimizer, over what the user's function builds, or over the config's optimizer.
+
+    Args:
+        optimizer: an optimizer on the parameters that the module had before it was sharded, a function of parameter
+            groups, or None.
+        groups: the names of the parameters to step.
+        sharding: the module, sharded.
+        config: what is not passed.
+    """
+    chosen = {name for group in groups for name in group["names"]}
+    named = [(name, param) for name, param in sharding.root.named_parameters() if name in chosen]
+    parameters = build_trained_parameters(named)
+    masters = {trained.name: trained.master for trained in parameters}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        repoint_groups(optimizer, groups, masters)
+        inner = optimizer
+    else:
+        new_groups = build_groups(groups, masters)
+        inner = optimizer(new_groups) if optimizer is not None else _build_from_config(config.optimizer, new_groups)
+    return ZeroOptimizer(
+        inner,
+        parameters,
+        loss_scaler=_build_loss_scaler(config.fp16),
+        skips_overflow=config.fp16.enabled,
+        gradient_clipping=config.gradient_clipping,
+        norm_group=sharding.norm_group,
+    )
+
+
+def _build_from_config(config: OptimizerConfig | None, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    assert config is not None
+    return OPTIMIZERS[config.type](groups, **config.params)
+
+
+def _build_loss_scaler(config: Fp16Config) -> LossScaler:
+    if not config.enabled:
+        return StaticLossScaler()
+    if config.loss_scale > 0:
+        return StaticLossScaler(config.loss_scale)
+    return DynamicLossScaler(
+        2.0**config.initial_scale_power,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        consecutive_hysteresis=config.consecutive_hysteresis,
+        min_scale=config.min_loss_scale,
+    )
+
+
+def build_lr_scheduler(lr_scheduler: Any, optimizer: ZeroOptimizer | None, config: EngineConfig) -> LRScheduler | None:
+    """The user's scheduler, what the user's function builds on the `torch.optim` optimizer, or the config's."""
+    if optimizer is None:
+        return None
+    if lr_scheduler is None:
+        return build_scheduler(config.scheduler, optimizer.inner) if config.scheduler is not None else None
+    return (
+        lr_scheduler
+        if isinstance(lr_scheduler, LRScheduler) or not callable(lr_scheduler)
+        else lr_scheduler(optimizer.inner)
+    )

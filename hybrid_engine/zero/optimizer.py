@@ -1,0 +1,223 @@
+"""The optimizer shim: precision, gradient accumulation, clipping and overflow around a plain `torch.optim` optimizer.
+
+fp32 parameters are stepped where they are. bf16 and fp16 parameters get an fp32 master of this process's shard: the
+gradients of all micro-batches are added up in fp32, the master is stepped and rounded into the parameter. Whether the
+parameters are sharded makes no difference here; frozen parameters have neither master nor state.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybrid_engine.zero.loss_scaler import LossScaler
+from hybrid_engine.zero.sharding import local_tensor
+
+MAX_NAMES_IN_ERROR = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedParameter:
+    """A parameter as the module computes with it and as the optimizer steps it."""
+
+    name: str
+    """Its name in the module."""
+    param: nn.Parameter
+    """In the module's dtype; a DTensor when sharded."""
+    master: nn.Parameter
+    """`param` itself when that is fp32, otherwise its fp32 copy, sharded alike."""
+
+    @property
+    def has_master(self) -> bool:
+        return self.master is not self.param
+
+
+def build_trained_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[TrainedParameter]:
+    """Masters for those parameters that need one; frozen parameters are left out."""
+    return [
+        TrainedParameter(name=name, param=param, master=_build_master(param))
+        for name, param in named_parameters
+        if param.requires_grad
+    ]
+
+
+def _build_master(param: nn.Parameter) -> nn.Parameter:
+    return param if param.dtype == torch.float32 else nn.Parameter(param.detach().float())
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Steps `inner` with the attributes that scripts written for DeepSpeed's optimizers read.
+
+    `inner` is the `torch.optim` optimizer over the masters; `param_groups`, `state` and `defaults` are its own, so a
+    scheduler may be built on either. `overflow` says whether the last step was skipped.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        parameters: list[TrainedParameter],
+        *,
+        loss_scaler: LossScaler,
+        skips_overflow: bool,
+        gradient_clipping: float = 0.0,
+        norm_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Takes over `inner`.
+
+        Args:
+            inner: its groups hold the masters of `parameters`.
+            parameters: what is trained, in the same order on every process.
+            loss_scaler: what `scale_loss` multiplies with and `step` divides out.
+            skips_overflow: whether a non-finite gradient skips the step (fp16) or is an error.
+            gradient_clipping: largest global gradient norm; 0 clips nothing.
+            norm_group: the processes whose shards together are the model; None when this process has all of it.
+        """
+        # Not calling torch's initialiser: the groups and the state are those of `inner`.
+        self.inner = inner
+        self.parameters = parameters
+        self.loss_scaler = loss_scaler
+        self.skips_overflow = skips_overflow
+        self.gradient_clipping = gradient_clipping
+        self.norm_group = norm_group
+        self.overflow = False
+        self.grad_norm: float | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    @property
+    def cur_scale(self) -> float:
+        """What the loss is multiplied by; 1.0 except in fp16."""
+        return self.loss_scaler.scale
+
+    loss_scale = cur_scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward()` on."""
+        return loss if self.cur_scale == 1.0 else loss.float() * self.cur_scale
+
+    @torch.no_grad()
+    def accumulate_gradients(self) -> None:
+        """Adds the low-precision gradients of one backward pass to those of the masters; local, without a sync."""
+        for trained in self.parameters:
+            grad = trained.param.grad
+            if not trained.has_master or grad is None:
+                continue
+            if trained.master.grad is None:
+                trained.master.grad = grad.float()
+            else:
+                local_tensor(trained.master.grad).add_(local_tensor(grad))
+            trained.param.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Clips, steps the masters and rounds them into the parameters; collective when sharded.
+
+        A non-finite gradient norm skips the step in fp16 (`overflow` is then True and the loss scale lowered).
+
+        Raises:
+            ValueError: a non-finite gradient norm in fp32 or bf16, naming the first parameters concerned; or a
+                closure. On every process alike, and nothing was stepped.
+        """
+        if closure is not None:
+            raise ValueError("closure: the engine computes the loss itself, call step() without one")
+        grads = self._local_gradients()
+        scaled_norm = self._global_norm(grads)
+        overflow = not math.isfinite(scaled_norm)
+        if overflow and not self.skips_overflow:
+            raise ValueError(self._describe_non_finite(scaled_norm))
+        self.grad_norm = scaled_norm / self.cur_scale
+        self.overflow = overflow
+        if not overflow:
+            self._rescale(grads)
+            self.inner.step()
+            self._write_masters_back()
+        self.loss_scaler.update(overflow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Frees the gradients of parameters and masters (there is no other way: zeros would only take memory)."""
+        for trained in self.parameters:
+            trained.param.grad = None
+            trained.master.grad = None
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Everything `load_state_dict` needs on the same number of processes; checkpoints do not use it."""
+        return {
+            "optimizer": self.inner.state_dict(),
+            "masters": {t.name: t.master.detach() for t in self.parameters if t.has_master},
+            "loss_scaler": self.loss_scaler.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        self.inner.load_state_dict(state_dict["optimizer"])
+        self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        for trained in self.parameters:
+            if trained.has_master:
+                local_tensor(trained.master).copy_(local_tensor(state_dict["masters"][trained.name]))
+        self._write_masters_back()
+
+    def _local_gradients(self) -> list[torch.Tensor]:
+        return [local_tensor(t.master.grad) for t in self.parameters if t.master.grad is not None]
+
+    def _global_norm(self, grads: list[torch.Tensor]) -> float:
+        """The 2-norm over all parameters and processes, still multiplied by the loss scale."""
+        if not self.parameters:
+            return 0.0
+        device = local_tensor(self.parameters[0].master).device
+        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
+        squares = torch.stack(list(norms)).square().sum()
+        if self.norm_group is not None:
+            dist.all_reduce(squares, group=self.norm_group)
+        # The one synchronisation with the device in a step.
+        return squares.sqrt().item()
+
+    def _rescale(self, grads: list[torch.Tensor]) -> None:
+        assert self.grad_norm is not None
+        factor = 1.0 / self.cur_scale
+        if self.gradient_clipping > 0:
+            # The small number is torch's, in `clip_grad_norm_`.
+            factor *= min(1.0, self.gradient_clipping / (self.grad_norm + 1e-6))
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+
+    def _write_masters_back(self) -> None:
+        pairs = [(local_tensor(t.param), local_tensor(t.master)) for t in self.parameters if t.has_master]
+        if pairs:
+            params, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(params), list(masters))
+
+    def _describe_non_finite(self, norm: float) -> str:
+        names = self._names_of_non_finite()
+        shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
+        return (
+            f"step(): the gradient norm is {norm}, it must be finite; {len(names)} of {len(self.parameters)} "
+            f"parameters have a non-finite gradient: {shown}{', ...' if len(names) > MAX_NAMES_IN_ERROR else ''}. Nothing was "
+            f"stepped and the gradients were dropped; look for a log or a division of zero in the loss, or lower the "
+            f"learning rate"
+        )
+
+    def _names_of_non_finite(self) -> list[str]:
+        flags = torch.stack([_has_non_finite(t.master) for t in self.parameters])
+        if self.norm_group is not None:
+            dist.all_reduce(flags, group=self.norm_group)
+        return [t.name for t, flag in zip(self.parameters, flags.tolist(), strict=True) if flag > 0]
+
+
+def _has_non_finite(master: nn.Parameter) -> torch.Tensor:
+    if master.grad is None:
+        return torch.zeros((), device=local_tensor(master).device)
+    return (~local_tensor(master.grad).isfinite()).any().float()

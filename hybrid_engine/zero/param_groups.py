@@ -1,0 +1,79 @@
+"""Parameter groups by name: sharding and masters replace the parameters an optimizer was built on, names stay."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+NamedGroup = dict[str, Any]
+"""A torch parameter group with `names` (of the module's parameters) in place of `params`."""
+
+
+def name_groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> list[NamedGroup]:
+    """Reads what `torch.optim` optimizers accept as parameters; None stands for all that require a gradient.
+
+    Raises:
+        ValueError: a parameter that is not one of `module`, or no parameter that requires a gradient.
+    """
+    named = dict(module.named_parameters())
+    if model_parameters is None:
+        groups: list[NamedGroup] = [{"names": [name for name, param in named.items() if param.requires_grad]}]
+    else:
+        names = {id(param): name for name, param in named.items()}
+        groups = [_name_group(group, names) for group in _as_groups(list(model_parameters))]
+    if not any(named[name].requires_grad for group in groups for name in group["names"]):
+        raise ValueError(
+            f"model: none of the {len(named)} parameters for the optimizer requires a gradient; call requires_grad_() "
+            f"on those to be trained, or pass neither optimizer nor config['optimizer'] for an evaluation engine"
+        )
+    return groups
+
+
+def _as_groups(entries: list[Any]) -> list[dict[str, Any]]:
+    return entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+
+
+def _name_group(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
+    entries = group["params"]
+    params = [entries] if isinstance(entries, torch.Tensor) else list(entries)
+    params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
+    for index, param in enumerate(params):
+        if id(param) not in names:
+            raise ValueError(
+                f"optimizer: parameter {index} of a group, of shape {tuple(param.shape)}, is not a parameter of the "
+                f"model; build the optimizer on model.parameters() of the very model given to initialize()"
+            )
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return {**options, "names": [names[id(param)] for param in params]}
+
+
+def build_groups(groups: list[NamedGroup], masters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """The groups for a new optimizer, on the masters; frozen parameters have none and are left out."""
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "names"},
+            "params": [masters[name] for name in group["names"] if name in masters],
+        }
+        for group in groups
+    ]
+
+
+def repoint_groups(
+    optimizer: torch.optim.Optimizer, groups: list[NamedGroup], masters: dict[str, nn.Parameter]
+) -> None:
+    """Makes an existing optimizer step the masters, in place: a scheduler built on it keeps working.
+
+    Raises:
+        ValueError: the optimizer has state of parameters that it would no longer step.
+    """
+    targets = [[masters[name] for name in group["names"] if name in masters] for group in groups]
+    kept = {id(param) for target in targets for param in target}
+    if any(id(param) not in kept for param in optimizer.state):
+        raise ValueError(
+            "optimizer: it has stepped before, and its state belongs to whole fp32 parameters; pass a new optimizer "
+            "and continue an earlier run with load_checkpoint()"
+        )
+    for group, target in zip(optimizer.param_groups, targets, strict=True):
+        group["params"] = target
+        group.pop("param_names", None)

@@ -1,0 +1,55 @@
+"""Which process this is, which device it computes on, and how processes are brought together."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def init_distributed(port: int = 29500) -> None:
+    """Joins the process group that torchrun's environment describes, if there is one and it was not joined yet.
+
+    Without that environment, or with WORLD_SIZE=1, there is nothing to join and no process group is made.
+    """
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(default_device())
+        dist.init_process_group("nccl", device_id=default_device())
+    else:
+        dist.init_process_group("gloo")
+
+
+def get_world_size() -> int:
+    """Processes that train together; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_rank() -> int:
+    """This process's number, from 0; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def default_device() -> torch.device:
+    """This process's GPU, the CPU on a machine without one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+def barrier() -> None:
+    """Waits until every process is here."""
+    if get_world_size() > 1:
+        dist.barrier()
+
+
+@torch.no_grad()
+def broadcast_module(module: nn.Module) -> None:
+    """Gives every process rank 0's parameters and buffers: nobody promises that they were initialised alike."""
+    if get_world_size() == 1:
+        return
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.data, src=0)
