@@ -30,4 +30,5 @@ def _limits(minimum: float, maximum: float) -> str:
 def _remedy(value: Any) -> str:
     if isinstance(value, str):
         return "write a number, without quotes"
-    return "choose a number in that range" if isinstance(value, (int, float)) else "write a single number"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return "choose a number in that range" if is_number else "write a single number"

@@ -1,0 +1,128 @@
+"""The learning-rate schedules against numbers worked out by hand from DeepSpeed's formulas."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+from hybrid_engine.config import SchedulerConfig
+from hybrid_engine.zero.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
+
+
+def sgd(*rates: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates])
+
+
+def seen_rates(scheduler, optimizer, num_steps: int) -> list[float]:
+    """The rate that each of the first optimizer steps runs with."""
+    rates = []
+    for _ in range(num_steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_log_warmup_climbs_by_logarithms_and_stays_at_the_peak():
+    optimizer = sgd(0.5)
+    scheduler = WarmupLR(optimizer, warmup_min_lr=0.1, warmup_max_lr=0.9, warmup_num_steps=4)
+    # log(1), log(2) = log(4) / 2, log(3), log(4) over log(4): 0, 0.5, 0.7924812503605781, 1.
+    expected = [0.1, 0.1, 0.5, 0.1 + 0.8 * 0.7924812503605781, 0.9, 0.9, 0.9]
+    assert seen_rates(scheduler, optimizer, 7) == pytest.approx(expected, rel=1e-12)
+
+
+def test_linear_warmup_climbs_by_equal_steps():
+    optimizer = sgd(0.5)
+    scheduler = WarmupLR(optimizer, 0.0, 1.0, 4, "linear")
+    assert seen_rates(scheduler, optimizer, 7) == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1])
+
+
+def test_warmup_without_a_peak_climbs_to_the_optimizers_own_rate():
+    optimizer = sgd(0.5)
+    scheduler = WarmupLR(optimizer, warmup_num_steps=2)
+    assert seen_rates(scheduler, optimizer, 4) == pytest.approx([0, 0, 0.5, 0.5])
+
+
+def test_a_warmup_of_one_step_counts_as_two():
+    optimizer = sgd(0.5)
+    scheduler = WarmupLR(optimizer, 0.0, 1.0, 1, "linear")
+    assert seen_rates(scheduler, optimizer, 5) == pytest.approx([0, 0, 0.5, 1, 1])
+
+
+def test_decay_is_a_line_from_the_peak_to_the_floor_and_stays_there():
+    optimizer = sgd(0.5)
+    scheduler = WarmupDecayLR(
+        optimizer, total_num_steps=6, warmup_min_lr=0.2, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear"
+    )
+    # Iterations -1, 0, 1 of the warmup, then 2..5 at 4/4, 3/4, 2/4, 1/4 of the height 0.8, then the floor.
+    expected = [0.2, 0.2, 0.6, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2]
+    assert seen_rates(scheduler, optimizer, 9) == pytest.approx(expected)
+
+
+def test_cosine_falls_from_below_the_peak_to_its_floor_and_stays_there():
+    optimizer = sgd(2.0)
+    scheduler = WarmupCosineLR(
+        optimizer,
+        total_num_steps=6,
+        warmup_min_ratio=0.1,
+        warmup_num_steps=2,
+        cos_min_ratio=0.2,
+        warmup_type="linear",
+    )
+    # Shares of the peak: nothing, 0.1, 0.1 + 0.9 / 2; then 0.2 + 0.8 * (1 + cos(pi p)) / 2 at p = 1/4, 1/2, 3/4, 1.
+    half = math.sqrt(0.5)
+    shares = [0, 0.1, 0.55, 0.6 + 0.4 * half, 0.6, 0.6 - 0.4 * half, 0.2, 0.2, 0.2]
+    assert seen_rates(scheduler, optimizer, 9) == pytest.approx([2.0 * share for share in shares])
+
+
+def test_each_parameter_group_follows_its_own_rates():
+    optimizer = sgd(0.5, 0.5)
+    scheduler = WarmupLR(optimizer, [0.0, 0.1], [1.0, 0.3], 2, "linear")
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == pytest.approx([0.5, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("WarmupLR", {"warmup_max_lr": 0.3, "warmup_num_steps": 5}),
+        ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
+        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
+    ],
+)
+def test_a_schedule_loaded_in_the_middle_goes_on_as_if_never_stopped(kind, params):
+    config = SchedulerConfig(type=kind, params=params)
+    optimizer = sgd(0.5)
+    scheduler = build_scheduler(config, optimizer)
+    seen_rates(scheduler, optimizer, 3)
+    saved_schedule, saved_optimizer = scheduler.state_dict(), optimizer.state_dict()
+    uninterrupted = seen_rates(scheduler, optimizer, 8)
+
+    resumed_optimizer = sgd(0.5)
+    resumed = build_scheduler(config, resumed_optimizer)
+    resumed_optimizer.load_state_dict(saved_optimizer)
+    resumed.load_state_dict(saved_schedule)
+    assert seen_rates(resumed, resumed_optimizer, 8) == uninterrupted
+    assert len(set(uninterrupted)) > 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"warmup_min_lr": [0.1, 0.2]}, r"warmup_min_lr=\[0.1, 0.2\] has 2 rates for 1 parameter groups"),
+        ({"warmup_num_steps": 0}, "warmup_num_steps=0 must be at least 1"),
+        ({"warmup_type": "cubic"}, "warmup_type='cubic' must be"),
+    ],
+)
+def test_a_warmup_that_makes_no_sense_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        WarmupLR(sgd(0.5), **arguments)
+
+
+def test_a_run_shorter_than_its_warmup_is_reported(caplog):
+    with caplog.at_level(logging.WARNING, logger="hybrid_engine"):
+        WarmupDecayLR(sgd(0.5), total_num_steps=10, warmup_num_steps=20)
+    assert "total_num_steps=10 is below warmup_num_steps=20" in caplog.text
