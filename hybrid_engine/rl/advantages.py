@@ -1,0 +1,118 @@
+"""From a score per response to an advantage per token: token rewards, GAE and whitening.
+
+B: sampled responses, T: response tokens. A mask is True on response tokens. Everything here is a target,
+so nothing carries a gradient.
+"""
+
+import torch
+import torch.distributed as dist
+
+WHITEN_EPS = 1e-8
+
+
+@torch.no_grad()
+def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """The reward of each token: -kl_coef * kl everywhere, and the score on the last response token.
+
+    Args:
+        scores: `[B]`, the reward model's score of each response.
+        kl: `[B, T]`, the KL estimate of each token (`kl_k1` by convention).
+        mask: `[B, T]` bool, with at least one response token in each row.
+        kl_coef: weight of the KL penalty.
+
+    Returns:
+        `[B, T]`, 0 outside the mask.
+    """
+    assert kl.ndim == 2 and scores.shape == kl.shape[:1], f"{scores.shape=} {kl.shape=}"
+    _check_mask(mask, kl)
+    assert bool(mask.any(dim=1).all()), "a row of the mask has no response token to put its score on"
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)  # [B, 1]
+    penalties = torch.where(mask, -kl_coef * kl, 0.0)
+    return penalties.scatter_add(1, last, scores[:, None].to(penalties.dtype))
+
+
+@torch.no_grad()
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimates and the returns that the value function is trained on.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t
+        A_t     = delta_t + gamma * lam * A_{t+1}
+        R_t     = A_t + V_t
+
+    where t + 1 is the next response token: masked tokens in between (padding, the output of a tool) are
+    stepped over, V and A are carried across them and nothing of them is read. After the last one V = A = 0.
+
+    Args:
+        rewards: `[B, T]`, as from `token_rewards`.
+        values: `[B, T]`, the value before each token.
+        mask: `[B, T]` bool.
+        gamma: discount, in [0, 1].
+        lam: GAE's lambda, in [0, 1].
+
+    Returns:
+        Advantages and returns, each `[B, T]`, 0 outside the mask.
+
+    Source: Schulman et al., arXiv 1506.02438, equations 11 and 16.
+    """
+    assert rewards.ndim == 2 and rewards.shape == values.shape, f"{rewards.shape=} {values.shape=}"
+    _check_mask(mask, rewards)
+    next_value = torch.zeros_like(values[:, 0])  # [B]
+    next_advantage = torch.zeros_like(next_value)
+    advantages = torch.zeros_like(values)
+    for t in reversed(range(rewards.shape[1])):
+        present = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        next_value = torch.where(present, values[:, t], next_value)
+        next_advantage = torch.where(present, advantage, next_advantage)
+        advantages[:, t] = torch.where(present, advantage, 0.0)
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The mean of `values` where `mask` (bool, of the same shape) is True; nan where it is True nowhere."""
+    _check_mask(mask, values)
+    return torch.where(mask, values, 0.0).sum() / mask.sum()
+
+
+@torch.no_grad()
+def whiten(
+    values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """`values` scaled to variance 1 and, with `shift_mean`, moved to mean 0, over all tokens of the mask.
+
+        (values - mean) / sqrt(variance + 1e-8), the variance with the divisor n - 1
+
+    Args:
+        values: `[B, T]`.
+        mask: `[B, T]` bool.
+        shift_mean: whether the mean is removed (advantages) or added back after scaling (rewards).
+        group: collective over these processes, so that the result does not depend on how the rows are
+            spread; None uses the rows of this process alone. Every process of the group must call it.
+
+    Returns:
+        `[B, T]` in the dtype of `values`, 0 outside the mask.
+    """
+    _check_mask(mask, values)
+    exact = torch.where(mask, values, 0.0).double()
+    count, total = _sum_over(torch.stack([mask.sum().double(), exact.sum()]), group)
+    assert count.item() > 1, f"whitening needs at least two tokens, got {count.item():.0f}"
+    mean = total / count
+    centred = torch.where(mask, exact - mean, 0.0)
+    variance = _sum_over(centred.square().sum(), group) / (count - 1)
+    scaled = centred * torch.rsqrt(variance + WHITEN_EPS)
+    shifted = scaled if shift_mean else torch.where(mask, scaled + mean, 0.0)
+    return shifted.to(values.dtype)
+
+
+def _sum_over(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(local, group=group)
+    return local
+
+
+def _check_mask(mask: torch.Tensor, values: torch.Tensor) -> None:
+    assert mask.dtype == torch.bool and mask.shape == values.shape, f"{mask.dtype=} {mask.shape=} {values.shape=}"

@@ -1,0 +1,50 @@
+"""Estimators of KL(policy || reference) from the tokens that the policy sampled.
+
+With x = logprobs - logprobs_ref of a token drawn from the policy (Schulman, "Approximating KL Divergence",
+http://joschu.net/blog/kl-approx.html):
+
+    k1 = x                   unbiased, may be negative; the one to subtract from the reward
+    k2 = x^2 / 2             biased, its gradient is that of the KL
+    k3 = exp(-x) + x - 1     unbiased, never negative
+
+Nothing is clamped. As a loss, k1 is useless: its expected gradient is zero.
+"""
+
+import torch
+
+
+def kl_k1(logprobs: torch.Tensor, logprobs_ref: torch.Tensor) -> torch.Tensor:
+    """The k1 estimate of each token, of the shape of both arguments."""
+    assert logprobs.shape == logprobs_ref.shape, f"{logprobs.shape=} {logprobs_ref.shape=}"
+    return logprobs - logprobs_ref
+
+
+def kl_k2(logprobs: torch.Tensor, logprobs_ref: torch.Tensor) -> torch.Tensor:
+    """The k2 estimate of each token, of the shape of both arguments."""
+    return 0.5 * kl_k1(logprobs, logprobs_ref).square()
+
+
+def kl_k3(logprobs: torch.Tensor, logprobs_ref: torch.Tensor) -> torch.Tensor:
+    """The k3 estimate of each token, of the shape of both arguments; infinite where -x exceeds the dtype's log."""
+    difference = kl_k1(logprobs, logprobs_ref)
+    # expm1 keeps the digits that exp(-x) - 1 loses near x = 0, where training starts.
+    return torch.expm1(-difference) + difference
+
+
+def adaptive_kl_coefficient(coefficient: float, kl: float, target: float, horizon: float, num_samples: int) -> float:
+    """The next KL coefficient of the proportional controller that steers the KL to `target`.
+
+        coefficient * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)
+
+    Args:
+        coefficient: the present one.
+        kl: the measured KL per response (summed over its tokens), in nats.
+        target: the KL to hold, in nats, above 0.
+        horizon: samples over which a persisting full error changes the coefficient by about a fifth.
+        num_samples: responses behind `kl`.
+
+    Source: Ziegler et al., "Fine-Tuning Language Models from Human Preferences", arXiv 1909.08593, section 2.2.
+    """
+    assert target > 0 and horizon > 0, f"{target=} {horizon=}"
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * num_samples / horizon)

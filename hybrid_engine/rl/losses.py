@@ -1,0 +1,124 @@
+"""PPO's losses per token, before any mean is taken, and the figures that tell how an update goes.
+
+The losses take no mask: aggregation drops what lies outside it. Log-probabilities there must be finite
+all the same (0 by convention), because 0 * inf in the backward pass is nan.
+"""
+
+import torch
+
+from hybrid_engine.rl.advantages import masked_mean
+
+
+def ppo_policy_loss(
+    logprobs: torch.Tensor,
+    logprobs_old: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> torch.Tensor:
+    """The clipped surrogate loss of each token.
+
+        max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high)),  ratio = exp(logprobs - logprobs_old)
+
+    With `dual_clip` = c the loss of a token with A < 0 is at most -A * c, whatever its ratio.
+
+    Args:
+        logprobs: `[B, T]`, of the policy being trained; the only argument that carries a gradient.
+        logprobs_old: `[B, T]`, of the policy that sampled.
+        advantages: `[B, T]`.
+        clip_low: how far below 1 the ratio counts.
+        clip_high: how far above 1 the ratio counts.
+        dual_clip: c above 1, or None for none.
+
+    Returns:
+        `[B, T]`, to be minimised.
+
+    Source: Schulman et al., arXiv 1707.06347, equation 7; dual clip: Ye et al., arXiv 1912.09729, equation 5.
+    """
+    _check_same_shape(logprobs, logprobs_old, advantages)
+    assert dual_clip is None or dual_clip > 1, f"{dual_clip=}"
+    ratio = torch.exp(logprobs - logprobs_old)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(unclipped, clipped)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+
+
+@torch.no_grad()
+def policy_metrics(
+    logprobs: torch.Tensor,
+    logprobs_old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> dict[str, torch.Tensor]:
+    """How far the policy has moved from the one that sampled, as means over the response tokens.
+
+    Args:
+        logprobs, logprobs_old, advantages, clip_low, clip_high: as in `ppo_policy_loss`.
+        mask: `[B, T]` bool, True on response tokens.
+
+    Returns:
+        Scalars `clip_fraction` (tokens whose loss is the clipped one), `approx_kl` (the k3 estimate of
+        KL(old || new): ratio - 1 - log ratio) and `ratio` (1 before the first update of a rollout).
+    """
+    _check_same_shape(logprobs, logprobs_old, advantages)
+    log_ratio = logprobs - logprobs_old
+    ratio = torch.exp(log_ratio)
+    is_clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high) > -advantages * ratio
+    return {
+        "clip_fraction": masked_mean(is_clipped.to(ratio.dtype), mask),
+        "approx_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask),
+        "ratio": masked_mean(ratio, mask),
+    }
+
+
+def clipped_value_loss(
+    values: torch.Tensor, values_old: torch.Tensor, returns: torch.Tensor, clip: float
+) -> torch.Tensor:
+    """The clipped squared error of each token's value, with the factor one half.
+
+        1/2 * max((V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2)
+
+    Args:
+        values: `[B, T]`, of the value function being trained; the only argument that carries a gradient.
+        values_old: `[B, T]`, of the value function at the time of the rollout.
+        returns: `[B, T]`, as from `gae`.
+        clip: how far from `values_old` a value counts, in units of the reward.
+
+    Returns:
+        `[B, T]`, to be minimised.
+
+    Source: openai/baselines, `ppo2/model.py`.
+    """
+    _check_same_shape(values, values_old, returns)
+    clipped = values_old + (values - values_old).clamp(-clip, clip)
+    return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
+
+
+@torch.no_grad()
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The share of the returns' variance that the values explain: 1 - Var(returns - values) / Var(returns).
+
+    1 is a perfect value function, 0 no better than a constant; not finite where the returns do not vary.
+
+    Args:
+        values: `[B, T]`.
+        returns: `[B, T]`.
+        mask: `[B, T]` bool, True on response tokens.
+    """
+    _check_same_shape(values, returns)
+    return 1 - _masked_variance(returns - values, mask) / _masked_variance(returns, mask)
+
+
+def _masked_variance(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return masked_mean((values - masked_mean(values, mask)).square(), mask)
+
+
+def _check_same_shape(first: torch.Tensor, *others: torch.Tensor) -> None:
+    shapes = [tuple(tensor.shape) for tensor in (first, *others)]
+    assert len(set(shapes)) == 1, f"{shapes=}"
