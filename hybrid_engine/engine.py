@@ -10,13 +10,16 @@ Where things are: sharding in `zero/sharding.py`, masters, clipping and loss sca
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from hybrid_engine import checkpoint
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.memory import describe_memory
@@ -190,6 +193,21 @@ class ZeroEngine(nn.Module):
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per micro-batch of this process."""
         return self.config.train_micro_batch_size_per_gpu
+
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Any = None
+    ) -> Path:
+        """Saves everything needed to go on, on disk when it returns; collective. See `checkpoint.save`."""
+        return checkpoint.save(self, save_dir, tag, client_state)
+
+    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[str, Any]:
+        """Continues a saved run, by default the latest; collective. Returns its path and the client state.
+
+        Raises:
+            ValueError: see `checkpoint.load`; the engine is then unchanged.
+        """
+        path, client_state = checkpoint.load(self, load_dir, tag)
+        return str(path), client_state
 
     def report(self) -> str:
         """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process."""

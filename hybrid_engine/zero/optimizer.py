@@ -170,6 +170,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 local_tensor(trained.master).copy_(local_tensor(state_dict["masters"][trained.name]))
         self._write_masters_back()
 
+    def restore(
+        self,
+        param_groups: list[dict[str, Any]],
+        tensors: dict[str, dict[str, torch.Tensor]],
+        values: dict[str, dict[str, Any]],
+    ) -> None:
+        """Takes over a checkpoint's groups and state, given by parameter name; the masters were loaded in place.
+
+        Args:
+            param_groups: like those of this optimizer, with `names` in place of `params`.
+            tensors: the state's tensors, used without a copy where their dtype and device fit.
+            values: the state's other values.
+        """
+        numbers = {t.name: number for number, t in enumerate(self.parameters)}
+        groups = [{**group, "params": [numbers[name] for name in group["names"]]} for group in param_groups]
+        for group in groups:
+            del group["names"]
+        state = {numbers[name]: {**tensors[name], **values[name]} for name in numbers if tensors[name] or values[name]}
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
+        with torch.no_grad():
+            self._write_masters_back()
+
     def _local_gradients(self) -> list[torch.Tensor]:
         return [local_tensor(t.master.grad) for t in self.parameters if t.master.grad is not None]
 
@@ -202,10 +224,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _describe_non_finite(self, norm: float) -> str:
         names = self._names_of_non_finite()
-        shown = ", ".join(names[:MAX_NAMES_IN_ERROR])
+        shown = ", ".join(names[:MAX_NAMES_IN_ERROR]) + (", ..." if len(names) > MAX_NAMES_IN_ERROR else "")
         return (
             f"step(): the gradient norm is {norm}, it must be finite; {len(names)} of {len(self.parameters)} "
-            f"parameters have a non-finite gradient: {shown}{', ...' if len(names) > MAX_NAMES_IN_ERROR else ''}. Nothing was "
+            f"parameters have a non-finite gradient: {shown}. Nothing was "
             f"stepped and the gradients were dropped; look for a log or a division of zero in the loss, or lower the "
             f"learning rate"
         )

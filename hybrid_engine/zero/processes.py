@@ -1,10 +1,14 @@
 """Which process this is, which device it computes on, and how processes are brought together."""
 
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+Result = TypeVar("Result")
 
 
 def init_distributed(port: int = 29500) -> None:
@@ -40,10 +44,32 @@ def default_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
 
-def barrier() -> None:
-    """Waits until every process is here."""
-    if get_world_size() > 1:
-        dist.barrier()
+def on_rank_zero(action: Callable[[], Result]) -> Result:
+    """Runs `action` on rank 0 and gives its result, or raises its error, on every process alike; collective.
+
+    The result must be picklable.
+    """
+    if get_world_size() == 1:
+        return action()
+    outcome: list[Any] = [None, None]
+    if get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def gather_objects(value: Result) -> list[Result]:
+    """`value` of every process, in the order of ranks, on every process; collective."""
+    if get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 @torch.no_grad()

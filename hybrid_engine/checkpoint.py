@@ -1,0 +1,242 @@
+"""Checkpoints of a ZeroEngine: everything needed to go on as if the run had never stopped.
+
+Tensors are stored by parameter name with `torch.distributed.checkpoint`, which reads them back on another number of
+processes and at another ZeRO stage. A trained bf16 or fp16 parameter is stored as its fp32 master only: the parameter
+is the master, rounded. The rest (counters, scheduler, loss scale, random states, ...) is `state.pt`, read without
+running pickled code. How the files reach their place is in `checkpoint_folder.py`.
+"""
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from hybrid_engine import checkpoint_folder
+from hybrid_engine.checkpoint_checks import FORMAT, check_manifest
+from hybrid_engine.random_state import get_random_state, set_random_state
+from hybrid_engine.zero.optimizer import ZeroOptimizer
+from hybrid_engine.zero.processes import gather_objects, on_rank_zero
+
+if TYPE_CHECKING:
+    from hybrid_engine.engine import ZeroEngine
+
+STATE_FILE = "state.pt"
+StoredTensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shapes and dtypes by key."""
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def save(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | None, client_state: Any) -> Path:
+    """Writes the checkpoint `tag` (default `global_step<n>`) and makes it the latest; collective.
+
+    When it returns, the checkpoint is on disk; until then an older one of the same tag stays. The client state is
+    rank 0's.
+
+    Raises:
+        ValueError: in the middle of an accumulation; a tag that is no folder name; a client state that is not made of
+            plain values and tensors.
+    """
+    folder, tag = Path(directory), str(tag) if tag is not None else f"global_step{engine.global_steps}"
+    checkpoint_folder.check_tag(tag)
+    _check_at_boundary(engine)
+    state = {**_collect_state(engine), "client_state": client_state}
+    serialized = on_rank_zero(lambda: _serialize(state))
+    engine.sharding.reshard()
+    writing = on_rank_zero(lambda: checkpoint_folder.begin(folder, tag))
+    with _without_process_group_warning():
+        dcp.save(_collect_tensors(engine), storage_writer=dcp.FileSystemWriter(writing), no_dist=_is_alone(engine))
+
+    def finish() -> None:
+        (writing / STATE_FILE).write_bytes(serialized)
+        checkpoint_folder.publish(writing, folder, tag, _build_manifest(engine))
+
+    on_rank_zero(finish)
+    return folder / tag
+
+
+def load(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | None) -> tuple[Path, Any]:
+    """Puts the engine where it was when the checkpoint was saved; collective. Returns its folder and client state.
+
+    An engine without an optimizer takes only the weights. Everything is checked before anything is loaded.
+
+    Raises:
+        ValueError: no such checkpoint; an incomplete one, one of another model or of a newer format; one whose
+            optimizer or scheduler is not this engine's. The engine is unchanged.
+    """
+    folder, state, optimizer_tensors = on_rank_zero(lambda: _read_and_check(engine, Path(directory), tag))
+    engine.zero_grad()
+    engine.sharding.reshard()
+    tensors = _weights(engine)
+    optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
+    if engine.optimizer is not None:
+        optimizer_state = _allocate_optimizer_state(engine.optimizer, optimizer_tensors)
+        tensors.update(_optimizer_keys(optimizer_state))
+    with _without_process_group_warning():
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=_is_alone(engine))
+    if engine.optimizer is not None:
+        _restore_training(engine, state, optimizer_state)
+    return folder, state["client_state"]
+
+
+def _read_and_check(
+    engine: "ZeroEngine", directory: Path, tag: str | None
+) -> tuple[Path, dict[str, Any], StoredTensors]:
+    folder = checkpoint_folder.find(directory, tag)
+    check_manifest(folder, checkpoint_folder.read_manifest(folder), _build_manifest(engine))
+    state = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    optimizer_tensors = {
+        key: (tuple(entry.size), entry.properties.dtype)
+        for key, entry in metadata.items()
+        if key.startswith("optimizer.")
+    }
+    return folder, state, optimizer_tensors
+
+
+@contextmanager
+def _without_process_group_warning() -> Iterator[None]:
+    """Being a single process is no accident that the user should be warned of at every save."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _is_alone(engine: "ZeroEngine") -> bool:
+    return engine.sharding.world_size == 1
+
+
+def _check_at_boundary(engine: "ZeroEngine") -> None:
+    done = engine.micro_steps % engine.config.gradient_accumulation_steps
+    if done:
+        raise ValueError(
+            f"save_checkpoint(): {done} of {engine.config.gradient_accumulation_steps} micro-batches of a step are "
+            f"done and their gradients are not saved; save after the step() that ends the accumulation"
+        )
+
+
+def _weights(engine: "ZeroEngine") -> dict[str, torch.Tensor]:
+    masters = {t.name: t.master for t in engine.optimizer.parameters} if engine.optimizer is not None else {}
+    named = {**dict(engine.module.named_parameters()), **masters, **_persistent_buffers(engine.module)}
+    return {f"weights.{name}": tensor.detach() for name, tensor in named.items()}
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, child in module.named_modules()
+        for name, buffer in child.named_buffers(recurse=False)
+        if name not in child._non_persistent_buffers_set
+    }
+
+
+def _collect_tensors(engine: "ZeroEngine") -> dict[str, torch.Tensor]:
+    if engine.optimizer is None:
+        return _weights(engine)
+    return {**_weights(engine), **_optimizer_keys(_named_optimizer_state(engine.optimizer, tensors=True))}
+
+
+def _named_optimizer_state(optimizer: ZeroOptimizer, *, tensors: bool) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by parameter name: either its tensors or its other values."""
+    return {
+        t.name: {
+            key: value
+            for key, value in optimizer.state.get(t.master, {}).items()
+            if isinstance(value, torch.Tensor) == tensors
+        }
+        for t in optimizer.parameters
+    }
+
+
+def _optimizer_keys(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {f"optimizer.{key}.{name}": value for name, values in state.items() for key, value in values.items()}
+
+
+def _collect_state(engine: "ZeroEngine") -> dict[str, Any]:
+    state: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS}
+    state["random"] = gather_objects(get_random_state())
+    if engine.optimizer is not None:
+        state["loss_scaler"] = engine.optimizer.loss_scaler.state_dict()
+        state["param_groups"] = _named_param_groups(engine.optimizer)
+        state["optimizer_values"] = _named_optimizer_state(engine.optimizer, tensors=False)
+    if engine.lr_scheduler is not None:
+        state["lr_scheduler"] = engine.lr_scheduler.state_dict()
+    if engine.training_dataloader is not None:
+        state["dataloader"] = engine.training_dataloader.state_dict()
+    return state
+
+
+def _named_param_groups(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
+    names = {id(t.master): t.name for t in optimizer.parameters}
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "names": [names[id(p)] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _serialize(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"client_state (or the scheduler's state) holds an object that loading would have to run code for; use "
+            f"numbers, strings, lists, dicts and tensors only: {str(error).splitlines()[0]}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _build_manifest(engine: "ZeroEngine") -> dict[str, Any]:
+    optimizer = engine.optimizer
+    return {
+        "format": FORMAT,
+        "world_size": engine.sharding.world_size,
+        "stage": engine.sharding.stage,
+        "dtype": str(engine.config.dtype),
+        "shapes": {key.removeprefix("weights."): list(tensor.shape) for key, tensor in _weights(engine).items()},
+        "has_scheduler": engine.lr_scheduler is not None,
+        "groups": None if optimizer is None else [group["names"] for group in _named_param_groups(optimizer)],
+    }
+
+
+def _allocate_optimizer_state(optimizer: ZeroOptimizer, stored: StoredTensors) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors to load into, sharded like the parameter where they have its shape."""
+    state: dict[str, dict[str, torch.Tensor]] = {t.name: {} for t in optimizer.parameters}
+    masters = {t.name: t.master for t in optimizer.parameters}
+    for full_key, (shape, dtype) in stored.items():
+        key, name = full_key.removeprefix("optimizer.").split(".", 1)
+        master = masters[name]
+        is_like_master = shape == tuple(master.shape)
+        state[name][key] = torch.zeros_like(master, dtype=dtype) if is_like_master else torch.zeros(shape, dtype=dtype)
+    return state
+
+
+def _restore_training(
+    engine: "ZeroEngine", state: dict[str, Any], optimizer_state: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    assert engine.optimizer is not None
+    engine.optimizer.restore(state["param_groups"], optimizer_state, state["optimizer_values"])
+    engine.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
+    for name in COUNTERS:
+        setattr(engine, name, state[name])
+    # Counted anew: on another number of processes a step may have another number of micro-batches.
+    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+    if engine.training_dataloader is not None and "dataloader" in state:
+        engine.training_dataloader.load_state_dict(state["dataloader"])
+    # A process that the saving run did not have keeps its own random state.
+    if engine.sharding.rank < len(state["random"]):
+        set_random_state(state["random"][engine.sharding.rank])

@@ -1,0 +1,66 @@
+"""Whether a checkpoint may be loaded, decided from its manifest alone.
+
+A manifest says what a checkpoint holds: `format`, `shapes` (of every weight and persistent buffer, by name), `groups`
+(the names of the trained parameters in each optimizer group; None without an optimizer) and `has_scheduler`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MAX_NAMES_IN_ERROR = 10
+
+
+def check_manifest(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    """Compares the manifest of the checkpoint in `folder` with the one this engine would write.
+
+    Raises:
+        ValueError: a newer format; another model; other trained parameters or no scheduler, if this engine trains.
+    """
+    if saved["format"] > FORMAT:
+        raise ValueError(
+            f"checkpoint {str(folder)!r} has format {saved['format']}, this version reads up to {FORMAT}; "
+            f"install the newer version that wrote it"
+        )
+    _check_model(folder, saved["shapes"], own["shapes"])
+    if own["groups"] is not None:
+        _check_training(folder, saved, own)
+
+
+def _check_model(folder: Path, saved: dict[str, list[int]], own: dict[str, list[int]]) -> None:
+    differences = [f"{name} is not in the model" for name in saved if name not in own]
+    differences += [f"{name} is not in the checkpoint" for name in own if name not in saved]
+    differences += [
+        f"{name} has shape {own[name]} in the model and {saved[name]} in the checkpoint"
+        for name in own
+        if name in saved and own[name] != saved[name]
+    ]
+    if differences:
+        shown = "; ".join(differences[:MAX_NAMES_IN_ERROR])
+        raise ValueError(
+            f"checkpoint {str(folder)!r} is of another model: {len(differences)} differences, the first: {shown}; "
+            f"build the model with the configuration (and adapters) of the saved run"
+        )
+
+
+def _check_training(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    if saved["groups"] is None:
+        raise ValueError(
+            f"checkpoint {str(folder)!r} was saved without an optimizer and cannot continue a training; load it into "
+            f"an engine without one"
+        )
+    if saved["groups"] != own["groups"]:
+        raise ValueError(
+            f"checkpoint {str(folder)!r} trains other parameters, or in other groups: {_count(saved['groups'])} "
+            f"there, {_count(own['groups'])} here; freeze and group them as in the saved run"
+        )
+    if saved["has_scheduler"] != own["has_scheduler"]:
+        has = "a" if saved["has_scheduler"] else "no"
+        raise ValueError(
+            f"checkpoint {str(folder)!r} was saved with {has} learning-rate scheduler, the engine differs; give both "
+            f"runs the same"
+        )
+
+
+def _count(groups: list[list[str]]) -> str:
+    return f"{sum(len(names) for names in groups)} in {len(groups)} group(s)"
