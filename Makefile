@@ -1,0 +1,76 @@
+# `make demo` and `make test` are all a user needs; both first create .venv, once.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+# Everything `make check` builds: the wheel, a plain copy of its files, and an environment that holds only it.
+CHECK := $(CURDIR)/.venv-check
+
+.PHONY: help demo test check lint types wheel clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo    install into .venv and run the whole PPO job on the CPU; results in runs/demo'
+	@echo 'make test    install into .venv and run the tests'
+	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
+	@echo 'make clean   remove .venv and everything built; runs/ stays'
+	@echo 'PYTHON=...   the interpreter to build .venv with (now $(PYTHON)), Python 3.10 or newer'
+
+demo: $(INSTALLED)
+	$(BIN)/hybrid-engine ppo --out runs/demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: lint types wheel
+
+lint: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/python -m pytest tests/test_import_direction.py
+
+# torch first: a later, wider requirement then finds it installed instead of fetching another build.
+# Without build isolation the setuptools that torch needs anyway builds the package.
+$(INSTALLED): setup.py pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo 'PYTHON=$(PYTHON) is not found; name a Python of 3.10 or newer' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+	  "PYTHON=$(PYTHON) is Python %s, but 3.10 or newer is needed; try make PYTHON=python3.12" % sys.version.split()[0])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# build/ is setuptools' own and would carry deleted files into the wheel.
+$(CHECK)/dist: $(INSTALLED) FORCE
+	rm -rf build $(CHECK)/dist
+	mkdir -p $(CHECK)
+	$(BIN)/python -m build --wheel --no-isolation --outdir $@ . >$(CHECK)/log 2>&1 || { cat $(CHECK)/log; exit 1; }
+
+# Type checkers do not follow an editable install, so mypy reads the files of the wheel.
+types: $(CHECK)/dist
+	rm -rf $(CHECK)/site
+	$(BIN)/python -m pip install --quiet --no-deps --target $(CHECK)/site $(CHECK)/dist/*.whl
+	cd $(CHECK) && MYPYPATH=site $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p hybrid_engine
+
+wheel: $(CHECK)/dist
+	rm -rf $(CHECK)/venv
+	$(PYTHON) -m venv $(CHECK)/venv
+	$(CHECK)/venv/bin/python -m pip install --quiet -c constraints.txt torch
+	$(CHECK)/venv/bin/python -m pip install --quiet -c constraints.txt $(CHECK)/dist/*.whl
+	cd $(CHECK)/venv && bin/python -c "$$IMPORT_EVERYTHING" && bin/hybrid-engine --help >/dev/null
+
+define IMPORT_EVERYTHING
+import importlib, pkgutil, sys
+import hybrid_engine
+names = [module.name for module in pkgutil.walk_packages(hybrid_engine.__path__, 'hybrid_engine.')]
+files = [importlib.import_module(name).__file__ for name in names]
+assert all(file.startswith(sys.prefix) for file in files), files
+print(f'{len(files)} modules of the wheel imported from {sys.prefix}')
+endef
+export IMPORT_EVERYTHING
+
+clean:
+	rm -rf .venv .venv-check build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+FORCE:
