@@ -110,6 +110,11 @@ class InferenceLayer:
         """Fuses every linear's active adapters; returns the bytes of the buffers."""
         return sum(linear.fuse_lora() for linear in self.linears)
 
+    def unfuse_lora(self) -> None:
+        """Back to the parameters themselves."""
+        for linear in self.linears:
+            linear.unfuse_lora()
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -121,8 +126,8 @@ class InferenceLayer:
         """`hidden [N, E]` -> `[N, E]`; writes the batch's keys and values into this layer's blocks."""
         (q, k, v), _ = self.qkv_gemm(
             hidden,
-            [linear.weight for linear in self.qkv],
-            [linear.bias for linear in self.qkv],
+            [linear.pair[0] for linear in self.qkv],
+            [linear.pair[1] for linear in self.qkv],
             self.attention_norm.gamma,
             self.attention_norm.beta,
         )

@@ -44,6 +44,8 @@ def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter]:
 class TransposedLinear:
     """`weight [in, out]` and `bias [out]` or None, ready for the ops; valid from `bind` until the weights move.
 
+    A parameter whose storage FSDP has freed is an assertion error at `bind`, never silent garbage.
+
     Raises UnsupportedModelError for a module that is neither a linear nor peft LoRA on one.
     """
 
@@ -55,35 +57,38 @@ class TransposedLinear:
         if not (isinstance(self.base, nn.Linear) or self.is_stored_transposed):
             raise UnsupportedModelError(f"{name} is a {type(self.base).__name__}, not a linear")
         active_adapters(module, name)
-        self.weight: torch.Tensor
-        self.bias: torch.Tensor | None
-        self.is_fused = False
+        self.view: tuple[torch.Tensor, torch.Tensor | None]  # of the parameters
+        self.pair: tuple[torch.Tensor, torch.Tensor | None]  # (weight, bias) as the ops take them: view or fused
 
     def bind(self) -> None:
         """Points at the parameters as they lie in memory now. They must be whole: gathered, if sharded."""
         weight = self.base.weight.detach()
-        self.weight = weight if self.is_stored_transposed else weight.t()
-        self.bias = None if self.base.bias is None else self.base.bias.detach()
-        self.is_fused = False
+        assert weight.untyped_storage().nbytes() > 0, f"{self.name} is not gathered: its storage is empty"
+        bias = None if self.base.bias is None else self.base.bias.detach()
+        self.view = self.pair = (weight if self.is_stored_transposed else weight.t(), bias)
 
     def fuse_lora(self) -> int:
         """Adds the active adapters into a buffer of this linear's own; returns its bytes, 0 without adapters."""
         adapters = active_adapters(self.module, self.name)
         if not adapters:
             return 0
-        weight = self.weight.float()
-        bias = self.bias
+        (weight, bias), dtype = self.view, self.view[0].dtype
+        weight = weight.float()
         for adapter in adapters:
             a, b = adapter.a.weight.detach().float(), adapter.b.weight.detach().float()
             weight = torch.addmm(weight, a.t(), b.t(), alpha=adapter.scale)
             if adapter.b.bias is not None:
                 offset = adapter.scale * adapter.b.bias.detach()
                 bias = offset if bias is None else bias + offset
-        self.weight, self.bias = weight.to(self.weight.dtype), bias
-        self.is_fused = True
-        return self.weight.nbytes
+        weight = weight.to(dtype)
+        self.pair = (weight, bias if bias is None else bias.to(dtype))
+        return weight.nbytes
+
+    def unfuse_lora(self) -> None:
+        """Back to the parameters, which fusing has not touched; the buffer is freed."""
+        self.pair = self.view
 
     @property
-    def pair(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(weight, bias), as the ops take them."""
-        return self.weight, self.bias
+    def is_fused(self) -> bool:
+        """Whether the ops see the adapters fused."""
+        return self.pair is not self.view

@@ -115,6 +115,22 @@ class InferenceModel:
         self.final_norm.bind()
         self.lm_head.bind()
 
+    def bind(self) -> None:
+        """Points everything at the parameters as they lie in memory now, unfused."""
+        self.bind_rest()
+        for layer in self.layers:
+            layer.bind()
+
+    def fuse_lora(self) -> int:
+        """Fuses the active adapters of every linear; returns the bytes of the buffers."""
+        return self.lm_head.fuse_lora() + sum(layer.fuse_lora() for layer in self.layers)
+
+    def unfuse_lora(self) -> None:
+        """Back to the parameters themselves; they were never written to."""
+        self.lm_head.unfuse_lora()
+        for layer in self.layers:
+            layer.unfuse_lora()
+
     def prepare_positions(self, num_positions: int) -> None:
         """Makes the rotary table reach `num_positions`; computed once and kept while it is long enough."""
         if self.rotary is None or (self.rotary_table is not None and len(self.rotary_table[0]) >= num_positions):
@@ -138,6 +154,6 @@ class InferenceModel:
         for layer in layers:
             hidden = layer.forward(hidden, rotary, *kv[layer.index], batch)
         if isinstance(batch, PrefillBatch):
-            hidden = hidden[batch.last]
+            hidden = hidden[batch.wanted]
         hidden = self.final_norm_op(hidden, self.final_norm.gamma, self.final_norm.beta)
         return self.lm_head_op(hidden, *self.lm_head.pair)

@@ -3,7 +3,7 @@
 Paths are attribute names joined by dots, from the layer or, where said, from the decoder: the module that
 holds the list of layers. Registering a policy is all that a new family of known pieces takes:
 
-    register_policy(replace(LLAMA, layer_class="Qwen3DecoderLayer", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm"))
+    register_policy(replace(LLAMA, layer_class="MistralDecoderLayer"))
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The ops of inference, one file each: the maths, a torch reference, and the dispatch. They know tensors and numbers."""
+"""The ops of inference, one file each with its maths and a torch reference. They know tensors and numbers."""
 
 from hybrid_engine.ops.block_copy import BlockCopyOp
 from hybrid_engine.ops.log_prob import token_logprobs

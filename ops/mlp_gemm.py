@@ -41,8 +41,5 @@ class MLPGemmOp:
         residual_add = input + residual
         normed = self.norm(residual_add, gamma, beta)
         inner = linear_transposed(normed, *up)
-        if gate is None:
-            inner = self.activation(inner)
-        else:
-            inner = self.activation(linear_transposed(normed, *gate)) * inner
+        inner = self.activation(inner) if gate is None else self.activation(linear_transposed(normed, *gate)) * inner
         return linear_transposed(inner, *down), residual_add

@@ -31,7 +31,7 @@ class PrefillBatch:
     write_blocks: torch.Tensor  # [N] int64: the block each token's key and value go to
     write_offsets: torch.Tensor  # [N] int64: and the place in it
     lengths: tuple[int, ...]  # R lengths that add to N
-    last: torch.Tensor  # [R] int64: index of each sequence's last token
+    wanted: torch.Tensor  # [R] int64: the tokens whose next-token logits are wanted, each sequence's last
 
 
 @dataclass(frozen=True, kw_only=True)

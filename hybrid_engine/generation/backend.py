@@ -1,0 +1,121 @@
+"""The two ways to generate: natively on inference containers, or by the model's own `generate()`.
+
+Each prepares a rollout (every check, nothing changed), gathers for it, runs it. What gathering takes it
+puts on an ExitStack, which gives it back in the opposite order, also when the run raises.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.containers import InferenceModel
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.output import GenerateOutput, collect_output, measure_module_output
+from hybrid_engine.generation.rollout import Plan
+from hybrid_engine.generation.text import RolloutTimes, TextGeneration
+from hybrid_engine.generation.workspace import KVWorkspace
+from hybrid_engine.zero.gathering import WeightGatherer
+
+
+@dataclass
+class RolloutResult:
+    """What a run returns and what it took."""
+
+    output: Any
+    num_samples: int
+    generated_tokens: int = 0
+    preemptions: int = 0
+    times: RolloutTimes = field(default_factory=RolloutTimes)
+
+
+class NativeBackend:
+    """Runs rollouts on containers: paged KV, continuous batching, one pass over the layers per turn."""
+
+    def __init__(
+        self, model: InferenceModel, gatherer: WeightGatherer, workspace: KVWorkspace, config: HybridEngineConfig
+    ):
+        self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
+
+    def gather(self, plan: Plan, release: ExitStack) -> torch.Tensor:
+        """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor."""
+        release.enter_context(self.gatherer.gathered())
+        self.model.bind_rest()
+        release.callback(self.model.unfuse_lora)
+        if self.gatherer.is_streamed:
+            self.model.lm_head.fuse_lora()
+        else:
+            self.model.bind()
+            self.model.fuse_lora()
+        self.model.prepare_positions(max(map(len, plan.sequences)) + plan.options.max_new_tokens)
+        release.push(self._give_back_workspace)
+        return self.workspace.take(
+            self.model.kv_shape(plan.num_blocks, plan.block_size), self.model.dtype, self.model.device
+        )
+
+    def _give_back_workspace(self, error_type: type | None, *_: object) -> None:
+        """After an error the storage always goes: it may hold numbers that are not finite."""
+        if self.config.release_inference_cache or error_type is not None:
+            self.workspace.release()
+
+    def layers(self) -> Iterable[InferenceLayer]:
+        """One pass over the layers."""
+        return self._streamed_layers() if self.gatherer.is_streamed else self.model.layers
+
+    def _streamed_layers(self) -> Iterator[InferenceLayer]:
+        for layer in self.gatherer.stream(self.model.layers):
+            layer.bind()
+            layer.fuse_lora()
+            yield layer
+            layer.unfuse_lora()
+
+    def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor) -> RolloutResult:
+        """Takes turns until every sequence of every process has finished.
+
+        Raises:
+            RuntimeError: the model's logits are not finite.
+        """
+        scheduler = plan.build_scheduler()
+        strategy = TextGeneration(self.model, scheduler, plan.options, kv, self.layers)
+        while self.gatherer.any_process(scheduler.has_work):
+            strategy.turn()
+        if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
+            raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")
+        output = collect_output(input_ids, plan.sequences, plan.options)
+        return RolloutResult(
+            output if plan.options.return_dict else output.sequences,
+            num_samples=len(plan.sequences),
+            generated_tokens=sum(len(sequence.tokens) for sequence in plan.sequences),
+            preemptions=scheduler.num_preemptions,
+            times=strategy.times,
+        )
+
+
+class ModuleBackend:
+    """Runs rollouts through the model's own `generate()`, in its own padded batches."""
+
+    def __init__(self, generate: Callable[..., Any], gatherer: WeightGatherer):
+        self.generate, self.gatherer = generate, gatherer
+
+    def gather(self, release: ExitStack) -> None:
+        """Whole weights, for forward passes of the module."""
+        release.enter_context(self.gatherer.gathered_for_forward())
+
+    def run(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]
+    ) -> RolloutResult:
+        """Where one output per row makes sense, it is measured like a native one."""
+        num_samples = input_ids.shape[0] * options.num_return_sequences
+        mask = mask.to(input_ids.dtype)
+        is_plain = options.return_dict and kwargs.get("num_beams", 1) == 1
+        if not is_plain or any(name.startswith("output_") and value for name, value in kwargs.items()):
+            return RolloutResult(self.generate(input_ids, attention_mask=mask, **kwargs), num_samples)
+        output = self.generate(input_ids, attention_mask=mask, **kwargs, output_logits=True)
+        measured: GenerateOutput = measure_module_output(output.sequences, output.logits, input_ids.shape[1], options)
+        assert measured.lengths is not None
+        return RolloutResult(measured, num_samples, generated_tokens=int(measured.lengths.sum()))

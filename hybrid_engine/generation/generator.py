@@ -1,0 +1,153 @@
+"""Everything that generates, in one place: the containers, the gathered weights, the KV workspace, the backends.
+
+The engine above it has modes and clocks; this has none. A rollout is `prepare`, `gather`, `run`.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from hybrid_engine.agreement import LogprobDifference, probe_containers
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
+from hybrid_engine.generation.noise import agree_on_keys
+from hybrid_engine.generation.options import GenerationOptions, foreign_options, merge_options, read_options
+from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
+from hybrid_engine.generation.rollout import Plan, build_sequences, check_lengths, plan_rollout
+from hybrid_engine.generation.workspace import KVWorkspace
+from hybrid_engine.zero.gathering import WeightGatherer
+from hybrid_engine.zero.sharding import Sharding
+
+logger = logging.getLogger("hybrid_engine")
+
+
+@dataclass
+class Request:
+    """A rollout that passed every check. `plan` is None for the model's own `generate()`."""
+
+    input_ids: torch.Tensor
+    mask: torch.Tensor
+    options: GenerationOptions
+    kwargs: dict[str, Any]
+    plan: Plan | None
+    kv: torch.Tensor | None = None
+
+
+class Generator:
+    """Generates from the weights of `module`, sharded as `sharding` says."""
+
+    def __init__(self, module: nn.Module, sharding: Sharding, config: HybridEngineConfig):
+        self.module, self.sharding, self.config = module, sharding, config
+        self.gatherer = WeightGatherer(sharding, config.pin_parameters)
+        self.workspace = KVWorkspace()
+        self.model: InferenceModel | None = None
+        self.fallback_reason: str | None = None
+        self.native: NativeBackend | None = None
+        self.own = ModuleBackend(module.generate, self.gatherer)
+        self._told: set[str] = set()
+
+    def build_containers(self) -> LogprobDifference | None:
+        """Builds containers and measures them against the module; None, with the reason kept, if there are none."""
+        try:
+            model = InferenceModel(self.module)
+            with self.gatherer.gathered_for_forward(), fused(model):
+                difference = probe_containers(self.module, model)
+        except UnsupportedModelError as error:
+            self.model, self.native, self.fallback_reason = None, None, str(error)
+            return None
+        self.model, self.fallback_reason = model, None
+        self.native = NativeBackend(model, self.gatherer, self.workspace, self.config)
+        return difference
+
+    def prepare(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        generation_config: GenerationConfig | None,
+        seed: int | None,
+        kwargs: dict[str, Any],
+    ) -> Request:
+        """Every check of the input and the plan of the rollout; changes nothing. Collective on several processes.
+
+        Raises:
+            ValueError: on all processes, if the input of one cannot work.
+        """
+        merged = merge_options(self.module.generation_config, generation_config, kwargs)
+        reason = self._reason_to_fall_back(merged)
+        request, error = None, None
+        try:
+            request = self._check(input_ids, attention_mask, merged, is_native=reason is None)
+        except ValueError as problem:
+            error = str(problem)
+        sequences = request.plan.sequences if request is not None and request.plan is not None else []
+        num_samples = request.options.num_return_sequences if request is not None else 1
+        prompts = [sequence.prompt.tokens for sequence in sequences[::num_samples]]
+        keys = agree_on_keys(prompts, error, seed, num_samples, self.sharding.world_size)
+        assert request is not None
+        for sequence, key in zip(sequences, [key for row in keys for key in row], strict=True):
+            sequence.key = key
+        if reason is not None:
+            self._tell(f"generate() uses the model's own implementation: {reason}")
+        return request
+
+    def _check(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, merged: dict[str, Any], is_native: bool
+    ) -> Request:
+        model_config = self.module.config.get_text_config()
+        mask = check_prompts(input_ids, attention_mask, model_config.vocab_size, merged.get("pad_token_id"))
+        options = read_options(merged, input_ids.shape[1], model_config.vocab_size)
+        prompts = prompt_token_ids(input_ids, mask)
+        check_lengths(prompts, options, self.config, model_config.max_position_embeddings)
+        plan = None
+        if is_native:
+            assert self.model is not None
+            sequences = build_sequences(prompts, options.num_return_sequences)
+            plan = plan_rollout(self.model, sequences, options, self.config, self.workspace.allocated_bytes)
+        return Request(input_ids, mask, options, merged, plan)
+
+    def gather(self, request: Request, release: ExitStack) -> None:
+        """Takes what the rollout needs and puts its return on `release`."""
+        if request.plan is None:
+            self.own.gather(release)
+        else:
+            assert self.native is not None
+            request.kv = self.native.gather(request.plan, release)
+
+    def run(self, request: Request) -> RolloutResult:
+        """The rollout itself."""
+        if request.plan is None:
+            return self.own.run(request.input_ids, request.mask, request.options, request.kwargs)
+        assert self.native is not None and request.kv is not None
+        return self.native.run(request.plan, request.kv, request.input_ids)
+
+    def _reason_to_fall_back(self, merged: dict[str, Any]) -> str | None:
+        if self.fallback_reason is not None:
+            return self.fallback_reason
+        foreign = foreign_options(merged)
+        if foreign:
+            return f"option {foreign[0]}={merged[foreign[0]]!r} is not served natively"
+        return None
+
+    def _tell(self, line: str) -> None:
+        """Logs a line once, on rank 0."""
+        if line not in self._told and self.sharding.rank == 0:
+            logger.warning(line)
+        self._told.add(line)
+
+
+@contextmanager
+def fused(model: InferenceModel) -> Iterator[None]:
+    """Containers bound to gathered weights, adapters fused inside."""
+    model.bind()
+    model.fuse_lora()
+    try:
+        yield
+    finally:
+        model.unfuse_lora()

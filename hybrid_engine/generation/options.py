@@ -1,0 +1,176 @@
+"""What a rollout is asked for: Hugging Face's generation options, merged, checked, and split by who serves them.
+
+Priority is Hugging Face's: keyword arguments, then `generation_config`, then the model's own, then defaults.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+# Served by the native backend, with transformers' defaults (`GenerationConfig._get_default_generation_params`).
+NATIVE_DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": None,
+    "max_length": None,
+    "min_new_tokens": None,
+    "min_length": None,
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "num_return_sequences": 1,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "return_dict_in_generate": False,
+}
+# Of no consequence here: caching, compiling and batching are the engine's own business.
+WITHOUT_EFFECT = {
+    "bos_token_id",
+    "cache_config",
+    "cache_implementation",
+    "compile_config",
+    "continuous_batching_config",
+    "disable_compile",
+    "early_stopping",
+    "length_penalty",
+    "prefill_chunk_size",
+    "remove_invalid_values",
+    "synced_gpus",
+    "transformers_version",
+    "use_cache",
+    "use_model_defaults",
+}
+# Settings of decoding strategies that nothing selects unless another option does; and the neutral values.
+NEUTRAL_VALUES: dict[str, Any] = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "typical_p": 1.0,
+    "top_h": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "guidance_scale": 1.0,
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
+}
+DEFAULT_MAX_LENGTH = 20  # transformers', prompt included
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """Checked options of one rollout, the same for every row."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    num_return_sequences: int = 1
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int = 0
+    return_dict: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "be at least 1", "ask for more tokens")
+        _check(
+            0 <= self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            self.min_new_tokens,
+            f"lie between 0 and max_new_tokens={self.max_new_tokens}",
+            "lower it or raise max_new_tokens",
+        )
+        finite = math.isfinite(self.temperature) and self.temperature > 0
+        _check(finite, "temperature", self.temperature, "be above 0", "for greedy decoding pass do_sample=False")
+        _check(self.top_k >= 0, "top_k", self.top_k, "be 0 (off) or more", "pass 0 to switch it off")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "lie in (0, 1]", "pass 1.0 to switch it off")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "lie in [0, 1]", "pass 0.0 to switch it off")
+        _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "be above 0", "1.0 is off")
+        many = self.num_return_sequences
+        _check(many >= 1, "num_return_sequences", many, "be at least 1", "pass the samples wanted per prompt")
+        one_greedy = many == 1 or self.do_sample
+        _check(one_greedy, "num_return_sequences", many, "be 1 with do_sample=False", "pass do_sample=True")
+
+
+def _check(holds: bool, option: str, value: object, rule: str, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"{option}={value} must {rule}; {remedy}")
+
+
+def merge_options(model_config: GenerationConfig, given: GenerationConfig | None, kwargs: dict) -> dict[str, Any]:
+    """Every option that is set, by name; private attributes left out."""
+    merged: dict[str, Any] = {}
+    for layer in (model_config.to_dict(), given.to_dict() if given is not None else {}, kwargs):
+        merged |= {name: value for name, value in layer.items() if value is not None and not name.startswith("_")}
+    return merged
+
+
+def foreign_options(merged: dict[str, Any]) -> list[str]:
+    """Names of the options that only the model's own `generate()` serves."""
+
+    def is_off(name: str, value: Any) -> bool:
+        if name in NATIVE_DEFAULTS or name in WITHOUT_EFFECT:
+            return True
+        if name in NEUTRAL_VALUES:
+            return value == NEUTRAL_VALUES[name]
+        if isinstance(value, bool | int | float):
+            return value == 0
+        return hasattr(value, "__len__") and len(value) == 0
+
+    return [name for name, value in merged.items() if not is_off(name, value)]
+
+
+def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> GenerationOptions:
+    """The native options of `merged`; raises ValueError for the first that is out of range.
+
+    `prompt_width` is that of the padded prompts, which `max_length` and `min_length` include.
+    """
+    values = NATIVE_DEFAULTS | {name: value for name, value in merged.items() if name in NATIVE_DEFAULTS}
+    max_new_tokens = values["max_new_tokens"]
+    if max_new_tokens is None:
+        max_length = DEFAULT_MAX_LENGTH if values["max_length"] is None else values["max_length"]
+        _check(
+            max_length > prompt_width,
+            "max_length",
+            max_length,
+            f"exceed the prompts' width {prompt_width}, which it includes",
+            "raise it or pass max_new_tokens",
+        )
+        max_new_tokens = max_length - prompt_width
+    min_new_tokens = values["min_new_tokens"]
+    if min_new_tokens is None:
+        min_new_tokens = min(max(0, (values["min_length"] or 0) - prompt_width), max_new_tokens)
+    eos_token_ids = _token_ids("eos_token_id", values["eos_token_id"], vocab_size)
+    pad = values["pad_token_id"]
+    pad_token_id = pad if pad is not None else (eos_token_ids[0] if eos_token_ids else 0)
+    return GenerationOptions(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
+        do_sample=bool(values["do_sample"]),
+        temperature=float(values["temperature"]),
+        top_k=int(values["top_k"]),
+        top_p=float(values["top_p"]),
+        min_p=float(values["min_p"]),
+        repetition_penalty=float(values["repetition_penalty"]),
+        num_return_sequences=int(values["num_return_sequences"]),
+        eos_token_ids=eos_token_ids,
+        pad_token_id=int(pad_token_id),
+        return_dict=bool(values["return_dict_in_generate"]),
+    )
+
+
+def _token_ids(option: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    """One id, a list or a tensor of ids as a tuple, without those beyond the vocabulary, which cannot be drawn."""
+    if value is None:
+        return ()
+    ids = value.flatten().tolist() if hasattr(value, "flatten") else value
+    ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
+    for token in ids:
+        _check(isinstance(token, int) and token >= 0, option, token, "be a token id", "pass an int or a list of ints")
+    return tuple(token for token in ids if token < vocab_size)

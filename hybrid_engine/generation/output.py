@@ -1,0 +1,59 @@
+"""What `generate(..., return_dict_in_generate=True)` returns."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import ModelOutput
+
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.sequence import Sequence
+from hybrid_engine.ops import token_logprobs
+
+
+@dataclass
+class GenerateOutput(ModelOutput):
+    """B prompts of padded width P, G samples each, T the longest response. On the device of the prompts."""
+
+    sequences: torch.Tensor | None = None
+    """`[B*G, P+T]` int64: the padded prompt, the response, then `pad_token_id`."""
+    logprobs: torch.Tensor | None = None
+    """`[B*G, T]` fp32 of the sampled tokens under softmax(logits / temperature), unfiltered; 0 after the response."""
+    lengths: torch.Tensor | None = None
+    """`[B*G]` int64: tokens of the response, the end-of-sequence token included."""
+    finish_reason: list[str] | None = None
+    """"stop" after an end-of-sequence token, "length" after `max_new_tokens`."""
+
+
+def collect_output(input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions) -> GenerateOutput:
+    """The finished `sequences`, in the order of their rows, beside their prompts `input_ids [B, P]`."""
+    rows = sorted(sequences, key=lambda sequence: sequence.row)
+    width = max(len(row.tokens) for row in rows)
+    tokens = torch.tensor([row.tokens + [options.pad_token_id] * (width - len(row.tokens)) for row in rows])
+    logprobs = torch.tensor([row.logprobs + [0.0] * (width - len(row.logprobs)) for row in rows], dtype=torch.float32)
+    device = input_ids.device
+    prompts = input_ids.repeat_interleave(options.num_return_sequences, 0)
+    return GenerateOutput(
+        sequences=torch.cat([prompts, tokens.to(device, prompts.dtype)], dim=1),
+        logprobs=logprobs.to(device),
+        lengths=torch.tensor([len(row.tokens) for row in rows], device=device),
+        finish_reason=[str(row.finish_reason) for row in rows],
+    )
+
+
+def measure_module_output(
+    sequences: torch.Tensor, logits: tuple[torch.Tensor, ...], prompt_width: int, options: GenerationOptions
+) -> GenerateOutput:
+    """The same from what the model's own `generate()` returned: `sequences` and its T raw logits `[B*G, V]`."""
+    responses = sequences[:, prompt_width:]
+    is_end = torch.isin(responses, torch.tensor(options.eos_token_ids, dtype=responses.dtype, device=responses.device))
+    has_ended = is_end.any(1)
+    lengths = torch.where(has_ended, is_end.int().argmax(1) + 1, responses.shape[1])
+    temperature = options.temperature if options.do_sample else 1.0
+    logprobs = token_logprobs(torch.stack(logits, dim=1), responses, temperature)
+    is_padding = torch.arange(responses.shape[1], device=responses.device) >= lengths[:, None]
+    return GenerateOutput(
+        sequences=sequences,
+        logprobs=logprobs.masked_fill(is_padding, 0.0),
+        lengths=lengths,
+        finish_reason=["stop" if ended else "length" for ended in has_ended.tolist()],
+    )

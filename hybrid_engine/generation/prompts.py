@@ -1,0 +1,57 @@
+"""From padded prompts to lists of token ids: every check that needs no model, before any work."""
+
+import torch
+
+
+def check_prompts(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab_size: int, pad_token_id: int | None
+) -> torch.Tensor:
+    """The mask `[B, P]` bool, True for tokens; inferred from the padding where none is given.
+
+    Raises ValueError for an empty batch or prompt, ids outside the vocabulary, a mask of another shape, a
+    row without a token, and padding anywhere but on the left.
+    """
+    if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"input_ids is {input_ids.dtype} {list(input_ids.shape)}; it must be int64 [batch, prompt length]; "
+            "pass the tokenizer's output with return_tensors='pt'"
+        )
+    if 0 in input_ids.shape:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}; pass at least one prompt of one token or more")
+    mask = _mask(input_ids, attention_mask, pad_token_id)
+    empty = (~mask.any(1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"attention_mask has no token in rows {empty[:10]}; every prompt needs at least one token")
+    padded_right = (mask[:, :-1] & ~mask[:, 1:]).any(1).nonzero().flatten().tolist()
+    if padded_right:
+        raise ValueError(
+            f"attention_mask has padding after a token in rows {padded_right[:10]}; prompts must be padded on the "
+            "left: set tokenizer.padding_side='left'"
+        )
+    outside = ((input_ids < 0) | (input_ids >= vocab_size)) & mask
+    if outside.any():
+        row, column = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids[{row}, {column}]={int(input_ids[row, column])} is outside the vocabulary 0..{vocab_size - 1}; "
+            "use the tokenizer of this model"
+        )
+    return mask
+
+
+def _mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor:
+    if attention_mask is None:
+        if pad_token_id is None:
+            return torch.ones_like(input_ids, dtype=torch.bool)
+        # Leading pads only: a pad id later in the prompt is a token like any other.
+        return (input_ids != pad_token_id).cumsum(1) > 0
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}; it must be that of input_ids, "
+            f"{list(input_ids.shape)}; pass both as the tokenizer returns them"
+        )
+    return attention_mask.to(torch.bool)
+
+
+def prompt_token_ids(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """Each row's token ids without its padding."""
+    return [row[kept].tolist() for row, kept in zip(input_ids.cpu().unbind(), mask.cpu().unbind(), strict=True)]

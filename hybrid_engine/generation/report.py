@@ -1,0 +1,42 @@
+"""How an engine generates, in words."""
+
+from hybrid_engine.agreement import LogprobDifference
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.memory import format_bytes
+
+
+def describe_generation(generator: Generator, difference: LogprobDifference | None) -> str:
+    """Which layers run on containers, how weights are gathered, what memory that takes, and why."""
+    lines = [_containers(generator), _gathering(generator)]
+    held = generator.workspace.allocated_bytes
+    after = "given back after each rollout" if generator.config.release_inference_cache else "kept between rollouts"
+    lines.append(f"KV workspace: {format_bytes(held)} held now, sized for each rollout, {after}")
+    if difference is not None:
+        lines.append(
+            f"log-probabilities, rollout against trainer: mean {difference.mean:.2e}, max {difference.max:.2e} apart"
+        )
+    return "\n".join(lines)
+
+
+def _containers(generator: Generator) -> str:
+    model = generator.model
+    if model is None:
+        return f"containers: none, generate() is the model's own, because {generator.fallback_reason}"
+    adapted = sum(hasattr(linear.module, "base_layer") for layer in model.layers for linear in layer.linears)
+    lora = f"; LoRA on {adapted} linears, fused into buffers of their own for each rollout" if adapted else ""
+    return (
+        f"containers: all {len(model.layers)} {model.layer_class} layers, embedding, final norm and LM head, as views "
+        f"of the parameters{lora}"
+    )
+
+
+def _gathering(generator: Generator) -> str:
+    gatherer = generator.gatherer
+    if not generator.sharding.is_sharded:
+        return "gathering: none, the weights are whole on this process"
+    if gatherer.is_streamed:
+        return (
+            f"gathering: layer by layer on every pass, the next one on its way (pin_parameters is false); "
+            f"{format_bytes(gatherer.resident_bytes)} gathered at once"
+        )
+    return f"gathering: all layers once per rollout; {format_bytes(gatherer.resident_bytes)} gathered"

@@ -1,0 +1,105 @@
+"""Plans a rollout: which sequences, how many KV blocks of what size, how many rows at once. Checks before any work."""
+
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.scheduler import Scheduler
+from hybrid_engine.generation.sequence import Prompt, Sequence
+from hybrid_engine.generation.workspace import USABLE_MEMORY, available_memory_bytes
+
+# Rows decoded at once unless the config says otherwise. On two CPU cores a step's matrix products are
+# bound by arithmetic from about 32 rows on and larger batches only cost cache; a GPU wants all it can get.
+MAX_RUNNING = {"cpu": 64, "cuda": 256}
+# Tokens of one prefill pass: bounds its activations.
+MAX_PREFILL_TOKENS = 8192
+# Automatic blocks hold a whole sequence, which makes the cache contiguous; rounded up to this many tokens.
+BLOCK_GRAIN = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rollout that fits."""
+
+    sequences: list[Sequence]
+    options: GenerationOptions
+    num_blocks: int
+    block_size: int
+    max_running: int
+
+    def build_scheduler(self) -> Scheduler:
+        """The scheduler of this rollout, nothing run yet."""
+        return Scheduler(
+            self.sequences,
+            max_running=self.max_running,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_prefill_tokens=MAX_PREFILL_TOKENS,
+        )
+
+
+def build_sequences(prompts: list[list[int]], num_samples: int) -> list[Sequence]:
+    """`num_samples` sequences for each prompt, row `b * G + g` for sample g of prompt b; their keys come later."""
+    sequences = []
+    for tokens in prompts:
+        prompt = Prompt(tokens)
+        sequences += [Sequence(prompt, len(sequences) + g) for g in range(num_samples)]
+    return sequences
+
+
+def check_lengths(
+    prompts: list[list[int]], options: GenerationOptions, config: HybridEngineConfig, max_positions: int
+) -> None:
+    """Raises ValueError where the longest prompt and its response exceed a limit that no memory lifts."""
+    longest = max(map(len, prompts))
+    total = longest + options.max_new_tokens
+    if total > config.max_out_tokens:
+        raise ValueError(
+            f"max_new_tokens={options.max_new_tokens} with a prompt of {longest} tokens makes {total}, more than "
+            f"max_out_tokens={config.max_out_tokens}; lower it or raise hybrid_engine.max_out_tokens"
+        )
+    if total - 1 > max_positions:  # the last token drawn is never fed
+        raise ValueError(
+            f"max_new_tokens={options.max_new_tokens} with a prompt of {longest} tokens needs {total - 1} positions, "
+            f"more than the model's max_position_embeddings={max_positions}; lower it or shorten the prompt"
+        )
+
+
+def plan_rollout(
+    model: InferenceModel,
+    sequences: list[Sequence],
+    options: GenerationOptions,
+    config: HybridEngineConfig,
+    held_bytes: int,
+) -> Plan:
+    """Sizes the KV workspace from the demand of `sequences` and the free memory.
+
+    `held_bytes` is what the workspace holds already and can be used again.
+
+    Raises:
+        ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
+    """
+    num_prompts = len(sequences) // options.num_return_sequences
+    longest = max(len(sequence) for sequence in sequences) + options.max_new_tokens
+    block_size = config.kv_block_size or -(-longest // BLOCK_GRAIN) * BLOCK_GRAIN
+    max_running = min(config.max_running or MAX_RUNNING.get(model.device.type, 256), len(sequences))
+    per_sequence = -(-longest // block_size)
+    wanted = max_running * per_sequence
+    kept = 0
+    if options.num_return_sequences > 1:  # prompts stay until their last sample has started
+        kept_prompts = min(num_prompts, -(-max_running // options.num_return_sequences) + 1)
+        kept = kept_prompts * -(-max(len(sequence.prompt.tokens) for sequence in sequences) // block_size)
+    block_bytes = torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
+    affordable = int((available_memory_bytes(model.device) + held_bytes) * USABLE_MEMORY) // block_bytes
+    num_blocks = min(wanted + kept, affordable, config.max_kv_blocks or affordable)
+    needed = per_sequence + (1 if kept else 0)
+    if num_blocks < needed:
+        raise ValueError(
+            f"max_new_tokens={options.max_new_tokens}: a sequence of {longest} tokens needs {needed} KV blocks of "
+            f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks}; lower max_new_tokens, "
+            "free memory or raise hybrid_engine.max_kv_blocks"
+        )
+    return Plan(sequences, options, num_blocks, block_size, max_running)

@@ -1,0 +1,179 @@
+"""Who runs next. Plain Python over prompts, sequences and block numbers; no tensor library.
+
+Continuous batching: at most `max_running` sequences decode at once, a finished one leaves at once and the
+next waiting one takes its place. A prompt is prefilled once; its samples share its full blocks and copy
+the last partial one. When blocks run out, prompts kept for later samples go first, then the newest
+running sequence is preempted: its blocks are freed and it is prefilled again later, response included.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hybrid_engine.generation.blocks import BlockPool
+from hybrid_engine.generation.sequence import Prompt, Sequence
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Of the first `num_tokens` keys and values of block `source` to block `target`."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Tokens to run through the model into `blocks`, for a prompt that samples fork from or for one sequence."""
+
+    tokens: list[int]
+    blocks: list[int]
+    owner: Prompt | Sequence
+
+
+@dataclass
+class Admission:
+    """What enters now. Prefills come first, then the copies, then every sequence draws its next token."""
+
+    prefills: list[Prefill] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Schedules `sequences` in their order over `num_blocks` blocks of `block_size` tokens."""
+
+    def __init__(
+        self,
+        sequences: Iterable[Sequence],
+        *,
+        max_running: int,
+        num_blocks: int,
+        block_size: int,
+        max_prefill_tokens: int,
+    ):
+        self.waiting = deque(sequences)
+        for sequence in self.waiting:
+            sequence.prompt.num_waiting += 1
+        self.running: list[Sequence] = []  # oldest first
+        self.kept_prompts: list[Prompt] = []  # prefilled, with samples still waiting
+        self.pool = BlockPool(num_blocks)
+        self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True until every sequence has finished."""
+        return bool(self.waiting or self.running)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def admit(self) -> Admission:
+        """Moves waiting sequences to running while slots, blocks and the prefill budget last."""
+        admission, budget = Admission(), self.max_prefill_tokens
+        while self.waiting and len(self.running) < self.max_running:
+            sequence = self.waiting[0]
+            needs_prefill = not sequence.prompt.blocks or bool(sequence.tokens)
+            if needs_prefill and admission.prefills and len(sequence) > budget:
+                break
+            if not self._can_admit(sequence):
+                break
+            budget -= len(sequence) if needs_prefill else 0
+            self._start(self.waiting.popleft(), admission)
+        for prompt in [prompt for prompt in self.kept_prompts if prompt.num_waiting == 0]:
+            self._drop(prompt)
+        return admission
+
+    def _can_admit(self, sequence: Sequence) -> bool:
+        spare = 1 if self.running else 0  # without it a newcomer would be the next to be preempted
+        if self._is_alone(sequence):
+            needed = self.num_blocks_for(len(sequence))
+        else:
+            prompt_length = len(sequence.prompt.tokens)
+            kept = 0 if sequence.prompt.blocks else self.num_blocks_for(prompt_length)
+            needed = kept + (1 if prompt_length % self.block_size else 0)
+        return needed + spare <= len(self.pool.free)
+
+    def _is_alone(self, sequence: Sequence) -> bool:
+        """True for a sequence that is prefilled for itself: a preempted one, or the last sample of its prompt."""
+        prompt = sequence.prompt
+        return bool(sequence.tokens) or (not prompt.blocks and prompt.num_waiting == 1)
+
+    def _start(self, sequence: Sequence, admission: Admission) -> None:
+        prompt = sequence.prompt
+        if self._is_alone(sequence):
+            sequence.blocks = self.pool.allocate(self.num_blocks_for(len(sequence)))
+            tokens = sequence.prompt.tokens + sequence.tokens
+            admission.prefills.append(Prefill(tokens, list(sequence.blocks), sequence))
+        else:
+            if not prompt.blocks:
+                prompt.blocks = self.pool.allocate(self.num_blocks_for(len(prompt.tokens)), highest=True)
+                self.kept_prompts.append(prompt)
+                admission.prefills.append(Prefill(prompt.tokens, list(prompt.blocks), prompt))
+            self._fork(sequence, admission)
+        prompt.num_waiting -= 0 if sequence.tokens else 1
+        admission.sequences.append(sequence)
+        self.running.append(sequence)
+
+    def _fork(self, sequence: Sequence, admission: Admission) -> None:
+        """Shares the prompt's full blocks and copies the last partial one."""
+        prompt = sequence.prompt
+        num_full, num_rest = divmod(len(prompt.tokens), self.block_size)
+        sequence.blocks = self.pool.share(prompt.blocks[:num_full])
+        if num_rest:
+            sequence.blocks += self.pool.allocate(1)
+            admission.copies.append(Copy(prompt.blocks[num_full], sequence.blocks[num_full], num_rest))
+
+    def _drop(self, prompt: Prompt) -> None:
+        """Gives a kept prompt's blocks back. Nothing takes them before this step's prefill and copies have run."""
+        self.kept_prompts.remove(prompt)
+        self.pool.release(prompt.blocks)
+
+    def grow(self) -> None:
+        """Gives every running sequence a place for its newest token, preempting the newest where needed."""
+        short = [s for s in self.running if len(s.blocks) < self.num_blocks_for(len(s))]
+        for sequence in short:
+            while not self.pool.free and sequence in self.running:
+                if self.kept_prompts:
+                    self._drop(self.kept_prompts[-1])
+                else:
+                    self._preempt(self.running[-1])
+            if sequence in self.running:
+                sequence.blocks += self.pool.allocate(1)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        assert len(self.running) > 1, "one sequence alone must fit: checked before the rollout"
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+        self.waiting.appendleft(sequence)
+        self.num_preemptions += 1
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """Takes a finished sequence out and frees its blocks."""
+        sequence.finish_reason = reason
+        self.running.remove(sequence)
+        self.pool.release(sequence.blocks)
+
+    def close_gaps(self) -> list[Copy]:
+        """Moves single-block rows down to the blocks that finished rows left; returns the copies to make.
+
+        Once nothing waits, gaps would turn every later read of the contiguous cache into a gather of all of
+        it, so each is closed by one copy. Rows of several blocks are gathered anyway and stay.
+        """
+        if any(len(sequence.blocks) != 1 for sequence in self.running):
+            return []
+        copies = []
+        high = sorted((s for s in self.running if s.blocks[0] >= len(self.running)), key=lambda s: s.blocks[0])
+        for sequence in high:
+            if not self.pool.free or self.pool.free[0] >= len(self.running):
+                break
+            source = sequence.blocks[0]
+            target = self.pool.free[0]
+            self.pool.release(sequence.blocks)
+            self.pool.take(target)
+            sequence.blocks = [target]
+            copies.append(Copy(source, target, len(sequence)))
+        return copies

@@ -1,0 +1,32 @@
+"""The nouns of a rollout: a prompt, and the sequences sampled from it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(eq=False)
+class Prompt:
+    """Token ids of one prompt, and its KV blocks while samples of it still wait to start."""
+
+    tokens: list[int]
+    num_waiting: int = 0  # samples that have not started
+    blocks: list[int] = field(default_factory=list)  # the prefilled blocks that samples fork from; empty: none
+    logits: Any = None  # [V] next-token logits after the prompt, kept beside the blocks
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample of a prompt. `tokens` and `logprobs` are of the response, end-of-sequence token included."""
+
+    prompt: Prompt
+    row: int  # of the output
+    key: int = 0  # names this sample's noise, int64
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)  # its block table, in order
+    finish_reason: str | None = None  # "stop": drew an end-of-sequence token; "length": ran out of new tokens
+    seen: Any = None  # [V] bool, tokens of prompt and response; only under a repetition penalty
+
+    def __len__(self) -> int:
+        """Tokens of prompt and response."""
+        return len(self.prompt.tokens) + len(self.tokens)

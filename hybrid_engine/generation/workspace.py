@@ -1,0 +1,58 @@
+"""The KV workspace: one tensor of fixed-size blocks, whose storage comes and goes while the tensor stays."""
+
+import torch
+
+# Share of the free memory that a rollout may take; the rest is for activations and logits.
+USABLE_MEMORY = 0.8
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """Memory that can be allocated on `device` now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+class KVWorkspace:
+    """`tensor [L, 2, num_blocks, K, block_size, D]`: keys at 0 and values at 1 of the second dimension."""
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = None
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self.tensor is None else self.tensor.untyped_storage().nbytes()
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The tensor with storage behind it; a workspace of the same shape is used again as it is.
+
+        New storage is zeroed: attention multiplies hidden places by zero, which only finite numbers survive.
+        """
+        same = self.tensor is not None and (self.tensor.shape, self.tensor.dtype, self.tensor.device) == (
+            torch.Size(shape),
+            dtype,
+            device,
+        )
+        if not same:
+            self.release()
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        assert self.tensor is not None
+        if self.allocated_bytes == 0:
+            self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
+            self.tensor.zero_()
+        return self.tensor
+
+    def release(self) -> None:
+        """Frees the storage and keeps the tensor."""
+        if self.tensor is not None:
+            self.tensor.untyped_storage().resize_(0)
+
+    def retake(self) -> None:
+        """Gives a released tensor its storage back, zeroed; does nothing when there is none to give."""
+        if self.tensor is not None:
+            self.take(tuple(self.tensor.shape), self.tensor.dtype, self.tensor.device)

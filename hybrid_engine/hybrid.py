@@ -1,0 +1,192 @@
+"""HybridEngine: the training engine that also generates, from the very same weights.
+
+    engine.eval()
+    rollout = engine.generate(input_ids, attention_mask=mask, do_sample=True, return_dict_in_generate=True)
+    engine.train()
+    engine.backward(loss)
+    engine.step()
+
+A rollout has three phases: gather (weights whole or streamed layer by layer, LoRA fused, KV workspace
+taken), run (prefill, fork, decode), release (LoRA unfused, weights resharded, workspace given back).
+`engine.module.generate` is the same function. What containers cannot do goes to the model's own
+`generate()`, with one line that names what and why.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+from hybrid_engine.agreement import LogprobDifference, compare_logprobs
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.containers.linear import TransposedLinear
+from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.generation.backend import RolloutResult
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.output import GenerateOutput
+from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.latency import LatencyStats
+
+
+class HybridEngine(ZeroEngine):
+    """ZeroEngine with `generate()`.
+
+    `logprob_difference` is how far rollout and trainer were apart when last measured: at start-up, or by
+    `observe_logprobs`; None when the model has no containers and nothing was observed yet.
+    """
+
+    def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
+        """Takes what ZeroEngine takes; `model` must have `generate()`."""
+        if not hasattr(model, "generate"):
+            raise ValueError(f"hybrid_engine.enabled: {type(model).__name__} has no generate(); pass a language model")
+        super().__init__(model, config, **kwargs)
+        self.generator = Generator(self.module, self.sharding, config.hybrid_engine)
+        self.latency = LatencyStats(self.sharding.world_size)
+        self.logprob_difference: LogprobDifference | None = None
+        self._is_generating = False
+        self.create_inference_containers()
+        self.module.generate = self.generate
+
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | GenerateOutput:
+        """Generates with Hugging Face's options, meanings and shapes; collective on several processes.
+
+        Args:
+            input_ids: `[B, P]` int64, padded on the left.
+            attention_mask: `[B, P]`, 1 for tokens; inferred from `pad_token_id` when None.
+            generation_config: as in transformers; keyword options come before it.
+            seed: of the sampling noise; None draws one from torch's generator of rank 0.
+            **kwargs: `max_new_tokens`, `do_sample`, `temperature`, ... as transformers names them.
+
+        Returns:
+            `[B*G, P+T]` token ids, or a GenerateOutput under `return_dict_in_generate=True`.
+
+        Raises:
+            ValueError: for any mode, input or option that cannot work, before anything is done.
+        """
+        self._check_can_generate()
+        request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
+        with self._generating(), ExitStack() as release:
+            with self.latency.measure("gather"):
+                self.generator.gather(request, release)
+            with self.latency.measure("generate"):
+                result = self.generator.run(request)
+            self._count(result)
+        return result.output
+
+    def eval(self) -> "HybridEngine":
+        """Ends an iteration, printing where its time went (rank 0, from the second call on), and stops training."""
+        line = self.latency.begin()
+        if line is not None and self.sharding.rank == 0:
+            print(line, flush=True)
+        super().eval()
+        return self
+
+    def train(self, mode: bool = True) -> "HybridEngine":
+        """Training mode; raises ValueError inside `generate()`."""
+        self._check_not_generating("train()")
+        super().train(mode)
+        if mode:
+            self.latency.mark_training()
+        return self
+
+    def step(self) -> None:
+        """ZeroEngine's step; raises ValueError inside `generate()`."""
+        self._check_not_generating("step()")
+        super().step()
+        self.latency.add_training()
+
+    def create_inference_containers(self) -> None:
+        """Builds the containers anew, as after a change of the module's structure, and measures them."""
+        self.logprob_difference = self.generator.build_containers()
+
+    def convert_to_linear_transposed(self) -> list[TransposedLinear]:
+        """The containers' linears, whose weights are [in, out] views of the parameters."""
+        if self.generator.model is None:
+            return []
+        return [linear for layer in self.generator.model.layers for linear in layer.linears]
+
+    def fuse_lora_weight(self) -> None:
+        """Fuses the adapters into the containers, as `generate()` does; until `unfuse_lora_weight()`."""
+        if self.generator.model is not None:
+            with self.generator.gatherer.gathered(whole=True):
+                self.generator.model.bind()
+                self.generator.model.fuse_lora()
+
+    def unfuse_lora_weight(self) -> None:
+        """Drops the fused buffers; the parameters were never written to."""
+        if self.generator.model is not None:
+            self.generator.model.unfuse_lora()
+
+    def retake_inference_cache(self) -> None:
+        """Gives a released KV workspace its storage back."""
+        self.generator.workspace.retake()
+
+    def release_inference_cache(self) -> None:
+        """Frees the KV workspace's storage; the next `generate()` takes it again."""
+        self.generator.workspace.release()
+
+    release_workspace = release_inference_cache
+
+    def observe_logprobs(self, rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> LogprobDifference:
+        """Measures how far a rollout's log-probabilities are from the trainer's, before the weights change.
+
+        Three tensors of one shape; `mask` is True on response tokens. Collective on several processes.
+        """
+        self.logprob_difference = compare_logprobs(rollout, trainer, mask, self.sharding.world_size)
+        return self.logprob_difference
+
+    def latency_stats(self) -> dict[str, float]:
+        """Where the time since the last `eval()` went: seconds, counts and bytes by name."""
+        stats = self.latency.stats()
+        if self.logprob_difference is not None:
+            stats["logprob_difference_mean"] = self.logprob_difference.mean
+            stats["logprob_difference_max"] = self.logprob_difference.max
+        return stats
+
+    def report(self) -> str:
+        """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and why."""
+        return f"{super().report()}\n{describe_generation(self.generator, self.logprob_difference)}"
+
+    def _check_can_generate(self) -> None:
+        self._check_not_generating("generate()")
+        if self.module.training:
+            raise ValueError("generate(): the engine is in training mode; call engine.eval() first")
+
+    def _check_not_generating(self, what: str) -> None:
+        # `train()` also runs while nn.Module is being built, before there is a flag.
+        if self.__dict__.get("_is_generating", False):
+            raise ValueError(f"{what} was called inside generate(); wait until it returns")
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        self._is_generating = True
+        try:
+            yield
+        finally:
+            self._is_generating = False
+
+    def _count(self, result: RolloutResult) -> None:
+        gatherer = self.generator.gatherer
+        for figure, amount in (
+            ("prefill_seconds", result.times.prefill_seconds),
+            ("decode_seconds", result.times.decode_seconds),
+            ("num_samples", result.num_samples),
+            ("generated_tokens", result.generated_tokens),
+            ("preemptions", result.preemptions),
+            ("gathered_bytes", gatherer.bytes_gathered),
+        ):
+            self.latency.add(figure, amount)
+        gatherer.bytes_gathered = 0
+        self.latency.raise_peak(self.generator.workspace.allocated_bytes)

@@ -1,0 +1,115 @@
+"""Where the time of an RLHF iteration went: from one `eval()` to the next.
+
+The line is DeepSpeed's (deepspeed/runtime/hybrid_engine.py, `eval`). Ours differs where its figures mislead:
+all rollouts of an iteration count, Gather is not counted in Others too, and samples are those generated.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Iteration:
+    """Seconds and counts of one iteration; `num_samples` and `generated_tokens` are this process's."""
+
+    start: float = field(default_factory=time.perf_counter)
+    gather_seconds: float = 0.0
+    generate_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    training_seconds: float = 0.0
+    num_samples: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    gathered_bytes: int = 0
+    peak_kv_bytes: int = 0
+
+
+class LatencyStats:
+    """Collects an iteration's figures. `world_size` scales samples to all processes."""
+
+    def __init__(self, world_size: int):
+        self.world_size = world_size
+        self.iteration: Iteration | None = None
+        self._training_mark: float | None = None
+        self._total_seconds, self._total_samples = 0.0, 0
+
+    def begin(self) -> str | None:
+        """Ends the iteration under way, if any, and begins the next; returns the ended one's line."""
+        line = None
+        if self.iteration is not None:
+            stats = self.stats()
+            line = self._line(stats)
+            self._total_seconds += stats["e2e_seconds"]
+            self._total_samples += self.iteration.num_samples * self.world_size
+        self.iteration = Iteration()
+        self._training_mark = None
+        return line
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Adds the time inside to the iteration's `<phase>_seconds`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(f"{phase}_seconds", time.perf_counter() - start)
+
+    def add(self, figure: str, amount: float) -> None:
+        """Adds to a figure of the iteration; a rollout before the first `eval()` begins one."""
+        if self.iteration is None:
+            self.iteration = Iteration()
+        setattr(self.iteration, figure, getattr(self.iteration, figure) + amount)
+
+    def raise_peak(self, kv_bytes: int) -> None:
+        """Notes the workspace's size."""
+        self.add("peak_kv_bytes", 0)
+        assert self.iteration is not None
+        self.iteration.peak_kv_bytes = max(self.iteration.peak_kv_bytes, kv_bytes)
+
+    def mark_training(self) -> None:
+        """Training starts counting here, at `train()`."""
+        self._training_mark = time.perf_counter()
+
+    def add_training(self) -> None:
+        """Adds the time since the last mark, at `step()`, and marks again."""
+        now = time.perf_counter()
+        if self._training_mark is not None:
+            self.add("training_seconds", now - self._training_mark)
+        self._training_mark = now
+
+    def stats(self) -> dict[str, float]:
+        """The figures of the iteration under way, up to now; times in seconds."""
+        iteration = self.iteration or Iteration()
+        elapsed = time.perf_counter() - iteration.start
+        busy = iteration.gather_seconds + iteration.generate_seconds + iteration.training_seconds
+        samples = iteration.num_samples * self.world_size
+        total_seconds = self._total_seconds + elapsed
+        return {
+            "e2e_seconds": elapsed,
+            **{name: value for name, value in vars(iteration).items() if name != "start"},
+            "others_seconds": max(elapsed - busy, 0.0),
+            "samples_per_second": samples / elapsed,
+            "average_samples_per_second": (self._total_samples + samples) / total_seconds,
+            "tokens_per_second": iteration.generated_tokens / max(iteration.generate_seconds, 1e-9),
+        }
+
+    def _line(self, stats: dict[str, float]) -> str:
+        def share(name: str) -> str:
+            return f"{stats[name] / stats['e2e_seconds'] * 100:.2f}%"
+
+        line = (
+            f"|E2E latency={stats['e2e_seconds']:.2f}s "
+            f"|Gather latency={stats['gather_seconds']:.2f}s ({share('gather_seconds')}) "
+            f"|Generate time={stats['generate_seconds']:.2f}s ({share('generate_seconds')}) "
+            f"|Training time={stats['training_seconds']:.2f}s ({share('training_seconds')}) "
+            f"|Others={stats['others_seconds']:.2f} ({share('others_seconds')})"
+        )
+        if stats["num_samples"] == 0:
+            return line
+        return (
+            f"{line}|CurSamplesPerSec={stats['samples_per_second']:.2f} "
+            f"|AvgSamplesPerSec={stats['average_samples_per_second']:.2f}"
+        )

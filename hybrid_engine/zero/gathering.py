@@ -1,0 +1,112 @@
+"""Whole weights for a rollout: gathered once, or streamed layer by layer with the next one on its way.
+
+FSDP2 keeps the storage object of an unsharded parameter across unshard and reshard, so what is bound to a
+gathered parameter is valid again whenever it is gathered again. Every method is collective when the model
+is sharded and free when it is not.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from hybrid_engine.zero.sharding import Sharding
+
+
+class Indexed(Protocol):
+    """Something that belongs to layer `index`."""
+
+    index: int
+
+
+Layer = TypeVar("Layer", bound=Indexed)
+
+
+def _num_bytes(module: nn.Module) -> int:
+    """Of the whole parameters, not of this process's shards."""
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+class WeightGatherer:
+    """Gathers the weights of a sharded model for reading.
+
+    Args:
+        is_pinned: True gathers all layers once per rollout; False streams them on every pass.
+    """
+
+    def __init__(self, sharding: Sharding, is_pinned: bool):
+        self.sharding = sharding
+        self.is_streamed = sharding.is_sharded and bool(sharding.layers) and not is_pinned
+        self.bytes_gathered = 0
+        layers = {layer: _num_bytes(layer) for layer in sharding.layers}
+        self._num_bytes = {**layers, sharding.root: _num_bytes(sharding.root) - sum(layers.values())}
+
+    @property
+    def resident_bytes(self) -> int:
+        """Most bytes of weights gathered at once: everything, or the rest and two layers when streaming."""
+        layers = sorted((self._num_bytes[layer] for layer in self.sharding.layers), reverse=True)
+        return self._num_bytes[self.sharding.root] + sum(layers[:2] if self.is_streamed else layers)
+
+    @contextmanager
+    def gathered(self, whole: bool = False) -> Iterator[None]:
+        """Everything gathered inside, or everything but the layers when they are streamed and not `whole`."""
+        if not self.sharding.is_sharded:
+            yield
+            return
+        modules = (
+            [self.sharding.root] if self.is_streamed and not whole else [self.sharding.root, *self.sharding.layers]
+        )
+        try:
+            for module in modules:
+                self._unshard(module)
+            yield
+        finally:
+            self.sharding.reshard()
+
+    @contextmanager
+    def gathered_for_forward(self) -> Iterator[None]:
+        """Everything gathered inside, and forward passes of the module leave it so."""
+        if not self.sharding.is_sharded:
+            yield
+            return
+        modules = [module for module in self.sharding.root.modules() if isinstance(module, FSDPModule)]
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+        try:
+            with self.gathered(whole=True):
+                yield
+        finally:
+            for module in modules:
+                module.set_reshard_after_forward(self.sharding.stage == 3, recurse=False)
+
+    def stream(self, layers: list[Layer]) -> Iterator[Layer]:
+        """Yields `layers` in order, each gathered while it is in use and the next one on its way."""
+        modules = self.sharding.layers
+        pending = self._unshard(modules[0], is_async=True)
+        try:
+            for layer in layers:
+                if pending is not None:
+                    pending.wait()
+                following = layer.index + 1
+                pending = self._unshard(modules[following], is_async=True) if following < len(modules) else None
+                yield layer
+                modules[layer.index].reshard()
+        finally:
+            if pending is not None:
+                pending.wait()
+
+    def any_process(self, has_work: bool) -> bool:
+        """Whether any process has work left; without streaming each process decides for itself."""
+        if not self.is_streamed:
+            return has_work
+        flag = torch.tensor([int(has_work)], device=next(self.sharding.root.parameters()).device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    def _unshard(self, module: nn.Module, is_async: bool = False):
+        self.bytes_gathered += self._num_bytes[module]
+        return module.unshard(async_op=is_async)
