@@ -23,9 +23,9 @@ from hybrid_engine import checkpoint
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.memory import describe_memory
-from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters
+from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
 from hybrid_engine.zero.param_groups import name_groups
-from hybrid_engine.zero.processes import broadcast_module, default_device
+from hybrid_engine.zero.processes import broadcast_module, default_device, get_rank, get_world_size
 from hybrid_engine.zero.sharding import shard_module
 
 logger = logging.getLogger("hybrid_engine")
@@ -65,11 +65,12 @@ class ZeroEngine(nn.Module):
             ValueError: for what cannot be trained; the model is then as it was.
         """
         super().__init__()
+        check_choices(optimizer, lr_scheduler, config)
         trains = optimizer is not None or config.optimizer is not None
-        if not trains and (lr_scheduler is not None or config.scheduler is not None):
-            raise ValueError("scheduler: there is no optimizer to schedule; pass one or remove the scheduler")
         is_instance = isinstance(optimizer, torch.optim.Optimizer)
         groups = name_groups(optimizer.param_groups if is_instance else model_parameters, model) if trains else []
+        self.training_dataloader = _build_dataloader(training_data, collate_fn, config)
+        # Everything is checked; from here on the model is changed.
         self.config = config
         self.device = default_device()
         cast_parameters(model, config.dtype)
@@ -78,7 +79,6 @@ class ZeroEngine(nn.Module):
         self.module = model
         self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
-        self.training_dataloader = self._build_dataloader(training_data, collate_fn)
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
@@ -109,7 +109,7 @@ class ZeroEngine(nn.Module):
         optimizer = self._check_trains("backward()")
         _check_loss(loss)
         self.sharding.set_gradient_sync(self.is_gradient_accumulation_boundary())
-        optimizer.scale_loss(loss / self.config.gradient_accumulation_steps).backward()
+        optimizer.scale_loss(loss.float() / self.config.gradient_accumulation_steps).backward()
         optimizer.accumulate_gradients()
         self._backward_was_called = True
         # Added on the device: reading the number would wait for it at every micro-batch.
@@ -209,25 +209,40 @@ class ZeroEngine(nn.Module):
         path, client_state = checkpoint.load(self, load_dir, tag)
         return str(path), client_state
 
+    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> Path:
+        """Saves the weights as a folder for `from_pretrained`, adapters merged; collective.
+
+        Raises:
+            ValueError: the module is not a model of transformers.
+        """
+        # Here, not at the top: training a plain module needs neither transformers nor peft.
+        from hybrid_engine.export import save_16bit_model
+
+        self.sharding.reshard()
+        return save_16bit_model(self.module, save_dir)
+
     def report(self) -> str:
         """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process."""
         return describe_memory(self.sharding, self.optimizer, self.config)
-
-    def _build_dataloader(self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Any:
-        if dataset is None:
-            return None
-        return TrainingDataLoader(
-            dataset,
-            micro_batch_size=self.config.train_micro_batch_size_per_gpu,
-            rank=self.sharding.rank,
-            world_size=self.sharding.world_size,
-            collate_fn=collate_fn,
-        )
 
     def _check_trains(self, what: str) -> Any:
         if self.optimizer is None:
             raise ValueError(f"{what}: this engine only evaluates; pass an optimizer to initialize()")
         return self.optimizer
+
+
+def _build_dataloader(
+    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, config: EngineConfig
+) -> TrainingDataLoader | None:
+    if dataset is None:
+        return None
+    return TrainingDataLoader(
+        dataset,
+        micro_batch_size=config.train_micro_batch_size_per_gpu,
+        rank=get_rank(),
+        world_size=get_world_size(),
+        collate_fn=collate_fn,
+    )
 
 
 def _check_loss(loss: torch.Tensor) -> None:

@@ -107,7 +107,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward()` on."""
-        return loss if self.cur_scale == 1.0 else loss.float() * self.cur_scale
+        return loss if self.cur_scale == 1.0 else loss * self.cur_scale
 
     @torch.no_grad()
     def accumulate_gradients(self) -> None:

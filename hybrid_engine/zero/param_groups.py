@@ -62,18 +62,8 @@ def build_groups(groups: list[NamedGroup], masters: dict[str, nn.Parameter]) -> 
 def repoint_groups(
     optimizer: torch.optim.Optimizer, groups: list[NamedGroup], masters: dict[str, nn.Parameter]
 ) -> None:
-    """Makes an existing optimizer step the masters, in place: a scheduler built on it keeps working.
-
-    Raises:
-        ValueError: the optimizer has state of parameters that it would no longer step.
-    """
+    """Makes an existing optimizer step the masters, in place: a scheduler built on it keeps working."""
     targets = [[masters[name] for name in group["names"] if name in masters] for group in groups]
-    kept = {id(param) for target in targets for param in target}
-    if any(id(param) not in kept for param in optimizer.state):
-        raise ValueError(
-            "optimizer: it has stepped before, and its state belongs to whole fp32 parameters; pass a new optimizer "
-            "and continue an earlier run with load_checkpoint()"
-        )
     for group, target in zip(optimizer.param_groups, targets, strict=True):
         group["params"] = target
         group.pop("param_names", None)

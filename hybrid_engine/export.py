@@ -1,0 +1,108 @@
+"""Writes the trained model as a folder that `from_pretrained` loads, adapters merged; live weights stay as they are.
+
+The weights are gathered to rank 0's memory and given to an empty model of the same class, which saves itself.
+"""
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from hybrid_engine.zero.processes import get_rank, on_rank_zero
+from hybrid_engine.zero.sharding import full_tensor
+
+WRITING = ".writing"
+
+
+def save_16bit_model(module: nn.Module, save_dir: str | os.PathLike[str]) -> Path:
+    """Saves `module`, in the precision it computes in, as a Hugging Face folder; collective.
+
+    The active adapters of a `PeftModel` are merged into a copy of the base weights, and the base model is saved.
+    Files of an earlier save are replaced one by one when all new ones are complete.
+
+    Args:
+        module: the engine's module, sharded or not, with nothing gathered.
+        save_dir: the folder; made if it does not exist.
+
+    Raises:
+        ValueError: `module` is not a model of transformers.
+    """
+    base = module.get_base_model() if isinstance(module, PeftModel) else module
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(
+            f"save_16bit_model(): {type(module).__name__} is not a model of transformers and has no from_pretrained; "
+            f"use save_checkpoint()"
+        )
+    weights = _gather_weights(module)
+    on_rank_zero(lambda: _write(_rebuild(module, base, weights), Path(save_dir)))
+    return Path(save_dir)
+
+
+def _gather_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters and buffers by name, on the CPU of rank 0; empty on other processes.
+
+    Tied parameters share one copy.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    weights = {}
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        if id(tensor) not in copies:
+            whole = full_tensor(tensor)
+            copies[id(tensor)] = whole.to("cpu", copy=True) if get_rank() == 0 else whole.new_empty(0)
+        if get_rank() == 0:
+            weights[name] = copies[id(tensor)]
+    return weights
+
+
+def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """A plain model with these weights, outside of FSDP and without adapters."""
+    with torch.device("meta"):
+        skeleton = _unsharded_class(base)(copy.deepcopy(base.config))
+        rebuilt = _add_adapters(skeleton, module) if isinstance(module, PeftModel) else skeleton
+    # Buffers that are not saved are no part of a state dict, and stay on the meta device.
+    rebuilt.load_state_dict({name: weights[name] for name in rebuilt.state_dict()}, assign=True)
+    skeleton.tie_weights()
+    skeleton.generation_config = copy.deepcopy(base.generation_config)
+    if isinstance(module, PeftModel):
+        return rebuilt.merge_and_unload(adapter_names=_active_adapters(module))
+    return skeleton
+
+
+def _unsharded_class(model: PreTrainedModel) -> Any:
+    return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+
+
+def _add_adapters(skeleton: PreTrainedModel, source: PeftModel) -> Any:
+    configs = {name: copy.deepcopy(config) for name, config in source.peft_config.items()}
+    for config in configs.values():
+        # The weights follow; some initialisations would compute with the base weights, which are not there yet.
+        config.init_lora_weights = False
+    (name, config), *others = configs.items()
+    model = PeftModel(skeleton, config, adapter_name=name)
+    for name, config in others:
+        model.add_adapter(name, config)
+    return model
+
+
+def _active_adapters(model: PeftModel) -> list[str]:
+    active = model.active_adapter
+    return [active] if isinstance(active, str) else list(active)
+
+
+def _write(model: PreTrainedModel, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    writing = folder / WRITING
+    if writing.exists():
+        shutil.rmtree(writing)
+    model.save_pretrained(writing)
+    for path in sorted(writing.iterdir()):
+        path.replace(folder / path.name)
+    writing.rmdir()
