@@ -8,7 +8,6 @@ row of `config_keys.py`; anything else is an error, so a misspelt option cannot 
 """
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hybrid_engine.batch_sizes import solve_batch_sizes
 from hybrid_engine.config_checks import check_flag, check_integer, check_number
 from hybrid_engine.config_keys import OPTIMIZERS_NOT_BUILT, SCHEDULERS_NOT_BUILT
 from hybrid_engine.config_reading import child_block, find_nearest, read_block, read_json
@@ -23,7 +23,6 @@ from hybrid_engine.config_reading import child_block, find_nearest, read_block, 
 logger = logging.getLogger("hybrid_engine")
 
 Block = TypeVar("Block")
-BATCH_PRODUCT = "train_micro_batch_size_per_gpu * gradient_accumulation_steps * world_size"
 ADAM_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 WARMUP_PARAMS = ("warmup_num_steps", "warmup_type")
 SCHEDULER_PARAMS = {
@@ -94,10 +93,12 @@ class OptimizerConfig:
     type: str
     """"Adam" (decay added to the gradient) or "AdamW" (decoupled decay), as `torch.optim` names them."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments `lr`, `betas`, `eps`, `weight_decay` of that class; all four are always present."""
+    """Its keyword arguments `lr`, `betas`, `eps`, `weight_decay`; those not given have DeepSpeed's defaults."""
 
     def __post_init__(self) -> None:
         assert self.type in ("Adam", "AdamW"), f"{self.type=}"
+        # torch.optim's own default weight decay differs, so no default is left to it.
+        object.__setattr__(self, "params", ADAM_DEFAULTS | self.params)
         for name in ("lr", "eps", "weight_decay"):
             check_number(f"optimizer.params.{name}", self.params[name], 0)
         betas = self.params["betas"]
@@ -260,56 +261,6 @@ def load_config(config: Mapping[str, Any] | str | os.PathLike[str], *, world_siz
     return result
 
 
-def solve_batch_sizes(train: int | None, micro: int | None, steps: int | None, world_size: int) -> dict[str, int]:
-    """The three batch sizes from those given (None: not given), by DeepSpeed's rules.
-
-    Any two give the third; one of the first two alone means one accumulation step.
-
-    Raises:
-        ValueError: for a value below 1, a division with a remainder, or a triple that contradicts itself.
-    """
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    for name, value in zip(names, (train, micro, steps), strict=True):
-        if value is not None:
-            check_integer(name, value, 1)
-    if train is None and micro is None:
-        raise ValueError(
-            "train_batch_size and train_micro_batch_size_per_gpu are both missing; give one of them: "
-            f"train_batch_size = {BATCH_PRODUCT}"
-        )
-    if steps is None and (train is None or micro is None):
-        steps = 1
-    if train is None:
-        assert micro is not None and steps is not None
-        train = micro * steps * world_size
-    elif micro is None:
-        assert steps is not None
-        micro = _divide(train, {"gradient_accumulation_steps": steps, "world_size": world_size})
-    elif steps is None:
-        steps = _divide(train, {"train_micro_batch_size_per_gpu": micro, "world_size": world_size})
-    assert micro is not None and steps is not None
-    if train != micro * steps * world_size:
-        raise ValueError(
-            f"train_batch_size={train} must be {BATCH_PRODUCT}"
-            f" = {micro} * {steps} * {world_size} = {micro * steps * world_size}; "
-            f"set train_batch_size to {micro * steps * world_size} or remove one of the three"
-        )
-    return dict(zip(names, (train, micro, steps), strict=True))
-
-
-def _divide(train: int, factors: dict[str, int]) -> int:
-    product = math.prod(factors.values())
-    if train % product:
-        rest = train % product
-        choices = [str(size) for size in (train - rest, train - rest + product) if size > 0]
-        raise ValueError(
-            f"train_batch_size={train} must be a multiple of {' * '.join(factors)}"
-            f" = {' * '.join(map(str, factors.values()))} = {product}, but {train} / {product} leaves {rest}; "
-            f"set train_batch_size to {' or '.join(choices)}"
-        )
-    return train // product
-
-
 def _merge_legacy_bf16(top: dict[str, Any]) -> None:
     if "bfloat16" in top:
         if "bf16" in top:
@@ -328,8 +279,8 @@ def _build_optimizer(block: dict[str, Any], without_effect: list[str]) -> Optimi
     block = read_block(block, "optimizer", ("type", "params"), without_effect)
     kind = _choose_type("optimizer", block.get("type"), ("Adam", "AdamW"), OPTIMIZERS_NOT_BUILT)
     given = child_block(block, "params", "optimizer")
-    params = ADAM_DEFAULTS | read_block(given, "optimizer.params", (*ADAM_DEFAULTS, "adam_w_mode"), without_effect)
-    if isinstance(params["betas"], list):
+    params = read_block(given, "optimizer.params", (*ADAM_DEFAULTS, "adam_w_mode"), without_effect)
+    if isinstance(params.get("betas"), list):
         params["betas"] = tuple(params["betas"])
     decoupled = params.pop("adam_w_mode", True)
     check_flag("optimizer.params.adam_w_mode", decoupled)

@@ -21,7 +21,7 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
         block: the JSON object found at `path`; not changed.
         path: its full name, empty for the whole config.
         fields: the keys that are read here.
-        without_effect: receives the full names of accepted keys that do nothing here.
+        without_effect: receives the full names of keys that are accepted, switched on and do nothing here.
 
     Raises:
         ValueError: for an unknown key, a feature that is not built and switched on, and a value "auto".
@@ -35,7 +35,8 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
             _refuse_auto(name, value)
             found[key] = value
         elif key in ignored:
-            without_effect.append(name)
+            if value not in (False, None):
+                without_effect.append(name)
         elif key not in refused:
             raise ValueError(f"{name} is not a known option; {_advise(str(key), path, fields)}")
         elif not refused[key].is_off(value):
