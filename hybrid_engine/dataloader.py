@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
+import numpy as np
 from torch.utils.data import default_collate
 
 
@@ -54,8 +54,8 @@ class TrainingDataLoader:
         self._num_samples_done = 0
 
     def _permutation(self) -> list[int]:
-        generator = torch.Generator().manual_seed(self.seed + (self.epoch << 32))
-        return torch.randperm(len(self.dataset), generator=generator).tolist()
+        # numpy mixes both numbers into the seed; torch's CPU generator reads only 32 bits of one.
+        return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.dataset)).tolist()
 
     def state_dict(self) -> dict[str, int]:
         """The position, in samples over all processes: it means the same on another number of processes."""

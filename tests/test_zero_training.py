@@ -1,0 +1,319 @@
+"""Training through the engine equals a plain PyTorch loop: every stage, one process and two, every parameter."""
+
+import copy
+
+import pytest
+import torch
+from distributed import run_distributed
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from training_reference import (
+    ADAM,
+    batches,
+    engine_config,
+    relative_error,
+    tiny_llama,
+    train_engine,
+    train_plainly,
+    whole_weights,
+)
+
+import hybrid_engine
+
+STEPS = 6
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train_plainly(tiny_llama(), STEPS)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_process_trains_like_a_plain_loop_at_every_stage(stage, plain):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage))
+    result = train_engine(engine, STEPS)
+    assert result.losses == pytest.approx(plain.losses, rel=TOLERANCE)
+    assert result.norms == pytest.approx(plain.norms, rel=TOLERANCE)
+    assert relative_error(result.weights, plain.weights) < TOLERANCE
+    assert engine.global_steps == STEPS and engine.global_samples == 8 * STEPS
+
+
+def test_one_process_wraps_nothing():
+    model = tiny_llama()
+    parameters = list(model.parameters())
+    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(3))
+    assert engine.module is model and not engine.sharding.is_sharded and engine.sharding.layers == []
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
+def test_every_parameter_moves_exactly_as_without_the_engine(plain):
+    start = dict(tiny_llama(tie=False).named_parameters())
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(tie=False), config=engine_config())
+    moved = train_engine(engine, STEPS).weights
+    expected = train_plainly(tiny_llama(tie=False), STEPS).weights
+    assert "lm_head.weight" in moved
+    for name in expected:
+        assert not torch.equal(moved[name], start[name]), name
+    assert relative_error(moved, expected) < TOLERANCE
+
+
+def test_two_engines_in_one_process_do_not_know_of_each_other(plain):
+    other_alone, *_ = hybrid_engine.initialize(model=tiny_llama(5), config=engine_config(2))
+    expected = train_engine(other_alone, STEPS)
+    first, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(3))
+    second, *_ = hybrid_engine.initialize(model=tiny_llama(5), config=engine_config(2))
+    for step in range(STEPS):
+        train_engine(first, 1, first_step=step)
+        train_engine(second, 1, first_step=step)
+    assert relative_error(whole_weights(first), plain.weights) < TOLERANCE
+    assert all(torch.equal(p, expected.weights[name]) for name, p in second.module.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_steps_fp32_masters_with_gradients_added_up_in_fp32(dtype):
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    precision = {"enabled": True} if name == "bf16" else {"enabled": True, "loss_scale": 256}
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(**{name: precision}))
+    train_engine(engine, 3)
+    expected = _train_with_masters(tiny_llama(), dtype, 3, scale=1 if name == "bf16" else 256)
+    masters = {t.name: t.master.detach() for t in engine.optimizer.parameters}
+    assert relative_error(masters, expected) < TOLERANCE
+    for name, param in engine.module.named_parameters():
+        assert param.dtype == dtype
+        assert torch.equal(param, masters[name].to(dtype)), name
+    assert all(buffer.dtype == torch.float32 for buffer in engine.module.buffers())
+
+
+def _train_with_masters(model: nn.Module, dtype: torch.dtype, num_steps: int, scale: int) -> dict[str, torch.Tensor]:
+    """A plain loop: the masters step, the model is their rounding, as in `train_plainly` otherwise."""
+    for param in model.parameters():
+        param.data = param.data.to(dtype)
+    masters = {name: nn.Parameter(param.detach().float()) for name, param in model.named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), **ADAM)
+    for step, micro_batches in enumerate(batches(num_steps)):
+        optimizer.param_groups[0]["lr"] = ADAM["lr"] * max(0, step - 1) / 3
+        sums = {name: torch.zeros_like(master) for name, master in masters.items()}
+        for tokens in micro_batches:
+            (model(input_ids=tokens, labels=tokens).loss.float() / len(micro_batches) * scale).backward()
+            for name, param in model.named_parameters():
+                sums[name] += param.grad.float() / scale
+                param.grad = None
+        for name, master in masters.items():
+            master.grad = sums[name]
+        nn.utils.clip_grad_norm_(masters.values(), 0.5)
+        optimizer.step()
+        for name, param in model.named_parameters():
+            param.data.copy_(masters[name])
+    return {name: master.detach() for name, master in masters.items()}
+
+
+def test_frozen_parameters_have_no_master_no_state_and_do_not_move():
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(tiny_llama(), config)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(bf16={"enabled": True}))
+    after = train_engine(engine, 3).weights
+    trained = {t.name for t in engine.optimizer.parameters}
+    assert len(engine.optimizer.state) == len(trained) == 8
+    for name in before:
+        assert ("lora_" in name) == (name in trained)
+        if name not in trained:
+            assert torch.equal(after[name], before[name].bfloat16()), name
+
+
+def test_an_optimizer_instance_keeps_its_groups_and_its_scheduler():
+    model = tiny_llama()
+    decayed = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    groups = [{"params": decayed, "weight_decay": 0.2}, {"params": others, "lr": 3e-3}]
+    optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    reference, reference_optimizer = copy.deepcopy((model, optimizer))
+    config = engine_config(gradient_clipping=0, bf16={"enabled": False})
+    engine, shim, _, returned = hybrid_engine.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
+    )
+    assert returned is scheduler and shim.inner is optimizer
+    train_engine(engine, 3)
+    for step, micro_batches in enumerate(batches(3)):
+        for group, lr in zip(reference_optimizer.param_groups, (1e-2, 3e-3), strict=True):
+            group["lr"] = lr * 0.5**step
+        for tokens in micro_batches:
+            (reference(input_ids=tokens, labels=tokens).loss / 4).backward()
+        reference_optimizer.step()
+        reference_optimizer.zero_grad()
+    expected = {name: param.detach() for name, param in reference.named_parameters()}
+    assert relative_error(whole_weights(engine), expected) < TOLERANCE
+    assert engine.get_lr() == pytest.approx([1e-2 / 8, 3e-3 / 8])
+
+
+def test_functions_build_the_optimizer_and_the_scheduler():
+    model = tiny_llama()
+    engine, shim, _, scheduler = hybrid_engine.initialize(
+        model=model,
+        model_parameters=(p for p in model.parameters()),
+        optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1),
+        config=engine_config(),
+    )
+    train_engine(engine, 1)
+    assert isinstance(shim.inner, torch.optim.SGD)
+    assert scheduler.get_last_lr() == engine.get_lr() == pytest.approx([0.05])
+
+
+def _two_processes(rank, world_size):
+    """Everything that two processes must show, in one start-up of them."""
+    results = {}
+    for stage in range(4):
+        # Rank 1 begins with other weights: those of rank 0 count.
+        config = engine_config(stage, world_size)
+        engine, *_ = hybrid_engine.initialize(model=tiny_llama(seed=rank), config=config)
+        results["train", stage] = train_engine(engine, STEPS)
+        results["layers", stage] = len(engine.sharding.layers)
+        results["local", stage] = sum(p.to_local().numel() for p in engine.module.parameters())
+        results["tied"] = engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
+        results["stale", stage] = _forward_between_backward_and_step(rank, world_size, stage)
+        results["dropped", stage] = _drop_gradients_of_half_a_step(rank, world_size, stage)
+        results["lora", stage] = _train_lora(world_size, stage)
+        results["bf16", stage] = _train_bf16(rank, world_size, stage)
+        results["fp16", stage] = _overflow_on_one_rank(rank, world_size, stage)
+        results["nan", stage] = _nan_on_one_rank(rank, world_size, stage)
+    return results
+
+
+def _forward_between_backward_and_step(rank, world_size, stage):
+    """A forward pass without gradients leaves gathered weights behind; the step must not leave them stale."""
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size))
+    for micro_batches in batches(STEPS):
+        for tokens in micro_batches[rank::world_size]:
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            with torch.no_grad():
+                engine(input_ids=tokens)
+            engine.step()
+            with torch.no_grad():
+                logits = engine(input_ids=tokens).logits
+    return logits, tokens
+
+
+def _drop_gradients_of_half_a_step(rank, world_size, stage):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size))
+    tokens = torch.full((2, 12), 3 + rank)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.zero_grad()
+    return train_engine(engine, STEPS).weights
+
+
+def _train_lora(world_size, stage):
+    model = get_peft_model(tiny_llama(), LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
+    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(stage, world_size))
+    return train_engine(engine, STEPS).weights
+
+
+def _train_bf16(rank, world_size, stage):
+    config = engine_config(stage, world_size, bf16={"enabled": True})
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
+    train_engine(engine, STEPS)
+    return {t.name: t.master.full_tensor().detach() for t in engine.optimizer.parameters}
+
+
+def _overflow_on_one_rank(rank, world_size, stage):
+    config = engine_config(stage, world_size, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+    engine, optimizer, _, scheduler = hybrid_engine.initialize(model=tiny_llama(), config=config)
+    before, tokens = whole_weights(engine), torch.full((2, 12), 3)
+    for _ in range(engine.gradient_accumulation_steps()):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss * (float("inf") if rank == 1 else 1.0))
+        engine.step()
+    unchanged = all(torch.equal(w, before[name]) for name, w in whole_weights(engine).items())
+    return unchanged, optimizer.overflow, optimizer.cur_scale, engine.skipped_steps, scheduler.last_epoch
+
+
+def _nan_on_one_rank(rank, world_size, stage):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size))
+    tokens = torch.full((2, 12), 3)
+    try:
+        for _ in range(engine.gradient_accumulation_steps()):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss * (float("nan") if rank == 1 else 1.0))
+            engine.step()
+    except ValueError as error:
+        return str(error), train_engine(engine, STEPS).weights
+    return None
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_distributed(_two_processes, 2)
+
+
+def test_two_processes_train_like_a_plain_loop_at_every_stage(two_ranks, plain):
+    for stage in range(4):
+        first, second = (results["train", stage] for results in two_ranks)
+        losses = [(a + b) / 2 for a, b in zip(first.losses, second.losses, strict=True)]
+        assert losses == pytest.approx(plain.losses, rel=TOLERANCE)
+        assert first.norms == pytest.approx(plain.norms, rel=TOLERANCE)
+        assert relative_error(first.weights, plain.weights) < TOLERANCE
+        assert all(torch.equal(first.weights[name], second.weights[name]) for name in plain.weights)
+
+
+def test_stage_0_replicates_and_the_others_keep_about_half_in_one_group_per_layer(two_ranks):
+    whole = sum(p.numel() for p in tiny_llama().parameters())
+    for results in two_ranks:
+        assert results["local", 0] == whole
+        assert all(0.45 * whole < results["local", stage] < 0.55 * whole for stage in (1, 2, 3))
+        assert all(results["layers", stage] == 2 for stage in range(4))
+
+
+def test_tied_weights_stay_tied_when_sharded(two_ranks):
+    assert all(results["tied"] for results in two_ranks)
+
+
+def test_a_forward_pass_before_the_step_leaves_no_stale_weights_behind(two_ranks, plain):
+    reference = tiny_llama()
+    reference.load_state_dict(plain.weights, strict=False)
+    for stage in range(4):
+        logits, tokens = two_ranks[1]["stale", stage]
+        with torch.no_grad():
+            torch.testing.assert_close(logits, reference(input_ids=tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_zero_grad_forgets_the_micro_batches_before_it(two_ranks, plain):
+    for stage in range(4):
+        assert relative_error(two_ranks[0]["dropped", stage], plain.weights) < TOLERANCE
+
+
+def test_adapters_train_on_two_processes_as_on_one(two_ranks):
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_llama(), LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
+    expected = train_plainly(model, STEPS).weights
+    # lora_B starts at zero: its largest entry is about the sum of the learning rates, and errors are in units of it.
+    for stage in range(4):
+        assert relative_error(two_ranks[0]["lora", stage], expected) < 1e-5
+
+
+def test_bf16_masters_of_two_processes_follow_those_of_one(two_ranks):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(bf16={"enabled": True}))
+    train_engine(engine, STEPS)
+    expected = {t.name: t.master.detach() for t in engine.optimizer.parameters}
+    start = dict(tiny_llama().named_parameters())
+    for stage in range(4):
+        masters = two_ranks[0]["bf16", stage]
+        for name in expected:
+            moved = (expected[name] - start[name].bfloat16().float()).norm()
+            # The sum over ranks is rounded to bf16 once, where one process rounds each micro-batch.
+            assert (masters[name] - expected[name]).norm() < 0.05 * moved, name
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):
+    for results in two_ranks:
+        for stage in range(4):
+            assert results["fp16", stage] == (True, True, 2.0**7, 1, 0)
+
+
+def test_a_nan_on_one_rank_is_the_same_error_on_all_and_training_goes_on_as_if_it_had_not_been(two_ranks, plain):
+    for stage in range(4):
+        (message, weights), (other_message, _) = (results["nan", stage] for results in two_ranks)
+        assert message == other_message
+        assert "20 of 20 parameters" in message and "model.embed_tokens.weight" in message
+        assert relative_error(weights, plain.weights) < TOLERANCE
