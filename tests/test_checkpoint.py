@@ -1,0 +1,332 @@
+"""Checkpoints: a resumed run gives the numbers of one that never stopped, and a kill at any moment loses nothing."""
+
+import copy
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_distributed
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from training_reference import (
+    engine_config,
+    relative_error,
+    tiny_llama,
+    train_engine,
+    train_plainly,
+    whole_weights,
+)
+
+import hybrid_engine
+from hybrid_engine import checkpoint_folder
+
+BEFORE, AFTER = 3, 4
+# Stages, and whether the engine ran before it loads: at the first forward pass FSDP may lay its shards out anew.
+CASES = [(0, False), (1, True), (3, False), (3, True)]
+
+
+def _samples():
+    return [{"input_ids": torch.arange(i, i + 12) % 65} for i in range(21)]
+
+
+def _engine(stage=0, *, seed=0, **config):
+    """An engine whose numbers depend on the random state (dropout) and on the position in the data."""
+    model = tiny_llama(seed, dropout=0.1)
+    engine, *_ = hybrid_engine.initialize(model=model, training_data=_samples(), config=engine_config(stage, **config))
+    return engine.train()
+
+
+def _train_on_loader(engine, num_steps):
+    losses = []
+    until = engine.global_steps + num_steps
+    while engine.global_steps < until:
+        for batch in engine.training_dataloader:
+            loss = engine(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append((loss.item(), random.random(), np.random.rand()))
+            if engine.global_steps == until:
+                break
+    return losses
+
+
+@pytest.mark.parametrize(
+    "precision", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale_window": 3}}]
+)
+def test_resuming_gives_bit_for_bit_the_run_that_never_stopped(tmp_path, precision):
+    engine = _engine(**precision)
+    _train_on_loader(engine, BEFORE)
+    path = engine.save_checkpoint(tmp_path, client_state={"best": 0.5, "table": torch.ones(2)})
+    expected = _train_on_loader(engine, AFTER)
+
+    resumed = _engine(seed=9, **precision)
+    _train_on_loader(resumed, 1)
+    torch.manual_seed(77)
+    loaded_path, client_state = resumed.load_checkpoint(tmp_path)
+    assert loaded_path == str(path) and path.name == f"global_step{BEFORE}"
+    assert client_state["best"] == 0.5 and torch.equal(client_state["table"], torch.ones(2))
+    assert _train_on_loader(resumed, AFTER) == expected
+    for (name, a), b in zip(engine.module.named_parameters(), resumed.module.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    for counter in ("global_steps", "micro_steps", "global_samples", "skipped_steps"):
+        assert getattr(engine, counter) == getattr(resumed, counter), counter
+    assert engine.get_lr() == resumed.get_lr()
+    assert engine.optimizer.loss_scaler.state_dict() == resumed.optimizer.loss_scaler.state_dict()
+
+
+def test_saving_changes_nothing(tmp_path):
+    engine, other = _engine(), _engine()
+    torch.manual_seed(3)
+    expected = [loss for loss, *_ in _train_on_loader(other, BEFORE + AFTER)]
+    torch.manual_seed(3)
+    losses = _train_on_loader(engine, BEFORE)
+    engine.save_checkpoint(tmp_path)
+    losses += _train_on_loader(engine, AFTER)
+    assert [loss for loss, *_ in losses] == expected
+
+
+def test_adapters_and_their_frozen_base_are_both_saved(tmp_path):
+    def adapted(seed):
+        model = get_peft_model(tiny_llama(seed), LoraConfig(r=2, target_modules=["q_proj"]))
+        return hybrid_engine.initialize(model=model, config=engine_config())[0]
+
+    engine, resumed = adapted(0), adapted(1)
+    train_engine(engine, BEFORE)
+    engine.save_checkpoint(tmp_path)
+    resumed.load_checkpoint(tmp_path)
+    for (name, a), b in zip(engine.module.named_parameters(), resumed.module.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert train_engine(engine, 2, first_step=BEFORE).losses == train_engine(resumed, 2, first_step=BEFORE).losses
+
+
+def test_an_engine_without_an_optimizer_takes_the_weights_and_leaves_the_random_state_alone(tmp_path):
+    engine = _engine(bf16={"enabled": True})
+    _train_on_loader(engine, BEFORE)
+    engine.save_checkpoint(tmp_path)
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}}
+    evaluation, optimizer, *_ = hybrid_engine.initialize(model=tiny_llama(4), config=config)
+    state = torch.get_rng_state()
+    evaluation.load_checkpoint(tmp_path)
+    assert optimizer is None and torch.equal(torch.get_rng_state(), state)
+    for a, b in zip(engine.module.parameters(), evaluation.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def _two_processes(rank, world_size, folder, from_one):
+    saving, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(3, world_size))
+    train_engine(saving, BEFORE)
+    saving.save_checkpoint(folder, tag="of_two", client_state={"rank": rank})
+    results = {"continued": train_engine(saving, AFTER, first_step=BEFORE)}
+    for stage, has_run in CASES:
+        engine, *_ = hybrid_engine.initialize(model=tiny_llama(7), config=engine_config(stage, world_size))
+        if has_run:
+            train_engine(engine, 1)
+        _, client_state = engine.load_checkpoint(from_one, tag="of_one")
+        assert engine.global_steps == BEFORE and client_state is None
+        results["from one", stage, has_run] = train_engine(engine, AFTER, first_step=BEFORE)
+    try:
+        engine.load_checkpoint(from_one, tag="absent")
+    except ValueError as error:
+        results["error"] = str(error)
+    return results
+
+
+def test_a_checkpoint_continues_on_another_number_of_processes_and_at_another_stage(tmp_path):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(2))
+    train_engine(engine, BEFORE)
+    engine.save_checkpoint(tmp_path, tag="of_one")
+    plain = train_plainly(tiny_llama(), BEFORE + AFTER)
+    ranks = run_distributed(_two_processes, 2, tmp_path / "two", tmp_path)
+    for results in ranks:
+        assert relative_error(results["continued"].weights, plain.weights) < 1e-6
+        for stage, has_run in CASES:
+            continued = results["from one", stage, has_run]
+            assert relative_error(continued.weights, plain.weights) < 1e-6
+            assert continued.norms == pytest.approx(plain.norms[BEFORE:], rel=1e-6)
+        assert "no such checkpoint" in results["error"] and "of_one" in results["error"]
+
+    one, *_ = hybrid_engine.initialize(model=tiny_llama(7), config=engine_config(1))
+    _, client_state = one.load_checkpoint(tmp_path / "two")
+    assert client_state == {"rank": 0}
+    continued = train_engine(one, AFTER, first_step=BEFORE)
+    assert continued.losses == pytest.approx(plain.losses[BEFORE:], rel=1e-6)
+    assert relative_error(continued.weights, plain.weights) < 1e-6
+
+
+# The moments of a save at which the process is killed, as (function, which of its calls).
+KILLS = [("write_data", 1), ("fsync", 2), ("rename", 1), ("rename", 2), ("replace", 1), ("rmtree", 1)]
+
+KILLED_SAVE = """
+import os, pathlib, shutil, signal, sys
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+import hybrid_engine
+
+torch.set_num_threads(1)
+
+def build(value):
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    return hybrid_engine.initialize(
+        model=model, config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
+    )[0]
+
+def kill_at(owner, name, count):
+    original, calls = getattr(owner, name), [0]
+    def dying(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+    setattr(owner, name, dying)
+
+path = pathlib.Path
+owners = {"write_data": FileSystemWriter, "fsync": os, "rename": path, "replace": path, "rmtree": shutil}
+for number, (name, count) in enumerate(KILLS):
+    folder = os.path.join(sys.argv[1], str(number))
+    build(1.0).save_checkpoint(folder, tag="kept")
+    child = os.fork()
+    if child == 0:
+        kill_at(owners[name], name, count)
+        build(2.0).save_checkpoint(folder, tag="kept")
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, count, status)
+"""
+
+
+def test_a_save_over_the_same_tag_killed_at_any_moment_leaves_the_old_or_the_new_one(tmp_path):
+    script = f"KILLS = {KILLS!r}\n{KILLED_SAVE}"
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    found = []
+    for number in range(len(KILLS)):
+        folder = tmp_path / str(number)
+        engine = _linear_engine(0.0)
+        engine.load_checkpoint(folder)
+        found.append(engine.module.weight[0, 0].item())
+        # The next save clears up and works.
+        _linear_engine(3.0).save_checkpoint(folder, tag="kept")
+        engine.load_checkpoint(folder)
+        assert engine.module.weight[0, 0].item() == 3.0
+        assert sorted(path.name for path in folder.iterdir()) == ["kept", "latest"]
+    # Killed before the new one had its name, and after.
+    assert found == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def _linear_engine(value, size=3, **more):
+    model = nn.Linear(size, 2)
+    nn.init.constant_(model.weight, value)
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, **more}
+    return hybrid_engine.initialize(model=model, config=config)[0]
+
+
+def _snapshot(engine):
+    return copy.deepcopy((dict(engine.module.named_parameters()), engine.optimizer.state_dict(), engine.global_steps))
+
+
+def _assert_refuses(engine, folder, pattern, tag=None):
+    before = _snapshot(engine)
+    with pytest.raises(ValueError, match=pattern):
+        engine.load_checkpoint(folder, tag)
+    after = _snapshot(engine)
+    assert after[2] == before[2] and after[1].keys() == before[1].keys()
+    assert all(torch.equal(a, b) for a, b in zip(after[0].values(), before[0].values(), strict=True))
+    assert str(after[1]) == str(before[1])
+
+
+def _step(engine):
+    engine.backward(engine(torch.ones(1, engine.module.in_features)).sum())
+    engine.step()
+    return engine
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    _step(_linear_engine(1.0)).save_checkpoint(tmp_path, tag="a")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["state.pt", "__0_0.distcp", ".metadata", "checkpoint.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_an_incomplete_checkpoint_is_refused_and_the_engine_unchanged(saved, name, damage):
+    path = saved / "a" / name
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    _assert_refuses(_step(_linear_engine(2.0)), saved, "is incomplete|is damaged")
+
+
+def test_a_checkpoint_of_another_model_is_refused_naming_the_first_ten_differences(saved, tmp_path):
+    _assert_refuses(_step(_linear_engine(2.0, size=4)), saved, r"1 differences.*weight has shape \[2, 4\] in the model")
+    many = nn.ModuleDict({f"part{i}": nn.Linear(1, 1) for i in range(8)})
+    engine, *_ = hybrid_engine.initialize(model=many, config={"train_batch_size": 1, "optimizer": {"type": "AdamW"}})
+    with pytest.raises(ValueError, match="of another model: 18 differences") as error:
+        engine.load_checkpoint(saved)
+    assert str(error.value).count("is not in the") == 10
+
+
+def test_a_newer_format_is_refused(saved):
+    path = saved / "a" / checkpoint_folder.MANIFEST
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps({**manifest, "format": 2}))
+    _assert_refuses(_step(_linear_engine(2.0)), saved, "has format 2, this version reads up to 1")
+
+
+def test_a_missing_tag_or_folder_is_refused_naming_what_there_is(saved, tmp_path):
+    engine = _step(_linear_engine(2.0))
+    _assert_refuses(engine, saved, "tag='b': there is no such checkpoint.*found a", tag="b")
+    _assert_refuses(engine, tmp_path / "nowhere", "has no file 'latest'")
+
+
+def test_other_groups_or_another_scheduler_are_refused(saved):
+    model = nn.Linear(3, 2)
+    model.bias.requires_grad_(False)
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}}
+    frozen, *_ = hybrid_engine.initialize(model=model, config=config)
+    _assert_refuses(frozen, saved, r"2 in 1 group\(s\) there, 1 in 1 group\(s\) here")
+    scheduled = _linear_engine(2.0, scheduler={"type": "WarmupLR"})
+    _assert_refuses(scheduled, saved, "saved with no learning-rate scheduler")
+
+
+def test_saving_in_the_middle_of_an_accumulation_is_refused(tmp_path):
+    engine = _linear_engine(1.0, train_batch_size=2, gradient_accumulation_steps=2)
+    _step(engine)
+    with pytest.raises(ValueError, match="1 of 2 micro-batches of a step are done"):
+        engine.save_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_client_state_that_needs_code_to_load_is_refused(tmp_path):
+    engine = _linear_engine(1.0)
+    with pytest.raises(ValueError, match=r"client_state.*use numbers, strings"):
+        engine.save_checkpoint(tmp_path, client_state={"signal": signal.Signals.SIGKILL, "path": tmp_path})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("tag", ["", "../a", ".hidden", "latest", "a/b"])
+def test_a_tag_that_is_no_folder_name_is_refused(tmp_path, tag):
+    with pytest.raises(ValueError, match="must be a plain folder name"):
+        _linear_engine(1.0).save_checkpoint(tmp_path, tag=tag)
+
+
+def test_latest_names_the_newest_and_older_tags_stay_loadable(tmp_path):
+    engine = _linear_engine(1.0)
+    for value in (1.0, 2.0):
+        nn.init.constant_(engine.module.weight, value)
+        engine.save_checkpoint(tmp_path, tag=f"v{value:g}")
+    loaded = _linear_engine(0.0)
+    for tag, value in ((None, 2.0), ("v1", 1.0), ("v2", 2.0)):
+        path, _ = loaded.load_checkpoint(tmp_path, tag)
+        assert loaded.module.weight[0, 0].item() == value and path.endswith(f"v{value:g}")
+    assert whole_weights(loaded)["weight"][0, 0] == 2.0
