@@ -1,0 +1,123 @@
+"""Rollouts on containers equal the model's own `generate()` and forward, for every family."""
+
+import pytest
+import torch
+from models import BUILDERS, PAD, build_model, module_logprobs, padded_prompts
+
+import hybrid_engine
+
+EOS = [7, 11, 23]
+NEW_TOKENS = 16
+WORKSPACES = {
+    "one slot": {"max_running": 1},
+    "three slots": {"max_running": 3},
+    "all slots": {},
+    "small blocks": {"kv_block_size": 4},
+    "small blocks and preemption": {"kv_block_size": 4, "max_kv_blocks": 9},
+}
+
+
+def build_engine(model, **hybrid_config):
+    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, **hybrid_config}}
+    engine, *_ = hybrid_engine.initialize(model=model, config=config)
+    return engine.eval()
+
+
+@pytest.fixture(scope="module", params=BUILDERS)
+def reference(request):
+    """A family's model, prompts, and the model's own greedy answer."""
+    model = build_model(request.param)
+    input_ids, mask = padded_prompts()
+    greedy = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
+    expected = model.generate(input_ids, attention_mask=mask, **greedy)
+    return request.param, input_ids, mask, greedy, expected
+
+
+@pytest.mark.parametrize("workspace", WORKSPACES)
+def test_greedy_tokens_and_logprobs_equal_the_models_own(reference, workspace):
+    family, input_ids, mask, greedy, expected = reference
+    engine = build_engine(build_model(family), **WORKSPACES[workspace])
+    assert engine.generator.fallback_reason is None
+    output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **greedy)
+    assert torch.equal(output.sequences, expected)
+    trainer = module_logprobs(build_model(family), output.sequences, mask)
+    is_response = torch.arange(output.logprobs.shape[1]) < output.lengths[:, None]
+    assert output.logprobs.dtype == torch.float32
+    torch.testing.assert_close(output.logprobs[is_response], trainer[is_response].float(), atol=1e-5, rtol=0)
+    assert torch.all(output.logprobs[~is_response] == 0)
+    assert (engine.latency_stats()["preemptions"] > 0) == ("preemption" in workspace)
+
+
+def test_lengths_and_finish_reasons_describe_the_rows(reference):
+    family, input_ids, mask, greedy, expected = reference
+    output = build_engine(build_model(family)).generate(
+        input_ids, attention_mask=mask, return_dict_in_generate=True, **greedy
+    )
+    for row, length, reason in zip(expected[:, 9:].tolist(), output.lengths.tolist(), output.finish_reason, strict=True):
+        ended = [i for i, token in enumerate(row) if token in EOS]
+        assert length == (ended[0] + 1 if ended else NEW_TOKENS)
+        assert reason == ("stop" if ended else "length")
+
+
+def test_a_row_equals_the_same_row_alone_and_in_any_order(reference):
+    family, input_ids, mask, greedy, expected = reference
+    engine = build_engine(build_model(family), max_running=4)
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    shuffled = engine.generate(input_ids[order], attention_mask=mask[order], **greedy)
+    assert torch.equal(shuffled, expected[order])
+    for row in range(len(input_ids)):
+        alone = engine.generate(input_ids[row : row + 1], attention_mask=mask[row : row + 1], **greedy)
+        assert torch.equal(alone[0], expected[row, : alone.shape[1]])
+        assert torch.all(expected[row, alone.shape[1] :] == PAD)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", BUILDERS)
+def test_half_precision_is_no_further_from_fp32_than_the_model_itself(family, dtype):
+    key = "bf16" if dtype == torch.bfloat16 else "fp16"
+    model = build_model(family)
+    config = {"train_batch_size": 1, key: {"enabled": True}, "hybrid_engine": {"enabled": True}}
+    engine, *_ = hybrid_engine.initialize(model=model, config=config)
+    input_ids, mask = padded_prompts()
+    output = engine.eval().generate(
+        input_ids, attention_mask=mask, max_new_tokens=8, do_sample=True, top_k=0, seed=0, return_dict_in_generate=True
+    )
+    exact = module_logprobs(build_model(family), output.sequences, mask)
+    own_error = (module_logprobs(model, output.sequences, mask) - exact).abs()
+    error = (output.logprobs - exact).abs()
+    assert error.mean() <= 1.5 * own_error.mean()
+    assert error.max() <= 2 * own_error.max()
+
+
+def test_an_unknown_family_falls_back_and_says_so(caplog):
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoXConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=99
+    )
+    model = GPTNeoXForCausalLM(config).eval()
+    input_ids, mask = padded_prompts()
+    expected = model.generate(input_ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=PAD)
+    engine = build_engine(model)
+    output = engine.generate(
+        input_ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=PAD, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, expected)
+    trainer = module_logprobs(model, output.sequences, mask).float()
+    torch.testing.assert_close(output.logprobs, trainer, atol=1e-4, rtol=0)
+    lines = [record.message for record in caplog.records if "GPTNeoXLayer" in record.message]
+    assert len(lines) == 1 and "LlamaDecoderLayer" in lines[0]
+    assert "GPTNeoXLayer" in engine.report()
+
+
+def test_containers_that_compute_another_function_are_not_used(monkeypatch):
+    from dataclasses import replace
+
+    from hybrid_engine.containers import POLICIES
+
+    # A policy that swaps gate and up fits every shape and is wrong.
+    wrong = replace(POLICIES["LlamaDecoderLayer"], gate="mlp.up_proj", up="mlp.gate_proj")
+    monkeypatch.setitem(POLICIES, "LlamaDecoderLayer", wrong)
+    engine = build_engine(build_model("llama"))
+    assert "disagree" in engine.generator.fallback_reason
