@@ -25,7 +25,13 @@ from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.memory import describe_memory
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
 from hybrid_engine.zero.param_groups import name_groups
-from hybrid_engine.zero.processes import broadcast_module, default_device, get_rank, get_world_size
+from hybrid_engine.zero.processes import (
+    broadcast_module,
+    check_same_architecture,
+    default_device,
+    get_rank,
+    get_world_size,
+)
 from hybrid_engine.zero.sharding import shard_module
 
 logger = logging.getLogger("hybrid_engine")
@@ -65,10 +71,11 @@ class ZeroEngine(nn.Module):
             ValueError: for what cannot be trained; the model is then as it was.
         """
         super().__init__()
-        check_choices(optimizer, lr_scheduler, config)
+        check_choices(model, optimizer, lr_scheduler, config)
         trains = optimizer is not None or config.optimizer is not None
-        is_instance = isinstance(optimizer, torch.optim.Optimizer)
-        groups = name_groups(optimizer.param_groups if is_instance else model_parameters, model) if trains else []
+        stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
+        groups = name_groups(stepped, model) if trains else []
+        check_same_architecture(model)
         self.training_dataloader = _build_dataloader(training_data, collate_fn, config)
         # Everything is checked; from here on the model is changed.
         self.config = config

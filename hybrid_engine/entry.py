@@ -59,8 +59,6 @@ def initialize(
     Raises:
         ValueError: for an option that is missing, unknown, inconsistent or not built, before anything is changed.
     """
-    if model is None:
-        raise ValueError("model=None: initialize() needs the module to train; pass model=...")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"{name} is known to DeepSpeed, not built yet here; remove it")

@@ -9,10 +9,10 @@ import torch
 
 def get_random_state() -> dict[str, Any]:
     """The states as values that `torch.load(weights_only=True)` reads back."""
-    name, keys, position, has_gauss, cached_gaussian = np.random.get_state(legacy=True)
+    name, keys, *rest = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached_gaussian),
+        "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }

@@ -191,7 +191,9 @@ def _stepped(model):
 
 BF16 = {**MINIMAL, "bf16": {"enabled": True}}
 REFUSED = {
-    "model=None": lambda model: {"model": None, "config": MINIMAL},
+    "model=NoneType must be a torch": lambda model: {"model": None, "config": BF16},
+    "optimizer=str must be a torch Optimizer or a function": lambda model: {"config": BF16, "optimizer": "AdamW"},
+    "lr_scheduler=float must be a torch LRScheduler": lambda model: {"config": BF16, "lr_scheduler": 0.1},
     "got nothing; pass exactly one config": lambda model: {},
     "mpu is known to DeepSpeed, not built yet": lambda model: {"config": MINIMAL, "mpu": object()},
     "is not a parameter of the model": lambda model: {

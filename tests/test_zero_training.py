@@ -7,6 +7,7 @@ import torch
 from distributed import run_distributed
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 from training_reference import (
     ADAM,
     batches,
@@ -179,7 +180,27 @@ def _two_processes(rank, world_size):
         results["bf16", stage] = _train_bf16(rank, world_size, stage)
         results["fp16", stage] = _overflow_on_one_rank(rank, world_size, stage)
         results["nan", stage] = _nan_on_one_rank(rank, world_size, stage)
+    results["evaluates"] = _evaluate_at_stage_3()
+    results["refused"] = _other_architecture(rank)
     return results
+
+
+def _evaluate_at_stage_3():
+    engine, *_ = hybrid_engine.initialize(
+        model=tiny_llama(), config={"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    )
+    with torch.no_grad():
+        logits = [engine(input_ids=torch.arange(12)[None]).logits for _ in range(2)]
+    is_sharded_again = all(isinstance(p, DTensor) for p in engine.module.parameters())
+    return logits, is_sharded_again
+
+
+def _other_architecture(rank):
+    try:
+        hybrid_engine.initialize(model=nn.Linear(2 + rank, 2), config={"train_batch_size": 2})
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _forward_between_backward_and_step(rank, world_size, stage):
@@ -276,6 +297,20 @@ def test_a_forward_pass_before_the_step_leaves_no_stale_weights_behind(two_ranks
         logits, tokens = two_ranks[1]["stale", stage]
         with torch.no_grad():
             torch.testing.assert_close(logits, reference(input_ids=tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_evaluation_engine_at_stage_3_holds_only_its_shards_between_forward_passes(two_ranks):
+    with torch.no_grad():
+        expected = tiny_llama()(input_ids=torch.arange(12)[None]).logits
+    for results in two_ranks:
+        logits, is_sharded_again = results["evaluates"]
+        assert is_sharded_again
+        for value in logits:
+            torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_processes_with_different_architectures_are_refused_on_all(two_ranks):
+    assert all("the same architecture on every process" in results["refused"] for results in two_ranks)
 
 
 def test_zero_grad_forgets_the_micro_batches_before_it(two_ranks, plain):

@@ -17,8 +17,15 @@ from hybrid_engine.zero.sharding import Sharding
 OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 
-def check_choices(optimizer: Any, lr_scheduler: Any, config: EngineConfig) -> None:
-    """Raises ValueError for an optimizer and a scheduler that cannot work together, or not under this config."""
+def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineConfig) -> None:
+    """Raises ValueError for a model, optimizer or scheduler that is none, or that do not fit each other."""
+    _check_kind("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
+    for name, value, kind in (
+        ("optimizer", optimizer, torch.optim.Optimizer),
+        ("lr_scheduler", lr_scheduler, LRScheduler),
+    ):
+        is_fit = value is None or isinstance(value, kind) or callable(value)
+        _check_kind(name, value, is_fit, f"a torch {kind.__name__} or a function that builds one")
     trains = optimizer is not None or config.optimizer is not None
     if not trains and (lr_scheduler is not None or config.scheduler is not None):
         raise ValueError("scheduler: there is no optimizer to schedule; pass an optimizer or remove the scheduler")
@@ -33,6 +40,11 @@ def check_choices(optimizer: Any, lr_scheduler: Any, config: EngineConfig) -> No
             "optimizer: it has stepped before, and its state belongs to whole fp32 parameters; pass a new optimizer "
             "and continue an earlier run with load_checkpoint()"
         )
+
+
+def _check_kind(name: str, value: Any, is_fit: bool, expected: str) -> None:
+    if not is_fit:
+        raise ValueError(f"{name}={type(value).__name__} must be {expected}; pass one")
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:

@@ -16,12 +16,16 @@ def init_distributed(port: int = 29500) -> None:
 
     Without that environment, or with WORLD_SIZE=1, there is nothing to join and no process group is made.
     """
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    if torch.cuda.is_available():
+        # Collectives of objects use the current device, also in a group that somebody else made.
+        torch.cuda.set_device(default_device())
+    if dist.is_initialized():
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(port))
     if torch.cuda.is_available():
-        torch.cuda.set_device(default_device())
         dist.init_process_group("nccl", device_id=default_device())
     else:
         dist.init_process_group("gloo")
@@ -70,6 +74,17 @@ def gather_objects(value: Result) -> list[Result]:
     values: list[Any] = [None] * get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def check_same_architecture(module: nn.Module) -> None:
+    """Raises ValueError, on every process, unless all have parameters of the same names and shapes; collective."""
+    own = [(name, tuple(param.shape)) for name, param in module.named_parameters()]
+    for rank, other in enumerate(gather_objects(own)):
+        if other != own:
+            raise ValueError(
+                f"model: the parameters of rank {rank} are not those of rank {get_rank()} ({len(other)} and "
+                f"{len(own)}, or other names or shapes); build the same architecture on every process"
+            )
 
 
 @torch.no_grad()

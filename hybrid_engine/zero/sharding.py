@@ -71,11 +71,13 @@ class Sharding:
     def drop_pending_gradients(self) -> None:
         """Forgets the gradients that stages 0 and 1 hold unreduced between two boundaries."""
         for module in self._fsdp_modules():
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                for param in group.fsdp_params:
-                    param.unsharded_accumulated_grad = None
-                    if hasattr(param, "_unsharded_param"):
-                        param._unsharded_param.grad = None
+            # Private, for lack of a public way; these names hold from torch 2.11 to 2.13. A module without parameters
+            # of its own has no group.
+            group = module._get_fsdp_state()._fsdp_param_group
+            for param in group.fsdp_params if group is not None else ():
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.root.modules() if isinstance(module, FSDPModule)]
@@ -109,7 +111,7 @@ def _fully_shard(part: nn.Module, mesh: DeviceMesh, stage: int) -> None:
 def find_layers(module: nn.Module) -> list[nn.Module]:
     """The transformer layers: the items of the ModuleList of one repeated class that holds the most parameters."""
     candidates = [
-        list(child)
+        list(dict.fromkeys(child))
         for child in module.modules()
         if isinstance(child, nn.ModuleList) and len({type(item) for item in child}) == 1
     ]
