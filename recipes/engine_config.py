@@ -1,0 +1,54 @@
+"""The DeepSpeed-format config of a trained role, from the few numbers that a recipe lets its user choose."""
+
+from typing import Any
+
+ADAM_EPS = 1e-5
+"""PyTorch's 1e-8 takes aggressive first steps where gradients are small (Huang et al., "N implementation details")."""
+
+
+def build_engine_config(
+    *,
+    batch_size: int,
+    micro_batch_size: int,
+    learning_rate: float,
+    num_steps: int,
+    warmup_steps: int,
+    zero_stage: int,
+    weight_decay: float = 0.0,
+    max_out_tokens: int | None = None,
+) -> dict[str, Any]:
+    """A config for `hybrid_engine.initialize`: AdamW, gradients clipped to norm 1, linear warmup and decay to 0.
+
+    Args:
+        batch_size: samples of an optimizer step over all processes.
+        micro_batch_size: samples of a forward pass on one process.
+        learning_rate: the peak.
+        num_steps: optimizer steps of the whole run.
+        warmup_steps: optimizer steps until the peak.
+        zero_stage: 0 to 3.
+        weight_decay: decoupled.
+        max_out_tokens: prompt and response tokens of the longest sequence that the role generates; None for a role
+            that does not generate.
+    """
+    config: dict[str, Any] = {
+        "train_batch_size": batch_size,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "zero_optimization": {"stage": zero_stage},
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": learning_rate, "betas": [0.9, 0.95], "eps": ADAM_EPS, "weight_decay": weight_decay},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_max_lr": learning_rate,
+                "warmup_num_steps": warmup_steps,
+                "total_num_steps": num_steps,
+                "warmup_type": "linear",
+            },
+        },
+    }
+    if max_out_tokens is not None:
+        config["hybrid_engine"] = {"enabled": True, "max_out_tokens": max_out_tokens}
+    return config

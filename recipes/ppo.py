@@ -1,0 +1,370 @@
+"""Stage 3, and the whole job: PPO with actor, reference, critic and reward in one process on one set of actor weights.
+
+    hybrid-engine ppo --out runs/docs
+
+Missing stages are run first: `sft.py` makes the actor and the reference, `reward.py` the reward model and the critic's
+first weights. Then, for each step: prompts -> engine.eval() -> engine.generate() -> engine.train() -> rewards, values
+and reference log-probabilities -> advantages -> clipped updates of actor and critic. The learned reward alone is
+trained on; PEP 257 as a rule (`pep257.py`) only measures the held-out prompts before and after.
+
+Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json and actor/, a Hugging Face folder.
+
+B: this process's prompts of a step, P: prompt columns, T: response columns.
+Conventions: Schulman et al., arXiv 1707.06347; Ouyang et al., arXiv 2203.02155; Huang et al., "The N Implementation
+Details of RLHF with PPO" (2023). gamma 1, lambda 0.95; k1 KL in the reward; the score on the last response token.
+"""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import hybrid_engine
+from hybrid_engine.recipes import reward as reward_stage
+from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.recipes.engine_config import build_engine_config
+from hybrid_engine.recipes.evaluation import evaluate, global_means, rollout_sums, show_comparison
+from hybrid_engine.recipes.prompts import load_prompts, select_prompts
+from hybrid_engine.recipes.rewards import build_critic, load_reward
+from hybrid_engine.recipes.rollout import Roles, Rollout, SamplingOptions, sample
+from hybrid_engine.recipes.run_log import RunLog, plot_metrics, read_metrics, say, write_json
+from hybrid_engine.recipes.sequences import Sequences, response_logprobs, response_values
+from hybrid_engine.recipes.stages import (
+    check_at_least,
+    check_divides,
+    load_model,
+    load_tokenizer,
+    save_stage,
+    seed_everything,
+)
+from hybrid_engine.rl.advantages import gae, token_rewards, whiten
+from hybrid_engine.rl.aggregation import token_mean
+from hybrid_engine.rl.kl import kl_k1
+from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss
+from hybrid_engine.zero.processes import default_device, gather_objects, get_rank, get_world_size, on_rank_zero
+
+PLOT_PANELS = {
+    "reward": ["score", "judge_pass_rate"],
+    "KL to the reference (nats)": ["kl_per_sequence"],
+    "response length (tokens)": ["length"],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of the main job."""
+
+    out: str = "runs/docs"
+    """folder of the run; finished stages found in it are not run again"""
+    model: str | None = None
+    """Hugging Face name or folder of the first actor; default: the run's sft, trained if missing"""
+    dataset: str | None = None
+    """prompts: a .jsonl file with "prompt", a folder or a hub name; default: the standard library's signatures"""
+    reward: str | None = None
+    """a reward-model folder, or module:function of (prompts, responses); default: the run's reward"""
+    seed: int = 0
+    """seed of everything random"""
+    restart: bool = False
+    """run the stages before this one again although their folders exist"""
+    resume: bool = False
+    """go on from the last checkpoint of an interrupted run"""
+    steps: int = 36
+    """PPO steps: rollouts, each followed by the updates on it"""
+    rollout_size: int = 64
+    """prompts of a step over all processes"""
+    minibatch_size: int = 32
+    """responses of an optimizer step over all processes"""
+    micro_batch_size: int = 16
+    """responses of a forward pass on one process, at most"""
+    ppo_epochs: int = 2
+    """passes over each rollout"""
+    max_prompt_tokens: int = 96
+    """longer prompts lose their beginning"""
+    max_new_tokens: int = 40
+    """longest response"""
+    temperature: float = 0.8
+    """of sampling and of every log-probability alike"""
+    actor_lr: float = 2e-4
+    """peak learning rate of the actor"""
+    critic_lr: float = 5e-4
+    """peak learning rate of the critic"""
+    kl_coef: float = 0.05
+    """weight of the KL penalty in the reward, per nat"""
+    gamma: float = 1.0
+    """discount of later rewards"""
+    lam: float = 0.95
+    """lambda of generalised advantage estimation"""
+    clip: float = 0.2
+    """how far the probability ratio counts from 1"""
+    value_clip: float = 0.5
+    """how far a value counts from the one at the rollout"""
+    missing_eos_score: float = -3.0
+    """score of a response that was cut off at max_new_tokens, in place of the reward"""
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
+    logprob_bound: float = 1e-3
+    """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
+    kl_bound: float = 10.0
+    """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
+    eval_prompts: int = 256
+    """held-out prompts that are answered before and after"""
+    save_every: int = 20
+    """steps between checkpoints; 0 saves none"""
+    zero_stage: int = 0
+    """ZeRO stage of actor and critic, 0 to 3"""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "micro_batch_size", "ppo_epochs", "max_prompt_tokens", "max_new_tokens", "eval_prompts"):
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("lora_rank", self.lora_rank, 0)
+        check_divides("rollout_size", self.rollout_size, self.minibatch_size)
+        if self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature} must be above 0: PPO learns from samples; use e.g. 1.0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience:
+    """A rollout with everything an update needs; all but `sequences` are `[B, T]` fp32."""
+
+    sequences: Sequences
+    logprobs_old: torch.Tensor
+    values_old: torch.Tensor
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+    def rows(self, index: torch.Tensor) -> "Experience":
+        """The rows `index`, without the columns that are padding in all of them."""
+        sequences = self.sequences.rows(index)
+        columns = sequences.response_mask.shape[1]
+        return Experience(
+            sequences=sequences,
+            logprobs_old=self.logprobs_old[index, :columns],
+            values_old=self.values_old[index, :columns],
+            advantages=self.advantages[index, :columns],
+            returns=self.returns[index, :columns],
+        )
+
+
+def run(config: Config) -> Path:
+    """Runs the missing stages and PPO; returns the folder of the final actor. Collective."""
+    out = Path(config.out)
+    hybrid_engine.init_distributed()
+    check_divides("minibatch_size", config.minibatch_size, get_world_size())
+    train_prompts, held_out_prompts = load_prompts(config.dataset)
+    held_out_prompts = held_out_prompts[: config.eval_prompts]
+    check_at_least("eval_prompts", len(held_out_prompts), get_world_size())
+    source, reward_source = run_earlier_stages(config)
+    seed_everything(config.seed)
+    roles = build_roles(config, source, reward_source)
+    say(roles.actor.report())
+    first_step = load_checkpoints(roles, out) if config.resume else 0
+
+    before = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
+    started = time.perf_counter()
+    log = RunLog(out, "PPO", config.steps, first_step)
+    train_loop(roles, train_prompts, config, log, first_step)
+    seconds = time.perf_counter() - started
+    after = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
+
+    show_comparison(before, after, config.kl_bound, out)
+    write_json(out / "result.json", {"before": before.figures, "after": after.figures, "ppo_seconds": seconds})
+    plot_metrics(read_metrics(out / "metrics.jsonl"), PLOT_PANELS, out / "plot.png")
+    save_stage(roles.actor, roles.tokenizer, out / "actor")
+    return out / "actor"
+
+
+def run_earlier_stages(config: Config) -> tuple[str, str]:
+    """Runs what is missing of SFT and reward model; returns the sources of the actor and of the reward."""
+    shared = {"out": config.out, "seed": config.seed, "restart": config.restart, "zero_stage": config.zero_stage}
+    source = config.model or str(sft_stage.run(sft_stage.Config(**shared)))
+    reward = config.reward or str(reward_stage.run(reward_stage.Config(**shared, model=config.model)))
+    return source, reward
+
+
+def build_roles(config: Config, source: str, reward_source: str) -> Roles:
+    """Loads the four models, without dropout, and gives actor and critic an engine each."""
+    tokenizer = load_tokenizer(source)
+    reference = load_model(AutoModelForCausalLM, source).to(default_device()).eval().requires_grad_(False)
+    model = load_model(AutoModelForCausalLM, source)
+    if config.lora_rank:
+        model = get_peft_model(
+            model, LoraConfig(r=config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
+    max_tokens = config.max_prompt_tokens + config.max_new_tokens
+    actor, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, config.actor_lr, max_tokens))
+    critic, *_ = hybrid_engine.initialize(
+        model=build_critic(source, reward_source), config=engine_config(config, config.critic_lr, None)
+    )
+    return Roles(
+        actor=actor, critic=critic, reference=reference, reward=load_reward(reward_source), tokenizer=tokenizer
+    )
+
+
+def engine_config(config: Config, learning_rate: float, max_out_tokens: int | None) -> dict[str, Any]:
+    """The DeepSpeed config of the actor, or without `max_out_tokens` of the critic."""
+    num_steps = config.steps * config.ppo_epochs * (config.rollout_size // config.minibatch_size)
+    per_process = config.minibatch_size // get_world_size()
+    return build_engine_config(
+        batch_size=config.minibatch_size,
+        # The largest divisor: every optimizer step must have the same number of equal micro-batches.
+        micro_batch_size=max(n for n in range(1, config.micro_batch_size + 1) if per_process % n == 0),
+        learning_rate=learning_rate,
+        num_steps=num_steps,
+        warmup_steps=min(4, num_steps),
+        zero_stage=config.zero_stage,
+        max_out_tokens=max_out_tokens,
+    )
+
+
+def sampling_options(config: Config) -> SamplingOptions:
+    """How the actor answers, in training and in evaluation."""
+    return SamplingOptions(
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        missing_eos_score=config.missing_eos_score,
+    )
+
+
+def train_loop(roles: Roles, prompts: list[str], config: Config, log: RunLog, first_step: int) -> None:
+    """PPO: one rollout a step, several passes over it."""
+    is_judged = config.dataset is None
+    with log:
+        for step in range(first_step, config.steps):
+            chosen = select_prompts(len(prompts), step * config.rollout_size, config.rollout_size, config.seed)
+            mine = [prompts[index] for index in chosen[get_rank() :: get_world_size()]]
+
+            roles.actor.eval()
+            rollout = sample(roles, mine, sampling_options(config), seed=config.seed + (step << 32))
+            roles.actor.train()
+
+            experience, figures = build_experience(roles, rollout, config, is_judged)
+            figures |= update(roles, experience, rollout.logprobs, config, seed=config.seed + (step << 32))
+            log.write(step, figures | roles.actor.latency_stats(), ["score", "kl_per_sequence", "length"])
+            if config.save_every and (step + 1) % config.save_every == 0:
+                save_checkpoints(roles, Path(config.out), step + 1)
+
+
+@torch.no_grad()
+def build_experience(
+    roles: Roles, rollout: Rollout, config: Config, is_judged: bool
+) -> tuple[Experience, dict[str, float]]:
+    """Reference log-probabilities, values, rewards and advantages of a rollout; all processes whiten together."""
+    sequences, mask = rollout.sequences, rollout.sequences.response_mask
+    logprobs_ref = response_logprobs(roles.reference, sequences, config.temperature)
+    values = response_values(roles.critic, sequences)
+    logprobs_old = old_logprobs(roles, rollout, config)
+
+    rewards = token_rewards(rollout.scores, kl_k1(logprobs_old, logprobs_ref), mask, config.kl_coef)
+    advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
+    whitened = whiten(advantages, mask, shift_mean=True, group=dist.group.WORLD if get_world_size() > 1 else None)
+
+    experience = Experience(
+        sequences=sequences, logprobs_old=logprobs_old, values_old=values, advantages=whitened, returns=returns
+    )
+    sums = rollout_sums(rollout, logprobs_ref, is_judged)
+    sums["reward_with_kl"] = (rewards.sum().item(), len(rollout.prompts))
+    sums["value_explained_variance"] = (explained_variance(values, returns, mask).item(), 1.0)
+    return experience, global_means(sums)
+
+
+def old_logprobs(roles: Roles, rollout: Rollout, config: Config) -> torch.Tensor:
+    """`[B, T]`: the sampler's log-probabilities if they are known to be the trainer's, else a pass of the trainer."""
+    difference = roles.actor.logprob_difference
+    if difference is not None and difference.mean <= config.logprob_bound:
+        return rollout.logprobs
+    return response_logprobs(roles.actor, rollout.sequences, config.temperature)
+
+
+def update(
+    roles: Roles, experience: Experience, logprobs_rollout: torch.Tensor, config: Config, seed: int
+) -> dict[str, float]:
+    """`ppo_epochs` passes over the experience in reshuffled minibatches, an optimizer step of both engines on each.
+
+    Returns:
+        Means over the update's tokens: losses, clip fraction, KL(old || new), ratio. `first_ratio` is the ratio before
+        any weight changed, 1 when all is well. The gradient norms are those of the last optimizer step.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = len(experience.sequences.input_ids)
+    parts: list[dict[str, tuple[float, float]]] = []
+    for _ in range(config.ppo_epochs):
+        for minibatch in torch.randperm(num_rows, generator=generator).split(config.minibatch_size // get_world_size()):
+            num_tokens = sum(gather_objects(int(experience.sequences.response_mask[minibatch].sum())))
+            for rows in split_by_length(experience.sequences, minibatch, roles.actor.train_micro_batch_size_per_gpu()):
+                batch = experience.rows(rows)
+                observed = None if parts else logprobs_rollout[rows, : batch.advantages.shape[1]]
+                parts.append(train_micro_batch(roles, batch, num_tokens, config, observed))
+    sums = {name: tuple(map(sum, zip(*(part[name] for part in parts), strict=True))) for name in parts[0]}
+    figures = global_means(sums | {"first_ratio": parts[0]["ratio"]})
+    norms = {
+        "actor_grad_norm": roles.actor.get_global_grad_norm(),
+        "critic_grad_norm": roles.critic.get_global_grad_norm(),
+    }
+    return figures | norms
+
+
+def train_micro_batch(
+    roles: Roles, batch: Experience, num_tokens: int, config: Config, logprobs_rollout: torch.Tensor | None
+) -> dict[str, tuple[float, float]]:
+    """Forward, backward and step of actor and critic on some rows of a minibatch of `num_tokens` response tokens.
+
+    Returns:
+        (sum, count) over this process's tokens of each figure, for `global_means`.
+    """
+    mask = batch.sequences.response_mask
+    # The losses are shares of the minibatch's mean; the engine divides by the micro-batches and averages processes.
+    scale = roles.actor.gradient_accumulation_steps() * get_world_size()
+
+    logprobs = response_logprobs(roles.actor, batch.sequences, config.temperature)
+    if logprobs_rollout is not None:
+        roles.actor.observe_logprobs(logprobs_rollout, logprobs, mask)
+    policy_losses = ppo_policy_loss(logprobs, batch.logprobs_old, batch.advantages, config.clip, config.clip)
+    roles.actor.backward(token_mean(policy_losses, mask, num_tokens) * scale)
+    roles.actor.step()
+
+    values = response_values(roles.critic, batch.sequences)
+    value_losses = clipped_value_loss(values, batch.values_old, batch.returns, config.value_clip)
+    roles.critic.backward(token_mean(value_losses, mask, num_tokens) * scale)
+    roles.critic.step()
+
+    count = float(mask.sum())
+    health = policy_metrics(logprobs, batch.logprobs_old, batch.advantages, mask, config.clip, config.clip)
+    return {
+        "policy_loss": (token_mean(policy_losses, mask, 1).item(), count),
+        "value_loss": (token_mean(value_losses, mask, 1).item(), count),
+        **{name: (mean.item() * count, count) for name, mean in health.items()},
+    }
+
+
+def split_by_length(sequences: Sequences, rows: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """`rows` in parts of `size`, alike in length within a part: less padding, and the loss does not depend on it."""
+    lengths = sequences.attention_mask[rows].sum(dim=1)
+    return list(rows[lengths.argsort().to(rows.device)].split(size))
+
+
+def save_checkpoints(roles: Roles, out: Path, step: int) -> None:
+    """Saves both engines under the tag `step<n>` and then drops older tags; collective."""
+    for name, engine in (("critic", roles.critic), ("actor", roles.actor)):
+        engine.save_checkpoint(out / "checkpoints" / name, f"step{step}", {"step": step})
+
+    def prune() -> None:
+        for folder in (out / "checkpoints").glob("*/step*"):
+            if folder.name != f"step{step}":
+                shutil.rmtree(folder)
+
+    on_rank_zero(prune)
+
+
+def load_checkpoints(roles: Roles, out: Path) -> int:
+    """Loads both engines; returns the steps that they had done. The actor, saved last, says which tag is complete."""
+    _, state = roles.actor.load_checkpoint(out / "checkpoints" / "actor")
+    roles.critic.load_checkpoint(out / "checkpoints" / "critic", f"step{state['step']}")
+    say(f"Going on after step {state['step']}")
+    return state["step"]

@@ -1,0 +1,152 @@
+"""Prompts with their responses as padded tensors, and what a model says about the response tokens.
+
+The prompt is padded on its left and the response on its right, so that all responses begin in one column and a forward
+pass needs logits only from there on. Padding is known from lengths, never from token ids: pad may equal EOS.
+
+B: rows, P: prompt columns, T: response columns, V: vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hybrid_engine.ops.log_prob import token_logprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Token ids of prompts and responses, with the masks that say which columns are real."""
+
+    input_ids: torch.Tensor
+    """`[B, P+T]` int64."""
+    attention_mask: torch.Tensor
+    """`[B, P+T]` int64, 1 on tokens."""
+    response_mask: torch.Tensor
+    """`[B, T]` bool, True on response tokens, the end-of-sequence token included."""
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """`[B, P+T]`: the first real token of a row has position 0, whatever was padded before it."""
+        return (self.attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+    @property
+    def responses(self) -> torch.Tensor:
+        """`[B, T]`, the response columns of `input_ids`."""
+        return self.input_ids[:, -self.response_mask.shape[1] :]
+
+    def rows(self, index: torch.Tensor) -> "Sequences":
+        """The rows `index`, without the columns on either side that are padding in all of them."""
+        mask = self.response_mask[index]
+        num_responses = int(mask.sum(dim=1).max())
+        prompt_width = self.input_ids.shape[1] - mask.shape[1]
+        first = prompt_width - int(self.attention_mask[index, :prompt_width].sum(dim=1).max())
+        return Sequences(
+            input_ids=self.input_ids[index, first : prompt_width + num_responses],
+            attention_mask=self.attention_mask[index, first : prompt_width + num_responses],
+            response_mask=mask[:, :num_responses],
+        )
+
+
+def pad_prompts(prompts: list[list[int]], pad_token: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`prompts` padded on the left: ids and mask, each `[B, P]` int64."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = [[pad_token] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def build_sequences(
+    prompts: list[list[int]], responses: list[list[int]], pad_token: int, device: torch.device
+) -> Sequences:
+    """Pads given prompts and responses; a response that ended on its own includes its end-of-sequence token."""
+    prompt_ids, prompt_mask = pad_prompts(prompts, pad_token, device)
+    width = max(len(response) for response in responses)
+    padded = torch.tensor([response + [pad_token] * (width - len(response)) for response in responses], device=device)
+    lengths = torch.tensor([len(response) for response in responses], device=device)
+    return attach_responses(prompt_mask, torch.cat([prompt_ids, padded], dim=1), lengths)
+
+
+def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor) -> Sequences:
+    """What `engine.generate()` returned, with its masks.
+
+    Args:
+        prompt_mask: `[B, P]`, as given to `generate()`.
+        sequences: `[B, P+T]`, as returned.
+        lengths: `[B]`, response tokens of each row.
+    """
+    num_columns = sequences.shape[1] - prompt_mask.shape[1]
+    response_mask = torch.arange(num_columns, device=sequences.device) < lengths[:, None]  # [B, T]
+    return Sequences(
+        input_ids=sequences,
+        attention_mask=torch.cat([prompt_mask, response_mask.to(prompt_mask.dtype)], dim=1),
+        response_mask=response_mask,
+    )
+
+
+def response_logits(model: nn.Module, batch: Sequences) -> torch.Tensor:
+    """`[B, T, V]`: the logits that each response token was chosen from."""
+    logits = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        logits_to_keep=batch.response_mask.shape[1] + 1,
+        use_cache=False,
+    ).logits
+    return logits[:, :-1]
+
+
+def response_logprobs(model: nn.Module, batch: Sequences, temperature: float = 1.0) -> torch.Tensor:
+    """`[B, T]` fp32: the log-probability of each response token, 0 on padding."""
+    logprobs = token_logprobs(response_logits(model, batch), batch.responses, temperature)
+    return torch.where(batch.response_mask, logprobs, 0.0)
+
+
+class ValueModel(nn.Module):
+    """A transformer body and a linear head: one number for every token, the value (or score) of what was read so far.
+
+    Its weights are those of a sequence-classification model of transformers with one label, which reads the same head
+    only at the last token.
+    """
+
+    def __init__(self, backbone: nn.Module, head: nn.Linear):
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, batch: Sequences) -> torch.Tensor:
+        """`[B, P+T]` fp32."""
+        hidden = self.backbone(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+        ).last_hidden_state
+        return self.head(hidden).squeeze(-1).float()
+
+
+def response_values(model: nn.Module, batch: Sequences) -> torch.Tensor:
+    """`[B, T]` fp32: the value of the state before each response token, 0 on padding."""
+    values = model(batch)[:, -batch.response_mask.shape[1] - 1 : -1]
+    return torch.where(batch.response_mask, values, 0.0)
+
+
+def last_token_scores(model: nn.Module, batch: Sequences) -> torch.Tensor:
+    """`[B]` fp32: the number at the last response token, the end-of-sequence token where there is one."""
+    scores = model(batch)[:, -batch.response_mask.shape[1] :]
+    last = batch.response_mask.sum(dim=1, keepdim=True) - 1
+    return scores.gather(1, last).squeeze(1)
+
+
+def batches_of_similar_length(lengths: list[int], batch_size: int, generator: torch.Generator) -> list[list[int]]:
+    """One epoch over `lengths`: batches of `batch_size` indices in random order, alike in length within a batch.
+
+    A rest that does not fill a batch is left out of this epoch.
+    """
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    batches = []
+    for start in range(0, len(order), 16 * batch_size):
+        pool = sorted(order[start : start + 16 * batch_size], key=lambda index: lengths[index])
+        batches += [pool[first : first + batch_size] for first in range(0, len(pool), batch_size)]
+    full = [batch for batch in batches if len(batch) == batch_size]
+    return [full[index] for index in torch.randperm(len(full), generator=generator).tolist()]
