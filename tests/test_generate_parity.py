@@ -53,7 +53,9 @@ def test_lengths_and_finish_reasons_describe_the_rows(reference):
     output = build_engine(build_model(family)).generate(
         input_ids, attention_mask=mask, return_dict_in_generate=True, **greedy
     )
-    for row, length, reason in zip(expected[:, 9:].tolist(), output.lengths.tolist(), output.finish_reason, strict=True):
+    for row, length, reason in zip(
+        expected[:, 9:].tolist(), output.lengths.tolist(), output.finish_reason, strict=True
+    ):
         ended = [i for i, token in enumerate(row) if token in EOS]
         assert length == (ended[0] + 1 if ended else NEW_TOKENS)
         assert reason == ("stop" if ended else "length")
@@ -101,7 +103,12 @@ def test_an_unknown_family_falls_back_and_says_so(caplog):
     expected = model.generate(input_ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=PAD)
     engine = build_engine(model)
     output = engine.generate(
-        input_ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=PAD, return_dict_in_generate=True
+        input_ids,
+        attention_mask=mask,
+        max_new_tokens=5,
+        do_sample=False,
+        pad_token_id=PAD,
+        return_dict_in_generate=True,
     )
     assert torch.equal(output.sequences, expected)
     trainer = module_logprobs(model, output.sequences, mask).float()

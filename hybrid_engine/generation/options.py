@@ -57,7 +57,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
-DEFAULT_MAX_LENGTH = 20  # transformers', prompt included
+DEFAULT_MAX_NEW_TOKENS = 20  # transformers', when no length is given at all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +132,8 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
     `prompt_width` is that of the padded prompts, which `max_length` and `min_length` include.
     """
     values = NATIVE_DEFAULTS | {name: value for name, value in merged.items() if name in NATIVE_DEFAULTS}
-    max_new_tokens = values["max_new_tokens"]
-    if max_new_tokens is None:
-        max_length = DEFAULT_MAX_LENGTH if values["max_length"] is None else values["max_length"]
+    max_new_tokens, max_length = values["max_new_tokens"], values["max_length"]
+    if max_new_tokens is None and max_length is not None:
         _check(
             max_length > prompt_width,
             "max_length",
@@ -143,6 +142,8 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
             "raise it or pass max_new_tokens",
         )
         max_new_tokens = max_length - prompt_width
+    if max_new_tokens is None:
+        max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens = values["min_new_tokens"]
     if min_new_tokens is None:
         min_new_tokens = min(max(0, (values["min_length"] or 0) - prompt_width), max_new_tokens)

@@ -1,0 +1,260 @@
+"""Options mean what Hugging Face means by them, and bad ones are refused before any work."""
+
+import pytest
+import torch
+from models import PAD, VOCAB, build_model, module_logprobs, padded_prompts
+from transformers import GenerationConfig
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import hybrid_engine
+from hybrid_engine.ops.sample import filter_logits
+
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": [7, 11, 23], "pad_token_id": PAD}
+
+
+@pytest.fixture
+def engine():
+    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, "max_out_tokens": 64}}
+    engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
+    return engine.eval()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_new_tokens": 9},
+        {"repetition_penalty": 1.7},
+        {"repetition_penalty": 0.6, "min_new_tokens": 3},
+        {"max_new_tokens": None, "max_length": 15},
+        {"max_new_tokens": None, "max_length": 20, "min_length": 17},
+        {"eos_token_id": 7},
+        {"eos_token_id": None},
+        {"max_new_tokens": None},
+    ],
+    ids=str,
+)
+def test_greedy_options_equal_the_models_own(engine, options):
+    model = build_model()
+    input_ids, mask = padded_prompts()
+    if "repetition_penalty" in options:  # transformers penalises padding too; without it both mean the same
+        input_ids, mask = input_ids[[0, 4]], mask[[0, 4]]
+    merged = GREEDY | options
+    expected = model.generate(input_ids, attention_mask=mask, **merged)
+    assert torch.equal(engine.generate(input_ids, attention_mask=mask, **merged), expected)
+
+
+def test_keywords_come_before_the_config_and_the_config_before_the_models_own(engine):
+    input_ids, mask = padded_prompts()
+    engine.module.generation_config.max_new_tokens = 3
+    own = engine.generate(input_ids, attention_mask=mask, eos_token_id=None)
+    given = GenerationConfig(max_new_tokens=5)
+    configured = engine.generate(input_ids, attention_mask=mask, generation_config=given, eos_token_id=None)
+    keyword = engine.generate(input_ids, attention_mask=mask, generation_config=given, max_new_tokens=4)
+    assert [own.shape[1], configured.shape[1], keyword.shape[1]] == [12, 14, 13]
+
+
+def test_module_generate_is_the_engines_generate(engine):
+    input_ids, mask = padded_prompts()
+    assert engine.module.generate == engine.generate
+    assert torch.equal(
+        engine.module.generate(input_ids, attention_mask=mask, **GREEDY),
+        engine.generate(input_ids, attention_mask=mask, **GREEDY),
+    )
+
+
+def test_a_missing_mask_is_inferred_from_the_left_padding(engine):
+    input_ids, mask = padded_prompts()
+    assert torch.equal(engine.generate(input_ids, **GREEDY), engine.generate(input_ids, attention_mask=mask, **GREEDY))
+
+
+def test_samples_of_a_seed_do_not_depend_on_slots_blocks_or_company():
+    input_ids, mask = padded_prompts()
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 10, "num_return_sequences": 3, "seed": 4}
+    outputs = []
+    for workspace in ({}, {"max_running": 2}, {"kv_block_size": 4}, {"kv_block_size": 4, "max_kv_blocks": 8}):
+        config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, **workspace}}
+        engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
+        outputs.append(engine.eval().generate(input_ids, attention_mask=mask, **options))
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+    alone = engine.generate(input_ids[2:3], attention_mask=mask[2:3], **options)
+    assert torch.equal(alone, outputs[0][6:9, : alone.shape[1]])
+    assert len({tuple(row) for row in outputs[0].tolist()}) > 6, "samples of a prompt differ"
+
+
+def test_equal_prompts_on_several_rows_draw_what_a_group_draws(engine):
+    input_ids, mask = padded_prompts(num_prompts=1)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, "seed": 1}
+    group = engine.generate(input_ids, attention_mask=mask, num_return_sequences=4, **options)
+    rows = engine.generate(input_ids.repeat(4, 1), attention_mask=mask.repeat(4, 1), **options)
+    assert torch.equal(group, rows)
+
+
+def test_the_seed_comes_from_torchs_generator(engine):
+    input_ids, mask = padded_prompts()
+
+    def sample():
+        return engine.generate(input_ids, attention_mask=mask, do_sample=True, max_new_tokens=8)
+
+    torch.manual_seed(3)
+    first, second = sample(), sample()
+    torch.manual_seed(3)
+    assert torch.equal(sample(), first) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}], ids=str)
+def test_logprobs_are_of_the_unfiltered_temperature_scaled_distribution(engine, options):
+    input_ids, mask = padded_prompts()
+    sampling = {"do_sample": True, "top_k": 0, "max_new_tokens": 8, "seed": 0} | options
+    output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **sampling)
+    trainer = module_logprobs(build_model(), output.sequences, mask, options.get("temperature", 1.0))
+    torch.testing.assert_close(output.logprobs.double(), trainer, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kept", "warper"),
+    [
+        ({"top_k": 1}, TopKLogitsWarper(1)),
+        ({"top_k": 7}, TopKLogitsWarper(7)),
+        ({"top_k": 1000}, TopKLogitsWarper(1000)),
+        ({"top_p": 0.05}, TopPLogitsWarper(0.05)),
+        ({"top_p": 0.9}, TopPLogitsWarper(0.9)),
+        ({"min_p": 0.3}, MinPLogitsWarper(0.3)),
+    ],
+    ids=str,
+)
+def test_filters_keep_what_transformers_keeps(kept, warper):
+    logits = torch.randn(17, 63) * 3
+    ours = filter_logits(logits, **({"top_k": 0, "top_p": 1.0, "min_p": 0.0} | kept))
+    assert torch.equal(ours, warper(None, logits))
+
+
+def test_samples_follow_the_models_distribution(engine):
+    """Pearson's chi-square of 4 000 first tokens against the model's own probabilities."""
+    input_ids, mask = padded_prompts(num_prompts=1)
+    num = 4000
+    output = engine.generate(
+        input_ids, attention_mask=mask, do_sample=True, top_k=0, temperature=1.5, max_new_tokens=1, seed=2,
+        num_return_sequences=num,
+    )  # fmt: skip
+    with torch.no_grad():
+        probs = (build_model()(input_ids, attention_mask=mask).logits[0, -1].double() / 1.5).softmax(-1)
+    counts = torch.bincount(output[:, -1], minlength=VOCAB).double()
+    common = probs * num >= 5
+    rest = torch.tensor([counts[~common].sum(), probs[~common].sum() * num])
+    observed, expected = torch.cat([counts[common], rest[:1]]), torch.cat([probs[common] * num, rest[1:]])
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(observed) - 1
+    assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_new_tokens": 0}, ["max_new_tokens=0"]),
+        ({"max_new_tokens": 60}, ["max_new_tokens=60", "max_out_tokens=64", "9"]),
+        ({"min_new_tokens": 13}, ["min_new_tokens=13", "12"]),
+        ({"max_new_tokens": None, "max_length": 9}, ["max_length=9", "9"]),
+        ({"do_sample": True, "temperature": 0.0}, ["temperature=0.0", "do_sample=False"]),
+        ({"do_sample": True, "temperature": float("nan")}, ["temperature=nan"]),
+        ({"do_sample": True, "top_k": -1}, ["top_k=-1"]),
+        ({"do_sample": True, "top_p": 1.5}, ["top_p=1.5"]),
+        ({"do_sample": True, "min_p": -0.1}, ["min_p=-0.1"]),
+        ({"repetition_penalty": 0.0}, ["repetition_penalty=0.0"]),
+        ({"num_return_sequences": 2}, ["num_return_sequences=2", "do_sample"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id=</s>"]),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_by_name_value_and_rule(engine, options, told):
+    input_ids, mask = padded_prompts()
+    with pytest.raises(ValueError) as error:
+        engine.generate(input_ids, attention_mask=mask, **(GREEDY | options))
+    assert all(part in str(error.value) for part in told), error.value
+    assert engine.generator.workspace.allocated_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "mask", "told"),
+    [
+        (torch.zeros(0, 4, dtype=torch.int64), None, "[0, 4]"),
+        (torch.zeros(2, 0, dtype=torch.int64), None, "[2, 0]"),
+        (torch.full((1, 3), VOCAB), None, "outside the vocabulary 0..98"),
+        (torch.tensor([[5, -1, 4]]), None, "input_ids[0, 1]=-1"),
+        (torch.rand(2, 3), None, "int64"),
+        (torch.ones(3, dtype=torch.int64), None, "[3]"),
+        (torch.ones(2, 3, dtype=torch.int64), torch.ones(2, 4), "[2, 4]"),
+        (torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 1], [0, 0, 0]]), "no token in rows [1]"),
+        (torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 0], [1, 1, 1]]), "padding_side='left'"),
+        (torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 0, 1], [1, 1, 1]]), "rows [0]"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+def test_bad_prompts_are_refused(engine, input_ids, mask, told):
+    with pytest.raises(ValueError) as error:
+        engine.generate(input_ids, attention_mask=mask, max_new_tokens=2)
+    assert told in str(error.value)
+    assert engine.generator.workspace.allocated_bytes == 0
+
+
+def test_positions_beyond_the_models_are_refused():
+    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, "max_out_tokens": 4096}}
+    engine, *_ = hybrid_engine.initialize(model=build_model("gpt2"), config=config)
+    with pytest.raises(ValueError, match=r"max_position_embeddings=1024"):
+        engine.eval().generate(torch.ones(1, 9, dtype=torch.int64), max_new_tokens=1017)
+
+
+def test_a_sequence_that_fits_no_workspace_says_how_many_blocks_it_needs():
+    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, "kv_block_size": 4, "max_kv_blocks": 5}}
+    engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
+    engine.eval()
+    input_ids, mask = padded_prompts()
+    with pytest.raises(ValueError, match=r"needs 6 KV blocks of 4 tokens .* there are 5"):
+        engine.generate(input_ids, attention_mask=mask, max_new_tokens=12)
+    assert engine.generate(input_ids, attention_mask=mask, max_new_tokens=11).shape == (6, 20)
+
+
+def test_modes_are_refused_where_they_make_no_sense(engine):
+    input_ids, mask = padded_prompts()
+    engine.train()
+    with pytest.raises(ValueError, match=r"training mode; call engine.eval\(\)"):
+        engine.generate(input_ids, attention_mask=mask, **GREEDY)
+    engine.eval()
+
+    def switch(*_):
+        engine.train()
+
+    with pytest.raises(ValueError, match="was called inside generate"):
+        engine.generate(input_ids, attention_mask=mask, logits_processor=[switch], **GREEDY)
+    assert not engine.module.training
+    assert torch.equal(
+        engine.generate(input_ids, attention_mask=mask, **GREEDY),
+        build_model().generate(input_ids, attention_mask=mask, **GREEDY),
+    )
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[5]]}], ids=str)
+def test_what_is_not_native_goes_to_the_models_own_generate_with_one_line(engine, caplog, options):
+    input_ids, mask = padded_prompts()
+    merged = GREEDY | options
+    expected = build_model().generate(input_ids, attention_mask=mask, **merged)
+    for _ in range(2):
+        assert torch.equal(engine.generate(input_ids, attention_mask=mask, **merged), expected)
+    lines = [record.message for record in caplog.records if "own implementation" in record.message]
+    assert len(lines) == 1 and next(iter(options)) in lines[0]
+
+
+def test_the_models_own_generate_is_measured_like_a_native_one(engine):
+    input_ids, mask = padded_prompts()
+    native = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+    # A bound no 12 tokens reach: the option is foreign and changes nothing.
+    own = engine.generate(
+        input_ids, attention_mask=mask, return_dict_in_generate=True, no_repeat_ngram_size=500, **GREEDY
+    )
+    assert torch.equal(own.sequences, native.sequences) and torch.equal(own.lengths, native.lengths)
+    assert own.finish_reason == native.finish_reason
+    torch.testing.assert_close(own.logprobs, native.logprobs, atol=1e-5, rtol=0)
