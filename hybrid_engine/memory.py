@@ -1,5 +1,7 @@
 """What training keeps in memory on this process, in bytes and in words."""
 
+from collections.abc import Iterable
+
 import torch
 
 from hybrid_engine.config import EngineConfig
@@ -17,7 +19,7 @@ WEIGHTS_BY_STAGE = (
 def describe_memory(sharding: Sharding, optimizer: ZeroOptimizer | None, config: EngineConfig) -> str:
     """A few lines on stage, processes, precision, sharding and bytes on this process."""
     lines = [
-        f"ZeRO stage {sharding.stage} on {sharding.world_size} process(es), this is rank {sharding.rank}; "
+        f"ZeRO stage {sharding.stage}, rank {sharding.rank} of {sharding.world_size}; "
         f"parameters in {str(config.dtype).removeprefix('torch.')}",
         f"weights: {_describe_sharding(sharding)}",
         f"parameters: {format_bytes(num_bytes(sharding.root.parameters()))} on this process",
@@ -44,21 +46,19 @@ def _describe_sharding(sharding: Sharding) -> str:
     return f"{WEIGHTS_BY_STAGE[sharding.stage]}; {groups}"
 
 
-def num_elements(tensors) -> int:
+def num_elements(tensors: Iterable[torch.Tensor]) -> int:
     """Elements on this process."""
     return sum(local_tensor(tensor).numel() for tensor in tensors)
 
 
-def num_bytes(tensors) -> int:
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes on this process."""
     return sum(local_tensor(tensor).numel() * tensor.element_size() for tensor in tensors)
 
 
 def format_bytes(count: int) -> str:
     """`count` in the largest binary unit that keeps it above one."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
+    if count < 1024:
+        return f"{count} B"
+    power = min(3, (count.bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"

@@ -242,7 +242,7 @@ def test_the_report_gives_the_bytes_of_parameters_masters_and_state():
     engine.backward(engine(torch.ones(1, 256).bfloat16()).sum())
     engine.step()
     report = engine.report()
-    assert "stage 3 on 1 process" in report and "bfloat16" in report and "unwrapped" in report
+    assert "stage 3, rank 0 of 1" in report and "bfloat16" in report and "unwrapped" in report
     assert "parameters: 128.0 KiB" in report and "masters: 256.0 KiB" in report and "state: 512.0 KiB (AdamW)" in report
 
 

@@ -50,14 +50,10 @@ class Sharding:
             return None
         return self.mesh["shard"].get_group()
 
-    def reduces_at(self, is_boundary: bool) -> bool:
-        """Whether a backward pass reduces the gradients over the processes, or keeps adding them up locally."""
-        return is_boundary or self.stage >= 2
-
     def set_gradient_sync(self, is_boundary: bool) -> None:
-        """To be called before each backward pass."""
+        """Says whether the next backward pass reduces the gradients or keeps adding them up locally."""
         if isinstance(self.root, FSDPModule):
-            self.root.set_requires_gradient_sync(self.reduces_at(is_boundary))
+            self.root.set_requires_gradient_sync(is_boundary or self.stage >= 2)
 
     def reshard(self) -> None:
         """Frees every gathered parameter, so that only the shards remain.
