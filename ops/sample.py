@@ -94,4 +94,5 @@ class SampleOp:
         target = keyed_uniform(keys, positions).float()[:, None] * cdf[:, -1:]
         # u rounds to 1.0 in fp32 about once in 3e7 draws: take the last token that has any probability then.
         target = torch.minimum(target, torch.nextafter(cdf[:, -1:], torch.zeros_like(cdf[:, -1:])))
-        return torch.searchsorted(cdf, target, right=True).squeeze(-1)
+        # NaN logits sort beyond the end: stay in the vocabulary, the log-probability says what happened.
+        return torch.searchsorted(cdf, target, right=True).squeeze(-1).clamp_(max=cdf.shape[-1] - 1)
