@@ -1,0 +1,169 @@
+"""Rollouts from sharded weights: every stage, gathered whole or streamed, one process and two."""
+
+import pytest
+import torch
+from distributed import run_distributed
+from models import PAD, build_model, padded_prompts
+
+import hybrid_engine
+
+GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
+SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 2, "seed": 5}
+SETTINGS = [(stage, pinned) for stage in (0, 1, 2, 3) for pinned in (True, False)]
+FAMILIES = ["mistral-window", "qwen3-qk-norm", "gpt2", "opt", "llama-mha-tied"]
+
+
+def build_engine(model, world_size, stage, pinned=True):
+    config = {
+        "train_batch_size": 6,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "hybrid_engine": {"enabled": True, "pin_parameters": pinned, "max_running": 2},
+    }
+    engine, *_ = hybrid_engine.initialize(model=model, config=config)
+    return engine
+
+
+def share(tensor, rank, world_size):
+    return tensor.chunk(world_size)[rank]
+
+
+def weights(engine):
+    from hybrid_engine.zero.sharding import full_tensor
+
+    return {name: full_tensor(tensor).clone() for name, tensor in engine.module.state_dict().items()}
+
+
+def same(a, b):
+    return all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def rollouts(rank, world_size):
+    """For every setting: answers before and after a training step, and what happened to the weights."""
+    torch.manual_seed(0)
+    input_ids, mask = (share(tensor, rank, world_size) for tensor in padded_prompts())
+    results = {}
+    for stage, pinned in SETTINGS:
+        engine = build_engine(build_model(), world_size, stage, pinned)
+        before = weights(engine)
+        engine.eval()
+        result = {"native": engine.generator.fallback_reason is None, "report": engine.report()}
+        result["greedy"] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+        result["sampled"] = engine.generate(input_ids, attention_mask=mask, **SAMPLED)
+        result["unchanged"] = same(before, weights(engine))
+        engine.train()
+        engine.backward(engine(input_ids=input_ids, attention_mask=mask, labels=input_ids).loss)
+        engine.step()
+        engine.eval()
+        result["trained"] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+        # A bound no 10 tokens reach: the option sends the same request to the model's own generate().
+        result["own"] = engine.generate(input_ids, attention_mask=mask, no_repeat_ngram_size=500, **GREEDY)
+        result["streamed bytes"] = engine.latency_stats()["gathered_bytes"]
+        results[stage, pinned] = result
+    for family in FAMILIES:
+        engine = build_engine(build_model(family), world_size, 3)
+        engine.eval()
+        results[family] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+    return results
+
+
+def refused_inputs(rank, world_size):
+    """Input that is bad on rank 1 alone is an error on both, and the next rollout works."""
+    engine = build_engine(build_model(), world_size, 3)
+    engine.eval()
+    input_ids = torch.ones(3, 4, dtype=torch.int64)
+    bad = torch.full((3, 4), 1000) if rank == 1 else input_ids
+    try:
+        engine.generate(bad, **GREEDY)
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    return message, engine.generate(input_ids, **GREEDY)
+
+
+def lora_rollouts(rank, world_size):
+    """LoRA under ZeRO-3, gathered and streamed."""
+    import peft
+
+    torch.manual_seed(0)
+    input_ids, mask = (share(tensor, rank, world_size) for tensor in padded_prompts())
+    results = []
+    for pinned in (True, False):
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(build_model(), config)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.copy_(torch.randn_like(parameter) * 0.2)
+        engine = build_engine(model, world_size, 3, pinned)
+        before = weights(engine)
+        engine.eval()
+        results.append(engine.generate(input_ids, attention_mask=mask, **GREEDY))
+        results.append(same(before, weights(engine)))
+    return results
+
+
+def work(rank, world_size):
+    return rollouts(rank, world_size), lora_rollouts(rank, world_size), refused_inputs(rank, world_size)
+
+
+@pytest.fixture(scope="module")
+def two_processes():
+    return run_distributed(work, 2)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return rollouts(0, 1), lora_rollouts(0, 1)
+
+
+def joined(parts):
+    """The ranks' rows under one another, padded to one width."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=PAD) for part in parts])
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: f"stage {s[0]} {'pinned' if s[1] else 'streamed'}")
+def test_every_stage_answers_as_one_process_does(one_process, two_processes, setting):
+    ours, alone = [part[0][setting] for part in two_processes], one_process[0][setting]
+    input_ids, mask = padded_prompts()
+    expected = build_model().generate(input_ids, attention_mask=mask, **GREEDY)
+    assert all(part["native"] and part["unchanged"] for part in ours)
+    assert torch.equal(joined([part["greedy"] for part in ours]), expected)
+    assert torch.equal(joined([part["sampled"] for part in ours]), alone["sampled"])
+    assert torch.equal(joined([part["trained"] for part in ours]), alone["trained"])
+    assert not torch.equal(alone["trained"], expected)
+    for part in ours:
+        assert torch.equal(joined([part["own"]]), joined([part["trained"]]))
+
+
+def test_pinned_weights_are_gathered_once_per_rollout_and_streamed_ones_on_every_pass(two_processes):
+    num_bytes = sum(p.numel() * p.element_size() for p in build_model().parameters())
+    pinned, streamed = two_processes[0][0][3, True], two_processes[0][0][3, False]
+    assert pinned["streamed bytes"] == 2 * num_bytes  # two rollouts since the last eval()
+    assert streamed["streamed bytes"] > 5 * num_bytes
+    assert "all layers once per rollout" in pinned["report"]
+    assert "layer by layer" in streamed["report"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_answers_under_stage_3(two_processes, family):
+    input_ids, mask = padded_prompts()
+    expected = build_model(family).generate(input_ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(joined([part[0][family] for part in two_processes]), expected)
+
+
+def test_lora_is_fused_under_stage_3_and_the_weights_stay_as_they_were(one_process, two_processes):
+    alone = one_process[1][0]
+    for index in (0, 2):
+        assert torch.equal(joined([part[1][index] for part in two_processes]), alone)
+        assert all(part[1][index + 1] for part in two_processes)
+
+
+def test_input_that_is_bad_on_one_rank_is_refused_on_all(two_processes):
+    (message_0, answer_0), (message_1, answer_1) = (part[2] for part in two_processes)
+    assert message_0.startswith("rank 1: input_ids[0, 0]=1000")
+    assert message_1.startswith("input_ids[0, 0]=1000")
+    assert torch.equal(answer_0, answer_1)
