@@ -74,7 +74,7 @@ class Config:
     """run the stages before this one again although their folders exist"""
     resume: bool = False
     """go on from the last checkpoint of an interrupted run"""
-    steps: int = 36
+    steps: int = 30
     """PPO steps: rollouts, each followed by the updates on it"""
     rollout_size: int = 64
     """prompts of a step over all processes"""
@@ -110,7 +110,7 @@ class Config:
     """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
     logprob_bound: float = 1e-3
     """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
-    kl_bound: float = 10.0
+    kl_bound: float = 8.0
     """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
     eval_prompts: int = 256
     """held-out prompts that are answered before and after"""
@@ -163,9 +163,9 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     roles = build_roles(config, source, reward_source)
     say(roles.actor.report())
-    first_step = load_checkpoints(roles, out) if config.resume else 0
 
     before = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
+    first_step = load_checkpoints(roles, out) if config.resume else 0
     started = time.perf_counter()
     log = RunLog(out, "PPO", config.steps, first_step)
     train_loop(roles, train_prompts, config, log, first_step)

@@ -39,7 +39,7 @@ class Config:
     vocab_size: int = 2048
     """tokens of the BPE vocabulary"""
     hidden_size: int = 192
-    """width of the model; a multiple of 32, the width of a head"""
+    """width of the model; a multiple of 64, two heads of 32"""
     num_layers: int = 5
     """transformer layers"""
     epochs: int = 5

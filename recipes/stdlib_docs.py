@@ -7,9 +7,10 @@ what the reward model learns to see and PPO to mend.
 """
 
 import ast
+import functools
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +32,12 @@ class DocExample:
     """The docstring's first paragraph on one line."""
 
 
-def stdlib_examples(root: Path | None = None) -> list[DocExample]:
-    """Read every public, documented function below `root` (default: the running interpreter's standard library).
+@functools.cache
+def stdlib_examples(root: Path | None = None) -> tuple[DocExample, ...]:
+    """Reads every public, documented function below `root` (default: the running interpreter's standard library).
 
-    The order is that of the sorted file names and of the functions in each file. A prompt or a summary occurs once.
+    The order is that of the sorted file names and of the functions in each file; a prompt or a summary occurs once. The
+    files are read at the first call of a process (about two seconds).
 
     Raises:
         ValueError: `root` holds no usable function, for example where the library is a zip file.
@@ -53,7 +56,7 @@ def stdlib_examples(root: Path | None = None) -> list[DocExample]:
             f"the standard library's folder {str(folder)!r} must hold .py files with docstrings and holds none; "
             "use a Python that is installed with its sources"
         )
-    return examples
+    return tuple(examples)
 
 
 def is_held_out(prompt: str, share: float = 0.1) -> bool:
@@ -62,7 +65,7 @@ def is_held_out(prompt: str, share: float = 0.1) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-def split(examples: list[DocExample]) -> tuple[list[DocExample], list[DocExample]]:
+def split(examples: Sequence[DocExample]) -> tuple[list[DocExample], list[DocExample]]:
     """Training and held-out examples, each in hash order, so that a prefix is a fair sample of all modules."""
     ordered = sorted(examples, key=lambda example: hashlib.sha256(example.prompt.encode()).digest())
     train = [example for example in ordered if not is_held_out(example.prompt)]
