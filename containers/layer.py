@@ -103,8 +103,10 @@ class InferenceLayer:
 
     def bind(self) -> None:
         """Points all views at the parameters as they lie in memory now, unfused."""
-        for view in (*self.norms, *self.linears):
-            view.bind()
+        for norm in self.norms:
+            norm.bind()
+        for linear in self.linears:
+            linear.bind()
 
     def fuse_lora(self) -> int:
         """Fuses every linear's active adapters; returns the bytes of the buffers."""

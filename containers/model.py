@@ -152,7 +152,8 @@ class InferenceModel:
             cos, sin = self.rotary_table
             rotary = cos[batch.positions].unsqueeze(1), sin[batch.positions].unsqueeze(1)
         for layer in layers:
-            hidden = layer.forward(hidden, rotary, *kv[layer.index], batch)
+            keys, values = kv[layer.index]
+            hidden = layer.forward(hidden, rotary, keys, values, batch)
         if isinstance(batch, PrefillBatch):
             hidden = hidden[batch.wanted]
         hidden = self.final_norm_op(hidden, self.final_norm.gamma, self.final_norm.beta)

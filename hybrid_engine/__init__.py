@@ -2,6 +2,7 @@
 
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.entry import initialize
+from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.zero.processes import init_distributed
 
-__all__ = ["ZeroEngine", "init_distributed", "initialize"]
+__all__ = ["HybridEngine", "ZeroEngine", "init_distributed", "initialize"]

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybrid_engine.config import EngineConfig, load_config
+from hybrid_engine.config import load_config
 from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.zero.optimizer import ZeroOptimizer
 from hybrid_engine.zero.processes import get_world_size, init_distributed
 
@@ -65,7 +66,8 @@ def initialize(
     chosen_config = _choose_config(args, config, config_params)
     _join_processes(dist_init_required, distributed_port)
     engine_config = load_config(chosen_config, world_size=get_world_size())
-    engine = _engine_class(engine_config)(
+    engine_class = HybridEngine if engine_config.hybrid_engine.enabled else ZeroEngine
+    engine = engine_class(
         model,
         engine_config,
         optimizer=optimizer,
@@ -98,11 +100,3 @@ def _join_processes(dist_init_required: bool | None, port: int) -> None:
             f"torch.distributed.init_process_group() first, or leave dist_init_required out"
         )
     init_distributed(port)
-
-
-def _engine_class(config: EngineConfig) -> type[ZeroEngine]:
-    if not config.hybrid_engine.enabled:
-        return ZeroEngine
-    from hybrid_engine.hybrid import HybridEngine
-
-    return HybridEngine

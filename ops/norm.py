@@ -36,4 +36,4 @@ class RMSNormOp:
         return gamma * normed.to(input.dtype)
 
 
-NORM_OPS = {"layer": LayerNormOp, "rms": RMSNormOp}
+NORM_OPS: dict[str, type[LayerNormOp] | type[RMSNormOp]] = {"layer": LayerNormOp, "rms": RMSNormOp}

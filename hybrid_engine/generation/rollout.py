@@ -43,7 +43,7 @@ class Plan:
 
 def build_sequences(prompts: list[list[int]], num_samples: int) -> list[Sequence]:
     """`num_samples` sequences for each prompt, row `b * G + g` for sample g of prompt b; their keys come later."""
-    sequences = []
+    sequences: list[Sequence] = []
     for tokens in prompts:
         prompt = Prompt(tokens)
         sequences += [Sequence(prompt, len(sequences) + g) for g in range(num_samples)]
