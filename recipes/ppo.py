@@ -40,6 +40,7 @@ from hybrid_engine.recipes.stages import (
     check_divides,
     load_model,
     load_tokenizer,
+    mix_seed,
     save_stage,
     seed_everything,
 )
@@ -241,11 +242,11 @@ def train_loop(roles: Roles, prompts: list[str], config: Config, log: RunLog, fi
             mine = [prompts[index] for index in chosen[get_rank() :: get_world_size()]]
 
             roles.actor.eval()
-            rollout = sample(roles, mine, sampling_options(config), seed=config.seed + (step << 32))
+            rollout = sample(roles, mine, sampling_options(config), seed=mix_seed(config.seed, step))
             roles.actor.train()
 
             experience, figures = build_experience(roles, rollout, config, is_judged)
-            figures |= update(roles, experience, rollout.logprobs, config, seed=config.seed + (step << 32))
+            figures |= update(roles, experience, rollout.logprobs, config, seed=mix_seed(config.seed, step))
             log.write(step, figures | roles.actor.latency_stats(), ["score", "kl_per_sequence", "length"])
             if config.save_every and (step + 1) % config.save_every == 0:
                 save_checkpoints(roles, Path(config.out), step + 1)

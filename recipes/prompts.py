@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from datasets import load_dataset, load_from_disk
 
+from hybrid_engine.recipes.stages import mix_seed
 from hybrid_engine.recipes.stdlib_docs import is_held_out, split, stdlib_examples
 
 COLUMN = "prompt"
@@ -44,7 +45,7 @@ def select_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[
     for position in range(first, first + count):
         epoch, offset = divmod(position, num_prompts)
         if offset == 0 or not indices:
-            order = torch.randperm(num_prompts, generator=torch.Generator().manual_seed(seed + (epoch << 32)))
+            order = torch.randperm(num_prompts, generator=torch.Generator().manual_seed(mix_seed(seed, epoch)))
         indices.append(int(order[offset]))
     return indices
 

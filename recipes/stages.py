@@ -1,5 +1,6 @@
 """What the three stages share: seeds, checks of options, and folders that are either complete or absent."""
 
+import hashlib
 import random
 import shutil
 from pathlib import Path
@@ -85,3 +86,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """A seed for part `index` of a run; 32 bits, which is all that torch's generator on the CPU takes of a seed."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big")

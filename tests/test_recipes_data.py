@@ -1,0 +1,155 @@
+"""The data of the main job: the judge, the standard library's summaries, preference pairs and users' datasets."""
+
+import json
+
+import pytest
+from datasets import Dataset
+
+from hybrid_engine.recipes.pep257 import conforms, pep257_violations
+from hybrid_engine.recipes.preferences import FAULTS, build_preferences, mend
+from hybrid_engine.recipes.prompts import load_prompts, select_prompts
+from hybrid_engine.recipes.stdlib_docs import is_held_out, split, stdlib_examples
+
+SOURCE = '''
+def shown(a, b=1, *args, **kwargs):
+    """Return the sum of all arguments.
+
+    More text that is not the summary.
+    """
+
+def _hidden(a):
+    """Return something that is not public."""
+
+def undocumented(a): ...
+
+class Public:
+    def __init__(self, size):
+        """Create a public object of
+        the given size."""
+
+    async def wait_for(self, *, timeout: float = 3.0) -> bool:
+        """Waits until the object is ready"""
+
+class _Private:
+    def method(self):
+        """Return something in a private class."""
+'''
+
+
+@pytest.mark.parametrize(
+    ("summary", "violations"),
+    [
+        ("Return the name of the file.", []),
+        ("Recursively delete a directory tree.", []),
+        ("Set the option, e.g. the width.", []),
+        ("Returns the name of the file.", ["imperative mood"]),
+        ("The name of the file.", ["imperative mood"]),
+        ("return the name of the file.", ["capital letter"]),
+        ("Return the name of the file", ["full stop"]),
+        ("Return the name of the file...", ["full stop"]),
+        ("Return the name. Raise an error without one.", ["one sentence"]),
+        ("Return the name\nof the file.", ["one sentence"]),
+        ("Return " + "a" * 64 + ".", []),  # 72 characters
+        ("Return " + "a" * 65 + ".", ["72 characters"]),
+        ("", ["capital letter", "full stop", "imperative mood"]),
+    ],
+)
+def test_the_judge_names_exactly_the_rules_that_are_broken(summary, violations):
+    assert pep257_violations(summary) == violations
+    assert conforms(summary) == (not violations)
+
+
+def test_examples_are_the_public_documented_functions_with_their_first_paragraph(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "module.py").write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("print 'Python 2'")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "helper.py").write_text(SOURCE)
+    assert [(example.prompt, example.summary) for example in stdlib_examples(tmp_path)] == [
+        ("package.module.shown(a, b=1, *args, **kwargs)\n", "Return the sum of all arguments."),
+        ("package.module.Public.__init__(self, size)\n", "Create a public object of the given size."),
+        ("package.module.Public.wait_for(self, *, timeout: float=3.0)\n", "Waits until the object is ready"),
+    ]
+
+
+def test_a_library_without_sources_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="installed with its sources"):
+        stdlib_examples(tmp_path)
+
+
+def test_the_split_of_the_standard_library_is_disjoint_and_does_not_depend_on_the_order():
+    examples = stdlib_examples()
+    train, held_out = split(examples)
+    assert split(examples[::-1]) == (train, held_out)
+    assert len(train) + len(held_out) == len(examples) > 1000
+    assert 0.07 < len(held_out) / len(examples) < 0.13
+    assert {example.prompt for example in train}.isdisjoint(example.prompt for example in held_out)
+    assert {example.summary for example in train}.isdisjoint(example.summary for example in held_out)
+
+
+@pytest.mark.parametrize(
+    ("fault", "rule"),
+    [
+        ("no capital", "capital letter"),
+        ("no full stop", "full stop"),
+        ("third person", "imperative mood"),
+        ("description", "imperative mood"),
+        ("two sentences", "one sentence"),
+        ("too long", "72 characters"),
+    ],
+)
+def test_each_fault_breaks_its_rule(fault, rule):
+    for summary in ("Return the name.", "Copy the file to a folder.", "Process all events."):
+        assert rule in pep257_violations(FAULTS[fault](summary, "Open a socket."))
+    assert set(FAULTS) == {"no capital", "no full stop", "third person", "description", "two sentences", "too long"}
+
+
+def test_chosen_conforms_and_differs_from_rejected_in_every_pair():
+    train, _ = split(stdlib_examples())
+    pairs = build_preferences(train[:500], seed=3)
+    assert pairs == build_preferences(train[:500], seed=3) != build_preferences(train[:500], seed=4)
+    assert {pair.kind for pair in pairs} == {*FAULTS, "original", "other function", "shuffled"}
+    for pair in pairs:
+        assert conforms(pair.chosen) and pair.chosen != pair.rejected
+        assert pair.kind in ("other function", "shuffled") or not conforms(pair.rejected), pair
+
+
+def test_mending_repairs_what_it_can_and_gives_up_otherwise():
+    assert mend("Returns the name") == "Return the name."
+    assert mend("copies a file") == "Copy a file."
+    assert mend("Processes all events.") == "Process all events."
+    assert mend("The name of a file") is None
+
+
+def write_prompts(path, column, count=60):
+    path.write_text("".join(json.dumps({column: f"prompt {n}", "id": n}) + "\n" for n in range(count)))
+    return str(path)
+
+
+def test_prompts_of_a_jsonl_file_and_of_a_saved_dataset_are_split_by_their_hash(tmp_path):
+    train, held_out = load_prompts(write_prompts(tmp_path / "prompts.jsonl", "prompt"))
+    assert sorted(train + held_out) == sorted(f"prompt {n}" for n in range(60))
+    assert held_out == [prompt for prompt in sorted(held_out, key=lambda p: int(p[7:])) if is_held_out(prompt)]
+    Dataset.from_dict({"prompt": [f"prompt {n}" for n in range(60)]}).save_to_disk(tmp_path / "saved")
+    assert load_prompts(str(tmp_path / "saved")) == (train, held_out)
+
+
+def test_a_dataset_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path):
+    with pytest.raises(ValueError, match=r"has the columns 'id', 'question' and must have 'prompt'"):
+        load_prompts(write_prompts(tmp_path / "other.jsonl", "question"))
+    Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"has the columns 'text' and must have 'prompt'"):
+        load_prompts(str(tmp_path / "saved"))
+    (tmp_path / "empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    with pytest.raises(ValueError, match="row 1 has prompt=''"):
+        load_prompts(str(tmp_path / "empty.jsonl"))
+    (tmp_path / "torn.jsonl").write_text('{"prompt": "a"}\n{"prom')
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        load_prompts(str(tmp_path / "torn.jsonl"))
+
+
+def test_prompts_are_chosen_without_repetition_and_alike_however_they_are_asked_for():
+    series = select_prompts(10, 0, 30, seed=1)
+    assert [sorted(series[start : start + 10]) for start in (0, 10, 20)] == [list(range(10))] * 3
+    assert series[:10] != series[10:20]
+    assert series == [index for first in range(0, 30, 6) for index in select_prompts(10, first, 6, seed=1)]

@@ -1,0 +1,90 @@
+"""Padded prompts and responses: what a model says about a response does not depend on what is padded around it."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from hybrid_engine.recipes.rewards import load_value_model
+from hybrid_engine.recipes.sequences import (
+    attach_responses,
+    batches_of_similar_length,
+    build_sequences,
+    last_token_scores,
+    response_logprobs,
+    response_values,
+)
+
+PAD = 0
+PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12], [13]]
+RESPONSES = [[14, 1], [15, 16, 17, 18, 1], [1]]
+CPU = torch.device("cpu")
+
+
+def small_config():
+    torch.manual_seed(0)
+    return LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, pad_token_id=PAD, eos_token_id=1, num_labels=1,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def test_response_logprobs_equal_those_of_each_row_alone_without_padding():
+    model = LlamaForCausalLM(small_config()).eval()
+    batch = build_sequences(PROMPTS, RESPONSES, PAD, CPU)
+    logprobs = response_logprobs(model, batch, temperature=0.7)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        alone = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(logprobs[row, : len(response)], alone, atol=1e-6, rtol=1e-5)
+        assert (logprobs[row, len(response) :] == 0).all()
+
+
+@torch.no_grad()
+def test_the_score_is_read_at_the_last_response_token_where_transformers_reads_it(tmp_path):
+    classifier = LlamaForSequenceClassification(small_config()).eval()
+    classifier.config.score_mean, classifier.config.score_std = 0.5, 2.0
+    classifier.save_pretrained(tmp_path)
+    model = load_value_model(str(tmp_path)).eval()
+    batch = build_sequences(PROMPTS, RESPONSES, PAD, CPU)
+    theirs = [
+        classifier(torch.tensor([prompt + response])).logits[0, 0]
+        for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
+    ]
+    torch.testing.assert_close(last_token_scores(model, batch), (torch.stack(theirs) - 0.5) / 2, atol=1e-6, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_values_are_those_before_each_response_token_and_trimming_changes_none(tmp_path):
+    LlamaForSequenceClassification(small_config()).save_pretrained(tmp_path)
+    model = load_value_model(str(tmp_path)).eval()
+    batch = build_sequences(PROMPTS, RESPONSES, PAD, CPU)
+    values = response_values(model, batch)
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        alone = build_sequences([prompt], [response], PAD, CPU)
+        whole = model(alone)[0]  # one number per token of prompt and response
+        torch.testing.assert_close(values[row, : len(response)], whole[len(prompt) - 1 : -1], atol=1e-6, rtol=1e-5)
+    rows = torch.tensor([2, 0])
+    trimmed = batch.rows(rows)
+    assert trimmed.input_ids.shape == (2, 6 + 2) and trimmed.response_mask.shape == (2, 2)
+    torch.testing.assert_close(response_values(model, trimmed), values[rows, :2], atol=1e-6, rtol=1e-5)
+
+
+def test_padding_is_told_from_lengths_even_where_pad_is_the_end_of_sequence_token():
+    prompt_mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    sequences = torch.tensor([[1, 5, 6, 7, 1, 1], [5, 6, 7, 8, 9, 10]])  # 1 is pad and EOS
+    batch = attach_responses(prompt_mask, sequences, lengths=torch.tensor([2, 3]))
+    assert batch.response_mask.tolist() == [[True, True, False], [True, True, True]]
+    assert batch.attention_mask.tolist() == [[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
+    assert batch.position_ids.tolist() == [[0, 0, 1, 2, 3, 3], [0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("count", [7, 64, 1000])
+def test_batches_of_similar_length_hold_each_index_once_and_waste_little(count):
+    lengths = torch.randint(1, 60, (count,), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = batches_of_similar_length(lengths, 4, torch.Generator().manual_seed(1))
+    indices = [index for batch in batches for index in batch]
+    assert len(indices) == len(set(indices)) == count // 4 * 4
+    padded = sum(4 * max(lengths[index] for index in batch) for batch in batches)
+    in_order = sum(4 * max(lengths[start : start + 4]) for start in range(0, count // 4 * 4, 4))
+    assert padded < 0.9 * in_order
