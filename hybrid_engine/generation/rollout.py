@@ -37,6 +37,7 @@ class Plan:
             max_running=self.max_running,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
+            max_new_tokens=self.options.max_new_tokens,
             max_prefill_tokens=MAX_PREFILL_TOKENS,
         )
 

@@ -51,6 +51,7 @@ class Scheduler:
         max_running: int,
         num_blocks: int,
         block_size: int,
+        max_new_tokens: int,
         max_prefill_tokens: int,
     ):
         self.waiting = deque(sequences)
@@ -59,7 +60,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.kept_prompts: list[Prompt] = []  # prefilled, with samples still waiting
         self.pool = BlockPool(num_blocks)
-        self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
+        self.max_running, self.block_size = max_running, block_size
+        self.max_new_tokens, self.max_prefill_tokens = max_new_tokens, max_prefill_tokens
         self.num_preemptions = 0
 
     @property
@@ -88,7 +90,9 @@ class Scheduler:
         return admission
 
     def _can_admit(self, sequence: Sequence) -> bool:
-        spare = 1 if self.running else 0  # without it a newcomer would be the next to be preempted
+        length = len(sequence.prompt.tokens) + self.max_new_tokens
+        can_grow = self.num_blocks_for(length) > self.num_blocks_for(len(sequence))
+        spare = 1 if self.running and can_grow else 0  # without it a newcomer would be the next to be preempted
         if self._is_alone(sequence):
             needed = self.num_blocks_for(len(sequence))
         else:

@@ -1,0 +1,84 @@
+"""The latency line is DeepSpeed's and its figures add up."""
+
+import re
+
+import pytest
+import torch
+from models import build_model, padded_prompts
+
+import hybrid_engine
+
+LINE = re.compile(
+    r"^\|E2E latency=(?P<e2e>[\d.]+)s \|Gather latency=(?P<gather>[\d.]+)s \([\d.]+%\) "
+    r"\|Generate time=(?P<generate>[\d.]+)s \([\d.]+%\) \|Training time=(?P<training>[\d.]+)s \([\d.]+%\) "
+    r"\|Others=(?P<others>[\d.]+) \([\d.]+%\)\|CurSamplesPerSec=[\d.]+ \|AvgSamplesPerSec=[\d.]+$"
+)
+
+
+@pytest.fixture
+def engine():
+    config = {
+        "train_batch_size": 6,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "hybrid_engine": {"enabled": True},
+    }
+    engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
+    return engine
+
+
+def iterate(engine):
+    input_ids, mask = padded_prompts()
+    engine.eval()
+    output = engine.generate(
+        input_ids, attention_mask=mask, do_sample=True, max_new_tokens=8, return_dict_in_generate=True
+    )
+    engine.train()
+    engine.backward(engine(input_ids=input_ids, attention_mask=mask, labels=input_ids).loss)
+    engine.step()
+    return output
+
+
+def test_the_line_is_printed_from_the_second_eval_on_and_adds_up(engine, capsys):
+    iterate(engine)
+    assert capsys.readouterr().out == ""
+    iterate(engine)
+    match = LINE.match(capsys.readouterr().out.strip())
+    assert match
+    seconds = {name: float(value) for name, value in match.groupdict().items()}
+    parts = sum(seconds[name] for name in ("gather", "generate", "training", "others"))
+    assert parts == pytest.approx(seconds["e2e"], abs=0.03)  # each figure is rounded to 0.01
+
+
+def test_an_iteration_without_a_rollout_prints_no_samples(engine, capsys):
+    engine.eval()
+    engine.eval()
+    assert "SamplesPerSec" not in capsys.readouterr().out
+
+
+def test_stats_count_what_the_rollout_made(engine):
+    output = iterate(engine)
+    stats = engine.latency_stats()
+    assert stats["generated_tokens"] == int(output.lengths.sum())
+    assert stats["num_samples"] == 6
+    assert stats["tokens_per_second"] == pytest.approx(stats["generated_tokens"] / stats["generate_seconds"])
+    assert 0 < stats["prefill_seconds"] + stats["decode_seconds"] <= stats["generate_seconds"]
+    assert stats["peak_kv_bytes"] == engine.generator.workspace.allocated_bytes > 0
+    assert stats["gathered_bytes"] == 0  # one process has nothing to gather
+    busy = stats["gather_seconds"] + stats["generate_seconds"] + stats["training_seconds"]
+    assert busy + stats["others_seconds"] == pytest.approx(stats["e2e_seconds"])
+
+
+def test_the_difference_to_the_trainer_is_measured_at_start_up_and_when_observed(engine):
+    assert 0 < engine.logprob_difference.max < 1e-5
+    rollout, trainer = torch.tensor([[-1.0, -2.0, 7.0]]), torch.tensor([[-1.5, -2.0, 0.0]])
+    engine.observe_logprobs(rollout, trainer, torch.tensor([[True, True, False]]))
+    assert (engine.logprob_difference.mean, engine.logprob_difference.max) == (0.25, 0.5)
+    stats = engine.latency_stats()
+    assert (stats["logprob_difference_mean"], stats["logprob_difference_max"]) == (0.25, 0.5)
+
+
+def test_the_report_says_what_runs_where_and_why(engine):
+    report = engine.report()
+    assert "all 2 LlamaDecoderLayer layers" in report
+    assert "whole on this process" in report
+    assert "KV workspace" in report and "apart" in report

@@ -1,0 +1,244 @@
+"""Every op against a plain formula or a library's own, on odd sizes, with poisoned memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hybrid_engine.ops import (
+    BlockCopyOp,
+    DecodeBatch,
+    LayerNormOp,
+    MLPGemmOp,
+    PrefillBatch,
+    QKVGemmOp,
+    RMSNormOp,
+    SampleOp,
+    SoftmaxContextOp,
+    VectorMatMulOp,
+    token_logprobs,
+)
+from hybrid_engine.ops.rotary import apply_rotary, rotary_table
+from hybrid_engine.ops.sample import keyed_uniform
+
+ROWS = [1, 3, 63, 100]
+HEADS = [(4, 4), (6, 2), (8, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def close(actual, expected, dtype=torch.float32):
+    tolerance = {torch.float32: 2e-6, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close(
+        actual, expected, atol=tolerance * float(expected.detach().abs().max() + 1), rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [1, 7, 100])
+def test_norms_equal_their_formulas(rows, width):
+    x, gamma, beta = torch.randn(rows, width) * 3, torch.randn(width), torch.randn(width)
+    d = x.double()
+    rms = d / (d.square().mean(-1, keepdim=True) + 1e-6).sqrt() * gamma
+    layer = (d - d.mean(-1, keepdim=True)) / (d.var(-1, correction=0, keepdim=True) + 1e-5).sqrt() * gamma + beta
+    close(RMSNormOp(1e-6)(x, gamma).double(), rms)
+    torch.testing.assert_close(LayerNormOp(1e-5)(x, gamma, beta).double(), layer, atol=1e-4, rtol=1e-4)
+
+
+def test_rms_norm_rounds_in_sixteen_bits_where_the_trainer_rounds():
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    norm = LlamaRMSNorm(100, 1e-6).bfloat16()
+    norm.weight.data = torch.randn(100).bfloat16()
+    x = torch.randn(63, 100).bfloat16()
+    torch.testing.assert_close(RMSNormOp(1e-6)(x, norm.weight), norm(x), atol=0, rtol=2**-7)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_vector_matmul_is_a_linear_on_the_transposed_view(bias):
+    linear = torch.nn.Linear(63, 100, bias=bias)
+    x = torch.randn(7, 63)
+    with torch.no_grad():
+        close(VectorMatMulOp()(x, linear.weight.t(), linear.bias), linear(x))
+    half = VectorMatMulOp(fp32_output=True)(x.bfloat16(), linear.weight.detach().t().bfloat16(), None)
+    assert half.dtype == torch.float32
+
+
+def test_qkv_gemm_is_the_same_for_three_weights_and_a_fused_one():
+    sizes = (24, 8, 8)
+    x, gamma, beta = torch.randn(5, 30), torch.randn(30), torch.randn(30)
+    weights = [torch.randn(size, 30).t() for size in sizes]  # not contiguous
+    biases = [torch.randn(size) for size in sizes]
+    op = QKVGemmOp("layer", 1e-5, sizes)
+    split, normed = op(x, weights, biases, gamma, beta)
+    fused, _ = op(x, [torch.cat(weights, 1)], [torch.cat(biases)], gamma, beta)
+    close(normed, F.layer_norm(x, (30,), gamma, beta, 1e-5))
+    for a, b, weight, bias in zip(split, fused, weights, biases, strict=True):
+        close(a, normed @ weight + bias)
+        close(b, a)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "relu", "gelu", "gelu_new"])
+def test_mlp_gemm_adds_the_residual_norms_and_keeps_the_biases(activation, gated):
+    from transformers.activations import ACT2FN
+
+    def pair(n_in, n_out):
+        return torch.randn(n_in, n_out), torch.randn(n_out)
+
+    x, residual, gamma = torch.randn(7, 30), torch.randn(7, 30), torch.randn(30)
+    gate, up, down = pair(30, 41) if gated else None, pair(30, 41), pair(41, 30)
+    output, stream = MLPGemmOp("rms", 1e-6, activation)(x, residual, gate, up, down, gamma, None)
+    normed = F.rms_norm(x + residual, (30,), gamma, 1e-6)
+    inner = normed @ up[0] + up[1]
+    inner = ACT2FN[activation](normed @ gate[0] + gate[1]) * inner if gated else ACT2FN[activation](inner)
+    close(stream, x + residual)
+    close(output, inner @ down[0] + down[1])
+
+
+def test_rotary_equals_transformers():
+    inv_freq = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
+    cos, sin = rotary_table(inv_freq, 1.3, 40, torch.float32)
+    positions = torch.tensor([0, 3, 39, 7, 7])
+    q, k = torch.randn(5, 6, 16), torch.randn(5, 2, 16)
+    wide_cos, wide_sin = (torch.cat([t, t], -1)[positions][None] for t in (cos, sin))
+    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], wide_cos, wide_sin)
+    for ours, theirs in zip((q, k), expected, strict=True):
+        rotated = apply_rotary(ours, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
+        close(rotated, theirs[0].transpose(0, 1))
+
+
+def dense_attention(q, k, v, window, scale):
+    """`q [n, H, D]`, `k`, `v` `[n, K, D]` of one sequence, causal, in fp64."""
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[0] // k.shape[0], 0) for x in (k, v))
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    hidden = (distance < 0) | (distance >= (window or q.shape[1]))
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("block_size", [1, 4, 64])
+def test_softmax_context_prefills_and_decodes_as_dense_attention_does(heads, window, block_size):
+    """Each sequence is prefilled but for its last two tokens, then decoded, from scattered blocks."""
+    (num_heads, num_kv), dim, lengths = heads, 10, [3, 17, 9]
+    total = sum(lengths)
+    q, k, v = (torch.randn(total, n, dim) for n in (num_heads, num_kv, num_kv))
+    expected = torch.cat(
+        [
+            dense_attention(*parts, window, 0.3)
+            for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        ]
+    )
+    per_row = -(-max(lengths) // block_size)
+    tables = torch.randperm(3 * per_row + 2)[: 3 * per_row].view(3, per_row)
+    # Finite garbage: a hidden place must not count whatever it holds.
+    cache = torch.full((2, 3 * per_row + 2, num_kv, block_size, dim), 1e4)
+    op = SoftmaxContextOp(num_heads, num_kv, dim, scale=0.3, window=window)
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)[:-1]])
+
+    def attend(rows, positions, batch_type, **fields):
+        tokens = starts[rows] + positions
+        batch = batch_type(
+            tokens=tokens,
+            positions=positions,
+            write_blocks=tables[rows, positions // block_size],
+            write_offsets=positions % block_size,
+            **fields,
+        )
+        out = op(q[tokens].flatten(1), k[tokens].flatten(1), v[tokens].flatten(1), None, *cache, batch)
+        close(out.double(), expected[tokens])
+
+    prefilled = [length - 2 for length in lengths]
+    attend(
+        torch.repeat_interleave(torch.arange(3), torch.tensor(prefilled)),
+        torch.cat([torch.arange(n) for n in prefilled]),
+        PrefillBatch,
+        lengths=tuple(prefilled),
+        wanted=torch.zeros(0, dtype=torch.int64),
+    )
+    for step in range(2):
+        positions = torch.tensor(prefilled) + step
+        context = int(positions.max()) + 1
+        attend(
+            torch.arange(3), positions, DecodeBatch, block_tables=tables, context=context, is_identity=False
+        )  # fmt: skip
+
+
+def test_the_identity_block_table_gives_what_any_other_gives():
+    op = SoftmaxContextOp(4, 2, 10, scale=0.3)
+    q, k, v = torch.randn(3, 40), torch.randn(3, 20), torch.randn(3, 20)
+    outputs = []
+    for is_identity in (True, False):
+        torch.manual_seed(1)
+        cache = torch.randn(2, 5, 2, 16, 10)
+        batch = DecodeBatch(
+            tokens=torch.zeros(3, dtype=torch.int64),
+            positions=torch.tensor([4, 9, 0]),
+            write_blocks=torch.arange(3),
+            write_offsets=torch.tensor([4, 9, 0]),
+            block_tables=torch.arange(3)[:, None],
+            context=10,
+            is_identity=is_identity,
+        )
+        outputs.append(op(q, k, v, None, *cache, batch))
+    assert torch.equal(*outputs)
+
+
+def test_block_copy_copies_the_asked_tokens_of_all_layers_and_nothing_else():
+    workspace = torch.randn(3, 2, 5, 2, 7, 4)
+    before = workspace.clone()
+    BlockCopyOp()(workspace, 4, 1, 3)
+    assert torch.equal(workspace[:, :, 1, :, :3], before[:, :, 4, :, :3])
+    workspace[:, :, 1, :, :3] = before[:, :, 1, :, :3]
+    assert torch.equal(workspace, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_token_logprobs_equal_log_softmax_and_have_its_gradient(dtype):
+    logits = (torch.randn(3, 5, 63) * 4).to(dtype).requires_grad_()
+    tokens = torch.randint(0, 63, (3, 5))
+    ours = token_logprobs(logits, tokens, 0.7)
+    exact = (logits.double() / 0.7).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    assert ours.dtype == torch.float32
+    close(ours.double(), exact)
+    grads = [torch.autograd.grad(x.sum(), logits)[0] for x in (ours, exact)]
+    torch.testing.assert_close(*grads, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+
+
+def test_keyed_noise_is_uniform_and_independent_of_company():
+    keys = torch.randint(-(2**62), 2**62, (20_000,))
+    for values in (
+        keyed_uniform(keys, torch.zeros_like(keys)),
+        keyed_uniform(keys[:1].expand(20_000), torch.arange(20_000)),
+    ):
+        assert values.min() >= 0 and values.max() < 1
+        # Kolmogorov-Smirnov: beyond 1.95 / sqrt(n) with a chance of one in a thousand
+        ordered, n = values.sort().values, len(values)
+        assert (ordered - torch.arange(n) / n).abs().max() < 1.95 / n**0.5
+        assert abs(torch.corrcoef(torch.stack([values[1:], values[:-1]]))[0, 1]) < 5 / n**0.5
+    assert torch.equal(keyed_uniform(keys[7:8], torch.tensor([3])), keyed_uniform(keys, torch.full_like(keys, 3))[7:8])
+
+
+def test_sampling_never_takes_a_token_that_a_filter_left_out():
+    logits = torch.randn(2000, 63)
+    keys, positions = torch.arange(2000), torch.zeros(2000, dtype=torch.int64)
+    for kept, options in ((3, {"top_k": 3}), (1, {"top_p": 1e-6}), (1, {"min_p": 1.0})):
+        tokens, logprobs = SampleOp(True, **options)(logits, logits, keys, positions)
+        best = logits.topk(kept).indices
+        assert (tokens[:, None] == best).any(1).all()
+        close(logprobs.double(), logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
+
+
+def test_banned_tokens_are_never_drawn_and_the_report_stays_unfiltered():
+    logits = torch.zeros(500, 5)
+    adjusted = logits.clone()
+    adjusted[:, [0, 4]] = float("-inf")
+    tokens, logprobs = SampleOp(True)(logits, adjusted, torch.arange(500), torch.zeros(500, dtype=torch.int64))
+    assert set(tokens.tolist()) == {1, 2, 3}
+    torch.testing.assert_close(logprobs, torch.full((500,), -torch.tensor(5.0).log().item()))

@@ -1,0 +1,168 @@
+"""The scheduler is plain Python, so its promises are checked over random rollouts without a model."""
+
+import random
+
+import pytest
+
+from hybrid_engine.generation.blocks import BlockPool
+from hybrid_engine.generation.scheduler import Scheduler
+from hybrid_engine.generation.sequence import Prompt, Sequence
+
+
+class Memory:
+    """Stands for the KV workspace: what token each place of each block holds."""
+
+    def __init__(self, num_blocks, block_size):
+        self.block_size = block_size
+        self.blocks = [[None] * block_size for _ in range(num_blocks)]
+
+    def write(self, blocks, position, token):
+        self.blocks[blocks[position // self.block_size]][position % self.block_size] = token
+
+    def read(self, blocks, length):
+        return [self.blocks[blocks[i // self.block_size]][i % self.block_size] for i in range(length)]
+
+    def copy(self, copy):
+        self.blocks[copy.target][: copy.num_tokens] = self.blocks[copy.source][: copy.num_tokens]
+
+
+def build(prompt_lengths, num_samples, **limits):
+    sequences = []
+    for index, length in enumerate(prompt_lengths):
+        prompt = Prompt([1000 * (index + 1) + i for i in range(length)])
+        sequences += [Sequence(prompt, len(sequences) + g) for g in range(num_samples)]
+    return sequences, Scheduler(sequences, **({"max_prefill_tokens": 64, "max_new_tokens": 25} | limits))
+
+
+def run(sequences, scheduler, lengths):
+    """Plays the strategy's part, with the row's number and position for a token; returns the turns taken.
+
+    Before every decode each running row must find its own prompt and response in its blocks.
+    """
+    memory = Memory(scheduler.pool.num_blocks, scheduler.block_size)
+    order, turns = [], 0
+
+    def draw(rows):
+        for row in rows:
+            row.tokens.append((row.row, len(row.tokens)))
+            if len(row.tokens) == lengths[row.row]:
+                order.append(row.row)
+                scheduler.finish(row, "stop")
+
+    while scheduler.has_work:
+        turns += 1
+        assert turns < 10_000, "no progress"
+        admission = scheduler.admit()
+        assert len(scheduler.running) <= scheduler.max_running
+        for prefill in admission.prefills:
+            for position, token in enumerate(prefill.tokens):
+                memory.write(prefill.blocks, position, token)
+        for copy in admission.copies:
+            memory.copy(copy)
+        draw(admission.sequences)
+        if admission.prefills or not scheduler.running:
+            continue
+        scheduler.grow()
+        for copy in scheduler.close_gaps():
+            memory.copy(copy)
+        rows = list(scheduler.running)
+        for row in rows:
+            memory.write(row.blocks, len(row) - 1, row.tokens[-1])
+        for row in rows:
+            assert memory.read(row.blocks, len(row)) == row.prompt.tokens + row.tokens
+        draw(rows)
+    return order, turns
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(seed):
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 3, 4, 16, 64])
+    num_samples = rng.choice([1, 1, 2, 5])
+    prompts = [rng.randint(1, 20) for _ in range(rng.randint(1, 8))]
+    lengths = [rng.randint(1, 25) for _ in range(len(prompts) * num_samples)]
+    enough = -(-(20 + 25) // block_size) + 1
+    sequences, scheduler = build(
+        prompts,
+        num_samples,
+        max_running=rng.randint(1, 6),
+        num_blocks=rng.randint(enough, 3 * enough),
+        block_size=block_size,
+        max_prefill_tokens=rng.choice([8, 64]),
+    )
+    order, _ = run(sequences, scheduler, lengths)
+    assert sorted(order) == list(range(len(sequences)))
+    assert [len(sequence.tokens) for sequence in sequences] == lengths
+    assert scheduler.pool.free == list(range(scheduler.pool.num_blocks))
+    assert set(scheduler.pool.num_owners) == {0}
+    assert all(not sequence.prompt.blocks and sequence.prompt.num_waiting == 0 for sequence in sequences)
+
+
+def test_a_finished_row_is_replaced_at_once():
+    """Four slots, rows of 1 to 24 tokens: turns are the tokens over the slots, plus a prefill for each row."""
+    lengths = [1 + (7 * i) % 24 for i in range(24)]
+    sequences, scheduler = build([4] * 24, 1, max_running=4, num_blocks=4, block_size=32)
+    _, turns = run(sequences, scheduler, lengths)
+    longest_tail = max(lengths)
+    assert turns <= sum(lengths) / 4 + len(lengths) + longest_tail
+
+
+def test_a_prompt_is_prefilled_once_for_its_group_and_its_full_blocks_are_shared():
+    sequences, scheduler = build([10], 5, max_running=5, num_blocks=32, block_size=4)
+    admission = scheduler.admit()
+    assert len(admission.prefills) == 1 and len(admission.sequences) == 5
+    assert all(sequence.blocks[:2] == sequences[0].blocks[:2] for sequence in sequences)
+    assert len({sequence.blocks[2] for sequence in sequences}) == 5
+    assert [copy.num_tokens for copy in admission.copies] == [2] * 5
+    assert len(scheduler.pool.free) == 32 - 2 - 5
+
+
+def test_samples_that_start_later_fork_without_another_prefill():
+    _, scheduler = build([6], 4, max_running=1, num_blocks=8, block_size=4)
+    prefills = 0
+    while scheduler.has_work:
+        admission = scheduler.admit()
+        prefills += len(admission.prefills)
+        for row in admission.sequences:
+            row.tokens.append(0)
+            scheduler.finish(row, "stop")
+    assert prefills == 1
+
+
+def test_the_newest_sequence_is_preempted_and_the_oldest_never():
+    sequences, scheduler = build([4, 4, 4], 1, max_running=3, num_blocks=6, block_size=4)
+    scheduler.admit()
+    assert [len(s.blocks) for s in sequences] == [1, 1, 1]
+    for sequence in sequences:
+        sequence.tokens.append(0)
+    scheduler.grow()  # takes the last three blocks
+    for sequence in sequences:
+        sequence.tokens += [0] * 4
+    scheduler.grow()
+    assert scheduler.running == sequences[:2] and list(scheduler.waiting) == [sequences[2]]
+    assert scheduler.num_preemptions == 1
+    assert len(sequences[2].tokens) == 5, "what was drawn is kept"
+
+
+def test_gaps_are_closed_so_that_rows_own_the_lowest_blocks():
+    sequences, scheduler = build([4] * 5, 1, max_running=5, num_blocks=5, block_size=32)
+    scheduler.admit()
+    for sequence in sequences:
+        sequence.tokens.append(0)
+    scheduler.finish(sequences[0], "stop")
+    scheduler.finish(sequences[2], "stop")
+    assert len(scheduler.running) == 3
+    copies = scheduler.close_gaps()
+    assert sorted(sequence.blocks[0] for sequence in scheduler.running) == [0, 1, 2]
+    assert {(copy.source, copy.target) for copy in copies} == {(3, 0), (4, 2)}
+    assert scheduler.close_gaps() == []
+
+
+def test_a_block_is_free_only_when_its_last_owner_releases_it():
+    pool = BlockPool(3)
+    blocks = pool.allocate(2)
+    shared = pool.share(blocks)
+    pool.release(blocks)
+    assert pool.free == [2]
+    pool.release(shared)
+    assert pool.free == [0, 1, 2]
