@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
+from transformers.utils import logging as transformers_logging
+
 RECIPES = ("sft", "reward", "ppo")
 
 
@@ -25,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A ValueError, which is what bad input raises, becomes one line on stderr and the status 2.
     """
     options = vars(build_parser().parse_args(arguments))
+    # A classifier's new head and every saved file would each interrupt the progress bar with lines of their own.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     recipe = load_recipe(options.pop("recipe"))
     try:
         recipe.run(recipe.Config(**options))

@@ -1,0 +1,198 @@
+"""The three stages end to end with tiny sizes: what they write, how they stop and go on, what they refuse."""
+
+import json
+import shutil
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from distributed import run_distributed
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from hybrid_engine import cli
+from hybrid_engine.recipes import ppo, reward, sft
+from hybrid_engine.recipes.run_log import RunLog, read_metrics
+
+TINY = ppo.Config(
+    steps=2, rollout_size=8, minibatch_size=4, micro_batch_size=2, max_new_tokens=8, eval_prompts=6, save_every=0
+)  # fmt: skip
+SIZES = "--max-examples 64 --batch-size 8"
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """A folder with a tiny SFT model and a tiny reward model, made by the command."""
+    out = tmp_path_factory.mktemp("stages")
+    assert cli.main(f"sft --out {out} --vocab-size 300 --hidden-size 64 --num-layers 1 --epochs 1 {SIZES}".split()) == 0
+    assert cli.main(f"reward --out {out} {SIZES}".split()) == 0
+    return out
+
+
+def new_run(stages, out):
+    for name in ("sft", "reward"):
+        shutil.copytree(stages / name, out / name)
+    return str(out)
+
+
+def test_sft_and_reward_write_folders_that_transformers_loads(stages):
+    tokenizer = AutoTokenizer.from_pretrained(stages / "sft")
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id and tokenizer.padding_side == "left"
+    assert AutoModelForCausalLM.from_pretrained(stages / "sft").config.vocab_size == len(tokenizer) == 300
+    classifier = AutoModelForSequenceClassification.from_pretrained(stages / "reward")
+    assert classifier.config.num_labels == 1 and classifier.config.score_std > 0
+    assert len(read_metrics(stages / "sft-log" / "metrics.jsonl")) == 64 // 8
+    accuracy = json.loads((stages / "reward-log" / "result.json").read_text())["held_out_accuracy"]
+    assert {"all", "third person", "other function"} <= set(accuracy)
+
+
+def test_a_finished_stage_is_not_run_again_unless_asked(stages, tmp_path):
+    out = new_run(stages, tmp_path)
+    marker = tmp_path / "sft" / "marker"
+    marker.touch()
+    tiny = sft.Config(out=out, vocab_size=300, hidden_size=64, num_layers=1, epochs=1, batch_size=8, max_examples=8)
+    sft.run(tiny)
+    assert marker.exists()
+    sft.run(replace(tiny, restart=True))
+    assert not marker.exists() and (tmp_path / "sft" / "config.json").exists()
+
+
+def test_ppo_writes_metrics_plot_samples_and_an_actor_that_changed(stages, tmp_path):
+    out = new_run(stages, tmp_path)
+    ppo.run(replace(TINY, out=out))
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1]
+    assert abs(lines[0]["kl_per_sequence"]) < 1e-3 and lines[0]["logprob_difference_max"] < 1e-3
+    for line in lines:
+        assert line["first_ratio"] == pytest.approx(1, abs=1e-3)
+        assert 0 <= line["judge_pass_rate"] <= 1 and line["generate_seconds"] > 0
+        assert {"policy_loss", "value_loss", "clip_fraction", "approx_kl", "entropy_estimate", "length"} <= set(line)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["before"].keys() == result["after"].keys() > {"judge_pass_rate", "distinct_share"}
+    assert len(json.loads((tmp_path / "samples.json").read_text())) == 6
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(tmp_path / "sft").state_dict()
+    assert all(not torch.equal(actor[name], before[name]) for name in before)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "actor")) == 300
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monkeypatch):
+    config = replace(TINY, steps=4, save_every=2, ppo_epochs=1)
+    whole = new_run(stages, tmp_path / "whole")
+    ppo.run(replace(config, out=whole))
+    torn = new_run(stages, tmp_path / "torn")
+    write = RunLog.write
+
+    def stop_at_the_last_step(log, step, metrics, shown=()):
+        write(log, step, metrics, shown)
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunLog, "write", stop_at_the_last_step)
+        ppo.run(replace(config, out=torn))
+    ppo.run(replace(config, out=torn, resume=True))
+
+    for ours, theirs in zip(
+        *(read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole")), strict=True
+    ):
+        for name in ("step", "score", "kl_per_sequence", "policy_loss", "value_loss", "actor_grad_norm"):
+            assert ours[name] == theirs[name], name
+    actors = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "actor") for name in ("torn", "whole")]
+    assert all(map(torch.equal, *(actor.state_dict().values() for actor in actors)))
+
+
+def test_own_prompts_reward_and_adapter_run_without_the_judge(stages, tmp_path, monkeypatch):
+    (tmp_path / "length_reward.py").write_text("def score(prompts, responses):\n    return [7.0 for _ in responses]\n")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"f{n}(x)\n"}) + "\n" for n in range(80)))
+    monkeypatch.chdir(tmp_path)
+    options = "--rollout-size 4 --minibatch-size 4 --steps 1 --max-new-tokens 4 --eval-prompts 3 --lora-rank 2"
+    sources = f"--model {stages / 'sft'} --dataset prompts.jsonl --reward length_reward:score --out run"
+    assert cli.main(f"ppo {sources} {options} --missing-eos-score 7".split()) == 0
+    (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert line["score"] == 7.0 and "judge_pass_rate" not in line
+    assert not (tmp_path / "run" / "sft").exists() and not (tmp_path / "run" / "reward").exists()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "actor")
+
+
+def test_the_reward_lands_on_the_last_response_token_and_nowhere_else(stages, tmp_path, monkeypatch):
+    seen = []
+    gae = ppo.gae
+
+    def spy(rewards, values, mask, gamma, lam):
+        seen.append((rewards.clone(), mask.clone()))
+        return gae(rewards, values, mask, gamma, lam)
+
+    scores = []
+    sample = ppo.sample
+
+    def keep_scores(*arguments, **options):
+        scores.append(sample(*arguments, **options))
+        return scores[-1]
+
+    monkeypatch.setattr(ppo, "gae", spy)
+    monkeypatch.setattr(ppo, "sample", keep_scores)
+    ppo.run(replace(TINY, out=new_run(stages, tmp_path), steps=1, kl_coef=0.0, missing_eos_score=-3.25))
+    ((rewards, mask),) = seen
+    (rollout,) = scores
+    end_token = AutoTokenizer.from_pretrained(tmp_path / "sft").eos_token_id
+    for row in range(len(rewards)):
+        (position,) = rewards[row].nonzero()[:, 0].tolist()
+        assert position == int(mask[row].sum()) - 1
+        is_cut_off = rollout.sequences.responses[row, position].item() != end_token
+        assert is_cut_off == rollout.is_cut_off[row]
+        assert rewards[row, position] == (-3.25 if is_cut_off else rollout.scores[row])
+
+
+def run_ppo_of(rank, world_size, config):
+    ppo.run(config)
+
+
+def test_two_processes_under_zero_3_sample_what_one_process_samples(stages, tmp_path):
+    alone = replace(TINY, out=new_run(stages, tmp_path / "one"), steps=1)
+    ppo.run(alone)
+    shared = replace(alone, out=new_run(stages, tmp_path / "two"), zero_stage=3)
+    run_distributed(run_ppo_of, 2, shared)
+    (one,), (two,) = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    for name in ("score", "kl_per_sequence", "kl_per_token", "length", "judge_pass_rate", "reward_with_kl"):
+        assert two[name] == pytest.approx(one[name], abs=1e-5), name
+    AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "actor")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("steps", 0, "steps=0 must be at least 1"),
+        ("temperature", 0.0, "temperature=0.0 must be above 0"),
+        ("rollout_size", 65, "rollout_size=65 must be a positive multiple of 32; use 96"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_with_the_remedy(option, value, message):
+    with pytest.raises(ValueError, match=message):
+        ppo.Config(**{option: value})
+
+
+def test_a_reward_that_cannot_be_found_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for spec, message in (("nowhere:f", "no module 'nowhere'"), ("json:nothing", "json has no function 'nothing'")):
+        with pytest.raises(ValueError, match=message):
+            ppo.load_reward(spec)
+
+
+def test_help_shows_every_option_with_its_meaning(capsys):
+    for name, recipe in (("sft", sft), ("reward", reward), ("ppo", ppo)):
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        shown = "".join(capsys.readouterr().out.split())  # argparse breaks lines within words that have a hyphen
+        meanings = cli.field_meanings(recipe.Config)
+        for field in fields(recipe.Config):
+            assert f"--{field.name.replace('_', '-')}" in shown
+            assert "".join(meanings[field.name].split()) in shown
+
+
+def test_bad_input_is_one_line_and_status_2(tmp_path, capsys):
+    assert cli.main(["ppo", "--out", str(tmp_path), "--dataset", str(tmp_path / "no.jsonl")]) == 2
+    assert capsys.readouterr().err == (
+        f"hybrid-engine: dataset='{tmp_path / 'no.jsonl'}' must be an existing file; check the path\n"
+    )
+    assert list(tmp_path.iterdir()) == []
