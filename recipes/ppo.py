@@ -182,7 +182,12 @@ def run(config: Config) -> Path:
 
 def run_earlier_stages(config: Config) -> tuple[str, str]:
     """Runs what is missing of SFT and reward model; returns the sources of the actor and of the reward."""
-    shared = {"out": config.out, "seed": config.seed, "restart": config.restart, "zero_stage": config.zero_stage}
+    shared: dict[str, Any] = {
+        "out": config.out,
+        "seed": config.seed,
+        "restart": config.restart,
+        "zero_stage": config.zero_stage,
+    }
     source = config.model or str(sft_stage.run(sft_stage.Config(**shared)))
     reward = config.reward or str(reward_stage.run(reward_stage.Config(**shared, model=config.model)))
     return source, reward
@@ -302,7 +307,7 @@ def update(
                 batch = experience.rows(rows)
                 observed = None if parts else logprobs_rollout[rows, : batch.advantages.shape[1]]
                 parts.append(train_micro_batch(roles, batch, num_tokens, config, observed))
-    sums = {name: tuple(map(sum, zip(*(part[name] for part in parts), strict=True))) for name in parts[0]}
+    sums = {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
     figures = global_means(sums | {"first_ratio": parts[0]["ratio"]})
     norms = {
         "actor_grad_norm": roles.actor.get_global_grad_norm(),

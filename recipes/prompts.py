@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import load_dataset, load_from_disk
@@ -41,7 +42,7 @@ def select_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[
 
     It depends on its arguments alone, so a resumed run goes on with the prompts that come next.
     """
-    indices = []
+    indices: list[int] = []
     for position in range(first, first + count):
         epoch, offset = divmod(position, num_prompts)
         if offset == 0 or not indices:
@@ -56,7 +57,7 @@ def _read_prompts(dataset: str) -> list[str]:
         rows = _read_jsonl(path)
         columns = sorted({name for row in rows for name in row})
         _check_column(dataset, columns)
-        values = [row.get(COLUMN) for row in rows]
+        values: list[Any] = [row.get(COLUMN) for row in rows]
     else:
         is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
         table = load_from_disk(dataset) if is_saved else load_dataset(dataset)

@@ -125,7 +125,9 @@ def train_loop(
                 engine.backward(loss)
                 engine.step()
                 figures = {"loss": loss.item(), "accuracy": (margins > 0).float().mean().item()}
-                log.write(engine.global_steps - 1, {**figures, "grad_norm": engine.get_global_grad_norm()}, figures)
+                log.write(
+                    engine.global_steps - 1, {**figures, "grad_norm": engine.get_global_grad_norm()}, list(figures)
+                )
 
 
 def build_reward_model(source: str, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:

@@ -1,7 +1,7 @@
 """What a run shows and leaves behind: a progress bar, `metrics.jsonl`, a table of samples and a plot. Rank 0 only."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,7 +71,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def samples_table(title: str, columns: dict[str, Sequence[str]]) -> Table:
+def samples_table(title: str, columns: Mapping[str, Sequence[str]]) -> Table:
     """A table with one row per sample; `columns` maps a heading to the cells below it."""
     table = Table(title=title, show_lines=True)
     for heading in columns:
@@ -81,7 +81,7 @@ def samples_table(title: str, columns: dict[str, Sequence[str]]) -> Table:
     return table
 
 
-def plot_metrics(metrics: list[dict[str, Any]], panels: dict[str, Sequence[str]], path: Path) -> None:
+def plot_metrics(metrics: list[dict[str, Any]], panels: Mapping[str, Sequence[str]], path: Path) -> None:
     """Saves one panel per entry of `panels` (its title and the figures drawn in it) over the steps, as a PNG.
 
     A figure that was not measured is left out.
