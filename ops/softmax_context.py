@@ -23,38 +23,50 @@ from hybrid_engine.ops.rotary import apply_rotary
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillBatch:
-    """Sequences to prefill, packed. N tokens, R sequences."""
+class TokenBatch:
+    """N tokens on their way through the model, and where their keys and values go."""
 
     tokens: torch.Tensor  # [N] int64
-    positions: torch.Tensor  # [N] int64, from 0 in each sequence
+    positions: torch.Tensor  # [N] int64: index of each token in its sequence
     write_blocks: torch.Tensor  # [N] int64: the block each token's key and value go to
     write_offsets: torch.Tensor  # [N] int64: and the place in it
-    lengths: tuple[int, ...]  # R lengths that add to N
+    made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
+
+    def write_rows(self, num_kv_heads: int, block_size: int) -> torch.Tensor:
+        """Rows `[N*K]` of the workspace seen as `[num_blocks * K * block_size, D]` that the tokens write."""
+        key = (num_kv_heads, block_size)
+        if key not in self.made:
+            heads = torch.arange(num_kv_heads, device=self.positions.device)
+            rows = (self.write_blocks[:, None] * num_kv_heads + heads) * block_size + self.write_offsets[:, None]
+            self.made[key] = rows.flatten()
+        return self.made[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillBatch(TokenBatch):
+    """Whole sequences, packed one after the other."""
+
+    lengths: tuple[int, ...]  # of the R sequences; they add to N
     wanted: torch.Tensor  # [R] int64: the tokens whose next-token logits are wanted, each sequence's last
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeBatch:
+class DecodeBatch(TokenBatch):
     """One new token for each of S running rows."""
 
-    tokens: torch.Tensor  # [S] int64
-    positions: torch.Tensor  # [S] int64: index of the new token in its sequence
-    write_blocks: torch.Tensor  # [S] int64
-    write_offsets: torch.Tensor  # [S] int64
     block_tables: torch.Tensor  # [S, n] int64, rows padded with any valid block
     context: int  # longest sequence in the batch, new token included
     is_identity: bool  # row i owns block i and nothing else
-    biases: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict)  # made once, used by all layers
 
     def bias(self, window: int | None, num_kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
         """0 where a row may look, -inf elsewhere: `[S*K, 1, context]`."""
-        if (window, num_kv_heads) not in self.biases:
+        key = ("bias", window, num_kv_heads)
+        if key not in self.made:
             distance = self.positions[:, None] - torch.arange(self.context, device=self.positions.device)
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
             bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            self.biases[window, num_kv_heads] = bias.repeat_interleave(num_kv_heads, 0).unsqueeze(1)
-        return self.biases[window, num_kv_heads]
+            self.made[key] = bias.repeat_interleave(num_kv_heads, 0).unsqueeze(1)
+        return self.made[key]
 
 
 Batch = PrefillBatch | DecodeBatch
@@ -96,7 +108,7 @@ class SoftmaxContextOp:
         q_gamma: torch.Tensor | None = None,
         k_gamma: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`q [N, H*D]`, `k`, `v` `[N, K*D]`, rotary = cos, sin `[N, 1, D/2]`; writes into `keys` and `values`."""
+        """`q [N, H*D]`, `k`, `v` `[N, K*D]`, rotary = two `[N, 1, D]`; writes into `keys` and `values`."""
         q = q.reshape(-1, self.num_heads, self.head_dim)
         k = k.reshape(-1, self.num_kv_heads, self.head_dim)
         v = v.reshape(-1, self.num_kv_heads, self.head_dim)
@@ -104,8 +116,9 @@ class SoftmaxContextOp:
             q, k = self.qk_norm(q, q_gamma), self.qk_norm(k, k_gamma)
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        keys[batch.write_blocks, :, batch.write_offsets] = k
-        values[batch.write_blocks, :, batch.write_offsets] = v
+        rows = batch.write_rows(self.num_kv_heads, keys.shape[2])
+        for cache, new in ((keys, k), (values, v)):
+            cache.view(-1, self.head_dim).index_copy_(0, rows, new.reshape(-1, self.head_dim))
         if isinstance(batch, PrefillBatch):
             return self._prefill(q, k, v, batch.lengths)
         return self._decode(q, keys, values, batch)

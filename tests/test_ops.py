@@ -104,8 +104,10 @@ def test_rotary_equals_transformers():
     cos, sin = rotary_table(inv_freq, 1.3, 40, torch.float32)
     positions = torch.tensor([0, 3, 39, 7, 7])
     q, k = torch.randn(5, 6, 16), torch.randn(5, 2, 16)
-    wide_cos, wide_sin = (torch.cat([t, t], -1)[positions][None] for t in (cos, sin))
-    expected = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], wide_cos, wide_sin)
+    angles = torch.outer(positions.float(), inv_freq).repeat(1, 2)[None]
+    expected = apply_rotary_pos_emb(
+        q.transpose(0, 1)[None], k.transpose(0, 1)[None], angles.cos() * 1.3, angles.sin() * 1.3
+    )
     for ours, theirs in zip((q, k), expected, strict=True):
         rotated = apply_rotary(ours, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
         close(rotated, theirs[0].transpose(0, 1))
