@@ -1,0 +1,222 @@
+"""Rollouts: our `engine.generate()` against transformers' `model.generate()` and `model.generate_batch()`.
+
+    python benchmarks/bench_rollout.py --threads 2
+
+One model, one process, the same prompts, the engines taking turns in every round. Four cases: answers of a
+fixed length (min_new_tokens = max_new_tokens) and long-tailed ones, in groups of 1 and of 8 per prompt.
+
+Long-tailed lengths are log-normal, rounded, clipped to max_new_tokens; mu is solved for the mean asked for,
+mu and sigma are printed. No engine is modified: the model counts down to its end of sequence by itself (see
+countdown.py), its layers doing the work of any Llama's. Groups of 1 are greedy and the prompt's last token
+decides the length, so every engine writes the same tokens. In groups of 8 each sample draws its length as
+its first token, at temperature 1 and without filters, so lengths are equal between engines in
+distribution only: what is compared is tokens per second. `model.generate()` gets num_return_sequences=8.
+At fixed length the countdown is longer than max_new_tokens, because `generate_batch()` ignores
+min_new_tokens.
+
+Before anything is timed every engine runs every case once; wrong tokens or lengths end the benchmark,
+except `generate_batch()`'s, which become its row of the table. The shares are of the time that the counted
+bytes or flops take at the ceilings measured in the same run (see roofline.py).
+"""
+
+import argparse
+import statistics
+import sys
+
+import torch
+from common import (
+    DTYPES,
+    Ceilings,
+    Shape,
+    append_rows,
+    base_parser,
+    environment,
+    measure_ceilings,
+    parse,
+    peak_memory,
+    timed,
+)
+from countdown import (
+    EOS,
+    build_countdown_model,
+    build_prompts,
+    check_countdown,
+    log_normal_mu,
+    log_normal_probabilities,
+    start_token,
+)
+from rich.console import Console
+from rollout_engines import Case, ContinuousBatchingRollout, HybridEngineRollout, ModuleRollout, RolloutEngine
+from rollout_results import Measured, Run, ratio_to_baseline, results_rows, results_table
+from roofline import rollout_passes
+from transformers import GenerationConfig, LlamaForCausalLM
+
+GROUP = 8
+# Sampled lengths further than this from their distribution's mean, in standard errors, are a defect.
+MAX_STANDARD_ERRORS = 5.0
+
+
+def build_cases(shape: Shape, probabilities: torch.Tensor, device: str) -> list[Case]:
+    """Fixed and long-tailed answers, in groups of 1 and of 8."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.multinomial(probabilities, shape.prompts, replacement=True, generator=generator) + 1
+    fixed = torch.full((shape.prompts,), shape.new_tokens + 1)  # counts T, ..., 1, never reaching the end
+    start = torch.full((shape.prompts,), start_token(shape))
+    cases = []
+    for name, group, last in (
+        ("fixed", 1, fixed),
+        ("fixed", GROUP, fixed),
+        ("long tail", 1, drawn),
+        ("long tail", GROUP, start),
+    ):
+        options = GenerationConfig(
+            max_new_tokens=shape.new_tokens,
+            min_new_tokens=shape.new_tokens if name == "fixed" else None,
+            do_sample=group > 1,
+            temperature=1.0 if group > 1 else None,
+            top_k=0 if group > 1 else None,
+            num_return_sequences=group,
+            eos_token_id=EOS,
+            pad_token_id=shape.vocab - 1,
+        )
+        lengths = None if last is start else last.clamp(max=shape.new_tokens).repeat_interleave(group).tolist()
+        cases.append(Case(f"{name}, groups of {group}", build_prompts(shape, last).to(device), options, lengths))
+    return cases
+
+
+def check_answers(case: Case, answers: list[list[int]], probabilities: torch.Tensor) -> None:
+    """Raises RuntimeError unless all answers count down and their lengths are the intended ones."""
+    for answer in answers:
+        check_countdown(answer, len(probabilities))
+    lengths = [len(answer) for answer in answers]
+    if case.lengths is not None:
+        if lengths != case.lengths:
+            raise RuntimeError(f"answers of lengths {lengths}, intended {case.lengths}")
+        return
+    values = torch.arange(1, len(probabilities) + 1, dtype=torch.float64)
+    mean = (values * probabilities).sum().item()
+    deviation = ((values - mean) ** 2 * probabilities).sum().sqrt().item()
+    error = abs(statistics.mean(lengths) - mean) / (deviation / len(lengths) ** 0.5)
+    if error > MAX_STANDARD_ERRORS:
+        raise RuntimeError(f"mean length {statistics.mean(lengths):.1f} is {error:.1f} standard errors from {mean:.1f}")
+    groups = [lengths[first : first + case.group] for first in range(0, len(lengths), case.group)]
+    if all(len(set(group)) == 1 for group in groups):
+        raise RuntimeError("all samples of each prompt are equal; they were not drawn independently")
+
+
+def check_engine(engine: RolloutEngine, case: Case, probabilities: torch.Tensor, device: str) -> Measured:
+    """Runs the case once, untimed, which also warms up."""
+    measured = Measured()
+    try:
+        with peak_memory(device) as peak:
+            result = engine.generate(case, seed=0)
+        check_answers(case, engine.answers(case, result), probabilities)
+        measured.peak_bytes = peak.num_bytes
+    except Exception as error:
+        # Whatever keeps transformers' newest way from running here belongs in the table.
+        if not isinstance(engine, ContinuousBatchingRollout):
+            raise
+        measured.error = f"{type(error).__name__}: {error}".splitlines()[0]
+    return measured
+
+
+def time_engine(engine: RolloutEngine, case: Case, seed: int, model: LlamaForCausalLM, device: str) -> Run:
+    """One timed rollout."""
+    seconds, result = timed(lambda: engine.generate(case, seed), device)
+    lengths = [len(answer) for answer in engine.answers(case, result)]
+    return Run(seconds, sum(lengths), rollout_passes(model, *case.prompts.shape, lengths))
+
+
+def measure_case(
+    engines: list[RolloutEngine],
+    case: Case,
+    repeats: int,
+    model: LlamaForCausalLM,
+    probabilities: torch.Tensor,
+    device: str,
+) -> dict[str, Measured]:
+    """Checks every engine, then times them in rounds, each round beginning with another one."""
+    measured = {engine.name: check_engine(engine, case, probabilities, device) for engine in engines}
+    able = [engine for engine in engines if measured[engine.name].error is None]
+    for repeat in range(repeats):
+        first = repeat % len(able)
+        for engine in able[first:] + able[:first]:
+            measured[engine.name].runs.append(time_engine(engine, case, repeat + 1, model, device))
+    for engine in engines:
+        engine.finish()
+    return measured
+
+
+def parse_arguments() -> tuple[argparse.Namespace, Shape]:
+    """The command line."""
+    parser = base_parser(__doc__)
+    parser.add_argument(
+        "--sigma", type=float, default=0.8, help="of the logarithm of long-tailed lengths (default 0.8)"
+    )
+    parser.add_argument("--mean-share", type=float, default=1 / 3, help="mean length over new tokens (default 1/3)")
+    parser.add_argument("--max-running", type=int, default=0, help="our rows at once (default 0: the engine's choice)")
+    parser.add_argument("--cb-page-size", type=int, default=32, help="generate_batch() on the CPU: tokens per KV page")
+    parser.add_argument("--cb-max-requests", type=int, default=32, help="generate_batch() on the CPU: rows at once")
+    parser.add_argument("--cb-max-batch-tokens", type=int, default=256, help="generate_batch() on the CPU: per pass")
+    parser.add_argument("--only", default="", help='run the cases whose name contains this, such as "long tail"')
+    return parse(parser, "rollout")
+
+
+def build_engines(model: LlamaForCausalLM, args: argparse.Namespace) -> list[RolloutEngine]:
+    """The rivals first: building our engine puts its own `generate()` on the model."""
+    return [
+        ModuleRollout(model.generate),
+        ContinuousBatchingRollout(model, args.cb_page_size, args.cb_max_requests, args.cb_max_batch_tokens),
+        HybridEngineRollout(model, args.max_running),
+    ]
+
+
+def measure_cases(
+    args: argparse.Namespace, shape: Shape, probabilities: torch.Tensor
+) -> tuple[dict[str, dict[str, Measured]], Ceilings]:
+    """Results by case and engine, and the best that memory and arithmetic reached before and between the cases."""
+    dtype = DTYPES[args.dtype]
+    model = build_countdown_model(shape, probabilities).to(args.device, dtype)
+    engines = build_engines(model, args)
+    cases = [case for case in build_cases(shape, probabilities, args.device) if args.only in case.name]
+    results, ceilings = {}, []
+    for case in cases:
+        ceilings.append(measure_ceilings(args.device, dtype, args.small))
+        measured = measure_case(engines, case, args.repeats, model, probabilities, args.device)
+        results[case.name] = measured
+        able = [name for name in measured if measured[name].error is None]
+        ratios = ", ".join(f"{name} {ratio_to_baseline(measured, name):.2f}x" for name in able)
+        print(f"{case.name}: {ratios}", file=sys.stderr, flush=True)
+    return results, Ceilings(
+        max(one.bytes_per_second for one in ceilings), max(one.flops_per_second for one in ceilings)
+    )
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    args, shape = parse_arguments()
+    mean = args.mean_share * shape.new_tokens
+    mu = log_normal_mu(shape.new_tokens, mean, args.sigma)
+    results, ceilings = measure_cases(args, shape, log_normal_probabilities(shape.new_tokens, mu, args.sigma))
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(results_table(shape, args.dtype, results, ceilings))
+    console.print(
+        f"long tail: log-normal with mu={mu:.3f} and sigma={args.sigma:g}, clipped at {shape.new_tokens}, mean "
+        f"{mean:.1f}\nceilings: {ceilings.bytes_per_second / 1e9:.1f} GB/s copied (read plus written), "
+        f"{ceilings.flops_per_second / 1e9:.0f} GFLOP/s in matmul"
+    )
+    columns = {
+        **vars(shape),
+        "dtype": args.dtype,
+        "mu": round(mu, 4),
+        "sigma": args.sigma,
+        "repeats": args.repeats,
+        "ceiling_bytes_per_second": round(ceilings.bytes_per_second),
+        "ceiling_flops_per_second": round(ceilings.flops_per_second),
+        **environment(args.device),
+    }
+    append_rows(args.csv, results_rows(results, ceilings, columns))
+
+
+if __name__ == "__main__":
+    main()

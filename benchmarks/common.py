@@ -1,0 +1,225 @@
+"""What the benchmarks share: shapes, timing, this machine's ceilings, peak memory; rows say where they are from."""
+
+import argparse
+import csv
+import ctypes
+import dataclasses
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Llama, and the prompts and answers it is given. The defaults make a model of 17M parameters."""
+
+    hidden: int = 384
+    layers: int = 6
+    heads: int = 6
+    kv_heads: int = 6
+    intermediate: int = 1024
+    vocab: int = 8192
+    prompts: int = 32
+    prompt_tokens: int = 64
+    new_tokens: int = 128
+
+
+SMALL = Shape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=512, prompts=4, prompt_tokens=16,
+              new_tokens=24)  # fmt: skip
+
+
+def base_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options every benchmark has. A shape option that is not given is that of `Shape`, or of `SMALL`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="tiny shapes: checks that everything runs, in seconds")
+    for field in dataclasses.fields(Shape):
+        option = f"--{field.name.replace('_', '-')}"
+        parser.add_argument(
+            option, type=int, help=f"default {field.default}, with --small {getattr(SMALL, field.name)}"
+        )
+    parser.add_argument("--repeats", type=int, help="timed runs of each (default 5, with --small 2)")
+    parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--csv", type=Path, help="rows are added here (default: results/, with --small nowhere)")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, name: str) -> tuple[argparse.Namespace, Shape]:
+    """Reads the command line, sets the threads, and fills in what was not given."""
+    args = parser.parse_args()
+    base = SMALL if args.small else Shape()
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Shape)}
+    shape = dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
+    args.repeats = args.repeats or (2 if args.small else 5)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.csv is None and not args.small:
+        args.csv = RESULTS / f"{name}.csv"
+    return args, shape
+
+
+def llama_config(shape: Shape, **options: Any) -> transformers.LlamaConfig:
+    """The model of a shape, with room for its prompts and answers."""
+    return transformers.LlamaConfig(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocab,
+        max_position_embeddings=shape.prompt_tokens + shape.new_tokens,
+        **options,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantiles:
+    """Of repeated measurements."""
+
+    p20: float
+    p50: float
+    p80: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> "Quantiles":
+        """Interpolated between the samples, the smallest and the largest included."""
+        if len(samples) == 1:
+            return cls(*samples * 3)
+        tenths = statistics.quantiles(samples, n=10, method="inclusive")
+        return cls(tenths[1], tenths[4], tenths[7])
+
+
+def synchronize(device: str) -> None:
+    """Waits for the device, so that a clock read afterwards counts its work."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(run: Callable[[], Any], device: str) -> tuple[float, Any]:
+    """Seconds that `run` took, and what it returned."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = run()
+    synchronize(device)
+    return time.perf_counter() - start, result
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What this machine reached when nothing but memory or nothing but arithmetic was asked of it."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+
+def measure_ceilings(device: str, dtype: torch.dtype, small: bool) -> Ceilings:
+    """The best of three copies of a large buffer, counting bytes read and written, and of three large matmuls."""
+    num_bytes, size = (2**25, 512) if small else (2**28, 2048)
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    target.copy_(source), left @ right  # page in, choose kernels
+    copy_seconds = min(timed(lambda: target.copy_(source), device)[0] for _ in range(3))
+    matmul_seconds = min(timed(lambda: left @ right, device)[0] for _ in range(3))
+    return Ceilings(2 * num_bytes / copy_seconds, 2 * size**3 / matmul_seconds)
+
+
+def _resident_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}; peak memory on the CPU is read from Linux")
+
+
+@dataclasses.dataclass
+class Peak:
+    """`num_bytes` is set when the block that measures it ends."""
+
+    num_bytes: int = 0
+
+
+@contextmanager
+def peak_memory(device: str) -> Iterator[Peak]:
+    """Most memory the block held at once above what was held before it, all threads counted.
+
+    On CUDA from the allocator; on the CPU from the resident set, which also counts memory that the C
+    allocator keeps for later, and cannot show less than a page.
+    """
+    peak = Peak()
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.num_bytes = torch.cuda.max_memory_allocated(device) - before
+        return
+    ctypes.CDLL(None).malloc_trim(0)  # glibc: what others freed must not hide what this block takes
+    before = _resident_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+    yield peak
+    peak.num_bytes = max(0, _resident_bytes("VmHWM") - before)
+
+
+def environment(device: str) -> dict[str, str | int]:
+    """Columns that say where a row is from."""
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} CPUs"
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def append_rows(path: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Adds rows to a CSV, whose header the first ones write; None writes nothing.
+
+    Raises ValueError if the file has other columns.
+    """
+    if path is None or not rows:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = list(rows[0])
+    if path.exists():
+        with path.open(newline="") as file:
+            found = next(csv.reader(file), [])
+        if found != columns:
+            raise ValueError(f"--csv={path} has columns {found}, the new rows have {columns}; name another file")
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+    print(f"{len(rows)} rows added to {path}")

@@ -1,0 +1,51 @@
+"""The least time a rollout can take on a machine with given ceilings: bytes and flops counted from shapes and lengths.
+
+Counted are the weights, read once per pass, and keys and values, read once per row and pass; and the
+multiplications and additions of matrix products and attention. All rows run at once, each prompt is
+prefilled once, rows that have ended cost nothing, activations and the sampler are free. Weights that fit
+the processor's cache can be read faster than memory is copied: shares of bandwidth may then exceed 1.
+
+B prompts, P prompt length, L layers, H query heads, K key/value heads, D head dimension.
+"""
+
+from dataclasses import dataclass
+
+from common import Ceilings
+from transformers import LlamaForCausalLM
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over the layers."""
+
+    num_bytes: float
+    flops: float
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        """Under the roof: bound by memory or by arithmetic, whichever takes longer."""
+        return max(self.num_bytes / ceilings.bytes_per_second, self.flops / ceilings.flops_per_second)
+
+
+def rollout_passes(model: LlamaForCausalLM, num_prompts: int, prompt_tokens: int, lengths: list[int]) -> list[Pass]:
+    """The prefill of B prompts, then one decode pass per further token of the answers `lengths [B*G]`."""
+    config = model.config
+    layers = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
+    head = model.get_output_embeddings().weight.numel()
+    element = model.dtype.itemsize
+    weight_bytes = (layers + head) * element
+    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element  # of one token
+    # Of one query and one key: a product for the score and one for the weighted value.
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    causal_pairs = prompt_tokens * (prompt_tokens + 1) / 2
+    prefill = Pass(
+        weight_bytes + num_prompts * prompt_tokens * kv_bytes,
+        num_prompts * (prompt_tokens * 2 * layers + 2 * head + causal_pairs * attention),
+    )
+    passes = [prefill]
+    for generated in range(1, max(lengths)):
+        rows = sum(length > generated for length in lengths)
+        context = prompt_tokens + generated
+        passes.append(
+            Pass(weight_bytes + rows * context * kv_bytes, rows * (2 * (layers + head) + context * attention))
+        )
+    return passes
