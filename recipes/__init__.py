@@ -1,0 +1,1 @@
+"""Recipes: one readable file per training job, its loop visible."""

@@ -1,5 +1,6 @@
 """The KV workspace: one tensor of fixed-size blocks, whose storage comes and goes while the tensor stays."""
 
+import psutil
 import torch
 
 # Share of the free memory that a rollout may take; the rest is for activations and logits.
@@ -12,9 +13,7 @@ def available_memory_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + cached
-    with open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    return int(fields["MemAvailable"].split()[0]) * 1024
+    return psutil.virtual_memory().available
 
 
 class KVWorkspace:
