@@ -14,7 +14,6 @@ Conventions: Schulman et al., arXiv 1707.06347; Ouyang et al., arXiv 2203.02155;
 Details of RLHF with PPO" (2023). gamma 1, lambda 0.95; k1 KL in the reward; the score on the last response token.
 """
 
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM
 import hybrid_engine
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.recipes.checkpoints import load_checkpoints, remove_checkpoints, save_checkpoints
 from hybrid_engine.recipes.engine_config import build_engine_config
 from hybrid_engine.recipes.evaluation import evaluate, global_means, rollout_sums, show_comparison
 from hybrid_engine.recipes.prompts import load_prompts, select_prompts
@@ -48,7 +48,7 @@ from hybrid_engine.rl.advantages import gae, token_rewards, whiten
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.rl.kl import kl_k1
 from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss
-from hybrid_engine.zero.processes import default_device, gather_objects, get_rank, get_world_size, on_rank_zero
+from hybrid_engine.zero.processes import default_device, gather_objects, get_rank, get_world_size
 
 PLOT_PANELS = {
     "reward": ["score", "judge_pass_rate"],
@@ -160,13 +160,19 @@ def run(config: Config) -> Path:
     train_prompts, held_out_prompts = load_prompts(config.dataset)
     held_out_prompts = held_out_prompts[: config.eval_prompts]
     check_at_least("eval_prompts", len(held_out_prompts), get_world_size())
+    if config.reward:
+        load_reward(config.reward)  # what cannot be loaded is to be said before the stages run
     source, reward_source = run_earlier_stages(config)
     seed_everything(config.seed)
     roles = build_roles(config, source, reward_source)
     say(roles.actor.report())
 
     before = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
-    first_step = load_checkpoints(roles, out) if config.resume else 0
+    first_step = 0
+    if config.resume:
+        first_step = load_checkpoints(roles, out / "checkpoints", config)
+    else:
+        remove_checkpoints(out / "checkpoints")
     started = time.perf_counter()
     log = RunLog(out, "PPO", config.steps, first_step)
     train_loop(roles, train_prompts, config, log, first_step)
@@ -254,7 +260,7 @@ def train_loop(roles: Roles, prompts: list[str], config: Config, log: RunLog, fi
             figures |= update(roles, experience, rollout.logprobs, config, seed=mix_seed(config.seed, step))
             log.write(step, figures | roles.actor.latency_stats(), ["score", "kl_per_sequence", "length"])
             if config.save_every and (step + 1) % config.save_every == 0:
-                save_checkpoints(roles, Path(config.out), step + 1)
+                save_checkpoints(roles, Path(config.out) / "checkpoints", step + 1, config)
 
 
 @torch.no_grad()
@@ -353,24 +359,3 @@ def split_by_length(sequences: Sequences, rows: torch.Tensor, size: int) -> list
     """`rows` in parts of `size`, alike in length within a part: less padding, and the loss does not depend on it."""
     lengths = sequences.attention_mask[rows].sum(dim=1)
     return list(rows[lengths.argsort().to(rows.device)].split(size))
-
-
-def save_checkpoints(roles: Roles, out: Path, step: int) -> None:
-    """Saves both engines under the tag `step<n>` and then drops older tags; collective."""
-    for name, engine in (("critic", roles.critic), ("actor", roles.actor)):
-        engine.save_checkpoint(out / "checkpoints" / name, f"step{step}", {"step": step})
-
-    def prune() -> None:
-        for folder in (out / "checkpoints").glob("*/step*"):
-            if folder.name != f"step{step}":
-                shutil.rmtree(folder)
-
-    on_rank_zero(prune)
-
-
-def load_checkpoints(roles: Roles, out: Path) -> int:
-    """Loads both engines; returns the steps that they had done. The actor, saved last, says which tag is complete."""
-    _, state = roles.actor.load_checkpoint(out / "checkpoints" / "actor")
-    roles.critic.load_checkpoint(out / "checkpoints" / "critic", f"step{state['step']}")
-    say(f"Going on after step {state['step']}")
-    return state["step"]

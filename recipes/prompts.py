@@ -60,8 +60,16 @@ def _read_prompts(dataset: str) -> list[str]:
         values: list[Any] = [row.get(COLUMN) for row in rows]
     else:
         is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-        table = load_from_disk(dataset) if is_saved else load_dataset(dataset)
-        table = table["train"] if isinstance(table, dict) and "train" in table else table
+        try:
+            table = load_from_disk(dataset) if is_saved else load_dataset(dataset)
+        except (FileNotFoundError, ConnectionError) as error:
+            raise ValueError(f"dataset={dataset!r} must be a .jsonl file, a folder or a hub name: {error}") from error
+        if isinstance(table, dict):
+            if "train" not in table:
+                raise ValueError(
+                    f"dataset={dataset!r} has the splits {', '.join(table)} and must have 'train'; rename one"
+                )
+            table = table["train"]
         _check_column(dataset, list(table.column_names))
         values = list(table[COLUMN])
     wrong = next((index for index, value in enumerate(values) if not isinstance(value, str) or not value), None)

@@ -79,7 +79,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
     That is safe here because padding is told from lengths, not from token ids.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except OSError as error:
+        raise ValueError(f"model={str(folder)!r} must be a Hugging Face folder or name that loads: {error}") from error
     tokenizer.padding_side = "left"
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model={str(folder)!r} has a tokenizer without eos_token; responses could not end: set one")

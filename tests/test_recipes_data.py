@@ -144,6 +144,8 @@ def test_a_dataset_without_prompts_is_refused_with_the_columns_that_it_has(tmp_p
     with pytest.raises(ValueError, match="row 1 has prompt=''"):
         load_prompts(str(tmp_path / "empty.jsonl"))
     (tmp_path / "torn.jsonl").write_text('{"prompt": "a"}\n{"prom')
+    with pytest.raises(ValueError, match=r"must be a .jsonl file, a folder or a hub name"):
+        load_prompts(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         load_prompts(str(tmp_path / "torn.jsonl"))
 

@@ -91,6 +91,8 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monk
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunLog, "write", stop_at_the_last_step)
         ppo.run(replace(config, out=torn))
+    with pytest.raises(ValueError, match=r"kl_coef=0.5 but the interrupted run had 0.05"):
+        ppo.run(replace(config, out=torn, resume=True, kl_coef=0.5))
     ppo.run(replace(config, out=torn, resume=True))
 
     for ours, theirs in zip(
@@ -177,6 +179,12 @@ def test_a_reward_that_cannot_be_found_is_named(tmp_path, monkeypatch):
     for spec, message in (("nowhere:f", "no module 'nowhere'"), ("json:nothing", "json has no function 'nothing'")):
         with pytest.raises(ValueError, match=message):
             ppo.load_reward(spec)
+
+
+def test_a_model_that_does_not_load_is_named_before_any_work(tmp_path, capsys):
+    assert cli.main(["ppo", "--out", str(tmp_path / "run"), "--model", str(tmp_path / "nowhere")]) == 2
+    assert f"model='{tmp_path / 'nowhere'}' must be a Hugging Face folder or name" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_shows_every_option_with_its_meaning(capsys):

@@ -1,0 +1,53 @@
+"""Checkpoints of a PPO run: actor and critic under one tag, the actor saved last, so its `latest` names whole pairs."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.recipes.rollout import Roles
+from hybrid_engine.recipes.run_log import say
+from hybrid_engine.zero.processes import on_rank_zero
+
+_MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_prompts"})
+
+
+def save_checkpoints(roles: Roles, folder: Path, step: int, config: Any) -> None:
+    """Saves both engines as they are after `step` steps and then removes older tags; collective."""
+    state = {"step": step, "config": asdict(config)}
+    for name, engine in (("critic", roles.critic), ("actor", roles.actor)):
+        engine.save_checkpoint(folder / name, f"step{step}", state)
+
+    def prune() -> None:
+        for tag in folder.glob("*/step*"):
+            if tag.name != f"step{step}":
+                shutil.rmtree(tag)
+
+    on_rank_zero(prune)
+
+
+def load_checkpoints(roles: Roles, folder: Path, config: Any) -> int:
+    """Loads the last pair; returns the steps that it had done. Collective.
+
+    Raises:
+        ValueError: there is no checkpoint, or it was written under other options.
+    """
+    _, state = roles.actor.load_checkpoint(folder / "actor")
+    _check_options(state["config"], asdict(config))
+    roles.critic.load_checkpoint(folder / "critic", f"step{state['step']}")
+    say(f"Going on after step {state['step']}")
+    return state["step"]
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Removes what an earlier run left, lest a later --resume goes on with it; collective."""
+    on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def _check_options(saved: dict[str, Any], given: dict[str, Any]) -> None:
+    for name in sorted(given.keys() - _MAY_DIFFER):
+        if saved.get(name) != given[name]:
+            raise ValueError(
+                f"resume: {name}={given[name]!r} but the interrupted run had {saved.get(name)!r}; "
+                f"a run goes on under the options that it began with: give {name} as it was"
+            )
