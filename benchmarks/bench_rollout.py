@@ -16,7 +16,8 @@ min_new_tokens.
 
 Before anything is timed every engine runs every case once; wrong tokens or lengths end the benchmark,
 except `generate_batch()`'s, which become its row of the table. The shares are of the time that the counted
-bytes or flops take at the ceilings measured in the same run (see roofline.py).
+bytes or flops take at the ceilings measured in the same run (see roofline.py). Our engine also records the log-probability of every
+token, which the others are not asked for.
 """
 
 import argparse
@@ -179,6 +180,8 @@ def measure_cases(
     model = build_countdown_model(shape, probabilities).to(args.device, dtype)
     engines = build_engines(model, args)
     cases = [case for case in build_cases(shape, probabilities, args.device) if args.only in case.name]
+    if not cases:
+        raise ValueError(f'--only="{args.only}" must be part of a case\'s name, such as "long tail, groups of 8"')
     results, ceilings = {}, []
     for case in cases:
         ceilings.append(measure_ceilings(args.device, dtype, args.small))

@@ -279,7 +279,7 @@ def main() -> None:
     """Measures, prints, writes."""
     args, shape = parse_arguments()
     switch = worst(measure_all(args, shape))
-    has_goal = args.processes == 1 and not args.lora
+    has_goal = args.processes == 1 and not args.lora and not args.small
     adapters = f", LoRA of rank {args.rank}" if args.lora else ""
     gathering = ", streamed" if args.stream else ""
     setting = f"{args.processes} process(es), stage {args.stage}{gathering}{adapters}, {args.dtype}"
