@@ -16,8 +16,8 @@ min_new_tokens.
 
 Before anything is timed every engine runs every case once; wrong tokens or lengths end the benchmark,
 except `generate_batch()`'s, which become its row of the table. The shares are of the time that the counted
-bytes or flops take at the ceilings measured in the same run (see roofline.py). Our engine also records the log-probability of every
-token, which the others are not asked for.
+bytes or flops take at the ceilings measured in the same run (see roofline.py). Our engine also records the
+log-probability of every token, which the others are not asked for.
 """
 
 import argparse
@@ -125,7 +125,8 @@ def time_engine(engine: RolloutEngine, case: Case, seed: int, model: LlamaForCau
     """One timed rollout."""
     seconds, result = timed(lambda: engine.generate(case, seed), device)
     lengths = [len(answer) for answer in engine.answers(case, result)]
-    return Run(seconds, sum(lengths), rollout_passes(model, *case.prompts.shape, lengths))
+    num_prompts, prompt_tokens = case.prompts.shape
+    return Run(seconds, sum(lengths), rollout_passes(model, num_prompts, prompt_tokens, lengths))
 
 
 def measure_case(
