@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from hybrid_engine.zero.processes import get_rank
 
@@ -61,7 +62,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def say(message: str | Table) -> None:
     """Prints on rank 0."""
     if get_rank() == 0:
-        Console().print(message)
+        Console().print(message, markup=False, highlight=False)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -77,7 +78,7 @@ def samples_table(title: str, columns: Mapping[str, Sequence[str]]) -> Table:
     for heading in columns:
         table.add_column(heading, overflow="fold")
     for row in zip(*columns.values(), strict=True):
-        table.add_row(*(cell.replace("[", r"\[") for cell in row))
+        table.add_row(*(Text(cell) for cell in row))  # as it is: generated text may look like markup
     return table
 
 
