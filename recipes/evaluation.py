@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from hybrid_engine.recipes.pep257 import conforms
 from hybrid_engine.recipes.rollout import Roles, Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.run_log import samples_table, say
-from hybrid_engine.recipes.sequences import response_logprobs
+from hybrid_engine.recipes.sequences import in_parts, response_logprobs
 from hybrid_engine.rl.kl import kl_k1
 from hybrid_engine.zero.processes import gather_objects, get_rank, get_world_size
 
@@ -64,7 +65,8 @@ def evaluate(roles: Roles, prompts: list[str], options: SamplingOptions, is_judg
     roles.actor.eval()
     mine = prompts[get_rank() :: get_world_size()]
     rollout = sample(roles, mine, options, EVALUATION_SEED)
-    logprobs_ref = response_logprobs(roles.reference, rollout.sequences, options.temperature)
+    logprobs_of = partial(response_logprobs, roles.reference, temperature=options.temperature)
+    logprobs_ref = in_parts(logprobs_of, rollout.sequences)
     figures = global_means(rollout_sums(rollout, logprobs_ref, is_judged))
     everyone = gather_objects(list(zip(rollout.prompts, rollout.responses, strict=True)))
     answered = dict(pair for part in everyone for pair in part)

@@ -16,6 +16,7 @@ Details of RLHF with PPO" (2023). gamma 1, lambda 0.95; k1 KL in the reward; the
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from hybrid_engine.recipes.prompts import load_prompts, select_prompts
 from hybrid_engine.recipes.rewards import build_critic, load_reward
 from hybrid_engine.recipes.rollout import Roles, Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.run_log import RunLog, plot_metrics, read_metrics, say, write_json
-from hybrid_engine.recipes.sequences import Sequences, response_logprobs, response_values
+from hybrid_engine.recipes.sequences import Sequences, in_parts, response_logprobs, response_values
 from hybrid_engine.recipes.stages import (
     check_at_least,
     check_divides,
@@ -269,8 +270,8 @@ def build_experience(
 ) -> tuple[Experience, dict[str, float]]:
     """Reference log-probabilities, values, rewards and advantages of a rollout; all processes whiten together."""
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
-    logprobs_ref = response_logprobs(roles.reference, sequences, config.temperature)
-    values = response_values(roles.critic, sequences)
+    logprobs_ref = in_parts(partial(response_logprobs, roles.reference, temperature=config.temperature), sequences)
+    values = in_parts(partial(response_values, roles.critic), sequences)
     logprobs_old = old_logprobs(roles, rollout, config)
 
     rewards = token_rewards(rollout.scores, kl_k1(logprobs_old, logprobs_ref), mask, config.kl_coef)
@@ -291,7 +292,7 @@ def old_logprobs(roles: Roles, rollout: Rollout, config: Config) -> torch.Tensor
     difference = roles.actor.logprob_difference
     if difference is not None and difference.mean <= config.logprob_bound:
         return rollout.logprobs
-    return response_logprobs(roles.actor, rollout.sequences, config.temperature)
+    return in_parts(partial(response_logprobs, roles.actor, temperature=config.temperature), rollout.sequences)
 
 
 def update(

@@ -6,12 +6,17 @@ pass needs logits only from there on. Padding is known from lengths, never from 
 B: rows, P: prompt columns, T: response columns, V: vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from hybrid_engine.ops.log_prob import token_logprobs
+
+ROWS_PER_PASS = 32
+"""Rows of a forward pass without gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +141,16 @@ def last_token_scores(model: nn.Module, batch: Sequences) -> torch.Tensor:
     scores = model(batch)[:, -batch.response_mask.shape[1] :]
     last = batch.response_mask.sum(dim=1, keepdim=True) - 1
     return scores.gather(1, last).squeeze(1)
+
+
+def in_parts(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
+    """`compute`, whose result is `[B, T]` and 0 on padding, of a few rows at a time: all logits at once may not fit.
+
+    Collective if `compute` is, and then every process must have as many rows.
+    """
+    num_rows, num_columns = batch.response_mask.shape
+    parts = [compute(batch.rows(rows)) for rows in torch.arange(num_rows).split(ROWS_PER_PASS)]
+    return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
 
 
 def batches_of_similar_length(lengths: list[int], batch_size: int, generator: torch.Generator) -> list[list[int]]:

@@ -9,6 +9,7 @@ from hybrid_engine.recipes.sequences import (
     attach_responses,
     batches_of_similar_length,
     build_sequences,
+    in_parts,
     last_token_scores,
     response_logprobs,
     response_values,
@@ -68,6 +69,15 @@ def test_values_are_those_before_each_response_token_and_trimming_changes_none(t
     trimmed = batch.rows(rows)
     assert trimmed.input_ids.shape == (2, 6 + 2) and trimmed.response_mask.shape == (2, 2)
     torch.testing.assert_close(response_values(model, trimmed), values[rows, :2], atol=1e-6, rtol=1e-5)
+
+
+def test_computing_in_parts_gives_what_one_pass_gives(monkeypatch):
+    monkeypatch.setattr("hybrid_engine.recipes.sequences.ROWS_PER_PASS", 2)
+    model = LlamaForCausalLM(small_config()).eval()
+    batch = build_sequences(PROMPTS, RESPONSES, PAD, CPU)
+    with torch.no_grad():
+        whole, parts = response_logprobs(model, batch), in_parts(lambda rows: response_logprobs(model, rows), batch)
+    torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-5)
 
 
 def test_padding_is_told_from_lengths_even_where_pad_is_the_end_of_sequence_token():
