@@ -1,6 +1,7 @@
 """The same held-out prompts before and after: how good the answers are, how diverse, how far from the reference."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,8 @@ class Evaluation:
     """Answers to the held-out prompts and what was measured on them."""
 
     figures: dict[str, float]
-    """Means over the prompts; `judge_pass_rate` only where the judge applies."""
+    """Means over the prompts (`judge_pass_rate` only where the judge applies), and how diverse the responses are:
+    `distinct_share` of them differ, `top_opening_share` begin with the most frequent first word."""
     prompts: list[str]
     responses: list[str]
 
@@ -72,6 +74,8 @@ def evaluate(roles: Roles, prompts: list[str], options: SamplingOptions, is_judg
     answered = dict(pair for part in everyone for pair in part)
     responses = [answered[prompt] for prompt in prompts]
     figures["distinct_share"] = len(set(responses)) / len(responses)
+    openings = Counter(response.split(" ")[0] for response in responses)
+    figures["top_opening_share"] = openings.most_common(1)[0][1] / len(responses)
     return Evaluation(figures=figures, prompts=prompts, responses=responses)
 
 

@@ -96,7 +96,7 @@ class Config:
     """peak learning rate of the actor"""
     critic_lr: float = 5e-4
     """peak learning rate of the critic"""
-    kl_coef: float = 0.05
+    kl_coef: float = 0.1
     """weight of the KL penalty in the reward, per nat"""
     gamma: float = 1.0
     """discount of later rewards"""
@@ -112,7 +112,7 @@ class Config:
     """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
     logprob_bound: float = 1e-3
     """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
-    kl_bound: float = 8.0
+    kl_bound: float = 6.0
     """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
     eval_prompts: int = 256
     """held-out prompts that are answered before and after"""

@@ -67,7 +67,9 @@ def test_ppo_writes_metrics_plot_samples_and_an_actor_that_changed(stages, tmp_p
         assert 0 <= line["judge_pass_rate"] <= 1 and line["generate_seconds"] > 0
         assert {"policy_loss", "value_loss", "clip_fraction", "approx_kl", "entropy_estimate", "length"} <= set(line)
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["before"].keys() == result["after"].keys() > {"judge_pass_rate", "distinct_share"}
+    assert (
+        result["before"].keys() == result["after"].keys() > {"judge_pass_rate", "distinct_share", "top_opening_share"}
+    )
     assert len(json.loads((tmp_path / "samples.json").read_text())) == 6
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
@@ -91,7 +93,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monk
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunLog, "write", stop_at_the_last_step)
         ppo.run(replace(config, out=torn))
-    with pytest.raises(ValueError, match=r"kl_coef=0.5 but the interrupted run had 0.05"):
+    with pytest.raises(ValueError, match=r"kl_coef=0.5 but the interrupted run had 0.1"):
         ppo.run(replace(config, out=torn, resume=True, kl_coef=0.5))
     ppo.run(replace(config, out=torn, resume=True))
 
