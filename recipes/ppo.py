@@ -96,7 +96,7 @@ class Config:
     """peak learning rate of the actor"""
     critic_lr: float = 5e-4
     """peak learning rate of the critic"""
-    kl_coef: float = 0.1
+    kl_coef: float = 0.07
     """weight of the KL penalty in the reward, per nat"""
     gamma: float = 1.0
     """discount of later rewards"""

@@ -93,7 +93,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monk
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunLog, "write", stop_at_the_last_step)
         ppo.run(replace(config, out=torn))
-    with pytest.raises(ValueError, match=r"kl_coef=0.5 but the interrupted run had 0.1"):
+    with pytest.raises(ValueError, match=r"kl_coef=0.5 but the interrupted run had 0.07"):
         ppo.run(replace(config, out=torn, resume=True, kl_coef=0.5))
     ppo.run(replace(config, out=torn, resume=True))
 
