@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.containers.linear import TransposedLinear
+from hybrid_engine.containers.linear import TransposedLinear, whole
 from hybrid_engine.containers.policy import Policy, UnsupportedModelError
 from hybrid_engine.ops import NORM_OPS, Batch, MLPGemmOp, QKVGemmOp, SoftmaxContextOp, VectorMatMulOp
 from hybrid_engine.ops.activation import ACTIVATIONS
@@ -40,15 +40,15 @@ class NormView:
     """`gamma [E]` and `beta [E]` or None of one norm, its kind and eps."""
 
     def __init__(self, module: nn.Module, kind: str):
+        if getattr(module, "weight", None) is None:
+            raise UnsupportedModelError(f"{type(module).__name__} has no weight")
         self.module, self.kind, self.eps = module, kind, norm_eps(module)
         self.gamma: torch.Tensor
         self.beta: torch.Tensor | None
 
     def bind(self) -> None:
         """Points at the parameters as they lie in memory now."""
-        if self.module.weight is None:
-            raise UnsupportedModelError(f"{type(self.module).__name__} has no weight")
-        self.gamma = self.module.weight.detach()
+        self.gamma = whole(self.module.weight, type(self.module).__name__)
         bias = getattr(self.module, "bias", None)
         self.beta = None if bias is None else bias.detach()
 
@@ -95,7 +95,7 @@ class InferenceLayer:
             self.num_kv_heads,
             self.head_dim,
             scale=submodule(layer, policy.attention).scaling,
-            window=sliding_window(config, self.index),
+            window=sliding_window(config, self.index) if policy.has_window else None,
             qk_norm_eps=self.q_norm.eps if self.q_norm else None,
         )
         self.vector_matmul = VectorMatMulOp()
@@ -125,7 +125,15 @@ class InferenceLayer:
         values: torch.Tensor,
         batch: Batch,
     ) -> torch.Tensor:
-        """`hidden [N, E]` -> `[N, E]`; writes the batch's keys and values into this layer's blocks."""
+        """`hidden [N, E]` -> `[N, E]`; writes the batch's keys and values into this layer's blocks.
+
+        Raises:
+            RuntimeError: the weights were gathered when they were bound and are not any more.
+        """
+        if self.attention_norm.gamma.untyped_storage().nbytes() == 0:
+            raise RuntimeError(
+                f"layer {self.index} reads weights that are not gathered; gather them around the rollout"
+            )
         (q, k, v), _ = self.qkv_gemm(
             hidden,
             [linear.pair[0] for linear in self.qkv],

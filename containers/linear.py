@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hybrid_engine.containers.policy import UnsupportedModelError
 
@@ -27,12 +28,19 @@ class LoraAdapter:
 
 def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter]:
     """The adapters that `module`'s own forward would add now; none for a module that is not peft's."""
-    if not hasattr(module, "base_layer") or module.disable_adapters or module.merged:
+    if not hasattr(module, "base_layer"):
+        return []
+    if module.disable_adapters and module.merged:
+        raise UnsupportedModelError(f"the adapters of {name} are merged and disabled; call unmerge_adapter() first")
+    if module.disable_adapters or module.merged:
         return []
     if not hasattr(module, "lora_A"):
         raise UnsupportedModelError(f"{name} carries a {type(module).__name__}, which is not LoRA on a linear")
     names = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
     for adapter in names:
+        parts = module.lora_A[adapter], module.lora_B[adapter]
+        if not all(isinstance(part, nn.Linear) for part in parts):
+            raise UnsupportedModelError(f"adapter {adapter!r} of {name} is a {type(module).__name__}, not plain LoRA")
         if adapter in getattr(module, "lora_variant", {}):
             variant = type(module.lora_variant[adapter]).__name__
             raise UnsupportedModelError(f"adapter {adapter!r} of {name} is a LoRA variant ({variant})")
@@ -41,10 +49,17 @@ def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter]:
     ]
 
 
+def whole(parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """A detached alias of a parameter that must lie whole in memory; RuntimeError for a shard or freed storage."""
+    if isinstance(parameter, DTensor) or parameter.untyped_storage().nbytes() == 0:
+        raise RuntimeError(f"{name} is not gathered; gather the weights before binding them")
+    return parameter.detach()
+
+
 class TransposedLinear:
     """`weight [in, out]` and `bias [out]` or None, ready for the ops; valid from `bind` until the weights move.
 
-    A parameter whose storage FSDP has freed is an assertion error at `bind`, never silent garbage.
+    A parameter that is not gathered is a RuntimeError at `bind`, never silent garbage.
 
     Raises UnsupportedModelError for a module that is neither a linear nor peft LoRA on one.
     """
@@ -56,14 +71,19 @@ class TransposedLinear:
         self.is_stored_transposed = type(self.base).__name__ == "Conv1D"
         if not (isinstance(self.base, nn.Linear) or self.is_stored_transposed):
             raise UnsupportedModelError(f"{name} is a {type(self.base).__name__}, not a linear")
+        shape = (self.base.nx, self.base.nf) if self.is_stored_transposed else self._linear_shape()
+        if tuple(self.base.weight.shape) != shape or not self.base.weight.is_floating_point():
+            raise UnsupportedModelError(f"{name} packs its weight as {self.base.weight.dtype} {self.base.weight.shape}")
         active_adapters(module, name)
         self.view: tuple[torch.Tensor, torch.Tensor | None]  # of the parameters
         self.pair: tuple[torch.Tensor, torch.Tensor | None]  # (weight, bias) as the ops take them: view or fused
 
+    def _linear_shape(self) -> tuple[int, int]:
+        return self.base.out_features, self.base.in_features
+
     def bind(self) -> None:
         """Points at the parameters as they lie in memory now. They must be whole: gathered, if sharded."""
-        weight = self.base.weight.detach()
-        assert weight.untyped_storage().nbytes() > 0, f"{self.name} is not gathered: its storage is empty"
+        weight = whole(self.base.weight, self.name)
         bias = None if self.base.bias is None else self.base.bias.detach()
         self.view = self.pair = (weight if self.is_stored_transposed else weight.t(), bias)
 

@@ -5,4 +5,4 @@ from dataclasses import replace
 from hybrid_engine.containers.llama import LLAMA
 from hybrid_engine.containers.policy import register_policy
 
-MISTRAL = register_policy(replace(LLAMA, layer_class="MistralDecoderLayer"))
+MISTRAL = register_policy(replace(LLAMA, layer_class="MistralDecoderLayer", has_window=True))

@@ -62,7 +62,7 @@ class InferenceModel:
     def __init__(self, model: nn.Module):
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         decoder, layers, policy = find_decoder(self.base)
-        config = self.base.config
+        config = self.base.config.get_text_config()
         check_policy(policy, decoder, config)
         self.layers = [InferenceLayer(policy, layer, config, index) for index, layer in enumerate(layers)]
         self.final_norm = NormView(submodule(decoder, policy.final_norm), policy.norm)

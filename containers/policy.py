@@ -52,6 +52,8 @@ class Policy:
     # In the decoder: the table of learned positions, where the family has one.
     position_offset: int = 0
     # Row of that table for position 0.
+    has_window: bool = False
+    # The layer obeys the config's `sliding_window`.
     required: dict[str, Any] = field(default_factory=dict)
     # Config values without which the layer is another one than described here.
     absent: tuple[str, ...] = ()

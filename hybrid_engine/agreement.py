@@ -68,6 +68,8 @@ def probe_containers(module: nn.Module, model: InferenceModel) -> LogprobDiffere
     containers = _forced_logprobs(model, tokens)
     with evaluating(module):
         logits = module(input_ids=tokens[None], use_cache=False).logits[0]
+    if logits.shape[0] != length:
+        raise UnsupportedModelError(f"the model's forward gives {logits.shape[0]} positions for {length} tokens")
     trainer = token_logprobs(logits[:-1], tokens[1:])
     difference = compare_logprobs(containers, trainer, torch.ones_like(trainer))
     if not difference.max <= MAX_ROUNDING[model.dtype]:

@@ -31,6 +31,28 @@ from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.latency import LatencyStats
 
 
+class ModuleGenerate:
+    """`engine.module.generate`: the engine's. A copy of the module generates by itself and knows of no engine."""
+
+    def __init__(self, engine: "HybridEngine"):
+        self.engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine.generate(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other == self.engine.generate
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self.engine.module)]  # copy.deepcopy is in the middle of copying the module
+        return type(copied).generate.__get__(copied)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.engine.module, "generate")
+
+
 class HybridEngine(ZeroEngine):
     """ZeroEngine with `generate()`.
 
@@ -40,16 +62,20 @@ class HybridEngine(ZeroEngine):
 
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
         """Takes what ZeroEngine takes; `model` must have `generate()`."""
-        if not hasattr(model, "generate"):
-            raise ValueError(f"hybrid_engine.enabled: {type(model).__name__} has no generate(); pass a language model")
+        if not hasattr(type(model), "generate") or model.config.is_encoder_decoder:
+            raise ValueError(
+                f"hybrid_engine.enabled: {type(model).__name__} is no decoder-only language model with generate(); "
+                "pass one, or leave hybrid_engine out of the config"
+            )
         super().__init__(model, config, **kwargs)
         self.generator = Generator(self.module, self.sharding, config.hybrid_engine)
         self.latency = LatencyStats(self.sharding.world_size)
         self.logprob_difference: LogprobDifference | None = None
         self._is_generating = False
         self.create_inference_containers()
-        self.module.generate = self.generate
+        self.module.generate = ModuleGenerate(self)
 
+    @torch.inference_mode(False)  # tensors made in inference mode would stay behind in the workspace
     @torch.no_grad()
     def generate(
         self,
@@ -87,6 +113,7 @@ class HybridEngine(ZeroEngine):
 
     def eval(self) -> "HybridEngine":
         """Ends an iteration, printing where its time went (rank 0, from the second call on), and stops training."""
+        self._check_not_generating("eval()")
         line = self.latency.begin()
         if line is not None and self.sharding.rank == 0:
             print(line, flush=True)
@@ -118,11 +145,12 @@ class HybridEngine(ZeroEngine):
         return [linear for layer in self.generator.model.layers for linear in layer.linears]
 
     def fuse_lora_weight(self) -> None:
-        """Fuses the adapters into the containers, as `generate()` does; until `unfuse_lora_weight()`."""
+        """Fuses the adapters into the containers, until `unfuse_lora_weight()` or the next `generate()`."""
         if self.generator.model is not None:
             with self.generator.gatherer.gathered(whole=True):
                 self.generator.model.bind()
                 self.generator.model.fuse_lora()
+            self.generator.gatherer.bytes_gathered = 0  # no rollout's
 
     def unfuse_lora_weight(self) -> None:
         """Drops the fused buffers; the parameters were never written to."""

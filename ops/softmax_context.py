@@ -72,6 +72,20 @@ class DecodeBatch(TokenBatch):
 Batch = PrefillBatch | DecodeBatch
 
 
+def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Indices of sequences that may be padded together: within a group none is under half the longest.
+
+    Padding then at most doubles the tokens, whatever the mixture of lengths.
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and 2 * lengths[index] >= lengths[groups[-1][0]]:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
 class SoftmaxContextOp:
     """Callable `(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma) -> context [N, H*D]`.
 
@@ -124,13 +138,16 @@ class SoftmaxContextOp:
         return self._decode(q, keys, values, batch)
 
     def _prefill(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
-        """Causal attention inside each packed sequence, by padding to the longest on the right."""
+        """Causal attention inside each packed sequence; sequences of like length are padded to one batch."""
         if len(set(lengths)) == 1:
-            context = self._causal(*(x.unflatten(0, (len(lengths), lengths[0])) for x in (q, k, v)))
-            return context.flatten(0, 1)
-        rows = torch.nn.utils.rnn.pad_sequence(torch.arange(q.shape[0], device=q.device).split(lengths), True)
-        context = self._causal(q[rows], k[rows], v[rows])
-        return torch.cat([context[i, :length] for i, length in enumerate(lengths)])
+            return self._causal(*(x.unflatten(0, (len(lengths), lengths[0])) for x in (q, k, v))).flatten(0, 1)
+        rows = torch.arange(q.shape[0], device=q.device).split(lengths)
+        contexts: list[torch.Tensor] = [q] * len(lengths)
+        for group in like_lengths(lengths):
+            padded = torch.nn.utils.rnn.pad_sequence([rows[i] for i in group], batch_first=True)
+            for i, context in zip(group, self._causal(q[padded], k[padded], v[padded]), strict=True):
+                contexts[i] = context[: lengths[i]]
+        return torch.cat(contexts)
 
     def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """`q [R, n, H, D]`, `k`, `v` `[R, n, K, D]` -> `[R, n, H*D]`."""

@@ -8,6 +8,7 @@ from models import PAD, build_model, padded_prompts
 import hybrid_engine
 
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
+FULL_LENGTH = {**GREEDY, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 2, "seed": 5}
 SETTINGS = [(stage, pinned) for stage in (0, 1, 2, 3) for pinned in (True, False)]
 FAMILIES = ["mistral-window", "qwen3-qk-norm", "gpt2", "opt", "llama-mha-tied"]
@@ -50,6 +51,7 @@ def rollouts(rank, world_size):
         engine.eval()
         result = {"native": engine.generator.fallback_reason is None, "report": engine.report()}
         result["greedy"] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+        result["bytes"] = engine.latency_stats()["gathered_bytes"]
         result["sampled"] = engine.generate(input_ids, attention_mask=mask, **SAMPLED)
         result["unchanged"] = same(before, weights(engine))
         engine.train()
@@ -59,7 +61,6 @@ def rollouts(rank, world_size):
         result["trained"] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
         # A bound no 10 tokens reach: the option sends the same request to the model's own generate().
         result["own"] = engine.generate(input_ids, attention_mask=mask, no_repeat_ngram_size=500, **GREEDY)
-        result["streamed bytes"] = engine.latency_stats()["gathered_bytes"]
         results[stage, pinned] = result
     for family in FAMILIES:
         engine = build_engine(build_model(family), world_size, 3)
@@ -80,6 +81,52 @@ def refused_inputs(rank, world_size):
     except ValueError as error:
         message = str(error)
     return message, engine.generate(input_ids, **GREEDY)
+
+
+def failing_rollouts(rank, world_size):
+    """A rollout that breaks off leaves no gathered weights behind; NaN on one rank is an error on both."""
+    input_ids = torch.ones(3, 4, dtype=torch.int64)
+    results = {}
+    for pinned in (True, False):
+        engine = build_engine(build_model(), world_size, 3, pinned)
+        engine.eval()
+        layer, passes = engine.generator.model.layers[0], []
+        forward = layer.forward
+
+        def fail(*args, passes=passes, forward=forward):
+            passes.append(1)
+            if len(passes) > 2:
+                raise RuntimeError("power cut")
+            return forward(*args)
+
+        layer.forward = fail
+        kept = None
+        try:
+            engine.generate(input_ids, **FULL_LENGTH)
+        except RuntimeError as error:
+            kept = error  # and with it the traceback, whose frames hold the abandoned stream
+        del layer.forward
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.mul_(0.5)
+        halved = build_model()
+        with torch.no_grad():
+            for parameter in halved.parameters():
+                parameter.mul_(0.5)
+        expected = halved.generate(input_ids, **FULL_LENGTH)
+        results[pinned] = str(kept), torch.equal(engine.generate(input_ids, **FULL_LENGTH), expected)
+
+    engine = build_engine(build_model(), world_size, 3)
+    engine.eval()
+    forward = engine.generator.model.forward
+    if rank == 1:
+        engine.generator.model.forward = lambda *args: forward(*args) * float("nan")
+    try:
+        engine.generate(input_ids, **FULL_LENGTH)
+        results["nan"] = ""
+    except RuntimeError as error:
+        results["nan"] = str(error)
+    return results
 
 
 def lora_rollouts(rank, world_size):
@@ -106,7 +153,8 @@ def lora_rollouts(rank, world_size):
 
 
 def work(rank, world_size):
-    return rollouts(rank, world_size), lora_rollouts(rank, world_size), refused_inputs(rank, world_size)
+    parts = rollouts, lora_rollouts, refused_inputs, failing_rollouts
+    return [part(rank, world_size) for part in parts]
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +190,8 @@ def test_every_stage_answers_as_one_process_does(one_process, two_processes, set
 def test_pinned_weights_are_gathered_once_per_rollout_and_streamed_ones_on_every_pass(two_processes):
     num_bytes = sum(p.numel() * p.element_size() for p in build_model().parameters())
     pinned, streamed = two_processes[0][0][3, True], two_processes[0][0][3, False]
-    assert pinned["streamed bytes"] == 2 * num_bytes  # two rollouts since the last eval()
-    assert streamed["streamed bytes"] > 5 * num_bytes
+    assert pinned["bytes"] == num_bytes
+    assert streamed["bytes"] > 5 * num_bytes
     assert "all layers once per rollout" in pinned["report"]
     assert "layer by layer" in streamed["report"]
 
@@ -167,3 +215,13 @@ def test_input_that_is_bad_on_one_rank_is_refused_on_all(two_processes):
     assert message_0.startswith("rank 1: input_ids[0, 0]=1000")
     assert message_1.startswith("input_ids[0, 0]=1000")
     assert torch.equal(answer_0, answer_1)
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "streamed"])
+def test_a_rollout_that_breaks_off_leaves_no_gathered_weights_behind(two_processes, pinned):
+    for part in two_processes:
+        assert part[3][pinned] == ("power cut", True)
+
+
+def test_logits_that_are_not_finite_on_one_rank_are_an_error_on_all(two_processes):
+    assert all("not finite" in part[3]["nan"] for part in two_processes)

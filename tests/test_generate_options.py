@@ -34,6 +34,8 @@ def engine():
         {"eos_token_id": 7},
         {"eos_token_id": None},
         {"max_new_tokens": None},
+        {"temperature": 0.0, "top_p": 7.0},
+        {"num_beams": 3, "num_return_sequences": 2},
     ],
     ids=str,
 )
@@ -209,13 +211,13 @@ def test_positions_beyond_the_models_are_refused():
 
 
 def test_a_sequence_that_fits_no_workspace_says_how_many_blocks_it_needs():
-    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, "kv_block_size": 4, "max_kv_blocks": 5}}
+    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, "kv_block_size": 4, "max_kv_blocks": 4}}
     engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
     engine.eval()
     input_ids, mask = padded_prompts()
-    with pytest.raises(ValueError, match=r"needs 6 KV blocks of 4 tokens .* there are 5"):
-        engine.generate(input_ids, attention_mask=mask, max_new_tokens=12)
-    assert engine.generate(input_ids, attention_mask=mask, max_new_tokens=11).shape == (6, 20)
+    with pytest.raises(ValueError, match=r"needs 5 KV blocks of 4 tokens .* there are 4"):
+        engine.generate(input_ids, attention_mask=mask, max_new_tokens=9)
+    assert engine.generate(input_ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None).shape == (6, 17)
 
 
 def test_modes_are_refused_where_they_make_no_sense(engine):
@@ -226,6 +228,8 @@ def test_modes_are_refused_where_they_make_no_sense(engine):
     engine.eval()
 
     def switch(*_):
+        with pytest.raises(ValueError, match=r"eval\(\) was called inside"):
+            engine.eval()
         engine.train()
 
     with pytest.raises(ValueError, match="was called inside generate"):
@@ -258,3 +262,85 @@ def test_the_models_own_generate_is_measured_like_a_native_one(engine):
     assert torch.equal(own.sequences, native.sequences) and torch.equal(own.lengths, native.lengths)
     assert own.finish_reason == native.finish_reason
     torch.testing.assert_close(own.logprobs, native.logprobs, atol=1e-5, rtol=0)
+
+
+def test_none_switches_an_option_of_the_models_own_config_off(engine):
+    input_ids, mask = padded_prompts()
+    model = build_model()
+    drawn = model.generate(input_ids, attention_mask=mask, **(GREEDY | {"eos_token_id": None}))[0, 11].item()
+    for config in (model.generation_config, engine.module.generation_config):
+        config.eos_token_id, config.max_new_tokens = drawn, 12
+    kwargs = {"do_sample": False, "pad_token_id": PAD}
+    stopped = engine.generate(input_ids, attention_mask=mask, **kwargs)
+    assert torch.equal(stopped, model.generate(input_ids, attention_mask=mask, **kwargs))
+    free = engine.generate(input_ids, attention_mask=mask, eos_token_id=None, **kwargs)
+    assert torch.equal(free, model.generate(input_ids, attention_mask=mask, eos_token_id=None, **kwargs))
+    assert not torch.equal(free[:, : stopped.shape[1]], stopped)
+
+
+def test_top_k_is_fifty_by_default_and_none_switches_it_off(engine):
+    input_ids, mask = padded_prompts(num_prompts=1)
+    sampling = {"do_sample": True, "temperature": 50.0, "max_new_tokens": 1, "num_return_sequences": 2000}
+    distinct = [
+        len(engine.generate(input_ids, attention_mask=mask, seed=0, **sampling, **options)[:, -1].unique())
+        for options in ({}, {"top_k": None}, {"top_k": 0})
+    ]
+    assert distinct[0] == 50 and distinct[1] == distinct[2] == VOCAB
+
+
+def test_a_padding_id_that_ends_sequences_says_nothing_about_padding(engine):
+    input_ids = torch.tensor([[7, 5, 9], [7, 7, 7]])
+    merged = GREEDY | {"pad_token_id": 7}
+    assert torch.equal(engine.generate(input_ids, **merged), build_model().generate(input_ids, **merged))
+
+
+def test_a_misspelt_option_names_its_nearest_neighbour(engine):
+    input_ids, mask = padded_prompts()
+    with pytest.raises(ValueError, match=r"max_new_token=3 is no option .* did you mean max_new_tokens"):
+        engine.generate(input_ids, attention_mask=mask, max_new_token=3)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({"generation_config": {"max_new_tokens": 3}}, "generation_config is a dict"),
+        ({"seed": 2**63}, "seed=9223372036854775808"),
+    ],
+    ids=str,
+)
+def test_arguments_of_the_wrong_kind_are_refused(engine, kwargs, told):
+    input_ids, mask = padded_prompts()
+    with pytest.raises(ValueError, match=told):
+        engine.generate(input_ids, attention_mask=mask, **kwargs)
+    with pytest.raises(ValueError, match="input_ids is a list"):
+        engine.generate([[1, 2]])
+
+
+def test_a_seed_holds_for_the_models_own_generate_too(engine):
+    input_ids, mask = padded_prompts()
+    own = {"do_sample": True, "max_new_tokens": 8, "no_repeat_ngram_size": 500}
+    outputs = [engine.generate(input_ids, attention_mask=mask, seed=seed, **own) for seed in (5, 5, 6)]
+    assert torch.equal(outputs[0], outputs[1])
+    assert outputs[0].shape != outputs[2].shape or not torch.equal(outputs[0], outputs[2])
+
+
+def test_rows_that_end_by_another_rule_are_returned_as_transformers_returns_them(engine):
+    from transformers import StoppingCriteria
+
+    class AfterTwo(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.arange(input_ids.shape[0]) < 3 if input_ids.shape[1] == 11 else torch.zeros(6).bool()
+
+    input_ids, mask = padded_prompts()
+    merged = GREEDY | {"return_dict_in_generate": True, "stopping_criteria": [AfterTwo()]}
+    output = engine.generate(input_ids, attention_mask=mask, **merged)
+    assert torch.equal(output.sequences, build_model().generate(input_ids, attention_mask=mask, **merged).sequences)
+    assert not hasattr(output, "logprobs"), "an end-of-sequence token cannot tell where these rows ended"
+
+
+def test_tokens_of_the_models_own_generate_are_counted(engine):
+    input_ids, mask = padded_prompts()
+    native = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+    engine.eval()
+    engine.generate(input_ids, attention_mask=mask, no_repeat_ngram_size=500, **GREEDY)
+    assert engine.latency_stats()["generated_tokens"] == int(native.lengths.sum())

@@ -118,6 +118,40 @@ def test_an_unknown_family_falls_back_and_says_so(caplog):
     assert "GPTNeoXLayer" in engine.report()
 
 
+def test_models_without_a_position_limit_fall_back():
+    from transformers import BloomConfig, BloomForCausalLM
+
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=99)).eval()
+    input_ids, mask = padded_prompts()
+    greedy = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": PAD}
+    expected = model.generate(input_ids, attention_mask=mask, **greedy)
+    engine = build_engine(model)
+    assert "BloomBlock" in engine.generator.fallback_reason
+    assert torch.equal(engine.generate(input_ids, attention_mask=mask, **greedy), expected)
+
+
+def test_an_encoder_decoder_is_refused():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=99)
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is no decoder-only language model"):
+        build_engine(T5ForConditionalGeneration(config))
+
+
+def test_a_window_in_the_config_of_a_family_without_one_is_ignored_as_the_model_ignores_it():
+    engine, plain = build_engine(build_model("llama")), build_model("llama")
+    engine.module.config.sliding_window = 4
+    engine.create_inference_containers()
+    input_ids, mask = padded_prompts()
+    greedy = {"max_new_tokens": 12, "do_sample": False}
+    assert engine.generator.fallback_reason is None
+    assert torch.equal(
+        engine.generate(input_ids, attention_mask=mask, **greedy),
+        plain.generate(input_ids, attention_mask=mask, **greedy),
+    )
+
+
 def test_containers_that_compute_another_function_are_not_used(monkeypatch):
     from dataclasses import replace
 

@@ -1,6 +1,7 @@
 """The latency line is DeepSpeed's and its figures add up."""
 
 import re
+import time
 
 import pytest
 import torch
@@ -47,6 +48,23 @@ def test_the_line_is_printed_from_the_second_eval_on_and_adds_up(engine, capsys)
     seconds = {name: float(value) for name, value in match.groupdict().items()}
     parts = sum(seconds[name] for name in ("gather", "generate", "training", "others"))
     assert parts == pytest.approx(seconds["e2e"], abs=0.03)  # each figure is rounded to 0.01
+
+
+def test_seconds_are_charged_to_the_phase_they_were_spent_in(engine, monkeypatch):
+    iterate(engine)
+
+    for owner, method, figure in (
+        (engine.generator, "gather", "gather_seconds"),
+        (engine.generator, "run", "generate_seconds"),
+        (engine.generator.model, "forward", "decode_seconds"),
+        (engine.optimizer, "step", "training_seconds"),
+    ):
+        with monkeypatch.context() as patch:
+            original = getattr(owner, method)
+            patch.setattr(owner, method, lambda *args, call=original: (time.sleep(0.2), call(*args))[1])
+            iterate(engine)
+        # The least it can be, whatever the machine: what was slept inside.
+        assert engine.latency_stats()[figure] >= 0.2, figure
 
 
 def test_an_iteration_without_a_rollout_prints_no_samples(engine, capsys):

@@ -146,6 +146,34 @@ def test_a_variant_the_containers_do_not_know_falls_back():
     assert torch.equal(generate(engine), expected)
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.AdaLoraConfig(init_r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", total_step=10),
+        peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        peft.LoHaConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        LoraConfig(r=2, target_modules=["embed_tokens"], task_type="CAUSAL_LM"),
+    ],
+    ids=lambda config: type(config).__name__,
+)
+def test_adapters_the_containers_do_not_know_fall_back(config):
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build_model(), config).eval()
+    expected = generate(model)
+    engine = build_engine(model)
+    assert engine.generator.fallback_reason
+    assert torch.equal(generate(engine), expected)
+
+
+def test_merged_and_disabled_adapters_are_refused_as_nobody_can_take_them_out():
+    engine = build_engine(adapt(build_model(), TARGETS["llama"]))
+    engine.module.merge_adapter()
+    with engine.module.disable_adapter(), pytest.raises(ValueError, match="call unmerge_adapter"):
+        generate(engine)
+    engine.module.unmerge_adapter()
+    assert generate(engine).shape == (6, 19)
+
+
 def test_sixteen_bit_fusing_rounds_once():
     engine = build_engine(adapt(build_model(), TARGETS["llama"]), bf16={"enabled": True})
     layer = engine.module.base_model.model.model.layers[0].self_attn.q_proj

@@ -20,6 +20,7 @@ from hybrid_engine.ops import (
 )
 from hybrid_engine.ops.rotary import apply_rotary, rotary_table
 from hybrid_engine.ops.sample import keyed_uniform
+from hybrid_engine.ops.softmax_context import like_lengths
 
 ROWS = [1, 3, 63, 100]
 HEADS = [(4, 4), (6, 2), (8, 1)]
@@ -170,6 +171,13 @@ def test_softmax_context_prefills_and_decodes_as_dense_attention_does(heads, win
         attend(
             torch.arange(3), positions, DecodeBatch, block_tables=tables, context=context, is_identity=False
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [(1,), (5, 5), (2000, *[16] * 128), (1, 2, 4, 8, 16), tuple(range(1, 60))], ids=len)
+def test_padding_in_prefill_at_most_doubles_the_tokens(lengths):
+    groups = like_lengths(lengths)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    assert sum(len(group) * max(lengths[i] for i in group) for group in groups) <= 2 * sum(lengths)
 
 
 def test_the_identity_block_table_gives_what_any_other_gives():

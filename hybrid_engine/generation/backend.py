@@ -5,22 +5,35 @@ puts on an ExitStack, which gives it back in the opposite order, also when the r
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.output import GenerateOutput, collect_output, measure_module_output
+from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
 from hybrid_engine.generation.rollout import Plan
 from hybrid_engine.generation.text import RolloutTimes, TextGeneration
 from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.zero.gathering import WeightGatherer
+
+# Options under which a row may end without an end-of-sequence token, or its logits are not one row's own.
+ENDS_OTHERWISE = (
+    "assistant_model",
+    "constraints",
+    "custom_generate",
+    "max_time",
+    "penalty_alpha",
+    "prompt_lookup_num_tokens",
+    "stop_strings",
+    "stopping_criteria",
+)
 
 
 @dataclass
@@ -44,6 +57,8 @@ class NativeBackend:
 
     def gather(self, plan: Plan, release: ExitStack) -> torch.Tensor:
         """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor."""
+        # Under autocast the projections would leave the dtype of the workspace.
+        release.enter_context(torch.autocast(self.model.device.type, enabled=False))
         release.enter_context(self.gatherer.gathered())
         self.model.bind_rest()
         release.callback(self.model.unfuse_lora)
@@ -78,13 +93,16 @@ class NativeBackend:
         """Takes turns until every sequence of every process has finished.
 
         Raises:
-            RuntimeError: the model's logits are not finite.
+            RuntimeError: the model's logits are not finite on some process; on all of them alike.
         """
         scheduler = plan.build_scheduler()
         strategy = TextGeneration(self.model, scheduler, plan.options, kv, self.layers)
-        while self.gatherer.any_process(scheduler.has_work):
+        # Streamed layers are gathered by all together: nobody stops before the last one.
+        any_process = self.gatherer.any_process if self.gatherer.is_streamed else bool
+        while any_process(scheduler.has_work):
             strategy.turn()
-        if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
+        is_finite = all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs)
+        if self.gatherer.any_process(not is_finite):
             raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")
         output = collect_output(input_ids, plan.sequences, plan.options)
         return RolloutResult(
@@ -99,23 +117,38 @@ class NativeBackend:
 class ModuleBackend:
     """Runs rollouts through the model's own `generate()`, in its own padded batches."""
 
-    def __init__(self, generate: Callable[..., Any], gatherer: WeightGatherer):
-        self.generate, self.gatherer = generate, gatherer
+    def __init__(self, module: nn.Module, gatherer: WeightGatherer):
+        # The class's: on the module itself an engine's generate() may stand in its place.
+        self.generate = type(module).generate.__get__(module)
+        self.gatherer = gatherer
 
     def gather(self, release: ExitStack) -> None:
         """Whole weights, for forward passes of the module."""
         release.enter_context(self.gatherer.gathered_for_forward())
 
     def run(
-        self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]
+        self,
+        input_ids: torch.Tensor,
+        mask: torch.Tensor,
+        options: GenerationOptions,
+        seed: int | None,
+        kwargs: dict[str, Any],
     ) -> RolloutResult:
-        """Where one output per row makes sense, it is measured like a native one."""
-        num_samples = input_ids.shape[0] * options.num_return_sequences
-        mask = mask.to(input_ids.dtype)
-        is_plain = options.return_dict and kwargs.get("num_beams", 1) == 1
+        """`seed` holds for this call alone; None draws from torch's generators as transformers does."""
+        with torch.random.fork_rng(enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            output = self._generate(input_ids, mask.to(input_ids.dtype), options, kwargs)
+        responses = getattr(output, "sequences", output)[:, input_ids.shape[1] :]
+        num_tokens = int(response_lengths(responses, options.eos_token_ids).sum())
+        return RolloutResult(output, num_samples=len(responses), generated_tokens=num_tokens)
+
+    def _generate(
+        self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]
+    ) -> Any:
+        """Measured like a native rollout where end-of-sequence tokens alone say where a row ends."""
+        is_plain = options.return_dict and options.num_beams == 1 and not any(map(kwargs.get, ENDS_OTHERWISE))
         if not is_plain or any(name.startswith("output_") and value for name, value in kwargs.items()):
-            return RolloutResult(self.generate(input_ids, attention_mask=mask, **kwargs), num_samples)
+            return self.generate(input_ids, attention_mask=mask, **kwargs)
         output = self.generate(input_ids, attention_mask=mask, **kwargs, output_logits=True)
-        measured: GenerateOutput = measure_module_output(output.sequences, output.logits, input_ids.shape[1], options)
-        assert measured.lengths is not None
-        return RolloutResult(measured, num_samples, generated_tokens=int(measured.lengths.sum()))
+        return measure_module_output(output.sequences, output.logits, input_ids.shape[1], options)

@@ -3,6 +3,7 @@
 The engine above it has modes and clocks; this has none. A rollout is `prepare`, `gather`, `run`.
 """
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,14 +12,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from hybrid_engine.agreement import LogprobDifference, probe_containers
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
 from hybrid_engine.generation.noise import agree_on_keys
-from hybrid_engine.generation.options import GenerationOptions, foreign_options, merge_options, read_options
+from hybrid_engine.generation.options import (
+    GenerationOptions,
+    check_names,
+    foreign_options,
+    merge_options,
+    read_options,
+)
 from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
 from hybrid_engine.generation.rollout import Plan, build_sequences, check_lengths, plan_rollout
 from hybrid_engine.generation.workspace import KVWorkspace
@@ -30,13 +37,14 @@ logger = logging.getLogger("hybrid_engine")
 
 @dataclass
 class Request:
-    """A rollout that passed every check. `plan` is None for the model's own `generate()`."""
+    """A rollout that passed every check. `plan` is None for the model's own `generate()`, which takes `kwargs`."""
 
     input_ids: torch.Tensor
     mask: torch.Tensor
     options: GenerationOptions
-    kwargs: dict[str, Any]
     plan: Plan | None
+    seed: int | None
+    kwargs: dict[str, Any]
     kv: torch.Tensor | None = None
 
 
@@ -50,7 +58,10 @@ class Generator:
         self.model: InferenceModel | None = None
         self.fallback_reason: str | None = None
         self.native: NativeBackend | None = None
-        self.own = ModuleBackend(module.generate, self.gatherer)
+        self.own = ModuleBackend(module, self.gatherer)
+        # Beside GenerationConfig's fields: what transformers' generate() and the model's forward take by name.
+        functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
+        self._accepted = [name for function in functions for name in inspect.signature(function).parameters]
         self._told: set[str] = set()
 
     def build_containers(self) -> LogprobDifference | None:
@@ -64,6 +75,7 @@ class Generator:
             return None
         self.model, self.fallback_reason = model, None
         self.native = NativeBackend(model, self.gatherer, self.workspace, self.config)
+        self.gatherer.bytes_gathered = 0  # no rollout's
         return difference
 
     def prepare(
@@ -79,38 +91,57 @@ class Generator:
         Raises:
             ValueError: on all processes, if the input of one cannot work.
         """
-        merged = merge_options(self.module.generation_config, generation_config, kwargs)
-        reason = self._reason_to_fall_back(merged)
         request, error = None, None
         try:
-            request = self._check(input_ids, attention_mask, merged, is_native=reason is None)
+            request = self._check(input_ids, attention_mask, generation_config, seed, kwargs)
         except ValueError as problem:
             error = str(problem)
         sequences = request.plan.sequences if request is not None and request.plan is not None else []
         num_samples = request.options.num_return_sequences if request is not None else 1
+        if seed is None:  # greedy and foreign rollouts have no noise of ours and must not move torch's generator
+            is_sampled = bool(sequences) and request is not None and request.options.do_sample
+            seed = int(torch.randint(2**62, ()).item()) if is_sampled else 0
         prompts = [sequence.prompt.tokens for sequence in sequences[::num_samples]]
         keys = agree_on_keys(prompts, error, seed, num_samples, self.sharding.world_size)
         assert request is not None
         for sequence, key in zip(sequences, [key for row in keys for key in row], strict=True):
             sequence.key = key
-        if reason is not None:
-            self._tell(f"generate() uses the model's own implementation: {reason}")
         return request
 
     def _check(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, merged: dict[str, Any], is_native: bool
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        generation_config: GenerationConfig | None,
+        seed: int | None,
+        kwargs: dict[str, Any],
     ) -> Request:
+        if not isinstance(generation_config, GenerationConfig | None):
+            kind = type(generation_config).__name__
+            raise ValueError(f"generation_config is a {kind}; pass a transformers.GenerationConfig or keywords")
+        if seed is not None and not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed={seed} must fit 64 bits with a sign; take it modulo 2**63")
+        check_names(kwargs, self._accepted)
+        merged = merge_options(self.module.generation_config, generation_config, kwargs)
         model_config = self.module.config.get_text_config()
-        mask = check_prompts(input_ids, attention_mask, model_config.vocab_size, merged.get("pad_token_id"))
-        options = read_options(merged, input_ids.shape[1], model_config.vocab_size)
+        options = read_options(
+            merged, input_ids.shape[-1] if hasattr(input_ids, "shape") else 0, model_config.vocab_size
+        )
+        pad = merged.get("pad_token_id")
+        # As in transformers, a padding id that also ends sequences says nothing about padding.
+        pad = None if pad in options.eos_token_ids else pad
+        mask = check_prompts(input_ids, attention_mask, model_config.vocab_size, pad)
         prompts = prompt_token_ids(input_ids, mask)
-        check_lengths(prompts, options, self.config, model_config.max_position_embeddings)
+        check_lengths(prompts, options, self.config, getattr(model_config, "max_position_embeddings", None))
+        reason = self._reason_to_fall_back(merged)
         plan = None
-        if is_native:
+        if reason is not None:
+            self._tell(f"generate() uses the model's own implementation: {reason}")
+        else:
             assert self.model is not None
             sequences = build_sequences(prompts, options.num_return_sequences)
             plan = plan_rollout(self.model, sequences, options, self.config, self.workspace.allocated_bytes)
-        return Request(input_ids, mask, options, merged, plan)
+        return Request(input_ids, mask, options, plan, seed, {"generation_config": generation_config, **kwargs})
 
     def gather(self, request: Request, release: ExitStack) -> None:
         """Takes what the rollout needs and puts its return on `release`."""
@@ -123,7 +154,7 @@ class Generator:
     def run(self, request: Request) -> RolloutResult:
         """The rollout itself."""
         if request.plan is None:
-            return self.own.run(request.input_ids, request.mask, request.options, request.kwargs)
+            return self.own.run(request.input_ids, request.mask, request.options, request.seed, request.kwargs)
         assert self.native is not None and request.kv is not None
         return self.native.run(request.plan, request.kv, request.input_ids)
 
@@ -132,7 +163,7 @@ class Generator:
             return self.fallback_reason
         foreign = foreign_options(merged)
         if foreign:
-            return f"option {foreign[0]}={merged[foreign[0]]!r} is not served natively"
+            return f"option {foreign[0]} is not served natively"
         return None
 
     def _tell(self, line: str) -> None:

@@ -35,15 +35,14 @@ def _key(seed: int, digest: bytes, index: int) -> int:
 
 
 def agree_on_keys(
-    prompts: list[list[int]], error: str | None, seed: int | None, num_samples: int, world_size: int
+    prompts: list[list[int]], error: str | None, seed: int, num_samples: int, world_size: int
 ) -> list[list[int]]:
     """Noise keys of this process's samples; collective, one small exchange for the whole rollout.
 
-    The seed is rank 0's: `seed`, or a draw from its torch generator. `error`, one rank's reason not to
+    The seed is rank 0's. `error`, one rank's reason not to
     start, is raised as ValueError on all, so that none waits for a rank that has left.
     """
-    drawn = int(torch.randint(2**62, ()).item()) if seed is None else seed
-    mine = (error, drawn, [prompt_digest(prompt) for prompt in prompts])
+    mine = (error, seed, [prompt_digest(prompt) for prompt in prompts])
     everyone: list[Any] = [mine]
     rank = 0
     if world_size > 1:

@@ -3,7 +3,9 @@
 Priority is Hugging Face's: keyword arguments, then `generation_config`, then the model's own, then defaults.
 """
 
+import difflib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +75,7 @@ class GenerationOptions:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     num_return_sequences: int = 1
+    num_beams: int = 1
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
     return_dict: bool = False
@@ -86,16 +89,17 @@ class GenerationOptions:
             f"lie between 0 and max_new_tokens={self.max_new_tokens}",
             "lower it or raise max_new_tokens",
         )
-        finite = math.isfinite(self.temperature) and self.temperature > 0
-        _check(finite, "temperature", self.temperature, "be above 0", "for greedy decoding pass do_sample=False")
-        _check(self.top_k >= 0, "top_k", self.top_k, "be 0 (off) or more", "pass 0 to switch it off")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "lie in (0, 1]", "pass 1.0 to switch it off")
-        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "lie in [0, 1]", "pass 0.0 to switch it off")
+        if self.do_sample:
+            finite = math.isfinite(self.temperature) and self.temperature > 0
+            _check(finite, "temperature", self.temperature, "be above 0", "for greedy decoding pass do_sample=False")
+            _check(self.top_k >= 0, "top_k", self.top_k, "be 0 (off) or more", "pass 0 to switch it off")
+            _check(0 < self.top_p <= 1, "top_p", self.top_p, "lie in (0, 1]", "pass 1.0 to switch it off")
+            _check(0 <= self.min_p <= 1, "min_p", self.min_p, "lie in [0, 1]", "pass 0.0 to switch it off")
         _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "be above 0", "1.0 is off")
         many = self.num_return_sequences
         _check(many >= 1, "num_return_sequences", many, "be at least 1", "pass the samples wanted per prompt")
-        one_greedy = many == 1 or self.do_sample
-        _check(one_greedy, "num_return_sequences", many, "be 1 with do_sample=False", "pass do_sample=True")
+        differ = many == 1 or self.do_sample or self.num_beams > 1
+        _check(differ, "num_return_sequences", many, "be 1 with do_sample=False", "pass do_sample=True")
 
 
 def _check(holds: bool, option: str, value: object, rule: str, remedy: str) -> None:
@@ -104,11 +108,27 @@ def _check(holds: bool, option: str, value: object, rule: str, remedy: str) -> N
 
 
 def merge_options(model_config: GenerationConfig, given: GenerationConfig | None, kwargs: dict) -> dict[str, Any]:
-    """Every option that is set, by name; private attributes left out."""
+    """Every option that is set, by name. As in transformers a keyword of None switches an option off."""
     merged: dict[str, Any] = {}
-    for layer in (model_config.to_dict(), given.to_dict() if given is not None else {}, kwargs):
-        merged |= {name: value for name, value in layer.items() if value is not None and not name.startswith("_")}
+    for config in (model_config, given):
+        if config is not None:
+            merged |= {k: v for k, v in config.to_dict().items() if v is not None and not k.startswith("_")}
+    off = NATIVE_DEFAULTS | {"top_k": 0}
+    for name, value in kwargs.items():
+        merged.pop(name, None)
+        if value is not None or name in off:
+            merged[name] = off[name] if value is None else value
     return merged
+
+
+def check_names(kwargs: dict[str, Any], accepted: Iterable[str]) -> None:
+    """Raises ValueError for the first keyword that neither `generate()` nor the model knows."""
+    known = {*vars(GenerationConfig()), *WITHOUT_EFFECT, *accepted}
+    for name in kwargs:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "transformers' GenerationConfig lists them"
+            raise ValueError(f"{name}={kwargs[name]!r} is no option of generate(); {hint}")
 
 
 def foreign_options(merged: dict[str, Any]) -> list[str]:
@@ -160,6 +180,7 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
         min_p=float(values["min_p"]),
         repetition_penalty=float(values["repetition_penalty"]),
         num_return_sequences=int(values["num_return_sequences"]),
+        num_beams=int(merged.get("num_beams", 1)),
         eos_token_ids=eos_token_ids,
         pad_token_id=int(pad_token_id),
         return_dict=bool(values["return_dict_in_generate"]),

@@ -40,20 +40,24 @@ def collect_output(input_ids: torch.Tensor, sequences: list[Sequence], options: 
     )
 
 
+def response_lengths(responses: torch.Tensor, eos_token_ids: tuple[int, ...]) -> torch.Tensor:
+    """`[N]`: tokens of each row of `responses [N, T]` up to its first end-of-sequence token, which counts."""
+    ends = torch.isin(responses, torch.tensor(eos_token_ids, dtype=responses.dtype, device=responses.device))
+    return torch.where(ends.any(1), ends.int().argmax(1) + 1, responses.shape[1])
+
+
 def measure_module_output(
     sequences: torch.Tensor, logits: tuple[torch.Tensor, ...], prompt_width: int, options: GenerationOptions
 ) -> GenerateOutput:
     """The same from what the model's own `generate()` returned: `sequences` and its T raw logits `[B*G, V]`."""
     responses = sequences[:, prompt_width:]
-    is_end = torch.isin(responses, torch.tensor(options.eos_token_ids, dtype=responses.dtype, device=responses.device))
-    has_ended = is_end.any(1)
-    lengths = torch.where(has_ended, is_end.int().argmax(1) + 1, responses.shape[1])
-    temperature = options.temperature if options.do_sample else 1.0
-    logprobs = token_logprobs(torch.stack(logits, dim=1), responses, temperature)
+    lengths = response_lengths(responses, options.eos_token_ids)
+    last = responses.gather(1, lengths[:, None] - 1).flatten().tolist()
+    logprobs = token_logprobs(torch.stack(logits, dim=1), responses, options.temperature if options.do_sample else 1.0)
     is_padding = torch.arange(responses.shape[1], device=responses.device) >= lengths[:, None]
     return GenerateOutput(
         sequences=sequences,
         logprobs=logprobs.masked_fill(is_padding, 0.0),
         lengths=lengths,
-        finish_reason=["stop" if ended else "length" for ended in has_ended.tolist()],
+        finish_reason=["stop" if token in options.eos_token_ids else "length" for token in last],
     )

@@ -6,11 +6,17 @@ import torch
 def check_prompts(
     input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab_size: int, pad_token_id: int | None
 ) -> torch.Tensor:
-    """The mask `[B, P]` bool, True for tokens; inferred from the padding where none is given.
+    """The mask `[B, P]` bool, True for tokens; where none is given, what stands left of the first other token
+    than `pad_token_id` is padding, and nothing is when that is None.
 
     Raises ValueError for an empty batch or prompt, ids outside the vocabulary, a mask of another shape, a
     row without a token, and padding anywhere but on the left.
     """
+    if not isinstance(input_ids, torch.Tensor):
+        raise ValueError(
+            f"input_ids is a {type(input_ids).__name__}; it must be an int64 tensor [batch, prompt length]; pass the "
+            "tokenizer's output with return_tensors='pt'"
+        )
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"input_ids is {input_ids.dtype} {list(input_ids.shape)}; it must be int64 [batch, prompt length]; "

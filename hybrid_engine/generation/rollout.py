@@ -52,9 +52,12 @@ def build_sequences(prompts: list[list[int]], num_samples: int) -> list[Sequence
 
 
 def check_lengths(
-    prompts: list[list[int]], options: GenerationOptions, config: HybridEngineConfig, max_positions: int
+    prompts: list[list[int]], options: GenerationOptions, config: HybridEngineConfig, max_positions: int | None
 ) -> None:
-    """Raises ValueError where the longest prompt and its response exceed a limit that no memory lifts."""
+    """Raises ValueError where the longest prompt and its response exceed a limit that no memory lifts.
+
+    `max_positions` is None for a model without such a limit.
+    """
     longest = max(map(len, prompts))
     total = longest + options.max_new_tokens
     if total > config.max_out_tokens:
@@ -62,7 +65,7 @@ def check_lengths(
             f"max_new_tokens={options.max_new_tokens} with a prompt of {longest} tokens makes {total}, more than "
             f"max_out_tokens={config.max_out_tokens}; lower it or raise hybrid_engine.max_out_tokens"
         )
-    if total - 1 > max_positions:  # the last token drawn is never fed
+    if max_positions is not None and total - 1 > max_positions:  # the last token drawn is never fed
         raise ValueError(
             f"max_new_tokens={options.max_new_tokens} with a prompt of {longest} tokens needs {total - 1} positions, "
             f"more than the model's max_position_embeddings={max_positions}; lower it or shorten the prompt"
@@ -84,7 +87,7 @@ def plan_rollout(
         ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
     """
     num_prompts = len(sequences) // options.num_return_sequences
-    longest = max(len(sequence) for sequence in sequences) + options.max_new_tokens
+    longest = max(len(sequence) for sequence in sequences) + options.max_new_tokens - 1  # the last is never fed
     block_size = config.kv_block_size or -(-longest // BLOCK_GRAIN) * BLOCK_GRAIN
     max_running = min(config.max_running or MAX_RUNNING.get(model.device.type, 256), len(sequences))
     per_sequence = -(-longest // block_size)
@@ -100,7 +103,7 @@ def plan_rollout(
     if num_blocks < needed:
         raise ValueError(
             f"max_new_tokens={options.max_new_tokens}: a sequence of {longest} tokens needs {needed} KV blocks of "
-            f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks}; lower max_new_tokens, "
-            "free memory or raise hybrid_engine.max_kv_blocks"
+            f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks}; lower it, free "
+            "memory or raise hybrid_engine.max_kv_blocks"
         )
     return Plan(sequences, options, num_blocks, block_size, max_running)

@@ -90,7 +90,7 @@ class Scheduler:
         return admission
 
     def _can_admit(self, sequence: Sequence) -> bool:
-        length = len(sequence.prompt.tokens) + self.max_new_tokens
+        length = len(sequence.prompt.tokens) + self.max_new_tokens - 1  # the last token is never fed
         can_grow = self.num_blocks_for(length) > self.num_blocks_for(len(sequence))
         spare = 1 if self.running and can_grow else 0  # without it a newcomer would be the next to be preempted
         if self._is_alone(sequence):
@@ -164,8 +164,8 @@ class Scheduler:
     def close_gaps(self) -> list[Copy]:
         """Moves single-block rows down to the blocks that finished rows left; returns the copies to make.
 
-        Once nothing waits, gaps would turn every later read of the contiguous cache into a gather of all of
-        it, so each is closed by one copy. Rows of several blocks are gathered anyway and stay.
+        A gap that no newcomer filled would turn every later read of the contiguous cache into a gather of all
+        of it, so each is closed by one copy. Rows of several blocks are gathered anyway and stay.
         """
         if any(len(sequence.blocks) != 1 for sequence in self.running):
             return []

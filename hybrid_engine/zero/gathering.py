@@ -7,7 +7,7 @@ is sharded and free when it is not.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ class WeightGatherer:
         self.sharding = sharding
         self.is_streamed = sharding.is_sharded and bool(sharding.layers) and not is_pinned
         self.bytes_gathered = 0
+        self._pending: Any = None
         layers = {layer: _num_bytes(layer) for layer in sharding.layers}
         self._num_bytes = {**layers, sharding.root: _num_bytes(sharding.root) - sum(layers.values())}
 
@@ -65,6 +66,7 @@ class WeightGatherer:
                 self._unshard(module)
             yield
         finally:
+            self._wait()  # an abandoned stream has a layer on its way, which would be taken for the next rollout's
             self.sharding.reshard()
 
     @contextmanager
@@ -86,27 +88,28 @@ class WeightGatherer:
     def stream(self, layers: list[Layer]) -> Iterator[Layer]:
         """Yields `layers` in order, each gathered while it is in use and the next one on its way."""
         modules = self.sharding.layers
-        pending = self._unshard(modules[0], is_async=True)
-        try:
-            for layer in layers:
-                if pending is not None:
-                    pending.wait()
-                following = layer.index + 1
-                pending = self._unshard(modules[following], is_async=True) if following < len(modules) else None
-                yield layer
-                modules[layer.index].reshard()
-        finally:
-            if pending is not None:
-                pending.wait()
+        self._pending = self._unshard(modules[0], is_async=True)
+        for layer in layers:
+            self._wait()
+            following = layer.index + 1
+            if following < len(modules):
+                self._pending = self._unshard(modules[following], is_async=True)
+            yield layer
+            modules[layer.index].reshard()
 
-    def any_process(self, has_work: bool) -> bool:
-        """Whether any process has work left; without streaming each process decides for itself."""
-        if not self.is_streamed:
-            return has_work
-        flag = torch.tensor([int(has_work)], device=next(self.sharding.root.parameters()).device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
 
-    def _unshard(self, module: nn.Module, is_async: bool = False):
+    def any_process(self, flag: bool) -> bool:
+        """Whether `flag` is true on any process."""
+        if not self.sharding.is_sharded:
+            return flag
+        flags = torch.tensor([int(flag)], device=next(self.sharding.root.parameters()).device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def _unshard(self, module: nn.Module, is_async: bool = False) -> Any:
         self.bytes_gathered += self._num_bytes[module]
         return module.unshard(async_op=is_async)

@@ -86,6 +86,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self.grad_norm: float | None = None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's version patches the class's `step` for all optimizers when it meets one without hooks.
+        self.__dict__.update(state)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.inner.param_groups
