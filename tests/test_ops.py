@@ -21,6 +21,7 @@ from hybrid_engine.ops import (
 from hybrid_engine.ops.rotary import apply_rotary, rotary_table
 from hybrid_engine.ops.sample import keyed_uniform
 from hybrid_engine.ops.softmax_context import like_lengths
+from hybrid_engine.ops.vector_matmul import linear_transposed, linear_transposed_reference
 
 ROWS = [1, 3, 63, 100]
 HEADS = [(4, 4), (6, 2), (8, 1)]
@@ -66,6 +67,21 @@ def test_vector_matmul_is_a_linear_on_the_transposed_view(bias):
         close(VectorMatMulOp()(x, linear.weight.t(), linear.bias), linear(x))
     half = VectorMatMulOp(fp32_output=True)(x.bfloat16(), linear.weight.detach().t().bfloat16(), None)
     assert half.dtype == torch.float32
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("stored", ["[out, in]", "[in, out]", "strided"])
+def test_linear_on_this_machine_equals_the_reference_to_its_own_error(rows, bias, stored):
+    weight = {
+        "[out, in]": torch.randn(100, 63).t(),
+        "[in, out]": torch.randn(63, 100),
+        "strided": torch.randn(126, 200)[::2, ::2],
+    }[stored]
+    x, b = torch.randn(2 * rows, 63)[::2], torch.randn(100) if bias else None
+    exact = x.double() @ weight.double() + (0 if b is None else b.double())
+    own_error = (linear_transposed_reference(x, weight, b).double() - exact).abs().max()
+    assert (linear_transposed(x, weight, b).double() - exact).abs().max() <= 4 * own_error
 
 
 def test_qkv_gemm_is_the_same_for_three_weights_and_a_fused_one():
