@@ -70,7 +70,8 @@ def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.
     # Buffers that are not saved are no part of a state dict, and stay on the meta device.
     rebuilt.load_state_dict({name: weights[name] for name in rebuilt.state_dict()}, assign=True)
     skeleton.tie_weights()
-    skeleton.generation_config = copy.deepcopy(base.generation_config)
+    if hasattr(base, "generation_config"):  # a classifier has none
+        skeleton.generation_config = copy.deepcopy(base.generation_config)
     if isinstance(module, PeftModel):
         return rebuilt.merge_and_unload(adapter_names=_active_adapters(module))
     return skeleton

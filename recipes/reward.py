@@ -138,7 +138,6 @@ def build_reward_model(source: str, tokenizer: PreTrainedTokenizerBase) -> torch
     """
     model = load_model(AutoModelForSequenceClassification, source, num_labels=1)
     model.config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config = None  # read when the model is saved; a classifier has none of its own
     torch.nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
     return model
 
