@@ -1,12 +1,16 @@
-"""What training keeps in memory on this process, in bytes and in words."""
+"""Memory of this process: what training keeps, in bytes and in words, and what is free."""
 
 from collections.abc import Iterable
 
+import psutil
 import torch
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.zero.optimizer import ZeroOptimizer
 from hybrid_engine.zero.sharding import Sharding, local_tensor
+
+# Share of the free memory that a rollout may take; the rest is for activations and logits.
+USABLE_MEMORY = 0.8
 
 WEIGHTS_BY_STAGE = (
     "replicated, gradients averaged at the accumulation boundary",
@@ -62,3 +66,13 @@ def format_bytes(count: int) -> str:
         return f"{count} B"
     power = min(3, (count.bit_length() - 1) // 10)
     return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+def usable_memory_bytes(device: torch.device) -> int:
+    """What a rollout may allocate on `device` now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        free = psutil.virtual_memory().available
+    return int(free * USABLE_MEMORY)

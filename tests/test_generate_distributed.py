@@ -83,6 +83,23 @@ def refused_inputs(rank, world_size):
     return message, engine.generate(input_ids, **GREEDY)
 
 
+def crowded_rollouts(rank, world_size):
+    """Pinned weights on a machine where rank 1 has no room for them."""
+    from hybrid_engine.generation import generator
+
+    input_ids, mask = (share(tensor, rank, world_size) for tensor in padded_prompts())
+    engine = build_engine(build_model(), world_size, 3)
+    engine.eval()
+    real, generator.usable_memory_bytes = generator.usable_memory_bytes, lambda device: 10**12 * (rank == 0)
+    try:
+        answer = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+        report = engine.report()
+    finally:
+        generator.usable_memory_bytes = real
+    engine.generate(input_ids, attention_mask=mask, **GREEDY)
+    return answer, report, engine.report()
+
+
 def failing_rollouts(rank, world_size):
     """A rollout that breaks off leaves no gathered weights behind; NaN on one rank is an error on both."""
     input_ids = torch.ones(3, 4, dtype=torch.int64)
@@ -153,7 +170,7 @@ def lora_rollouts(rank, world_size):
 
 
 def work(rank, world_size):
-    parts = rollouts, lora_rollouts, refused_inputs, failing_rollouts
+    parts = rollouts, lora_rollouts, refused_inputs, failing_rollouts, crowded_rollouts
     return [part(rank, world_size) for part in parts]
 
 
@@ -225,3 +242,12 @@ def test_a_rollout_that_breaks_off_leaves_no_gathered_weights_behind(two_process
 
 def test_logits_that_are_not_finite_on_one_rank_are_an_error_on_all(two_processes):
     assert all("not finite" in part[3]["nan"] for part in two_processes)
+
+
+def test_pinned_weights_that_do_not_fit_on_one_rank_are_streamed_on_all_until_they_fit_again(two_processes):
+    input_ids, mask = padded_prompts()
+    expected = build_model().generate(input_ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(joined([part[4][0] for part in two_processes]), expected)
+    for part in two_processes:
+        assert "because the whole weights do not fit" in part[4][1]
+        assert "all layers once per rollout" in part[4][2]

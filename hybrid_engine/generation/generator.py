@@ -29,6 +29,7 @@ from hybrid_engine.generation.options import (
 from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
 from hybrid_engine.generation.rollout import Plan, build_sequences, check_lengths, plan_rollout
 from hybrid_engine.generation.workspace import KVWorkspace
+from hybrid_engine.memory import usable_memory_bytes
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 
@@ -53,6 +54,7 @@ class Generator:
 
     def __init__(self, module: nn.Module, sharding: Sharding, config: HybridEngineConfig):
         self.module, self.sharding, self.config = module, sharding, config
+        self.device = next(module.parameters()).device
         self.gatherer = WeightGatherer(sharding, config.pin_parameters)
         self.workspace = KVWorkspace()
         self.model: InferenceModel | None = None
@@ -91,6 +93,11 @@ class Generator:
         Raises:
             ValueError: on all processes, if the input of one cannot work.
         """
+        self.gatherer.choose(usable_memory_bytes(self.device))
+        if self.gatherer.is_streamed and self.gatherer.is_pinned:
+            self._tell(
+                "the whole weights do not fit into the free memory: layers are gathered one by one on every pass"
+            )
         request, error = None, None
         try:
             request = self._check(input_ids, attention_mask, generation_config, seed, kwargs)
@@ -140,7 +147,8 @@ class Generator:
         else:
             assert self.model is not None
             sequences = build_sequences(prompts, options.num_return_sequences)
-            plan = plan_rollout(self.model, sequences, options, self.config, self.workspace.allocated_bytes)
+            spare_bytes = self.workspace.allocated_bytes - self.gatherer.resident_bytes
+            plan = plan_rollout(self.model, sequences, options, self.config, spare_bytes)
         return Request(input_ids, mask, options, plan, seed, {"generation_config": generation_config, **kwargs})
 
     def gather(self, request: Request, release: ExitStack) -> None:

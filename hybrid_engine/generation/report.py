@@ -35,8 +35,9 @@ def _gathering(generator: Generator) -> str:
     if not generator.sharding.is_sharded:
         return "gathering: none, the weights are whole on this process"
     if gatherer.is_streamed:
+        why = "the whole weights do not fit" if gatherer.is_pinned else "pin_parameters is false"
         return (
-            f"gathering: layer by layer on every pass, the next one on its way (pin_parameters is false); "
+            f"gathering: layer by layer on every pass, the next one on its way, because {why}; "
             f"{format_bytes(gatherer.resident_bytes)} gathered at once"
         )
     return f"gathering: all layers once per rollout; {format_bytes(gatherer.resident_bytes)} gathered"

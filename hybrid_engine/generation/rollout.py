@@ -9,7 +9,7 @@ from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.generation.sequence import Prompt, Sequence
-from hybrid_engine.generation.workspace import USABLE_MEMORY, available_memory_bytes
+from hybrid_engine.memory import usable_memory_bytes
 
 # Rows decoded at once unless the config says otherwise. On two CPU cores a step's matrix products are
 # bound by arithmetic from about 32 rows on and larger batches only cost cache; a GPU wants all it can get.
@@ -77,11 +77,11 @@ def plan_rollout(
     sequences: list[Sequence],
     options: GenerationOptions,
     config: HybridEngineConfig,
-    held_bytes: int,
+    spare_bytes: int,
 ) -> Plan:
     """Sizes the KV workspace from the demand of `sequences` and the free memory.
 
-    `held_bytes` is what the workspace holds already and can be used again.
+    `spare_bytes` is what the workspace holds already and can be used again, less what gathering will take.
 
     Raises:
         ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
@@ -97,7 +97,7 @@ def plan_rollout(
         kept_prompts = min(num_prompts, -(-max_running // options.num_return_sequences) + 1)
         kept = kept_prompts * -(-max(len(sequence.prompt.tokens) for sequence in sequences) // block_size)
     block_bytes = torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
-    affordable = int((available_memory_bytes(model.device) + held_bytes) * USABLE_MEMORY) // block_bytes
+    affordable = max(0, usable_memory_bytes(model.device) + spare_bytes) // block_bytes
     num_blocks = min(wanted + kept, affordable, config.max_kv_blocks or affordable)
     needed = per_sequence + (1 if kept else 0)
     if num_blocks < needed:

@@ -1,19 +1,6 @@
 """The KV workspace: one tensor of fixed-size blocks, whose storage comes and goes while the tensor stays."""
 
-import psutil
 import torch
-
-# Share of the free memory that a rollout may take; the rest is for activations and logits.
-USABLE_MEMORY = 0.8
-
-
-def available_memory_bytes(device: torch.device) -> int:
-    """Memory that can be allocated on `device` now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + cached
-    return psutil.virtual_memory().available
 
 
 class KVWorkspace:

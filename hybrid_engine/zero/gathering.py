@@ -35,12 +35,13 @@ class WeightGatherer:
     """Gathers the weights of a sharded model for reading.
 
     Args:
-        is_pinned: True gathers all layers once per rollout; False streams them on every pass.
+        is_pinned: True gathers all layers once per rollout, if they fit; False streams them on every pass.
     """
 
     def __init__(self, sharding: Sharding, is_pinned: bool):
-        self.sharding = sharding
-        self.is_streamed = sharding.is_sharded and bool(sharding.layers) and not is_pinned
+        self.sharding, self.is_pinned = sharding, is_pinned
+        self.can_stream = sharding.is_sharded and bool(sharding.layers)
+        self.is_streamed = self.can_stream and not is_pinned
         self.bytes_gathered = 0
         self._pending: Any = None
         layers = {layer: _num_bytes(layer) for layer in sharding.layers}
@@ -48,9 +49,17 @@ class WeightGatherer:
 
     @property
     def resident_bytes(self) -> int:
-        """Most bytes of weights gathered at once: everything, or the rest and two layers when streaming."""
+        """Most bytes gathered at once: nothing in one process, everything, or the rest and two layers streaming."""
+        if not self.sharding.is_sharded:
+            return 0
         layers = sorted((self._num_bytes[layer] for layer in self.sharding.layers), reverse=True)
         return self._num_bytes[self.sharding.root] + sum(layers[:2] if self.is_streamed else layers)
+
+    def choose(self, usable_bytes: int) -> None:
+        """Before a rollout: streams pinned weights if whole ones fit not all processes' `usable_bytes`. Collective."""
+        if self.can_stream and self.is_pinned:
+            self.is_streamed = False
+            self.is_streamed = self.any_process(self.resident_bytes > usable_bytes)
 
     @contextmanager
     def gathered(self, whole: bool = False) -> Iterator[None]:
