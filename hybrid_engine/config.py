@@ -153,7 +153,7 @@ class HybridEngineConfig:
     pin_parameters: bool = True
     """ZeRO-3: gather the whole model once around `generate()`; false streams it layer by layer."""
     tp_gather_partition_size: int = 8
-    """Layers gathered at a time when the model is streamed or sliced."""
+    """Layers gathered at a time while slicing for tensor parallelism; nothing to do while that is not built."""
     max_running: int = 0
     """Rows decoded at once; 0 lets the engine choose. This key and those below are not DeepSpeed's."""
     kv_block_size: int = 0

@@ -9,7 +9,6 @@ Where things are: sharding in `zero/sharding.py`, masters, clipping and loss sca
 `checkpoint.py` and `export.py`. Names and meanings are those of DeepSpeed's engine.
 """
 
-import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -33,8 +32,6 @@ from hybrid_engine.zero.processes import (
     get_world_size,
 )
 from hybrid_engine.zero.sharding import shard_module
-
-logger = logging.getLogger("hybrid_engine")
 
 
 class ZeroEngine(nn.Module):
@@ -155,18 +152,19 @@ class ZeroEngine(nn.Module):
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self._log_step()
+        self._print_step()
         self.zero_grad()
 
-    def _log_step(self) -> None:
+    def _print_step(self) -> None:
         every = self.config.steps_per_print
         if every == 0 or self.global_steps % every != 0 or self.sharding.rank != 0:
             return
         assert self.optimizer is not None and self._loss_sum is not None
         loss = self._loss_sum.item() / self.config.gradient_accumulation_steps
-        logger.info(
+        print(
             f"step={self.global_steps} loss={loss:.6g} lr={self.get_lr()} grad_norm={self.optimizer.grad_norm:.6g} "
-            f"loss_scale={self.optimizer.cur_scale:g} skipped={self.skipped_steps}"
+            f"loss_scale={self.optimizer.cur_scale:g} skipped={self.skipped_steps}",
+            flush=True,
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

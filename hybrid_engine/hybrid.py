@@ -101,7 +101,7 @@ class HybridEngine(ZeroEngine):
         Raises:
             ValueError: for any mode, input or option that cannot work, before anything is done.
         """
-        self._check_can_generate()
+        self._check_not_generating("generate()")
         request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
         with self._generating(), ExitStack() as release:
             with self.latency.measure("gather"):
@@ -136,6 +136,7 @@ class HybridEngine(ZeroEngine):
 
     def create_inference_containers(self) -> None:
         """Builds the containers anew, as after a change of the module's structure, and measures them."""
+        self._check_not_generating("create_inference_containers()")
         self.logprob_difference = self.generator.build_containers()
 
     def convert_to_linear_transposed(self) -> list[TransposedLinear]:
@@ -162,7 +163,8 @@ class HybridEngine(ZeroEngine):
         self.generator.workspace.retake()
 
     def release_inference_cache(self) -> None:
-        """Frees the KV workspace's storage; the next `generate()` takes it again."""
+        """Frees the KV workspace's storage; the next `generate()` takes it again. ValueError inside `generate()`."""
+        self._check_not_generating("release_inference_cache()")
         self.generator.workspace.release()
 
     release_workspace = release_inference_cache
@@ -176,7 +178,10 @@ class HybridEngine(ZeroEngine):
         return self.logprob_difference
 
     def latency_stats(self) -> dict[str, float]:
-        """Where the time since the last `eval()` went: seconds, counts and bytes by name."""
+        """Where the time since the last `eval()` went: seconds, counts and bytes by name.
+
+        Read it at the end of an iteration, before the `eval()` that prints the same figures and begins the next.
+        """
         stats = self.latency.stats()
         if self.logprob_difference is not None:
             stats["logprob_difference_mean"] = self.logprob_difference.mean
@@ -186,11 +191,6 @@ class HybridEngine(ZeroEngine):
     def report(self) -> str:
         """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and why."""
         return f"{super().report()}\n{describe_generation(self.generator, self.logprob_difference)}"
-
-    def _check_can_generate(self) -> None:
-        self._check_not_generating("generate()")
-        if self.module.training:
-            raise ValueError("generate(): the engine is in training mode; call engine.eval() first")
 
     def _check_not_generating(self, what: str) -> None:
         # `train()` also runs while nn.Module is being built, before there is a flag.

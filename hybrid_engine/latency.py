@@ -51,6 +51,7 @@ class LatencyStats:
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Adds the time inside to the iteration's `<phase>_seconds`."""
+        self.iteration = self.iteration or Iteration()
         start = time.perf_counter()
         try:
             yield
@@ -58,19 +59,18 @@ class LatencyStats:
             self.add(f"{phase}_seconds", time.perf_counter() - start)
 
     def add(self, figure: str, amount: float) -> None:
-        """Adds to a figure of the iteration; a rollout before the first `eval()` begins one."""
-        if self.iteration is None:
-            self.iteration = Iteration()
+        """Adds to a figure of the iteration."""
+        assert self.iteration is not None, "measure() and mark_training() begin it"
         setattr(self.iteration, figure, getattr(self.iteration, figure) + amount)
 
     def raise_peak(self, kv_bytes: int) -> None:
         """Notes the workspace's size."""
-        self.add("peak_kv_bytes", 0)
-        assert self.iteration is not None
+        assert self.iteration is not None, "measure() begins it"
         self.iteration.peak_kv_bytes = max(self.iteration.peak_kv_bytes, kv_bytes)
 
     def mark_training(self) -> None:
-        """Training starts counting here, at `train()`."""
+        """Training starts counting here, at `train()`; before the first `eval()` that begins an iteration."""
+        self.iteration = self.iteration or Iteration()
         self._training_mark = time.perf_counter()
 
     def add_training(self) -> None:
@@ -78,6 +78,7 @@ class LatencyStats:
         now = time.perf_counter()
         if self._training_mark is not None:
             self.add("training_seconds", now - self._training_mark)
+        self.iteration = self.iteration or Iteration()
         self._training_mark = now
 
     def stats(self) -> dict[str, float]:

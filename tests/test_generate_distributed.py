@@ -3,7 +3,7 @@
 import pytest
 import torch
 from distributed import run_distributed
-from models import PAD, build_model, padded_prompts
+from models import BUILDERS, PAD, build_model, module_logprobs, padded_prompts
 
 import hybrid_engine
 
@@ -11,7 +11,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_to
 FULL_LENGTH = {**GREEDY, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 2, "seed": 5}
 SETTINGS = [(stage, pinned) for stage in (0, 1, 2, 3) for pinned in (True, False)]
-FAMILIES = ["mistral-window", "qwen3-qk-norm", "gpt2", "opt", "llama-mha-tied"]
 
 
 def build_engine(model, world_size, stage, pinned=True):
@@ -62,10 +61,12 @@ def rollouts(rank, world_size):
         # A bound no 10 tokens reach: the option sends the same request to the model's own generate().
         result["own"] = engine.generate(input_ids, attention_mask=mask, no_repeat_ngram_size=500, **GREEDY)
         results[stage, pinned] = result
-    for family in FAMILIES:
-        engine = build_engine(build_model(family), world_size, 3)
-        engine.eval()
-        results[family] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+    for family in BUILDERS:
+        for stage in (0, 1, 2, 3):
+            engine = build_engine(build_model(family), world_size, stage)
+            engine.eval()
+            output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+            results[family, stage] = output.sequences, output.logprobs
     return results
 
 
@@ -80,7 +81,14 @@ def refused_inputs(rank, world_size):
         message = ""
     except ValueError as error:
         message = str(error)
-    return message, engine.generate(input_ids, **GREEDY)
+    engine.module.train(rank == 1)
+    try:
+        engine.generate(input_ids, **GREEDY)
+        mode = ""
+    except ValueError as error:
+        mode = str(error)
+    engine.module.eval()
+    return message, engine.generate(input_ids, **GREEDY), mode
 
 
 def crowded_rollouts(rank, world_size):
@@ -213,11 +221,19 @@ def test_pinned_weights_are_gathered_once_per_rollout_and_streamed_ones_on_every
     assert "layer by layer" in streamed["report"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_answers_under_stage_3(two_processes, family):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("family", BUILDERS)
+def test_every_family_answers_at_every_stage_with_the_models_own_logprobs(two_processes, family, stage):
     input_ids, mask = padded_prompts()
-    expected = build_model(family).generate(input_ids, attention_mask=mask, **GREEDY)
-    assert torch.equal(joined([part[0][family] for part in two_processes]), expected)
+    model = build_model(family)
+    expected = model.generate(input_ids, attention_mask=mask, **GREEDY)
+    sequences, logprobs = zip(*(part[0][family, stage] for part in two_processes), strict=True)
+    assert torch.equal(joined(sequences), expected)
+    trainer = module_logprobs(model, expected, mask).float()
+    ours = joined(logprobs)
+    is_response = ours != 0
+    torch.testing.assert_close(ours[is_response], trainer[is_response], atol=1e-5, rtol=0)
+    assert is_response.sum() > len(expected)
 
 
 def test_lora_is_fused_under_stage_3_and_the_weights_stay_as_they_were(one_process, two_processes):
@@ -228,7 +244,8 @@ def test_lora_is_fused_under_stage_3_and_the_weights_stay_as_they_were(one_proce
 
 
 def test_input_that_is_bad_on_one_rank_is_refused_on_all(two_processes):
-    (message_0, answer_0), (message_1, answer_1) = (part[2] for part in two_processes)
+    (message_0, answer_0, mode_0), (message_1, answer_1, mode_1) = (part[2] for part in two_processes)
+    assert mode_0 == f"rank 1: {mode_1}" and "training mode" in mode_1
     assert message_0.startswith("rank 1: input_ids[0, 0]=1000")
     assert message_1.startswith("input_ids[0, 0]=1000")
     assert torch.equal(answer_0, answer_1)

@@ -305,13 +305,28 @@ def test_a_misspelt_option_names_its_nearest_neighbour(engine):
     [
         ({"generation_config": {"max_new_tokens": 3}}, "generation_config is a dict"),
         ({"seed": 2**63}, "seed=9223372036854775808"),
+        ({"seed": "a"}, "seed='a'"),
+        ({"max_new_tokens": "8"}, "max_new_tokens='8'"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        ({"min_new_tokens": "3"}, "min_new_tokens='3'"),
+        ({"max_length": "30"}, "max_length='30'"),
+        ({"do_sample": "no"}, "do_sample='no'"),
+        ({"do_sample": True, "top_k": 2.5}, "top_k=2.5"),
+        ({"do_sample": True, "top_p": "x"}, "top_p='x'"),
+        ({"do_sample": True, "num_return_sequences": 2.5}, "num_return_sequences=2.5"),
+        ({"num_beams": "x"}, "num_beams='x'"),
+        ({"pad_token_id": [0]}, r"pad_token_id=\[0\]"),
+        ({"pad_token_id": -1}, "pad_token_id=-1"),
+        ({"pad_token_id": 10**6}, "pad_token_id=1000000"),
+        ({"attention_mask": [[1] * 9] * 6}, "attention_mask is a list"),
     ],
     ids=str,
 )
 def test_arguments_of_the_wrong_kind_are_refused(engine, kwargs, told):
     input_ids, mask = padded_prompts()
     with pytest.raises(ValueError, match=told):
-        engine.generate(input_ids, attention_mask=mask, **kwargs)
+        engine.generate(input_ids, **({"attention_mask": mask} | kwargs))
     with pytest.raises(ValueError, match="input_ids is a list"):
         engine.generate([[1, 2]])
 
@@ -344,3 +359,21 @@ def test_tokens_of_the_models_own_generate_are_counted(engine):
     engine.eval()
     engine.generate(input_ids, attention_mask=mask, no_repeat_ngram_size=500, **GREEDY)
     assert engine.latency_stats()["generated_tokens"] == int(native.lengths.sum())
+
+
+def test_padding_on_the_right_is_refused_without_a_mask_too(engine):
+    with pytest.raises(ValueError, match=r"rows \[1\]; prompts must be padded on the left"):
+        engine.generate(torch.tensor([[PAD, 5, 9], [5, 9, PAD]]), **GREEDY)
+
+
+def test_the_workspace_cannot_be_pulled_from_under_a_rollout(engine):
+    input_ids, mask = padded_prompts()
+
+    def meddle(*_):
+        for method in (engine.release_inference_cache, engine.create_inference_containers, engine.step):
+            with pytest.raises(ValueError, match="was called inside"):
+                method()
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        engine.generate(input_ids, attention_mask=mask, logits_processor=[meddle], **GREEDY)

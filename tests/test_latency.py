@@ -50,6 +50,19 @@ def test_the_line_is_printed_from_the_second_eval_on_and_adds_up(engine, capsys)
     assert parts == pytest.approx(seconds["e2e"], abs=0.03)  # each figure is rounded to 0.01
 
 
+def test_training_before_the_first_eval_is_part_of_the_first_iteration(engine, capsys):
+    input_ids, mask = padded_prompts()
+    engine.train()
+    for _ in range(2):
+        engine.backward(engine(input_ids=input_ids, attention_mask=mask, labels=input_ids).loss)
+        engine.step()
+    stats = engine.latency_stats()
+    assert 0 < stats["training_seconds"] <= stats["e2e_seconds"]
+    engine.eval()
+    shares = [float(share) for share in re.findall(r"\(([\d.]+)%\)", capsys.readouterr().out)]
+    assert len(shares) == 4 and sum(shares) == pytest.approx(100, abs=0.1)
+
+
 def test_seconds_are_charged_to_the_phase_they_were_spent_in(engine, monkeypatch):
     iterate(engine)
 

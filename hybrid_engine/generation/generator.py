@@ -16,6 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from hybrid_engine.agreement import LogprobDifference, probe_containers
 from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.config_checks import check_integer
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
 from hybrid_engine.generation.noise import agree_on_keys
@@ -123,11 +124,13 @@ class Generator:
         seed: int | None,
         kwargs: dict[str, Any],
     ) -> Request:
+        if self.module.training:
+            raise ValueError("generate(): the engine is in training mode; call engine.eval() first")
         if not isinstance(generation_config, GenerationConfig | None):
             kind = type(generation_config).__name__
             raise ValueError(f"generation_config is a {kind}; pass a transformers.GenerationConfig or keywords")
-        if seed is not None and not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed={seed} must fit 64 bits with a sign; take it modulo 2**63")
+        if seed is not None:
+            check_integer("seed", seed, -(2**63), 2**63 - 1)
         check_names(kwargs, self._accepted)
         merged = merge_options(self.module.generation_config, generation_config, kwargs)
         model_config = self.module.config.get_text_config()

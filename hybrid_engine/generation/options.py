@@ -4,12 +4,13 @@ Priority is Hugging Face's: keyword arguments, then `generation_config`, then th
 """
 
 import difflib
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig
+
+from hybrid_engine.config_checks import check_flag, check_integer, check_number
 
 # Served by the native backend, with transformers' defaults (`GenerationConfig._get_default_generation_params`).
 NATIVE_DEFAULTS: dict[str, Any] = {
@@ -81,23 +82,23 @@ class GenerationOptions:
     return_dict: bool = False
 
     def __post_init__(self) -> None:
-        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "be at least 1", "ask for more tokens")
-        _check(
-            0 <= self.min_new_tokens <= self.max_new_tokens,
-            "min_new_tokens",
-            self.min_new_tokens,
-            f"lie between 0 and max_new_tokens={self.max_new_tokens}",
-            "lower it or raise max_new_tokens",
-        )
-        if self.do_sample:
-            finite = math.isfinite(self.temperature) and self.temperature > 0
-            _check(finite, "temperature", self.temperature, "be above 0", "for greedy decoding pass do_sample=False")
-            _check(self.top_k >= 0, "top_k", self.top_k, "be 0 (off) or more", "pass 0 to switch it off")
-            _check(0 < self.top_p <= 1, "top_p", self.top_p, "lie in (0, 1]", "pass 1.0 to switch it off")
-            _check(0 <= self.min_p <= 1, "min_p", self.min_p, "lie in [0, 1]", "pass 0.0 to switch it off")
+        check_integer("max_new_tokens", self.max_new_tokens, 1)
+        check_integer("min_new_tokens", self.min_new_tokens, 0, self.max_new_tokens)
+        check_integer("num_beams", self.num_beams, 1)
+        check_integer("num_return_sequences", self.num_return_sequences, 1)
+        check_flag("do_sample", self.do_sample)
+        check_flag("return_dict_in_generate", self.return_dict)
+        check_number("repetition_penalty", self.repetition_penalty, 0)
         _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "be above 0", "1.0 is off")
+        if self.do_sample:
+            check_number("temperature", self.temperature, 0)
+            hint = "for greedy decoding pass do_sample=False"
+            _check(self.temperature > 0, "temperature", self.temperature, "be above 0", hint)
+            check_integer("top_k", self.top_k, 0)
+            check_number("top_p", self.top_p, 0, 1)
+            _check(self.top_p > 0, "top_p", self.top_p, "be above 0", "pass 1.0 to switch it off")
+            check_number("min_p", self.min_p, 0, 1)
         many = self.num_return_sequences
-        _check(many >= 1, "num_return_sequences", many, "be at least 1", "pass the samples wanted per prompt")
         differ = many == 1 or self.do_sample or self.num_beams > 1
         _check(differ, "num_return_sequences", many, "be 1 with do_sample=False", "pass do_sample=True")
 
@@ -154,6 +155,7 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
     values = NATIVE_DEFAULTS | {name: value for name, value in merged.items() if name in NATIVE_DEFAULTS}
     max_new_tokens, max_length = values["max_new_tokens"], values["max_length"]
     if max_new_tokens is None and max_length is not None:
+        check_integer("max_length", max_length, 1)
         _check(
             max_length > prompt_width,
             "max_length",
@@ -166,24 +168,28 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
         max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens = values["min_new_tokens"]
     if min_new_tokens is None:
+        check_integer("min_length", values["min_length"] or 0, 0)
+        check_integer("max_new_tokens", max_new_tokens, 1)
         min_new_tokens = min(max(0, (values["min_length"] or 0) - prompt_width), max_new_tokens)
     eos_token_ids = _token_ids("eos_token_id", values["eos_token_id"], vocab_size)
     pad = values["pad_token_id"]
+    if pad is not None:
+        check_integer("pad_token_id", pad, 0, vocab_size - 1)
     pad_token_id = pad if pad is not None else (eos_token_ids[0] if eos_token_ids else 0)
     return GenerationOptions(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min_new_tokens,
-        do_sample=bool(values["do_sample"]),
-        temperature=float(values["temperature"]),
-        top_k=int(values["top_k"]),
-        top_p=float(values["top_p"]),
-        min_p=float(values["min_p"]),
-        repetition_penalty=float(values["repetition_penalty"]),
-        num_return_sequences=int(values["num_return_sequences"]),
-        num_beams=int(merged.get("num_beams", 1)),
+        do_sample=values["do_sample"],
+        temperature=values["temperature"],
+        top_k=values["top_k"],
+        top_p=values["top_p"],
+        min_p=values["min_p"],
+        repetition_penalty=values["repetition_penalty"],
+        num_return_sequences=values["num_return_sequences"],
+        num_beams=merged.get("num_beams", 1),
         eos_token_ids=eos_token_ids,
-        pad_token_id=int(pad_token_id),
-        return_dict=bool(values["return_dict_in_generate"]),
+        pad_token_id=pad_token_id,
+        return_dict=values["return_dict_in_generate"],
     )
 
 

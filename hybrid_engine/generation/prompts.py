@@ -49,13 +49,23 @@ def _mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_toke
         if pad_token_id is None:
             return torch.ones_like(input_ids, dtype=torch.bool)
         # Leading pads only: a pad id later in the prompt is a token like any other.
-        return (input_ids != pad_token_id).cumsum(1) > 0
+        mask = (input_ids != pad_token_id).cumsum(1) > 0
+        return mask & ~_trailing(input_ids == pad_token_id, mask)
+    if not isinstance(attention_mask, torch.Tensor):
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__}; it must be a tensor of input_ids' shape"
+        )
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask has shape {list(attention_mask.shape)}; it must be that of input_ids, "
             f"{list(input_ids.shape)}; pass both as the tokenizer returns them"
         )
     return attention_mask.to(torch.bool)
+
+
+def _trailing(is_pad: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Pads with nothing but pads to their right, in rows that have a token: padding on the right, to be refused."""
+    return is_pad.flip(1).cumprod(1).flip(1).bool() & mask
 
 
 def prompt_token_ids(input_ids: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
