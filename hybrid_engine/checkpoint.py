@@ -207,8 +207,14 @@ def _build_manifest(engine: "ZeroEngine") -> dict[str, Any]:
         "dtype": str(engine.config.dtype),
         "shapes": {key.removeprefix("weights."): list(tensor.shape) for key, tensor in _weights(engine).items()},
         "has_scheduler": engine.lr_scheduler is not None,
+        "optimizer": None if optimizer is None else _describe_optimizer(optimizer.inner),
         "groups": None if optimizer is None else [group["names"] for group in _named_param_groups(optimizer)],
     }
+
+
+def _describe_optimizer(inner: torch.optim.Optimizer) -> dict[str, Any]:
+    # `defaults` are the options that every group has; the groups may hold more, such as a scheduler's `initial_lr`.
+    return {"class": type(inner).__name__, "options": sorted(inner.defaults)}
 
 
 def _allocate_optimizer_state(optimizer: ZeroOptimizer, stored: StoredTensors) -> dict[str, dict[str, torch.Tensor]]:

@@ -1,7 +1,8 @@
 """Whether a checkpoint may be loaded, decided from its manifest alone.
 
 A manifest says what a checkpoint holds: `format`, `shapes` (of every weight and persistent buffer, by name), `groups`
-(the names of the trained parameters in each optimizer group; None without an optimizer) and `has_scheduler`.
+(the names of the trained parameters in each optimizer group; None without an optimizer), `has_scheduler` and
+`optimizer` (its `class` and the names of its `options`; None without one, absent in the oldest checkpoints).
 """
 
 from pathlib import Path
@@ -15,7 +16,8 @@ def check_manifest(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> 
     """Compares the manifest of the checkpoint in `folder` with the one this engine would write.
 
     Raises:
-        ValueError: a newer format; another model; other trained parameters or no scheduler, if this engine trains.
+        ValueError: a newer format; another model; another optimizer, other trained parameters or no scheduler, if
+            this engine trains.
     """
     if saved["format"] > FORMAT:
         raise ValueError(
@@ -49,6 +51,8 @@ def _check_training(folder: Path, saved: dict[str, Any], own: dict[str, Any]) ->
             f"checkpoint {str(folder)!r} was saved without an optimizer and cannot continue a training; load it into "
             f"an engine without one"
         )
+    if "optimizer" in saved:
+        _check_optimizer(folder, saved["optimizer"], own["optimizer"])
     if saved["groups"] != own["groups"]:
         raise ValueError(
             f"checkpoint {str(folder)!r} trains other parameters, or in other groups: {_count(saved['groups'])} "
@@ -59,6 +63,20 @@ def _check_training(folder: Path, saved: dict[str, Any], own: dict[str, Any]) ->
         raise ValueError(
             f"checkpoint {str(folder)!r} was saved with {has} learning-rate scheduler, the engine differs; give both "
             f"runs the same"
+        )
+
+
+def _check_optimizer(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+    if saved["class"] != own["class"]:
+        raise ValueError(
+            f"checkpoint {str(folder)!r} was saved with the optimizer {saved['class']}, the engine has {own['class']}, "
+            f"which cannot go on from its state; build the engine with {saved['class']}"
+        )
+    if saved["options"] != own["options"]:
+        raise ValueError(
+            f"checkpoint {str(folder)!r} was saved with another optimizer {saved['class']}: its options are "
+            f"{', '.join(saved['options'])}, the engine's {', '.join(own['options'])}; build the engine with the "
+            f"optimizer (and its version) of the saved run"
         )
 
 

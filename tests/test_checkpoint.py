@@ -299,6 +299,44 @@ def test_other_groups_or_another_scheduler_are_refused(saved):
     _assert_refuses(scheduled, saved, "saved with no learning-rate scheduler")
 
 
+def _engine_with(optimizer_class, **options):
+    return hybrid_engine.initialize(
+        model=nn.Linear(3, 2),
+        optimizer=lambda groups: optimizer_class(groups, **options),
+        config={"train_batch_size": 1},
+    )[0]
+
+
+def test_the_state_of_another_optimizer_is_refused_and_the_next_step_works(saved):
+    class LookAhead(torch.optim.AdamW):
+        def __init__(self, params):
+            super().__init__(params)
+            self.add_option("horizon", 5)
+
+        def add_option(self, name, value):
+            self.defaults[name] = value
+            for group in self.param_groups:
+                group[name] = value
+
+    for optimizer_class, options in ((torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {})):
+        engine = _step(_engine_with(optimizer_class, **options))
+        _assert_refuses(engine, saved, f"the optimizer AdamW, the engine has {optimizer_class.__name__}")
+        assert _step(engine).global_steps == 2
+    LookAhead.__name__ = "AdamW"
+    _assert_refuses(_step(_engine_with(LookAhead)), saved, "another optimizer AdamW: .*, the engine's .*horizon")
+
+
+def test_group_entries_that_a_scheduler_added_are_no_other_optimizer(tmp_path):
+    engine = _step(_engine_with(torch.optim.AdamW))
+    torch.optim.lr_scheduler.StepLR(engine.optimizer.inner, 1)
+    engine.save_checkpoint(tmp_path)
+    resumed = _engine_with(torch.optim.AdamW)
+    resumed.load_checkpoint(tmp_path)
+    # torch's own way to resume a schedule needs the entry.
+    scheduler = torch.optim.lr_scheduler.StepLR(resumed.optimizer.inner, 1, last_epoch=resumed.global_steps)
+    assert scheduler.base_lrs == [1e-3]
+
+
 def test_saving_in_the_middle_of_an_accumulation_is_refused(tmp_path):
     engine = _linear_engine(1.0, train_batch_size=2, gradient_accumulation_steps=2)
     _step(engine)
