@@ -68,8 +68,8 @@ def load(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | Non
     An engine without an optimizer takes only the weights. Everything is checked before anything is loaded.
 
     Raises:
-        ValueError: no such checkpoint; an incomplete one, one of another model or of a newer format; one whose
-            optimizer or scheduler is not this engine's. The engine is unchanged.
+        ValueError: no such checkpoint; an incomplete or damaged one, one of another model or of a newer format; one
+            whose optimizer or scheduler is not this engine's. The engine is unchanged.
     """
     folder, state, optimizer_tensors = on_rank_zero(lambda: _read_and_check(engine, Path(directory), tag))
     engine.zero_grad()
@@ -91,7 +91,7 @@ def _read_and_check(
 ) -> tuple[Path, dict[str, Any], StoredTensors]:
     folder = checkpoint_folder.find(directory, tag)
     check_manifest(folder, checkpoint_folder.read_manifest(folder), _build_manifest(engine))
-    state = torch.load(folder / STATE_FILE, weights_only=True, map_location="cpu")
+    state = _read_state(folder)
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     optimizer_tensors = {
         key: (tuple(entry.size), entry.properties.dtype)
@@ -99,6 +99,17 @@ def _read_and_check(
         if key.startswith("optimizer.")
     }
     return folder, state, optimizer_tensors
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    serialized = (folder / STATE_FILE).read_bytes()
+    try:
+        return torch.load(io.BytesIO(serialized), weights_only=True, map_location="cpu")
+    # Garbled bytes make torch raise nearly anything: UnpicklingError, RuntimeError, KeyError, UnicodeDecodeError, ...
+    except Exception as error:
+        raise ValueError(
+            f"checkpoint {str(folder)!r} is damaged: {STATE_FILE} cannot be read; load another tag"
+        ) from error
 
 
 @contextmanager

@@ -1,29 +1,48 @@
 """Whether a checkpoint may be loaded, decided from its manifest alone.
 
-A manifest says what a checkpoint holds: `format`, `shapes` (of every weight and persistent buffer, by name), `groups`
-(the names of the trained parameters in each optimizer group; None without an optimizer), `has_scheduler` and
-`optimizer` (its `class` and the names of its `options`; None without one, absent in the oldest checkpoints).
+A manifest says what a checkpoint holds: `format`, `files` (their sizes in bytes, by name), `shapes` (of every weight
+and persistent buffer, by name), `groups` (the names of the trained parameters in each optimizer group; None without an
+optimizer), `has_scheduler` and `optimizer` (its `class` and the names of its `options`; None without one, absent in
+the oldest checkpoints).
 """
 
 from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+REQUIRED_KEYS = ("files", "shapes", "groups", "has_scheduler")
 MAX_NAMES_IN_ERROR = 10
+
+
+def check_format(folder: Path, manifest: Any) -> None:
+    """Whether the manifest in `folder` may be read at all; to be called before anything else in it is looked at.
+
+    Raises:
+        ValueError: not a manifest; a newer format, about whose other keys nothing is known; a missing key.
+    """
+    if not isinstance(manifest, dict) or type(manifest.get("format")) is not int:
+        raise ValueError(
+            f"checkpoint {str(folder)!r} is damaged: its manifest must be a JSON object with a number 'format'; load "
+            f"another tag"
+        )
+    if manifest["format"] > FORMAT:
+        raise ValueError(
+            f"checkpoint {str(folder)!r} has format {manifest['format']}, this version reads up to {FORMAT}; "
+            f"install the newer version that wrote it"
+        )
+    missing = [key for key in REQUIRED_KEYS if key not in manifest]
+    if missing or not isinstance(manifest["files"], dict):
+        what = f"has no {', '.join(missing)}" if missing else "lists its files in another shape"
+        raise ValueError(f"checkpoint {str(folder)!r} is damaged: its manifest {what}; load another tag")
 
 
 def check_manifest(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
     """Compares the manifest of the checkpoint in `folder` with the one this engine would write.
 
     Raises:
-        ValueError: a newer format; another model; another optimizer, other trained parameters or no scheduler, if
+        ValueError: another model; another optimizer, other trained parameters or no scheduler, if
             this engine trains.
     """
-    if saved["format"] > FORMAT:
-        raise ValueError(
-            f"checkpoint {str(folder)!r} has format {saved['format']}, this version reads up to {FORMAT}; "
-            f"install the newer version that wrote it"
-        )
     _check_model(folder, saved["shapes"], own["shapes"])
     if own["groups"] is not None:
         _check_training(folder, saved, own)

@@ -14,6 +14,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from hybrid_engine.checkpoint_checks import check_format
+
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
 
@@ -89,7 +91,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What `publish` stored.
 
     Raises:
-        ValueError: the checkpoint is incomplete: a file is missing or has another size than when it was written.
+        ValueError: the checkpoint is of a newer format, its manifest is damaged, or it is incomplete: a file is
+            missing or has another size than when it was written.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -98,6 +101,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"checkpoint {str(folder)!r} is damaged: {MANIFEST} is not JSON; load another tag") from error
+    check_format(folder, manifest)
     broken = [name for name, size in manifest["files"].items() if _size(folder / name) != size]
     if broken:
         raise ValueError(

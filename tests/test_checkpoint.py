@@ -276,11 +276,29 @@ def test_a_checkpoint_of_another_model_is_refused_naming_the_first_ten_differenc
     assert str(error.value).count("is not in the") == 10
 
 
-def test_a_newer_format_is_refused(saved):
+def test_a_newer_format_is_refused_whatever_else_its_manifest_says(saved):
     path = saved / "a" / checkpoint_folder.MANIFEST
     manifest = json.loads(path.read_text())
-    path.write_text(json.dumps({**manifest, "format": 2}))
-    _assert_refuses(_step(_linear_engine(2.0)), saved, "has format 2, this version reads up to 1")
+    for newer in (manifest, {}, {"files": ["state.pt"]}, {"files": {"state.pt": {"bytes": 5}}}):
+        path.write_text(json.dumps({**newer, "format": 2}))
+        _assert_refuses(_step(_linear_engine(2.0)), saved, "has format 2, this version reads up to 1")
+
+
+def test_a_manifest_of_another_shape_is_refused_as_damaged(saved):
+    path = saved / "a" / checkpoint_folder.MANIFEST
+    manifest = json.loads(path.read_text())
+    without_format = {key: value for key, value in manifest.items() if key != "format"}
+    for damaged in ([], None, without_format, {**manifest, "format": "1"}, {**manifest, "files": []}, {"format": 1}):
+        path.write_text(json.dumps(damaged))
+        _assert_refuses(_step(_linear_engine(2.0)), saved, "is damaged: its manifest")
+
+
+@pytest.mark.parametrize("content", [b"\0", b"garbage", b"\x80\x02X\xff"])
+def test_a_garbled_state_of_the_right_size_is_refused_as_damaged(saved, content):
+    path = saved / "a" / "state.pt"
+    size = path.stat().st_size
+    path.write_bytes((content * size)[:size])
+    _assert_refuses(_step(_linear_engine(2.0)), saved, "is damaged: state.pt cannot be read; load another tag")
 
 
 def test_a_missing_tag_or_folder_is_refused_naming_what_there_is(saved, tmp_path):
