@@ -8,7 +8,6 @@ running pickled code. How the files reach their place is in `checkpoint_folder.p
 
 import io
 import os
-import pickle
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -196,17 +195,41 @@ def _named_param_groups(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
 
 
 def _serialize(state: dict[str, Any]) -> bytes:
+    for name, value in state.items():
+        if not _is_storable(value):
+            path, part = _find_unstorable(name, value, outer=(value,))
+            raise ValueError(
+                f"{path} holds a {type(part).__name__}, which cannot be stored, or not read back without running "
+                f"code; use numbers, strings, lists, dicts and tensors only"
+            )
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    buffer.seek(0)
-    try:
-        torch.load(buffer, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"client_state (or the scheduler's state) holds an object that loading would have to run code for; use "
-            f"numbers, strings, lists, dicts and tensors only: {str(error).splitlines()[0]}"
-        ) from error
     return buffer.getvalue()
+
+
+def _is_storable(value: Any) -> bool:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    # Pickling runs the object's own code: a lambda raises AttributeError, a lock TypeError, others what they like.
+    except Exception:
+        return False
+    return True
+
+
+def _find_unstorable(path: str, value: Any, outer: tuple[Any, ...]) -> tuple[str, Any]:
+    """The innermost part of `value` that cannot be stored, and where it is; `outer` are the parts around it."""
+    children: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        children = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        children = list(enumerate(value))
+    for key, child in children:
+        if not any(child is part for part in outer) and not _is_storable(child):
+            return _find_unstorable(f"{path}[{key!r}]", child, (*outer, child))
+    return path, value
 
 
 def _build_manifest(engine: "ZeroEngine") -> dict[str, Any]:

@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -363,10 +364,30 @@ def test_saving_in_the_middle_of_an_accumulation_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_client_state_that_needs_code_to_load_is_refused(tmp_path):
-    engine = _linear_engine(1.0)
-    with pytest.raises(ValueError, match=r"client_state.*use numbers, strings"):
-        engine.save_checkpoint(tmp_path, client_state={"signal": signal.Signals.SIGKILL, "path": tmp_path})
+class _RaisesWhenPickled:
+    def __reduce__(self):
+        raise KeyError("own code")
+
+
+def test_a_client_state_that_cannot_be_stored_or_needs_code_to_load_is_refused(tmp_path):
+    looped = {"f": print}
+    looped["self"] = looped
+    cases = {
+        r"client_state\['f'\] holds a function": {"step": 1, "f": lambda: 1},
+        r"client_state\['f'\] holds a builtin_function": {"f": print},
+        r"client_state\['f'\] holds a builtin": looped,
+        r"client_state\['a'\]\[1\] holds a lock": {"a": [1, threading.Lock()]},
+        r"client_state\[0\]\['x'\] holds a _RaisesWhenPickled": ({"x": _RaisesWhenPickled()},),
+        r"client_state holds a dict": {print: 1},
+        r"client_state holds a PosixPath": tmp_path,
+        r"client_state\['signal'\] holds a Signals": {"signal": signal.Signals.SIGKILL},
+    }
+    for message, client_state in cases.items():
+        with pytest.raises(ValueError, match=message) as error:
+            _linear_engine(1.0).save_checkpoint(tmp_path / "new", client_state=client_state)
+        assert str(error.value).endswith("; use numbers, strings, lists, dicts and tensors only")
+        # No text of torch, and none as a cause: it advises to load with running code, in escape codes.
+        assert "\x1b" not in str(error.value) and error.value.__cause__ is None and error.value.__context__ is None
     assert not list(tmp_path.iterdir())
 
 
