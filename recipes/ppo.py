@@ -37,8 +37,11 @@ from hybrid_engine.recipes.rollout import Roles, Rollout, SamplingOptions, sampl
 from hybrid_engine.recipes.run_log import RunLog, plot_metrics, read_metrics, say, write_json
 from hybrid_engine.recipes.sequences import Sequences, in_parts, response_logprobs, response_values
 from hybrid_engine.recipes.stages import (
+    check_above,
     check_at_least,
+    check_between,
     check_divides,
+    check_finite,
     load_model,
     load_tokenizer,
     mix_seed,
@@ -122,12 +125,19 @@ class Config:
     """ZeRO stage of actor and critic, 0 to 3"""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batch_size", "ppo_epochs", "max_prompt_tokens", "max_new_tokens", "eval_prompts"):
+        for name in ("steps", "minibatch_size", "micro_batch_size", "ppo_epochs"):
             check_at_least(name, getattr(self, name), 1)
-        check_at_least("lora_rank", self.lora_rank, 0)
+        for name in ("max_prompt_tokens", "max_new_tokens", "eval_prompts"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("kl_coef", "lora_rank", "logprob_bound", "kl_bound", "save_every"):
+            check_at_least(name, getattr(self, name), 0)
+        for name in ("temperature", "actor_lr", "critic_lr", "clip", "value_clip"):
+            check_above(name, getattr(self, name), 0)
+        for name in ("gamma", "lam"):
+            check_between(name, getattr(self, name), 0, 1)
+        check_between("zero_stage", self.zero_stage, 0, 3)
+        check_finite("missing_eos_score", self.missing_eos_score)
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
-        if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0: PPO learns from samples; use e.g. 1.0")
 
 
 @dataclass(frozen=True, kw_only=True)

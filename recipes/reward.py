@@ -24,7 +24,9 @@ from hybrid_engine.recipes.preferences import Preference, build_preferences
 from hybrid_engine.recipes.run_log import RunLog, say, write_json
 from hybrid_engine.recipes.sequences import batches_of_similar_length
 from hybrid_engine.recipes.stages import (
+    check_above,
     check_at_least,
+    check_between,
     check_divides,
     is_finished,
     load_model,
@@ -64,6 +66,10 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size"):
             check_at_least(name, getattr(self, name), 1)
+        for name in ("max_examples", "max_pairs"):
+            check_at_least(name, getattr(self, name), 0)
+        check_above("learning_rate", self.learning_rate, 0)
+        check_between("zero_stage", self.zero_stage, 0, 3)
 
 
 def run(config: Config) -> Path:

@@ -18,7 +18,15 @@ import hybrid_engine
 from hybrid_engine.recipes.engine_config import build_engine_config
 from hybrid_engine.recipes.run_log import RunLog, say, write_json
 from hybrid_engine.recipes.sequences import Sequences, batches_of_similar_length, build_sequences, response_logprobs
-from hybrid_engine.recipes.stages import check_at_least, check_divides, is_finished, save_stage, seed_everything
+from hybrid_engine.recipes.stages import (
+    check_above,
+    check_at_least,
+    check_between,
+    check_divides,
+    is_finished,
+    save_stage,
+    seed_everything,
+)
 from hybrid_engine.recipes.stdlib_docs import DocExample, split, stdlib_examples
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.zero.processes import get_rank, get_world_size
@@ -57,6 +65,9 @@ class Config:
         for name in ("num_layers", "epochs", "batch_size"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("vocab_size", self.vocab_size, 300)
+        check_at_least("max_examples", self.max_examples, 0)
+        check_above("learning_rate", self.learning_rate, 0)
+        check_between("zero_stage", self.zero_stage, 0, 3)
         check_divides("hidden_size", self.hidden_size, 64)
 
 

@@ -1,6 +1,7 @@
 """What the three stages share: seeds, checks of options, and folders that are either complete or absent."""
 
 import hashlib
+import math
 import random
 import shutil
 from pathlib import Path
@@ -20,10 +21,30 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def check_finite(name: str, value: float) -> None:
+    """ValueError if `value` of option `name` is infinite or not a number."""
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} must be finite; give a number")
+
+
 def check_at_least(name: str, value: float, smallest: float) -> None:
-    """ValueError unless `value` of option `name` reaches `smallest`."""
+    """ValueError unless `value` of option `name` is finite and reaches `smallest`."""
+    check_finite(name, value)
     if value < smallest:
         raise ValueError(f"{name}={value} must be at least {smallest}; raise it")
+
+
+def check_above(name: str, value: float, bound: float) -> None:
+    """ValueError unless `value` of option `name` is finite and above `bound`."""
+    check_finite(name, value)
+    if value <= bound:
+        raise ValueError(f"{name}={value} must be above {bound}; raise it")
+
+
+def check_between(name: str, value: float, smallest: float, largest: float) -> None:
+    """ValueError unless `value` of option `name` is one of `smallest` to `largest`, both included."""
+    if not smallest <= value <= largest:
+        raise ValueError(f"{name}={value} must be from {smallest} to {largest}; choose a number in that range")
 
 
 def check_divides(name: str, value: int, divisor: int) -> None:
