@@ -33,7 +33,7 @@ StoredTensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def save(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | None, client_state: Any) -> Path:
+def save(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | int | None, client_state: Any) -> Path:
     """Writes the checkpoint `tag` (default `global_step<n>`) and makes it the latest; collective.
 
     When it returns, the checkpoint is on disk; until then an older one of the same tag stays. The client state is
@@ -61,7 +61,7 @@ def save(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | Non
     return folder / tag
 
 
-def load(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | None) -> tuple[Path, Any]:
+def load(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | int | None) -> tuple[Path, Any]:
     """Puts the engine where it was when the checkpoint was saved; collective. Returns its folder and client state.
 
     An engine without an optimizer takes only the weights. Everything is checked before anything is loaded.
@@ -86,9 +86,9 @@ def load(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | Non
 
 
 def _read_and_check(
-    engine: "ZeroEngine", directory: Path, tag: str | None
+    engine: "ZeroEngine", directory: Path, tag: str | int | None
 ) -> tuple[Path, dict[str, Any], StoredTensors]:
-    folder = checkpoint_folder.find(directory, tag)
+    folder = checkpoint_folder.find(directory, None if tag is None else str(tag))
     check_manifest(folder, checkpoint_folder.read_manifest(folder), _build_manifest(engine))
     state = _read_state(folder)
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
@@ -223,7 +223,7 @@ def _find_unstorable(path: str, value: Any, outer: tuple[Any, ...]) -> tuple[str
     """The innermost part of `value` that cannot be stored, and where it is; `outer` are the parts around it."""
     children: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
-        children = list(value.items())
+        children = [(key, part) for key, child in value.items() for part in (key, child)]
     elif isinstance(value, (list, tuple)):
         children = list(enumerate(value))
     for key, child in children:

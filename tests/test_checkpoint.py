@@ -378,7 +378,7 @@ def test_a_client_state_that_cannot_be_stored_or_needs_code_to_load_is_refused(t
         r"client_state\['f'\] holds a builtin": looped,
         r"client_state\['a'\]\[1\] holds a lock": {"a": [1, threading.Lock()]},
         r"client_state\[0\]\['x'\] holds a _RaisesWhenPickled": ({"x": _RaisesWhenPickled()},),
-        r"client_state holds a dict": {print: 1},
+        r"client_state\[<built-in function print>\] holds a builtin": {print: 1},
         r"client_state holds a PosixPath": tmp_path,
         r"client_state\['signal'\] holds a Signals": {"signal": signal.Signals.SIGKILL},
     }
@@ -395,6 +395,16 @@ def test_a_client_state_that_cannot_be_stored_or_needs_code_to_load_is_refused(t
 def test_a_tag_that_is_no_folder_name_is_refused(tmp_path, tag):
     with pytest.raises(ValueError, match="must be a plain folder name"):
         _linear_engine(1.0).save_checkpoint(tmp_path, tag=tag)
+
+
+def test_a_number_is_a_tag_for_saving_and_loading(saved):
+    _linear_engine(4.0).save_checkpoint(saved, 5)
+    _linear_engine(1.0).save_checkpoint(saved, 0)
+    engine = _linear_engine(2.0)
+    path, _ = engine.load_checkpoint(saved, tag=5)
+    assert path == str(saved / "5") and engine.module.weight[0, 0].item() == 4.0
+    engine.load_checkpoint(saved, tag=0)
+    assert engine.module.weight[0, 0].item() == 1.0
 
 
 def test_latest_names_the_newest_and_older_tags_stay_loadable(tmp_path):
