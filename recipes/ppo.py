@@ -171,8 +171,10 @@ def run(config: Config) -> Path:
     train_prompts, held_out_prompts = load_prompts(config.dataset)
     held_out_prompts = held_out_prompts[: config.eval_prompts]
     check_at_least("eval_prompts", len(held_out_prompts), get_world_size())
+    if config.model:  # what cannot be loaded is to be said before the stages run
+        load_tokenizer(config.model)
     if config.reward:
-        load_reward(config.reward)  # what cannot be loaded is to be said before the stages run
+        load_reward(config.reward)
     source, reward_source = run_earlier_stages(config)
     seed_everything(config.seed)
     roles = build_roles(config, source, reward_source)

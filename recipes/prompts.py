@@ -62,7 +62,7 @@ def _read_prompts(dataset: str) -> list[str]:
         is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
         try:
             table = load_from_disk(dataset) if is_saved else load_dataset(dataset)
-        except (FileNotFoundError, ConnectionError) as error:
+        except (FileNotFoundError, ConnectionError, ValueError) as error:
             raise ValueError(f"dataset={dataset!r} must be a .jsonl file, a folder or a hub name: {error}") from error
         if isinstance(table, dict):
             if "train" not in table:

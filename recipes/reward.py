@@ -32,6 +32,7 @@ from hybrid_engine.recipes.stages import (
     load_model,
     load_tokenizer,
     save_stage,
+    score_head,
     seed_everything,
 )
 from hybrid_engine.recipes.stdlib_docs import split, stdlib_examples
@@ -144,7 +145,8 @@ def build_reward_model(source: str, tokenizer: PreTrainedTokenizerBase) -> torch
     """
     model = load_model(AutoModelForSequenceClassification, source, num_labels=1)
     model.config.pad_token_id = tokenizer.pad_token_id
-    torch.nn.init.normal_(model.score.weight, std=(model.score.in_features + 1) ** -0.5)
+    head = score_head(model, "model", source)
+    torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
     return model
 
 

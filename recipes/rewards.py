@@ -4,16 +4,18 @@ Both are called with a list of prompts and a list of responses as text and retur
 """
 
 import importlib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from hybrid_engine.recipes.sequences import ValueModel, build_sequences, last_token_scores
-from hybrid_engine.recipes.stages import load_model, load_tokenizer
+from hybrid_engine.recipes.stages import load_model, load_tokenizer, score_head
 from hybrid_engine.zero.processes import default_device
 
 Reward = Callable[[list[str], list[str]], list[float]]
@@ -23,12 +25,42 @@ ROWS_PER_PASS = 64
 def load_reward(spec: str) -> Reward:
     """A reward-model folder (or hub name) as a frozen model, or `module:function` from the path or the present folder.
 
+    What is returned raises a ValueError where a call gives anything but one finite number for each response.
+
     Raises:
-        ValueError: the function cannot be found or is not callable.
+        ValueError: the model does not load or has no single score; the function cannot be found or is not callable.
     """
-    if ":" not in spec or Path(spec).exists():
-        return LearnedReward(spec)
+    score = LearnedReward(spec) if _is_model(spec) else _find_function(spec)
+    return lambda prompts, responses: check_scores(spec, score(prompts, responses), len(responses))
+
+
+def check_scores(spec: str, scores: Any, count: int) -> list[float]:
+    """What the reward `spec` returned for `count` responses, as numbers; ValueError unless all are there and finite."""
+    try:
+        numbers = [float(score) for score in scores]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward={spec!r} must return a list of numbers: {error}; mend the function") from error
+    if len(numbers) != count:
+        raise ValueError(
+            f"reward={spec!r} returned {len(numbers)} scores for {count} responses; return one for each, in their order"
+        )
+    wrong = next((index for index, number in enumerate(numbers) if not math.isfinite(number)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"reward={spec!r} gave response {wrong} the score {numbers[wrong]}; scores must be finite: mend it"
+        )
+    return numbers
+
+
+def _is_model(spec: str) -> bool:
+    return ":" not in spec or Path(spec).exists()
+
+
+def _find_function(spec: str) -> Reward:
     module_name, _, function_name = spec.partition(":")
+    for part, name in (("module", module_name), ("function", function_name)):
+        if not name:
+            raise ValueError(f"reward={spec!r} names no {part}; write module:function")
     sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
@@ -48,7 +80,7 @@ class LearnedReward:
     """A sequence classifier's score at the end-of-sequence token behind the response, normalised, frozen."""
 
     def __init__(self, folder: str):
-        self.tokenizer = load_tokenizer(folder)
+        self.tokenizer = load_tokenizer(folder, "reward")
         self.model = load_value_model(folder).to(default_device()).eval().requires_grad_(False)
 
     @torch.no_grad()
@@ -72,21 +104,29 @@ def load_value_model(folder: str) -> ValueModel:
 
     With the mean and the deviation that the reward stage noted in the config, (score - mean) / deviation is folded into
     the head; a foreign model without them is taken as it is.
+
+    Raises:
+        ValueError: `folder`, which the option `reward` named, has not exactly one label or no head named `score`.
     """
-    classifier = load_model(AutoModelForSequenceClassification, folder, num_labels=1)
+    classifier = load_model(AutoModelForSequenceClassification, folder)
+    if classifier.config.num_labels != 1:
+        raise ValueError(
+            f"reward={folder!r} must be a sequence classifier with one label, the score, and has "
+            f"{classifier.config.num_labels}; train one, for example with `hybrid-engine reward`"
+        )
+    score = score_head(classifier, "reward", folder)
     mean = getattr(classifier.config, "score_mean", 0.0)
     std = getattr(classifier.config, "score_std", 1.0)
-    head = nn.Linear(classifier.score.in_features, 1)
+    head = nn.Linear(score.in_features, 1)
     with torch.no_grad():
-        head.weight.copy_(classifier.score.weight / std)
+        head.weight.copy_(score.weight / std)
         head.bias.fill_(-mean / std)
     return ValueModel(getattr(classifier, classifier.base_model_prefix), head)
 
 
 def build_critic(actor: str, reward: str) -> ValueModel:
     """The critic: the reward model's weights where both read the same tokens, else the actor's body and a head of 0."""
-    is_model = ":" not in reward or Path(reward).exists()
-    if is_model and load_tokenizer(reward).get_vocab() == load_tokenizer(actor).get_vocab():
+    if _is_model(reward) and load_tokenizer(reward, "reward").get_vocab() == load_tokenizer(actor).get_vocab():
         return load_value_model(reward)
     backbone = load_model(AutoModel, actor)
     head = nn.Linear(backbone.config.hidden_size, 1)

@@ -95,18 +95,37 @@ def load_model(auto_class: Any, source: str | Path, **options: Any) -> nn.Module
     return auto_class.from_pretrained(source, config=config, dtype=torch.float32)
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+def score_head(classifier: nn.Module, option: str, source: str | Path) -> nn.Linear:
+    """The head `score` of a sequence classifier that was loaded from `source`; ValueError, naming `option`, without."""
+    head = getattr(classifier, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"{option}={str(source)!r} loads as {type(classifier).__name__}, which has no linear head named score; "
+            "use a causal model family (such as Llama, Qwen2 or GPT-2)"
+        )
+    return head
+
+
+def load_tokenizer(folder: str | Path, option: str = "model") -> PreTrainedTokenizerBase:
     """The tokenizer of a model, set to pad on the left; one without a pad token pads with its end-of-sequence token.
 
     That is safe here because padding is told from lengths, not from token ids.
+
+    Raises:
+        ValueError: naming `option`: nothing loads, the vocabulary is empty or there is no end-of-sequence token.
     """
+    given = f"{option}={str(folder)!r}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except OSError as error:
-        raise ValueError(f"model={str(folder)!r} must be a Hugging Face folder or name that loads: {error}") from error
+    except (OSError, ValueError) as error:  # a folder without a tokenizer raises either, by the model's family
+        raise ValueError(f"{given} must be a Hugging Face folder or name that loads: {error}") from error
     tokenizer.padding_side = "left"
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        raise ValueError(
+            f"{given} must hold a tokenizer and encodes text to no tokens; save the model's tokenizer there"
+        )
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model={str(folder)!r} has a tokenizer without eos_token; responses could not end: set one")
+        raise ValueError(f"{given} has a tokenizer without eos_token; responses could not end: set one")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

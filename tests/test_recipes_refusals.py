@@ -1,10 +1,22 @@
 """What the recipes refuse before they train anything: options out of range, and sources that cannot serve."""
 
 import re
+import sys
 
 import pytest
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+)
 
+from hybrid_engine import cli
 from hybrid_engine.recipes import ppo, reward, sft
+from hybrid_engine.recipes.rewards import build_critic, load_value_model
+from hybrid_engine.recipes.stdlib_docs import split, stdlib_examples
 
 NAN, INFINITY = float("nan"), float("inf")
 
@@ -45,3 +57,99 @@ def test_a_number_out_of_range_is_refused_with_its_option_and_rule(recipe, optio
     for value in values:
         with pytest.raises(ValueError, match=re.escape(f"{option}={value} {rule}")):
             recipe.Config(**{option: value})
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Folders of tiny untrained models by name, each with a tokenizer beside it unless its name says otherwise."""
+    folder = tmp_path_factory.mktemp("sources")
+    tokenizer = sft.train_tokenizer(split(stdlib_examples())[0][:50], 300)
+    sizes = {"vocab_size": 300, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    gpt2 = {**sizes, "bos_token_id": None, "n_embd": 16, "n_layer": 1, "n_head": 2}  # dropouts: the default, 0.1
+    bert = {**sizes, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    models = {
+        "actor": GPT2LMHeadModel(GPT2Config(**gpt2)),
+        "actor without tokenizer": GPT2LMHeadModel(GPT2Config(**gpt2)),
+        "one label": GPT2ForSequenceClassification(GPT2Config(**gpt2, num_labels=1)),
+        "three labels": GPT2ForSequenceClassification(GPT2Config(**gpt2, num_labels=3)),
+        "bert": BertForSequenceClassification(BertConfig(**bert, num_labels=1)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        if "without tokenizer" not in name:
+            tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def refusal_of_ppo(capsys, out, *options):
+    """The line with which the command refuses `options`, having written nothing."""
+    assert cli.main(["ppo", "--out", str(out), *options]) == 2
+    assert not out.exists()
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("three labels", "must be a sequence classifier with one label, the score, and has 3"),
+        ("actor", "must be a sequence classifier with one label, the score, and has 2"),
+        ("bert", "loads as BertForSequenceClassification, which has no linear head named score"),
+        ("actor without tokenizer", "must hold a tokenizer and encodes text to no tokens"),
+    ],
+)
+def test_a_reward_folder_without_a_single_score_is_refused(sources, tmp_path, capsys, name, rule):
+    line = refusal_of_ppo(capsys, tmp_path / "run", "--reward", str(sources / name))
+    assert f"reward='{sources / name}' {rule}" in line
+
+
+def test_a_reward_model_is_not_trained_on_a_body_without_a_score_head(sources, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(f"model='{sources / 'bert'}' loads as Bert")):
+        reward.run(reward.Config(out=str(tmp_path), model=str(sources / "bert")))
+
+
+def test_a_model_folder_without_a_tokenizer_is_refused(sources, tmp_path, capsys):
+    folder = sources / "actor without tokenizer"
+    line = refusal_of_ppo(capsys, tmp_path / "run", "--model", str(folder))
+    assert f"model='{folder}' must hold a tokenizer and encodes text to no tokens" in line
+
+
+def test_a_folder_that_is_no_dataset_is_refused_by_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = refusal_of_ppo(capsys, tmp_path / "run", "--dataset", ".")
+    assert "dataset='.' must be a .jsonl file, a folder" in line
+
+
+@pytest.mark.parametrize(("spec", "part"), [(":score", "module"), ("json:", "function")])
+def test_a_reward_without_a_module_or_a_function_is_refused(tmp_path, capsys, spec, part):
+    line = refusal_of_ppo(capsys, tmp_path / "run", "--reward", spec)
+    assert f"reward='{spec}' names no {part}; write module:function" in line
+
+
+@pytest.mark.parametrize(
+    ("returned", "rule"),
+    [
+        ("None", "must return a list of numbers"),
+        ("['good', 'bad']", "must return a list of numbers"),
+        ("[None, None]", "must return a list of numbers"),
+        ("[1.0]", "returned 1 scores for 2 responses"),
+        ("[1.0, float('nan')]", "gave response 1 the score nan"),
+        ("[float('-inf'), 1.0]", "gave response 0 the score -inf"),
+    ],
+)
+def test_what_a_reward_returns_must_be_one_finite_number_for_each_response(tmp_path, monkeypatch, returned, rule):
+    (tmp_path / "broken_reward.py").write_text(f"def score(prompts, responses):\n    return {returned}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_reward", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    score = ppo.load_reward("broken_reward:score")
+    with pytest.raises(ValueError, match=f"reward='broken_reward:score' {rule}"):
+        score(["a", "b"], ["c", "d"])
+
+
+def test_dropout_is_off_in_every_role_of_a_model_whose_config_asks_for_it(sources):
+    roles = ppo.build_roles(ppo.Config(lora_rank=2), str(sources / "actor"), str(sources / "one label"))
+    critic_of_body = build_critic(str(sources / "actor"), "json:dumps")
+    scorer = load_value_model(str(sources / "one label"))
+    for model in (roles.actor.module, roles.critic.module, roles.reference, critic_of_body, scorer):
+        rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+        assert rates and set(rates) == {0.0}
