@@ -114,7 +114,7 @@ def test_a_model_folder_without_a_tokenizer_is_refused(sources, tmp_path, capsys
 
 
 def test_a_folder_that_is_no_dataset_is_refused_by_name(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text('{"width": 3}')  # datasets takes any such file for data
+    (tmp_path / "notes.txt").write_text("no prompt")  # datasets takes it for data, of a dataset without a name
     monkeypatch.chdir(tmp_path)
     line = refusal_of_ppo(capsys, tmp_path / "run", "--dataset", ".")
     assert "dataset='.' must be a .jsonl file, a folder" in line
