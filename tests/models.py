@@ -62,7 +62,7 @@ def build_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
     model = BUILDERS[family]()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3).add_(torch.randn_like(parameter) * 0.05)
+            parameter.mul_(2).add_(torch.randn_like(parameter) * 0.05)
     model.generation_config.pad_token_id = PAD
     return model.eval()
 
