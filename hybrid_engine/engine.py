@@ -200,12 +200,12 @@ class ZeroEngine(nn.Module):
         return self.config.train_micro_batch_size_per_gpu
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike[str], tag: str | None = None, client_state: Any = None
+        self, save_dir: str | os.PathLike[str], tag: str | int | None = None, client_state: Any = None
     ) -> Path:
         """Saves everything needed to go on, on disk when it returns; collective. See `checkpoint.save`."""
         return checkpoint.save(self, save_dir, tag, client_state)
 
-    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None = None) -> tuple[str, Any]:
+    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None) -> tuple[str, Any]:
         """Continues a saved run, by default the latest; collective. Returns its path and the client state.
 
         Raises:

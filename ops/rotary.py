@@ -4,7 +4,8 @@
 
 Angles are position * inv_freq in fp32; cos and sin carry the attention scaling of yarn and are rounded
 to the compute dtype, as the trainer rounds them. The table holds the right-hand form, which is three
-kernels (multiply, roll, multiply-add) where the halves take seven: 8 against 15 us for 32 rows on a CPU.
+kernels (multiply, roll, multiply-add) where the halves take seven: 8 against 15 us for 32 rows
+on two Zen 5 cores, torch 2.13.
 """
 
 import torch
