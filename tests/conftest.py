@@ -9,8 +9,24 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
+# Kernels are defined for Triton's interpreter where there is no GPU. Everything runs on the references all the
+# same, unless a test asks for kernels (the `kernels` fixture): interpreted they are a thousand times slower.
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("HYBRID_ENGINE_FALLBACK", "1")
+
+import pytest
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Ops run their Triton kernels in this test: compiled on a GPU, interpreted elsewhere."""
+    pytest.importorskip("triton", reason="Triton does not exist for this platform")
+    monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 # `from distributed import run_distributed`: spawned processes find a worker by its module, so the path must reach them.
 sys.path.insert(0, str(Path(__file__).parent))
