@@ -6,12 +6,13 @@ the last partial one. When blocks run out, prompts kept for later samples go fir
 running sequence is preempted: its blocks are freed and it is prefilled again later, response included.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hybrid_engine.generation.blocks import BlockPool
-from hybrid_engine.generation.sequence import Prompt, Sequence
+from hybrid_engine.generation.sequence import PENDING, Prompt, Sequence
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Scheduler:
         self.pool = BlockPool(num_blocks)
         self.max_running, self.block_size = max_running, block_size
         self.max_new_tokens, self.max_prefill_tokens = max_new_tokens, max_prefill_tokens
+        longest = max((len(sequence) for sequence in self.waiting), default=0) + max_new_tokens - 1
+        self.is_contiguous = longest <= block_size  # every sequence fits one block
+        self.free_slots = list(range(max_running))
+        self.version = 0  # changes with what runs and with the blocks it has
         self.num_preemptions = 0
 
     @property
@@ -121,6 +126,8 @@ class Scheduler:
         prompt.num_waiting -= 0 if sequence.tokens else 1
         admission.sequences.append(sequence)
         self.running.append(sequence)
+        sequence.slot = self.free_slots.pop(0)
+        self.version += 1
 
     def _fork(self, sequence: Sequence, admission: Admission) -> None:
         """Shares the prompt's full blocks and copies the last partial one."""
@@ -138,8 +145,7 @@ class Scheduler:
 
     def grow(self) -> None:
         """Gives every running sequence a place for its newest token, preempting the newest where needed."""
-        short = [s for s in self.running if len(s.blocks) < self.num_blocks_for(len(s))]
-        for sequence in short:
+        for sequence in self.short_of_blocks():
             while not self.pool.free and sequence in self.running:
                 if self.kept_prompts:
                     self._drop(self.kept_prompts[-1])
@@ -147,27 +153,39 @@ class Scheduler:
                     self._preempt(self.running[-1])
             if sequence in self.running:
                 sequence.blocks += self.pool.allocate(1)
+                self.version += 1
+
+    def short_of_blocks(self) -> list[Sequence]:
+        """Running sequences whose newest token has no place yet."""
+        return [s for s in self.running if len(s.blocks) < self.num_blocks_for(len(s))]
 
     def _preempt(self, sequence: Sequence) -> None:
         assert len(self.running) > 1, "one sequence alone must fit: checked before the rollout"
-        self.running.remove(sequence)
-        self.pool.release(sequence.blocks)
+        assert PENDING not in sequence.tokens, "its tokens are needed to recompute it"
+        self._leave(sequence)
         self.waiting.appendleft(sequence)
         self.num_preemptions += 1
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """Takes a finished sequence out and frees its blocks."""
+        """Notes why a sequence finished; takes it out and frees its blocks if it still runs."""
         sequence.finish_reason = reason
+        if sequence.slot >= 0:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
+        insort(self.free_slots, sequence.slot)
+        sequence.slot = -1
+        self.version += 1
 
     def close_gaps(self) -> list[Copy]:
         """Moves single-block rows down to the blocks that finished rows left; returns the copies to make.
 
         A gap that no newcomer filled would turn every later read of the contiguous cache into a gather of all
-        of it, so each is closed by one copy. Rows of several blocks are gathered anyway and stay.
+        of it, so each is closed by one copy. Where sequences may need several blocks they never move.
         """
-        if any(len(sequence.blocks) != 1 for sequence in self.running):
+        if not self.is_contiguous:
             return []
         copies = []
         high = sorted((s for s in self.running if s.blocks[0] >= len(self.running)), key=lambda s: s.blocks[0])
@@ -179,5 +197,6 @@ class Scheduler:
             self.pool.release(sequence.blocks)
             self.pool.take(target)
             sequence.blocks = [target]
+            self.version += 1
             copies.append(Copy(source, target, len(sequence)))
         return copies

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+PENDING = -1
+
 
 @dataclass(eq=False)
 class Prompt:
@@ -16,7 +18,10 @@ class Prompt:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample of a prompt. `tokens` and `logprobs` are of the response, end-of-sequence token included."""
+    """One sample of a prompt. `tokens` and `logprobs` are of the response, end-of-sequence token included.
+
+    A token that was drawn and has not come back from the device yet is there as `PENDING`.
+    """
 
     prompt: Prompt
     row: int  # of the output
@@ -24,8 +29,9 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # its block table, in order
+    slot: int = -1  # its row in the tables of the device while it runs; -1: it does not run
+    seen: Any = None  # [V] bool
     finish_reason: str | None = None  # "stop": drew an end-of-sequence token; "length": ran out of new tokens
-    seen: Any = None  # [V] bool, tokens of prompt and response; only under a repetition penalty
 
     def __len__(self) -> int:
         """Tokens of prompt and response."""

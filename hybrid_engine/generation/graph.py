@@ -1,0 +1,77 @@
+"""Decode steps recorded once per batch bucket and replayed: on a GPU, one launch instead of hundreds.
+
+A graph reads and writes fixed addresses. Whoever builds the steps keeps their buffers in place, and drops
+them when an address that they read (a weight, the KV workspace) has changed.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Rows are padded up to the next of these: 1, 2, 4, then multiples of 8.
+LARGEST_BUCKET = 256
+# Longest contexts are padded up to this times a power of two, which bounds the idle part of attention's grid.
+CONTEXT_GRAIN = 512
+
+
+def batch_bucket(num_rows: int) -> int:
+    """The number of rows that a graph for `num_rows` has."""
+    if num_rows <= 4:
+        return 1 << (num_rows - 1).bit_length()
+    return -(-num_rows // 8) * 8
+
+
+def context_bucket(context: int, capacity: int) -> int:
+    """The context that a graph for rows of at most `context` tokens reaches; at most `capacity`."""
+    grains = -(-context // CONTEXT_GRAIN)
+    return min(CONTEXT_GRAIN << (grains - 1).bit_length(), capacity)
+
+
+@dataclass
+class CaptureStats:
+    """What recording took."""
+
+    captures: int = 0
+    seconds: float = 0.0
+
+
+class CudaGraphs:
+    """Records functions as CUDA graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Records what `run` launches and returns its replay. `run` has been called once, so all is compiled."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as the one that watches collectives, may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+class StepGraphs:
+    """The graphs of one step function, by (rows, context); each recorded when first needed."""
+
+    def __init__(self, recorder: Any, stats: CaptureStats):
+        self._recorder, self._stats = recorder, stats
+        self._replays: dict[tuple[int, int], Callable[[], Any]] = {}
+
+    def has(self, num_rows: int, context: int) -> bool:
+        """Whether the graph of a bucket is there."""
+        return (num_rows, context) in self._replays
+
+    def record(self, num_rows: int, context: int, run: Callable[[], Any]) -> None:
+        """Runs `run` once, to compile and allocate, then records it. It must leave no trace that matters."""
+        start = time.perf_counter()
+        run()
+        self._replays[num_rows, context] = self._recorder.capture(run)
+        self._stats.captures += 1
+        self._stats.seconds += time.perf_counter() - start
+
+    def replay(self, num_rows: int, context: int) -> None:
+        """Starts a recorded step."""
+        self._replays[num_rows, context]()
