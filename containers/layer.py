@@ -88,15 +88,14 @@ class InferenceLayer:
         activation = getattr(config, policy.activation)
         if activation not in ACTIVATIONS:
             raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_gemm = QKVGemmOp(policy.norm, self.attention_norm.eps, (q_size, kv_size, kv_size))
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        self.qkv_gemm = QKVGemmOp(policy.norm, self.attention_norm.eps, *heads)
         self.softmax_context = SoftmaxContextOp(
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
+            *heads,
             scale=submodule(layer, policy.attention).scaling,
             window=sliding_window(config, self.index) if policy.has_window else None,
-            qk_norm_eps=self.q_norm.eps if self.q_norm else None,
+            qk_norm="rms" if self.q_norm else None,
+            qk_norm_eps=self.q_norm.eps if self.q_norm else 0.0,
         )
         self.vector_matmul = VectorMatMulOp()
         self.mlp_gemm = MLPGemmOp(policy.norm, self.mlp_norm.eps, activation)

@@ -110,6 +110,16 @@ class InferenceModel:
         layer = self.layers[0]
         return (len(self.layers), 2, num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
 
+    def addresses(self) -> tuple[int, ...]:
+        """Where everything lies that a forward pass reads, as it is bound now."""
+        linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
+        norms = [self.final_norm, *(norm for layer in self.layers for norm in layer.norms)]
+        tensors = [t for linear in linears for t in linear.pair] + [t for n in norms for t in (n.gamma, n.beta)]
+        tensors += [self.embedding.weight, *(self.rotary_table or ())]
+        if self.position_embedding is not None:
+            tensors.append(self.position_embedding.weight)
+        return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+
     def bind_rest(self) -> None:
         """Points what is outside the layers at the parameters as they lie in memory now."""
         self.final_norm.bind()
@@ -150,7 +160,7 @@ class InferenceModel:
         rotary = None
         if self.rotary_table is not None:
             cos, sin = self.rotary_table
-            rotary = cos[batch.positions].unsqueeze(1), sin[batch.positions].unsqueeze(1)
+            rotary = cos[batch.positions], sin[batch.positions]
         for layer in layers:
             keys, values = kv[layer.index]
             hidden = layer.forward(hidden, rotary, keys, values, batch)

@@ -94,6 +94,7 @@ def _forced_logprobs(model: InferenceModel, tokens: torch.Tensor) -> torch.Tenso
         write_blocks=torch.zeros_like(start),
         write_offsets=start,
         lengths=(num_prefilled,),
+        starts=torch.tensor([0, num_prefilled], dtype=torch.int32, device=device),
         wanted=start,
     )
     logits = [model.forward(prefill, kv, model.layers)]
@@ -102,8 +103,6 @@ def _forced_logprobs(model: InferenceModel, tokens: torch.Tensor) -> torch.Tenso
         decode = DecodeBatch(
             tokens=tokens[position : position + 1],
             positions=here,
-            write_blocks=zero,
-            write_offsets=here,
             block_tables=zero[:, None],
             context=position + 1,
             is_identity=True,

@@ -152,6 +152,8 @@ class HybridEngineConfig:
     """Whether the KV workspace gives its memory back after each `generate()`."""
     pin_parameters: bool = True
     """ZeRO-3: gather the whole model once around `generate()`; false streams it layer by layer."""
+    enable_cuda_graph: bool = True
+    """On a GPU: whether a decode step is replayed as one graph wherever it can be. DeepSpeed's default is false."""
     tp_gather_partition_size: int = 8
     """Layers gathered at a time while slicing for tensor parallelism; nothing to do while that is not built."""
     max_running: int = 0
@@ -162,7 +164,7 @@ class HybridEngineConfig:
     """Cap on the blocks of the KV workspace; 0 sizes it from the demand and the free memory."""
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "release_inference_cache", "pin_parameters"):
+        for name in ("enabled", "release_inference_cache", "pin_parameters", "enable_cuda_graph"):
             check_flag(f"hybrid_engine.{name}", getattr(self, name))
         for name in ("max_out_tokens", "inference_tp_size", "tp_gather_partition_size"):
             check_integer(f"hybrid_engine.{name}", getattr(self, name), 1)

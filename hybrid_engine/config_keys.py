@@ -109,7 +109,6 @@ WITHOUT_EFFECT: dict[str, frozenset[str]] = {
     "optimizer": frozenset({"legacy_fusion"}),
     "optimizer.params": frozenset({"fused", "set_grad_none", "torch_adam"}),
     "checkpoint": frozenset({"parallel_write", "tag_validation", "writer"}),
-    "hybrid_engine": frozenset({"enable_cuda_graph"}),
 }
 
 NOT_BUILT: dict[str, dict[str, NotBuilt]] = {

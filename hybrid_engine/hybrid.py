@@ -208,8 +208,10 @@ class HybridEngine(ZeroEngine):
     def _count(self, result: RolloutResult) -> None:
         gatherer = self.generator.gatherer
         for figure, amount in (
-            ("prefill_seconds", result.times.prefill_seconds),
-            ("decode_seconds", result.times.decode_seconds),
+            ("prefill_seconds", result.prefill_seconds),
+            ("decode_seconds", result.decode_seconds),
+            ("graph_captures", result.captures.captures),
+            ("graph_capture_seconds", result.captures.seconds),
             ("num_samples", result.num_samples),
             ("generated_tokens", result.generated_tokens),
             ("preemptions", result.preemptions),

@@ -1,10 +1,13 @@
 """Layer norm and RMS norm over the last dimension.
 
-    layer: y = (x - mean(x)) / sqrt(var(x) + eps) * gamma + beta      (biased variance)
-    rms:   y = x / sqrt(mean(x^2) + eps) * gamma                      (Zhang & Sennrich 2019)
+    layer:       y = (x - mean(x)) / sqrt(var(x) + eps) * gamma + beta      (biased variance)
+    rms:         y = x / sqrt(mean(x^2) + eps) * gamma                      (Zhang & Sennrich 2019)
+    rms_fp32:    the same function
+    rms_offset:  y = x / sqrt(mean(x^2) + eps) * (1 + gamma)                (Gemma)
 
-Statistics are fp32 whatever the dtype. In 16 bits RMS norm rounds the normalised x before it multiplies
-by gamma, as the Llama family does, so that rollouts round where the trainer rounds.
+Statistics are fp32 whatever the dtype. The kinds of RMS norm also differ in where 16 bits are rounded, so
+that rollouts round where the trainer rounds: `rms` rounds the normalised x before it multiplies by gamma
+(Llama), the other two multiply in fp32 and round once (OLMo-2 and gpt-oss; Gemma).
 Moves 2 N E elements, does about 5 N E operations.
 """
 
@@ -36,4 +39,25 @@ class RMSNormOp:
         return gamma * normed.to(input.dtype)
 
 
-NORM_OPS: dict[str, type[LayerNormOp] | type[RMSNormOp]] = {"layer": LayerNormOp, "rms": RMSNormOp}
+class RMSNormFp32Op(RMSNormOp):
+    """RMS norm that multiplies by gamma in fp32."""
+
+    def __call__(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
+        assert beta is None, "RMS norm has no beta"
+        return F.rms_norm(input.float(), (input.shape[-1],), gamma.float(), self.eps).to(input.dtype)
+
+
+class RMSNormOffsetOp(RMSNormOp):
+    """RMS norm whose weight is 1 + gamma, multiplied in fp32."""
+
+    def __call__(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
+        assert beta is None, "RMS norm has no beta"
+        return F.rms_norm(input.float(), (input.shape[-1],), 1.0 + gamma.float(), self.eps).to(input.dtype)
+
+
+NORM_OPS: dict[str, type[LayerNormOp] | type[RMSNormOp]] = {
+    "layer": LayerNormOp,
+    "rms": RMSNormOp,
+    "rms_fp32": RMSNormFp32Op,
+    "rms_offset": RMSNormOffsetOp,
+}

@@ -1,26 +1,42 @@
-"""Rotary position embedding, half-rotated form (Su et al. 2021, arXiv 2104.09864, as Llama lays it out).
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864), of the first R of D dimensions.
 
-    [x1, x2] = halves of x;  y = [x1 cos - x2 sin, x2 cos + x1 sin] = x [cos, cos] + [x2, x1] [-sin, sin]
+    halves (Llama):      pairs are (x_i, x_{i + R/2});   y = x [cos, cos] + [x2, x1] [-sin, sin]
+    interleaved (GPT-J): pairs are (x_2i, x_{2i+1});     y = x [c0, c0, c1, c1, ...] + swapped [-s0, s0, -s1, s1, ...]
 
-Angles are position * inv_freq in fp32; cos and sin carry the attention scaling of yarn and are rounded
-to the compute dtype, as the trainer rounds them. The table holds the right-hand form, which is three
-kernels (multiply, roll, multiply-add) where the halves take seven: 8 against 15 us for 32 rows
-on two Zen 5 cores, torch 2.13.
+Angles are position * inv_freq in fp32; cos and sin carry the attention scaling of yarn and longrope and
+are rounded to the compute dtype, as the trainer rounds them. The tables hold the right-hand form, which is
+three kernels (multiply, roll, multiply-add) where the halves take seven: 8 against 15 us for 32 rows on two
+Zen 5 cores, torch 2.13.
 """
 
 import torch
 
 
-def rotary_table(
-    inv_freq: torch.Tensor, scaling: float, num_positions: int, dtype: torch.dtype
+def rotary_rows(
+    angles: torch.Tensor, scaling: float, dtype: torch.dtype, is_interleaved: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[cos, cos] and [-sin, sin], each `[num_positions, D]`, for `inv_freq [D/2]`, times `scaling`."""
-    positions = torch.arange(num_positions, device=inv_freq.device, dtype=torch.float32)
-    angles = torch.outer(positions, inv_freq.float())
+    """cos and signed sin, `[N, R]` each, as `apply_rotary` takes them, of `angles [N, R/2]` fp32, times `scaling`."""
     cos, sin = angles.cos() * scaling, angles.sin() * scaling
-    return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
+    if is_interleaved:
+        pair = torch.stack((cos, cos), -1).flatten(-2), torch.stack((-sin, sin), -1).flatten(-2)
+    else:
+        pair = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return pair[0].to(dtype), pair[1].to(dtype)
 
 
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`x [N, heads, D]` rotated by rows `[N, 1, D]` of the table."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+def rotary_table(
+    inv_freq: torch.Tensor, scaling: float, num_positions: int, dtype: torch.dtype, is_interleaved: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows for the positions 0 to `num_positions` - 1, of `inv_freq [R/2]`."""
+    positions = torch.arange(num_positions, device=inv_freq.device, dtype=torch.float32)
+    return rotary_rows(torch.outer(positions, inv_freq.float()), scaling, dtype, is_interleaved)
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool = False) -> torch.Tensor:
+    """`x [N, heads, D]` with its first R dimensions rotated by rows `[N, R]`."""
+    width = cos.shape[-1]
+    rest = x[..., width:]
+    x = x[..., :width]
+    partner = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if is_interleaved else x.roll(width // 2, dims=-1)
+    rotated = torch.addcmul(x * cos.unsqueeze(1), partner, sin.unsqueeze(1))
+    return torch.cat((rotated, rest), -1) if rest.shape[-1] else rotated

@@ -10,6 +10,8 @@ the temperature-scaled, unfiltered distribution.
 Moves the S x V logits about four times in this reference.
 """
 
+import math
+
 import torch
 
 from hybrid_engine.ops.log_prob import token_logprobs
@@ -38,19 +40,29 @@ def keyed_uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return _shift_right(bits, 11).double() * 2.0**-53
 
 
+def _masses_from_top(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values in descending order and, for each, the probability of all tokens whose value is not below it."""
+    values = scaled.sort(dim=-1, descending=True).values
+    masses = values.softmax(-1).cumsum(-1)
+    last_equal = torch.searchsorted(-values, -values, right=True) - 1  # ties count together
+    return values, masses.gather(-1, last_equal)
+
+
 def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """-inf for the tokens that top-k (0 = off), top-p (1 = off) or min-p (0 = off) leave out; `logits [S, V]`."""
+    """-inf for the tokens that top-k (0 = off), top-p (1 = off) or min-p (0 = off) leave out; `logits [S, V]`.
+
+    Each filter keeps what reaches a threshold, so tokens of equal logit stay or go together.
+    """
     if 0 < top_k < logits.shape[-1]:
         threshold = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, float("-inf"))
     if top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
-        dropped = ascending.softmax(-1).cumsum(-1) <= 1.0 - top_p
-        dropped[:, -1] = False  # the likeliest token always stays
-        logits = logits.masked_fill(dropped.scatter(-1, order, dropped), float("-inf"))
+        values, masses = _masses_from_top(logits)
+        first = (masses >= top_p).int().argmax(-1, keepdim=True)  # the largest value whose mass reaches top_p
+        logits = logits.masked_fill(logits < values.gather(-1, first), float("-inf"))
     if min_p > 0.0:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), float("-inf"))
+        threshold = logits.amax(-1, keepdim=True) + math.log(min_p)
+        logits = logits.masked_fill(logits < threshold, float("-inf"))
     return logits
 
 
@@ -64,34 +76,90 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
 
 
 class SampleOp:
-    """Callable `(logits, adjusted, keys, positions) -> (tokens, logprobs)`.
+    """Callable `(logits, keys, draws, seen, slots) -> (tokens, logprobs)`.
 
     Args:
-        do_sample: False takes the likeliest token and ignores the rest.
+        do_sample: False takes the likeliest token, the first of equal ones, without temperature and filters.
         temperature, top_k, top_p, min_p: as `filter_logits` and Hugging Face define them.
+        repetition_penalty: of the tokens seen; 1 is off.
+        min_new_tokens: draws before which `eos_token_ids` cannot be drawn.
     """
 
     def __init__(
-        self, do_sample: bool, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+        self,
+        do_sample: bool,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        min_new_tokens: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
     ):
         self.do_sample = do_sample
         self.temperature = temperature if do_sample else 1.0
         self.top_k, self.top_p, self.min_p = top_k, top_p, min_p
+        self.repetition_penalty, self.min_new_tokens = repetition_penalty, min_new_tokens
+        self.eos_token_ids = eos_token_ids
+        self._banned: torch.Tensor | None = None  # of the device of the first call
 
     def __call__(
-        self, logits: torch.Tensor, adjusted: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        draws: torch.Tensor,
+        seen: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draws from `adjusted [S, V]` fp32 (logits after penalties and bans), reports under `logits [S, V]` fp32.
+        """Draws one token for each row of `logits [S, V]` fp32.
 
-        `keys`, `positions` `[S]` int64 name the noise. Returns tokens `[S]` int64 and logprobs `[S]` fp32.
+        Args:
+            keys, draws: `[S]` int64, name the noise; `draws` counts the row's tokens drawn so far.
+            seen: `[C, V]` bool, tokens that the penalty is for, row `slots[s]` for row s; unused at penalty 1.
+            slots: `[S]` int64.
+
+        Returns:
+            tokens `[S]` int64 and, under the logits as given, logprobs `[S]` fp32.
         """
-        tokens = self._draw(adjusted, keys, positions) if self.do_sample else adjusted.argmax(-1)
+        return self.reference(logits, keys, draws, seen, slots)
+
+    def reference(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        draws: torch.Tensor,
+        seen: torch.Tensor | None = None,
+        slots: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in plain torch."""
+        adjusted = self._adjust(logits, draws, seen, slots)
+        tokens = self._draw(adjusted, keys, draws) if self.do_sample else adjusted.argmax(-1)
         return tokens, token_logprobs(logits, tokens, self.temperature)
 
-    def _draw(self, adjusted: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _adjust(
+        self, logits: torch.Tensor, draws: torch.Tensor, seen: torch.Tensor | None, slots: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What is drawn from: repetition penalised, end-of-sequence banned while it is too early."""
+        if self.repetition_penalty != 1.0:
+            assert seen is not None and slots is not None
+            logits = penalize_repetition(logits, seen[slots], self.repetition_penalty)
+        if self.min_new_tokens > 0 and self.eos_token_ids:
+            banned = self.banned(logits.device)
+            is_early = (draws < self.min_new_tokens)[:, None]
+            ends = logits[:, banned].masked_fill(is_early, float("-inf"))
+            logits = logits.index_copy(1, banned, ends)
+        return logits
+
+    def banned(self, device: torch.device) -> torch.Tensor:
+        """The end-of-sequence tokens on `device`, made once: a graph may hold their address."""
+        if self._banned is None or self._banned.device != device:
+            self._banned = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=device)
+        return self._banned
+
+    def _draw(self, adjusted: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         scaled = adjusted if self.temperature == 1.0 else adjusted / self.temperature
         cdf = filter_logits(scaled, self.top_k, self.top_p, self.min_p).softmax(-1).cumsum(-1)
-        target = keyed_uniform(keys, positions).float()[:, None] * cdf[:, -1:]
+        target = keyed_uniform(keys, draws).float()[:, None] * cdf[:, -1:]
         # u rounds to 1.0 in fp32 about once in 3e7 draws: take the last token that has any probability then.
         target = torch.minimum(target, torch.nextafter(cdf[:, -1:], torch.zeros_like(cdf[:, -1:])))
         # NaN logits sort beyond the end: stay in the vocabulary, the log-probability says what happened.

@@ -16,10 +16,12 @@ from torch import nn
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.generation.graph import CaptureStats, CudaGraphs
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
 from hybrid_engine.generation.rollout import Plan
-from hybrid_engine.generation.text import RolloutTimes, TextGeneration
+from hybrid_engine.generation.steps import DecodeSteps
+from hybrid_engine.generation.text import TextGeneration
 from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.zero.gathering import WeightGatherer
 
@@ -44,7 +46,9 @@ class RolloutResult:
     num_samples: int
     generated_tokens: int = 0
     preemptions: int = 0
-    times: RolloutTimes = field(default_factory=RolloutTimes)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    captures: CaptureStats = field(default_factory=CaptureStats)
 
 
 class NativeBackend:
@@ -54,6 +58,15 @@ class NativeBackend:
         self, model: InferenceModel, gatherer: WeightGatherer, workspace: KVWorkspace, config: HybridEngineConfig
     ):
         self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
+        is_cuda = model.device.type == "cuda"
+        recorder = CudaGraphs() if is_cuda and config.enable_cuda_graph else None
+        self.steps = DecodeSteps(model, config.max_out_tokens, recorder)
+        self.lag = 1 if is_cuda else 0  # turns whose tokens are read late, so that the host need not wait
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks of the workspace beside the scheduler's: one where the rows that fill a graph's batch write."""
+        return 0 if self.steps.recorder is None else 1
 
     def gather(self, plan: Plan, release: ExitStack) -> torch.Tensor:
         """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor."""
@@ -67,15 +80,18 @@ class NativeBackend:
         else:
             self.model.bind()
             self.model.fuse_lora()
-        self.model.prepare_positions(max(map(len, plan.sequences)) + plan.options.max_new_tokens)
+        self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
         release.push(self._give_back_workspace)
         return self.workspace.take(
-            self.model.kv_shape(plan.num_blocks, plan.block_size), self.model.dtype, self.model.device
+            self.model.kv_shape(plan.num_blocks + self.num_reserved_blocks, plan.block_size),
+            self.model.dtype,
+            self.model.device,
         )
 
     def _give_back_workspace(self, error_type: type | None, *_: object) -> None:
         """After an error the storage always goes: it may hold numbers that are not finite."""
         if self.config.release_inference_cache or error_type is not None:
+            self.steps.drop()
             self.workspace.release()
 
     def layers(self) -> Iterable[InferenceLayer]:
@@ -96,10 +112,13 @@ class NativeBackend:
             RuntimeError: the model's logits are not finite on some process; on all of them alike.
         """
         scheduler = plan.build_scheduler()
-        strategy = TextGeneration(self.model, scheduler, plan.options, kv, self.layers)
+        is_streamed = self.gatherer.is_streamed
+        step = self.steps.for_rollout(plan, kv, is_streamed)
+        lag = 0 if is_streamed else self.lag
+        strategy = TextGeneration(self.model, scheduler, plan.options, step, self.layers, lag)
         # Streamed layers are gathered by all together: nobody stops before the last one.
-        any_process = self.gatherer.any_process if self.gatherer.is_streamed else bool
-        while any_process(scheduler.has_work):
+        any_process = self.gatherer.any_process if is_streamed else bool
+        while any_process(strategy.has_work):
             strategy.turn()
         is_finite = all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs)
         if self.gatherer.any_process(not is_finite):
@@ -110,7 +129,9 @@ class NativeBackend:
             num_samples=len(plan.sequences),
             generated_tokens=sum(len(sequence.tokens) for sequence in plan.sequences),
             preemptions=scheduler.num_preemptions,
-            times=strategy.times,
+            prefill_seconds=strategy.prefill_time.seconds(),
+            decode_seconds=strategy.decode_time.seconds(),
+            captures=self.steps.stats,
         )
 
 

@@ -148,10 +148,11 @@ class Generator:
         if reason is not None:
             self._tell(f"generate() uses the model's own implementation: {reason}")
         else:
-            assert self.model is not None
+            assert self.model is not None and self.native is not None
             sequences = build_sequences(prompts, options.num_return_sequences)
             spare_bytes = self.workspace.allocated_bytes - self.gatherer.resident_bytes
-            plan = plan_rollout(self.model, sequences, options, self.config, spare_bytes)
+            reserved = self.native.num_reserved_blocks
+            plan = plan_rollout(self.model, sequences, options, self.config, spare_bytes, reserved)
         return Request(input_ids, mask, options, plan, seed, {"generation_config": generation_config, **kwargs})
 
     def gather(self, request: Request, release: ExitStack) -> None:

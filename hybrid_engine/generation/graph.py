@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 
-# Rows are padded up to the next of these: 1, 2, 4, then multiples of 8.
-LARGEST_BUCKET = 256
 # Longest contexts are padded up to this times a power of two, which bounds the idle part of attention's grid.
 CONTEXT_GRAIN = 512
 
 
 def batch_bucket(num_rows: int) -> int:
-    """The number of rows that a graph for `num_rows` has."""
+    """The number of rows that a graph for `num_rows` has: 1, 2, 4, then multiples of 8."""
     if num_rows <= 4:
         return 1 << (num_rows - 1).bit_length()
     return -(-num_rows // 8) * 8
@@ -56,8 +54,8 @@ class CudaGraphs:
 class StepGraphs:
     """The graphs of one step function, by (rows, context); each recorded when first needed."""
 
-    def __init__(self, recorder: Any, stats: CaptureStats):
-        self._recorder, self._stats = recorder, stats
+    def __init__(self, recorder: Any):
+        self._recorder, self.stats = recorder, CaptureStats()
         self._replays: dict[tuple[int, int], Callable[[], Any]] = {}
 
     def has(self, num_rows: int, context: int) -> bool:
@@ -69,8 +67,8 @@ class StepGraphs:
         start = time.perf_counter()
         run()
         self._replays[num_rows, context] = self._recorder.capture(run)
-        self._stats.captures += 1
-        self._stats.seconds += time.perf_counter() - start
+        self.stats.captures += 1
+        self.stats.seconds += time.perf_counter() - start
 
     def replay(self, num_rows: int, context: int) -> None:
         """Starts a recorded step."""

@@ -102,6 +102,14 @@ class GenerationOptions:
         differ = many == 1 or self.do_sample or self.num_beams > 1
         _check(differ, "num_return_sequences", many, "be 1 with do_sample=False", "pass do_sample=True")
 
+    @property
+    def sampling(self) -> tuple:
+        """What the sampler is built from."""
+        return (
+            *(self.do_sample, self.temperature, self.top_k, self.top_p, self.min_p),
+            *(self.repetition_penalty, self.min_new_tokens, self.eos_token_ids),
+        )
+
 
 def _check(holds: bool, option: str, value: object, rule: str, remedy: str) -> None:
     if not holds:

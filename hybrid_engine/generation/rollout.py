@@ -17,8 +17,10 @@ from hybrid_engine.memory import usable_memory_bytes
 MAX_RUNNING = {"cpu": 64, "cuda": 256}
 # Tokens of one prefill pass: bounds its activations.
 MAX_PREFILL_TOKENS = 8192
-# Automatic blocks hold a whole sequence, which makes the cache contiguous; rounded up to this many tokens.
+# On a CPU automatic blocks hold a whole sequence, which makes the cache contiguous; rounded up to this many tokens.
 BLOCK_GRAIN = 16
+# Elsewhere attention reads through the block table for nothing, and small blocks are shared and waste little.
+BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,16 @@ class Plan:
     num_blocks: int
     block_size: int
     max_running: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that is fed; the last token drawn never is."""
+        return max(len(sequence.prompt.tokens) for sequence in self.sequences) + self.options.max_new_tokens - 1
+
+    @property
+    def num_columns(self) -> int:
+        """Blocks of that sequence."""
+        return -(-self.longest // self.block_size)
 
     def build_scheduler(self) -> Scheduler:
         """The scheduler of this rollout, nothing run yet."""
@@ -79,17 +91,20 @@ def plan_rollout(
     options: GenerationOptions,
     config: HybridEngineConfig,
     spare_bytes: int,
+    num_reserved: int = 0,
 ) -> Plan:
     """Sizes the KV workspace from the demand of `sequences` and the free memory.
 
-    `spare_bytes` is what the workspace holds already and can be used again, less what gathering will take.
+    `spare_bytes` is what the workspace holds already and can be used again, less what gathering will take;
+    `num_reserved` are blocks that the workspace has beside those that the plan may use.
 
     Raises:
         ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
     """
     num_prompts = len(sequences) // options.num_return_sequences
     longest = max(len(sequence) for sequence in sequences) + options.max_new_tokens - 1  # the last is never fed
-    block_size = config.kv_block_size or -(-longest // BLOCK_GRAIN) * BLOCK_GRAIN
+    automatic = -(-longest // BLOCK_GRAIN) * BLOCK_GRAIN if model.device.type == "cpu" else BLOCK_SIZE
+    block_size = config.kv_block_size or automatic
     max_running = min(config.max_running or MAX_RUNNING.get(model.device.type, 256), len(sequences))
     per_sequence = -(-longest // block_size)
     wanted = max_running * per_sequence
@@ -98,7 +113,7 @@ def plan_rollout(
         kept_prompts = min(num_prompts, -(-max_running // options.num_return_sequences) + 1)
         kept = kept_prompts * -(-max(len(sequence.prompt.tokens) for sequence in sequences) // block_size)
     block_bytes = torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
-    affordable = max(0, usable_memory_bytes(model.device) + spare_bytes) // block_bytes
+    affordable = max(0, usable_memory_bytes(model.device) + spare_bytes - num_reserved * block_bytes) // block_bytes
     num_blocks = min(wanted + kept, affordable, config.max_kv_blocks or affordable)
     needed = per_sequence + (1 if kept else 0)
     if num_blocks < needed:

@@ -30,7 +30,6 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # its block table, in order
     slot: int = -1  # its row in the tables of the device while it runs; -1: it does not run
-    seen: Any = None  # [V] bool
     finish_reason: str | None = None  # "stop": drew an end-of-sequence token; "length": ran out of new tokens
 
     def __len__(self) -> int:

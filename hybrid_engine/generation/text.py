@@ -3,37 +3,34 @@
 A turn is either a prefill of what was just admitted or a decode of everything that runs. That every turn
 passes once over the layers is what lets processes whose weights are streamed layer by layer stay in step
 although their sequences differ.
+
+With `lag=1` the tokens of a turn are read while the next one runs, so that the host never waits for the
+device: a sequence whose end of sequence is noticed late has been fed once too often, which its own blocks
+absorb, and what it drew then is dropped.
 """
 
-import time
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.generation.decode import DecodeStep, Draw
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.scheduler import Admission, Copy, Prefill, Scheduler
-from hybrid_engine.generation.sequence import Prompt, Sequence
-from hybrid_engine.ops import BlockCopyOp, DecodeBatch, PrefillBatch, SampleOp
-from hybrid_engine.ops.sample import penalize_repetition
-
-
-@dataclass
-class RolloutTimes:
-    """Where a rollout's seconds went."""
-
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
+from hybrid_engine.generation.sequence import PENDING, Prompt, Sequence
+from hybrid_engine.generation.stopwatch import Stopwatch
+from hybrid_engine.ops import BlockCopyOp, PrefillBatch
 
 
 class TextGeneration:
     """Runs a scheduler's sequences through a model.
 
     Args:
+        step: decodes; its KV workspace is the one that the scheduler's block numbers count in.
         layers: called once per turn; yields the model's layers in order, gathered where they are sharded.
-        kv: the workspace tensor that the scheduler's block numbers count in.
+        lag: turns that may be under way before their tokens are read; 0 reads them at once.
     """
 
     def __init__(
@@ -41,28 +38,36 @@ class TextGeneration:
         model: InferenceModel,
         scheduler: Scheduler,
         options: GenerationOptions,
-        kv: torch.Tensor,
+        step: DecodeStep,
         layers: Callable[[], Iterable[InferenceLayer]],
+        lag: int = 0,
     ):
-        self.model, self.scheduler, self.options, self.kv, self.layers = model, scheduler, options, kv, layers
-        self.sample = SampleOp(options.do_sample, options.temperature, options.top_k, options.top_p, options.min_p)
-        self.copy_block = BlockCopyOp()
-        self.times = RolloutTimes()
+        self.model, self.scheduler, self.options, self.layers = model, scheduler, options, layers
+        self.step, self.kv, self.lag = step, step.kv, lag
+        self.copy_blocks = BlockCopyOp()
+        self.prefill_time, self.decode_time = Stopwatch(self.kv.device), Stopwatch(self.kv.device)
+        self._under_way: deque[tuple[list[tuple[Sequence, int]], Draw]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """True until every sequence has finished and every token been read."""
+        return self.scheduler.has_work or bool(self._under_way)
 
     def turn(self) -> None:
         """One pass over the layers; an empty one when there is nothing to do."""
         admission = self.scheduler.admit()
-        start = time.perf_counter()
         if admission.prefills:
-            self._prefill(admission)
-            self.times.prefill_seconds += time.perf_counter() - start
+            with self.prefill_time.measure():
+                self._prefill(admission)
+            self._read(self.lag)
             return
-        self._enter(admission)
-        if self.scheduler.running:
-            self._decode()
-        else:
-            self.idle()
-        self.times.decode_seconds += time.perf_counter() - start
+        with self.decode_time.measure():
+            self._enter(admission)
+            if self.scheduler.running:
+                self._decode()
+            else:
+                self.idle()
+        self._read(self.lag if self.scheduler.running else 0)
 
     def idle(self) -> None:
         """Passes over the layers without computing, so that other processes can gather theirs."""
@@ -86,82 +91,60 @@ class TextGeneration:
             return
         self._copy(admission.copies)
         rows = [(own or {}).get(sequence, sequence.prompt.logits) for sequence in admission.sequences]
-        self._draw(admission.sequences, torch.stack(rows))
+        self._note(admission.sequences, self.step.draw(admission.sequences, torch.stack(rows)))
         for prompt in {sequence.prompt for sequence in admission.sequences}:
             if prompt.num_waiting == 0:
                 prompt.logits = None
 
     def _decode(self) -> None:
+        if len(self.scheduler.short_of_blocks()) > len(self.scheduler.pool.free):
+            self._read(0)  # some may have finished; a preempted one is recomputed from its tokens
         self.scheduler.grow()
         self._copy(self.scheduler.close_gaps())
         rows = sorted(self.scheduler.running, key=lambda sequence: sequence.blocks[0])
-        self._draw(rows, self.model.forward(self._decode_batch(rows), self.kv, self.layers()))
+        if rows:
+            self._note(rows, self.step.run(rows, self.scheduler.version, self.layers))
+        else:
+            self.idle()
 
-    def _draw(self, rows: list[Sequence], logits: torch.Tensor) -> None:
-        """Samples a token for each row from `logits [S, V]` fp32, and lets those leave that are done."""
-        device = logits.device
-        keys = torch.tensor([row.key for row in rows], device=device)
-        positions = torch.tensor([len(row.tokens) for row in rows], device=device)
-        tokens, logprobs = self.sample(logits, self._adjust(rows, logits), keys, positions)
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            row.tokens.append(token)
-            row.logprobs.append(logprob)
-            if row.seen is not None:
-                row.seen[token] = True
-            if token in self.options.eos_token_ids:
-                self.scheduler.finish(row, "stop")
-            elif len(row.tokens) >= self.options.max_new_tokens:
+    def _note(self, rows: list[Sequence], draw: Draw) -> None:
+        """Holds places for the drawn tokens; those leave that have all they may have."""
+        self._under_way.append(([(row, len(row.tokens)) for row in rows], draw))
+        for row in rows:
+            row.tokens.append(PENDING)
+            row.logprobs.append(0.0)
+            if len(row.tokens) >= self.options.max_new_tokens:
                 self.scheduler.finish(row, "length")
 
-    def _adjust(self, rows: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
-        """The logits that are drawn from: repetition penalised, end-of-sequence banned while it is too early."""
-        options = self.options
-        if options.repetition_penalty != 1.0:
-            seen = torch.stack([self._seen(row, logits) for row in rows])
-            logits = penalize_repetition(logits, seen, options.repetition_penalty)
-        early = [index for index, row in enumerate(rows) if len(row.tokens) < options.min_new_tokens]
-        if early and options.eos_token_ids:
-            logits = logits.clone()
-            banned = torch.tensor(options.eos_token_ids, device=logits.device)
-            logits[torch.tensor(early, device=logits.device)[:, None], banned] = float("-inf")
-        return logits
-
-    @staticmethod
-    def _seen(row: Sequence, logits: torch.Tensor) -> torch.Tensor:
-        if row.seen is None:
-            row.seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-            row.seen[torch.tensor(row.prompt.tokens, device=logits.device)] = True
-        return row.seen
+    def _read(self, lag: int) -> None:
+        """Fills in the tokens of all turns but the last `lag`; those leave that drew an end of sequence."""
+        while len(self._under_way) > lag:
+            places, draw = self._under_way.popleft()
+            for (row, index), (token, logprob, is_end) in zip(places, draw.read(), strict=True):
+                if row.finish_reason == "stop":
+                    continue  # drawn after the end
+                row.tokens[index], row.logprobs[index] = token, logprob
+                if is_end:
+                    del row.tokens[index + 1 :], row.logprobs[index + 1 :]
+                    self.scheduler.finish(row, "stop")
 
     def _copy(self, copies: list[Copy]) -> None:
-        for copy in copies:
-            self.copy_block(self.kv, copy.source, copy.target, copy.num_tokens)
+        if copies:
+            numbers = [[copy.source, copy.target, copy.num_tokens] for copy in copies]
+            self.copy_blocks(self.kv, *torch.tensor(numbers, device=self.kv.device).t().contiguous())
 
     def _prefill_batch(self, prefills: list[Prefill]) -> PrefillBatch:
         size, device = self.scheduler.block_size, self.kv.device
         lengths = tuple(len(prefill.tokens) for prefill in prefills)
         positions = torch.cat([torch.arange(length) for length in lengths])
         blocks = [torch.tensor(p.blocks)[torch.arange(n) // size] for p, n in zip(prefills, lengths, strict=True)]
+        ends = torch.tensor(lengths).cumsum(0)
         return PrefillBatch(
             tokens=torch.tensor([token for prefill in prefills for token in prefill.tokens], device=device),
             positions=positions.to(device),
             write_blocks=torch.cat(blocks).to(device),
             write_offsets=(positions % size).to(device),
             lengths=lengths,
-            wanted=(torch.tensor(lengths).cumsum(0) - 1).to(device),
-        )
-
-    def _decode_batch(self, rows: list[Sequence]) -> DecodeBatch:
-        size, device = self.scheduler.block_size, self.kv.device
-        last = [len(row) - 1 for row in rows]
-        num_columns = max(len(row.blocks) for row in rows)
-        tables = [row.blocks + row.blocks[-1:] * (num_columns - len(row.blocks)) for row in rows]
-        return DecodeBatch(
-            tokens=torch.tensor([row.tokens[-1] for row in rows], device=device),
-            positions=torch.tensor(last, device=device),
-            write_blocks=torch.tensor([r.blocks[i // size] for r, i in zip(rows, last, strict=True)], device=device),
-            write_offsets=torch.tensor([i % size for i in last], device=device),
-            block_tables=torch.tensor(tables, device=device),
-            context=max(last) + 1,
-            is_identity=tables == [[i] for i in range(len(rows))],
+            starts=torch.nn.functional.pad(ends, (1, 0)).int().to(device),
+            wanted=(ends - 1).to(device),
         )

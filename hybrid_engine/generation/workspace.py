@@ -15,16 +15,11 @@ class KVWorkspace:
         return 0 if self.tensor is None else self.tensor.untyped_storage().nbytes()
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The tensor with storage behind it; a workspace of the same shape is used again as it is.
+        """The tensor with storage behind it; one that is there is used again if it holds `shape` or more blocks.
 
         New storage is zeroed: attention multiplies hidden places by zero, which only finite numbers survive.
         """
-        same = self.tensor is not None and (self.tensor.shape, self.tensor.dtype, self.tensor.device) == (
-            torch.Size(shape),
-            dtype,
-            device,
-        )
-        if not same:
+        if not self._serves(shape, dtype, device):
             self.release()
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         assert self.tensor is not None
@@ -32,6 +27,13 @@ class KVWorkspace:
             self.tensor.untyped_storage().resize_(self.tensor.numel() * self.tensor.element_size())
             self.tensor.zero_()
         return self.tensor
+
+    def _serves(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+        if self.tensor is None or (self.tensor.dtype, self.tensor.device) != (dtype, device):
+            return False
+        held = tuple(self.tensor.shape)
+        has_room = held[2] == shape[2] or (self.allocated_bytes > 0 and held[2] > shape[2])
+        return has_room and held[:2] + held[3:] == shape[:2] + shape[3:]
 
     def release(self) -> None:
         """Frees the storage and keeps the tensor."""

@@ -1,0 +1,204 @@
+"""One decode step for the whole batch, on buffers that never move, so that a GPU can replay it as one graph.
+
+Every running sequence has a slot; what a step needs to know of it lies in tables on the device, and a step
+is told only which slots its rows are:
+
+    numbers  [4, C+1]   position and draw of the token to feed, noise key, and 1 for a live slot
+    blocks   [C+1, n]   block table
+    tokens   [C+1]      the token drawn last, which only the device knows
+    seen     [C+1, V]   tokens of prompt and response, under a repetition penalty only
+
+The step advances positions by itself, so while the same rows run on the same blocks the host sends nothing;
+when something changed one copy carries rows, numbers and blocks together. Rows leave and enter by their
+slots; keys and values never move for it. Slot C is nobody's: it fills a batch up to its bucket, is never
+live, and its block is the last one of the workspace.
+
+C slots, S rows, n blocks per sequence, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.generation.graph import StepGraphs, batch_bucket, context_bucket
+from hybrid_engine.generation.sequence import Sequence
+from hybrid_engine.ops import DecodeBatch, SampleOp
+
+_POSITION, _DRAW, _KEY, _LIVE = range(4)
+
+
+class SlotTables:
+    """The tables on the device and their image on the host.
+
+    Args:
+        num_slots: C.
+        num_columns: n.
+        trash_block: where rows write that are nobody's; any block when there are none.
+        seen_width: V with a repetition penalty, else 0.
+    """
+
+    def __init__(self, num_slots: int, num_columns: int, trash_block: int, seen_width: int, device: torch.device):
+        self.num_slots, self.num_columns, self.trash_block = num_slots, num_columns, trash_block
+        shapes = {"rows": (num_slots,), "numbers": (4, num_slots + 1), "blocks": (num_slots + 1, num_columns)}
+        size = sum(torch.Size(shape).numel() for shape in shapes.values())
+        self._image = torch.zeros(size, dtype=torch.int64)
+        self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
+        self._host_rows, self._host_numbers, self._host_blocks = _views(self._image, shapes)
+        self.rows, self.numbers, self.blocks = _views(self._on_device, shapes)
+        self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.seen = torch.zeros(num_slots + 1, seen_width, dtype=torch.bool, device=device) if seen_width else None
+
+    def send(self, sequences: list[Sequence]) -> None:
+        """Makes `sequences` the rows of the next step, in this order; one copy."""
+        rows = [sequence.slot for sequence in sequences]
+        self._host_rows.fill_(self.num_slots)
+        self._host_numbers.zero_()
+        self._host_blocks.fill_(self.trash_block)
+        slots = torch.tensor(rows, dtype=torch.int64)
+        self._host_rows[: len(rows)] = slots
+        columns = [(len(s) - 1, len(s.tokens), s.key, 1) for s in sequences]
+        self._host_numbers[:, slots] = torch.tensor(columns, dtype=torch.int64).t()
+        width = max(len(sequence.blocks) for sequence in sequences)
+        tables = [s.blocks + s.blocks[-1:] * (width - len(s.blocks)) for s in sequences]
+        self._host_blocks[slots, :width] = torch.tensor(tables, dtype=torch.int64)
+        self._upload()
+
+    def clear(self) -> None:
+        """Makes every row nobody's."""
+        self._host_rows.fill_(self.num_slots)
+        self._host_numbers.zero_()
+        self._host_blocks.fill_(self.trash_block)
+        self._upload()
+
+    def _upload(self) -> None:
+        if self._on_device.is_cuda:
+            # A pinned tensor of its own for each copy: the allocator keeps it until the copy is through.
+            self._on_device.copy_(self._image.pin_memory(), non_blocking=True)
+        else:
+            self._on_device.copy_(self._image)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Marks what a sequence that starts has seen; its first token follows by a draw."""
+        if self.seen is not None:
+            known = torch.tensor(sequence.prompt.tokens + sequence.tokens, device=self.seen.device)
+            self.seen[sequence.slot] = False
+            self.seen[sequence.slot, known] = True
+
+
+def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
+    parts = flat.split([torch.Size(shape).numel() for shape in shapes.values()])
+    return [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Drawn tokens on their way to the host: `read()` gives per row (token, log-probability, is it an end)."""
+
+    read: Callable[[], list[tuple[int, float, bool]]]
+
+
+def send_to_host(results: torch.Tensor) -> Draw:
+    """A Draw of `results [3, S]` fp64; the device goes on meanwhile and may overwrite them."""
+
+    def rows(values: torch.Tensor) -> list[tuple[int, float, bool]]:
+        tokens, logprobs, ends = values.tolist()
+        return [(int(t), p, bool(e)) for t, p, e in zip(tokens, logprobs, ends, strict=True)]
+
+    if not results.is_cuda:
+        copied = results.clone()
+        return Draw(lambda: rows(copied))
+    pinned = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
+    pinned.copy_(results, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> list[tuple[int, float, bool]]:
+        event.synchronize()
+        return rows(pinned)
+
+    return Draw(read)
+
+
+class DecodeStep:
+    """Model, sampler, stop check and next positions, as one function of what lies in the tables.
+
+    Args:
+        eos_token_ids: tokens that end a sequence.
+        graphs: where steps are recorded; None runs each step as it comes.
+    """
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        sample: SampleOp,
+        tables: SlotTables,
+        kv: torch.Tensor,
+        eos_token_ids: tuple[int, ...],
+        graphs: StepGraphs | None = None,
+    ):
+        self.model, self.sample, self.tables, self.kv, self.graphs = model, sample, tables, kv, graphs
+        self._ends = torch.tensor(eos_token_ids, dtype=torch.int64, device=kv.device)
+        self._results = torch.zeros(3, tables.num_slots, dtype=torch.float64, device=kv.device)
+        self._version: int | None = None
+
+    def run(self, sequences: list[Sequence], version: int, layers: Callable[[], Iterable[InferenceLayer]]) -> Draw:
+        """Feeds each sequence's newest token and draws the next; `version` changes when rows or blocks do."""
+        context = max(map(len, sequences))
+        if self.graphs is None:
+            is_identity = [sequence.blocks for sequence in sequences] == [[i] for i in range(len(sequences))]
+            self._send(sequences, version)
+            self._step(len(sequences), context, is_identity, layers)
+        else:
+            num_rows = batch_bucket(len(sequences))
+            reach = context_bucket(context, self.tables.num_columns * self.kv.shape[4])
+            if not self.graphs.has(num_rows, reach):
+                self.tables.clear()
+                self._version = None
+                self.graphs.record(num_rows, reach, lambda: self._step(num_rows, reach, False, layers))
+            self._send(sequences, version)
+            self.graphs.replay(num_rows, reach)
+        return send_to_host(self._results[:, : len(sequences)])
+
+    def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
+        """Draws the first token of sequences that start, from `logits [S, V]` fp32 of a prefill."""
+        for sequence in sequences:
+            self.tables.enter(sequence)
+        numbers = [[s.slot for s in sequences], [s.key for s in sequences], [len(s.tokens) for s in sequences]]
+        slots, keys, draws = torch.tensor(numbers, dtype=torch.int64).to(logits.device, non_blocking=True)
+        self._draw(logits, slots, keys, draws)
+        return send_to_host(self._results[:, : len(sequences)])
+
+    def _send(self, sequences: list[Sequence], version: int) -> None:
+        if version != self._version:
+            self.tables.send(sequences)
+            self._version = version
+
+    def _step(
+        self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]
+    ) -> None:
+        """What a graph records: nothing here may depend on a number that only the device knows."""
+        tables = self.tables
+        slots = tables.rows[:num_rows]
+        numbers = tables.numbers.index_select(1, slots)
+        batch = DecodeBatch(
+            tokens=tables.tokens[slots],
+            positions=numbers[_POSITION],
+            block_tables=tables.blocks[slots, : -(-context // self.kv.shape[4])],
+            context=context,
+            is_identity=is_identity,
+        )
+        logits = self.model.forward(batch, self.kv, layers())
+        self._draw(logits, slots, numbers[_KEY], numbers[_DRAW])
+        tables.numbers[: _DRAW + 1].index_add_(1, slots, numbers[_LIVE].expand(_DRAW + 1, -1))
+
+    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> None:
+        tokens, logprobs = self.sample(logits, keys, draws, self.tables.seen, slots)
+        self.tables.tokens[slots] = tokens
+        if self.tables.seen is not None:
+            self.tables.seen[slots, tokens] = True
+        ends = (tokens[:, None] == self._ends).any(1)
+        for row, values in enumerate((tokens, logprobs, ends)):
+            self._results[row, : len(slots)] = values

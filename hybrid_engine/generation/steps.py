@@ -1,0 +1,58 @@
+"""The decode steps of an engine, kept with their graphs from rollout to rollout while every address stays."""
+
+from typing import Any
+
+import torch
+
+from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.generation.decode import DecodeStep, SlotTables
+from hybrid_engine.generation.graph import CaptureStats, StepGraphs, batch_bucket
+from hybrid_engine.generation.rollout import Plan
+from hybrid_engine.ops import SampleOp
+
+
+class DecodeSteps:
+    """Builds the step of a rollout or finds the one that an earlier rollout of the same kind left.
+
+    Args:
+        max_tokens: longest sequence a kept step must serve.
+        recorder: records graphs (`CudaGraphs`); None: steps run as they come and are not kept.
+    """
+
+    def __init__(self, model: InferenceModel, max_tokens: int, recorder: Any):
+        self.model, self.max_tokens, self.recorder = model, max_tokens, recorder
+        self.stats = CaptureStats()
+        self._kept: dict[tuple, DecodeStep] = {}
+        self._addresses: tuple[int, ...] = ()
+
+    def for_rollout(self, plan: Plan, kv: torch.Tensor, is_streamed: bool) -> DecodeStep:
+        """The step of `plan` on the workspace `kv`; weights must be bound as the rollout will read them."""
+        self.stats = CaptureStats()
+        if self.recorder is None or is_streamed:
+            return self._build(plan, kv, plan.max_running, plan.num_columns, None)
+        addresses = (kv.data_ptr(), *self.model.addresses())
+        if addresses != self._addresses:
+            self.drop()
+            self._addresses = addresses
+        num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
+        key = (plan.options.sampling, num_slots, num_columns, tuple(kv.shape))
+        if key not in self._kept:
+            graphs = StepGraphs(self.recorder)
+            self._kept[key] = self._build(plan, kv, num_slots, num_columns, graphs)
+        step = self._kept[key]
+        assert step.graphs is not None
+        step.graphs.stats = self.stats
+        return step
+
+    def drop(self) -> None:
+        """Forgets every step; their graphs and memory go."""
+        self._kept.clear()
+
+    def _build(
+        self, plan: Plan, kv: torch.Tensor, num_slots: int, num_columns: int, graphs: StepGraphs | None
+    ) -> DecodeStep:
+        options = plan.options
+        sample = SampleOp(*options.sampling)
+        seen_width = self.model.vocab_size if options.repetition_penalty != 1.0 else 0
+        tables = SlotTables(num_slots, num_columns, kv.shape[2] - 1, seen_width, kv.device)
+        return DecodeStep(self.model, sample, tables, kv, options.eos_token_ids, graphs)
