@@ -44,6 +44,11 @@ class DecodeSteps:
         step.graphs.stats = self.stats
         return step
 
+    @property
+    def num_kept(self) -> int:
+        """Steps that wait for a rollout of their kind."""
+        return len(self._kept)
+
     def drop(self) -> None:
         """Forgets every step; their graphs and memory go."""
         self._kept.clear()

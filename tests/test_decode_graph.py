@@ -1,0 +1,151 @@
+"""Decode steps recorded and replayed give what steps run one by one give, and are recorded once.
+
+Recorded on a tape (see tape.py), which freezes on a CPU what a CUDA graph freezes on a GPU.
+"""
+
+import pytest
+import torch
+from models import PAD, build_model, padded_prompts
+from peft import LoraConfig, get_peft_model
+from tape import TapeRecorder
+
+import hybrid_engine
+from hybrid_engine.generation.graph import batch_bucket, context_bucket
+
+CUDA = torch.cuda.is_available()
+
+
+def build(family="llama", is_recorded=True, lag=1, model=None, **config):
+    """An engine whose decode steps are recorded, reading tokens `lag` turns late."""
+    config = {"enabled": True, "max_out_tokens": 64, "kv_block_size": 4} | config
+    ds_config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "hybrid_engine": config}
+    engine, *_ = hybrid_engine.initialize(model=model or build_model(family), config=ds_config)
+    if not CUDA:
+        engine.generator.native.steps.recorder = TapeRecorder() if is_recorded else None
+        engine.generator.native.lag = lag
+    return engine.eval()
+
+
+def rollout(engine, seed=5, prompts=None, **options):
+    input_ids, mask = prompts or padded_prompts()
+    options = {"max_new_tokens": 11, "do_sample": True, "top_k": 0, "pad_token_id": PAD} | options
+    return engine.generate(
+        input_ids.to(engine.device),
+        attention_mask=mask.to(engine.device),
+        seed=seed,
+        return_dict_in_generate=True,
+        **options,
+    )
+
+
+def assert_equal(a, b):
+    assert a.sequences.tolist() == b.sequences.tolist()
+    assert a.finish_reason == b.finish_reason and a.lengths.tolist() == b.lengths.tolist()
+    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=1e-5)
+
+
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "sampled": {},
+    "filters": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "several ends": {"eos_token_id": list(range(3, 99, 5))},
+    "ends, not before 4": {"eos_token_id": list(range(3, 99, 3)), "min_new_tokens": 4},
+    "repetition penalty": {"repetition_penalty": 1.7, "eos_token_id": list(range(3, 99, 9))},
+    "groups sharing blocks": {"num_return_sequences": 3, "eos_token_id": list(range(3, 99, 5))},
+    "one token": {"max_new_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("limits", [{}, {"max_running": 3, "max_kv_blocks": 13}], ids=["roomy", "preempted"])
+def test_replayed_steps_read_late_equal_steps_run_one_by_one(name, limits):
+    options = OPTIONS[name]
+    expected = rollout(build(is_recorded=False, lag=0, **limits), **options)
+    engine = build(**limits)
+    assert_equal(rollout(engine, **options), expected)
+    stats = engine.latency_stats()
+    assert stats["graph_captures"] > 0 or options.get("max_new_tokens") == 1
+    if limits and name == "greedy":
+        assert stats["preemptions"] > 0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3-qk-norm", "mistral-window"])
+def test_replayed_steps_equal_the_models_own_generate(family):
+    input_ids, mask = padded_prompts()
+    model = build_model(family).to("cuda" if CUDA else "cpu")
+    kwargs = {"max_new_tokens": 11, "do_sample": False, "pad_token_id": PAD}
+    expected = (
+        type(model).generate(model, input_ids.to(model.device), attention_mask=mask.to(model.device), **kwargs).cpu()
+    )
+    ours = rollout(build(model=model), **kwargs)
+    assert ours.sequences.tolist() == expected.tolist()
+
+
+def test_steps_read_late_without_graphs_are_the_same():
+    options = OPTIONS["several ends"] | {"num_return_sequences": 3}
+    assert_equal(
+        rollout(build(is_recorded=False, lag=1), **options), rollout(build(is_recorded=False, lag=0), **options)
+    )
+
+
+def train_step(engine):
+    engine.train()
+    tokens = padded_prompts()[0][:1].to(engine.device)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    engine.eval()
+
+
+def test_a_graph_is_recorded_again_only_when_an_address_changed():
+    engine = build()
+    rollout(engine, do_sample=False)
+    assert engine.latency_stats()["graph_captures"] > 0
+    train_step(engine)  # updates in place
+    after = rollout(engine, do_sample=False)
+    rollout(engine, do_sample=False, max_new_tokens=5)
+    assert engine.latency_stats()["graph_captures"] == 0
+    assert engine.latency_stats()["graph_capture_seconds"] == 0
+    plain = build(is_recorded=False, lag=0)
+    rollout(plain, do_sample=False)
+    train_step(plain)
+    assert_equal(after, rollout(plain, do_sample=False))  # the replay read the new weights
+    weight = engine.module.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.clone() * 0.5
+    plain.module.model.layers[0].mlp.up_proj.weight.data *= 0.5
+    assert_equal(rollout(engine, do_sample=False), rollout(plain, do_sample=False))
+    assert engine.latency_stats()["graph_captures"] > 0
+
+
+def test_fused_adapters_are_what_replayed_steps_read():
+    def adapted():
+        torch.manual_seed(3)
+        model = get_peft_model(build_model(), LoraConfig(r=3, target_modules="all-linear"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        return model
+
+    engine, plain = build(model=adapted()), build(model=adapted(), is_recorded=False, lag=0)
+    for _ in range(2):
+        assert_equal(rollout(engine), rollout(plain))
+        train_step(engine)
+        train_step(plain)
+
+
+def test_release_inference_cache_drops_the_graphs_with_the_workspace():
+    engine = build(release_inference_cache=True)
+    first = rollout(engine)
+    assert engine.generator.native.steps.num_kept == 0
+    assert_equal(first, rollout(engine))
+
+
+def test_graphs_are_switched_off_by_the_config():
+    engine = build(enable_cuda_graph=False, is_recorded=False, lag=0)
+    assert engine.generator.native.steps.recorder is None
+    assert rollout(engine).lengths.shape == (6,)
+    assert engine.latency_stats()["graph_captures"] == 0
+
+
+def test_batches_are_padded_to_the_buckets():
+    assert [batch_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 255, 256)] == [1, 2, 4, 4, 8, 8, 16, 24, 256, 256]
+    assert [context_bucket(n, 4000) for n in (1, 512, 513, 1025, 3000)] == [512, 512, 1024, 2048, 4000]
