@@ -1,0 +1,63 @@
+"""Residual mixture of experts: a dense MLP and the experts, mixed by two coefficients per token.
+
+    y[n] = residual[n] * coef[n, 0] + output[n] * coef[n, 1]
+
+The coefficients are what a small linear and a softmax made of the token (Rajbhandari et al. 2022, "DeepSpeed-MoE",
+section 4.1.1). Argument order is DeepSpeed's binding's; note that DeepSpeed's training layer
+(deepspeed/moe/layer.py) gives column 0 to the experts' output, so a caller passes what column 0 weighs as `residual`.
+Moves 3 N E elements, does 3 N E operations; both products are rounded to the dtype, then the sum.
+"""
+
+import torch
+
+from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, tl, triton, use_triton
+
+# Elements of a row that one program mixes.
+MAX_BLOCK = 1024
+
+
+class MoEResMatmulOp:
+    """Callable `(residual [N, E], coef [N, 2], output [N, E]) -> [N, E]`."""
+
+    def __call__(self, residual: torch.Tensor, coef: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Raises ValueError where shapes, dtypes or devices differ."""
+        check_tensor("residual", residual, shape=(None, None))
+        check_tensor("coef", coef, like=residual, shape=(len(residual), 2))
+        check_tensor("output", output, like=residual, shape=residual.shape)
+        return self._launch(residual, coef, output) if use_triton(residual) else self.reference(residual, coef, output)
+
+    def reference(self, residual: torch.Tensor, coef: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """The same in plain torch."""
+        return residual * coef[:, :1] + output * coef[:, 1:]
+
+    def _launch(self, residual: torch.Tensor, coef: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        rows, width = residual.shape
+        mixed = torch.empty(rows, width, dtype=residual.dtype, device=residual.device)
+        block = min(MAX_BLOCK, max(next_power_of_2(width), 16))
+        if mixed.numel():
+            launch(
+                _mix_kernel,
+                (rows, -(-width // block)),
+                residual, coef, output, mixed, width, *residual.stride(), *coef.stride(), *output.stride(),
+                device=mixed.device,
+                BLOCK=block,
+            )  # fmt: skip
+        return mixed
+
+
+@triton.jit
+def _mix_kernel(
+    residual, coef, output, mixed, width,
+    stride_rn, stride_re, stride_cn, stride_c, stride_on, stride_oe,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = e < width
+    dtype = mixed.dtype.element_ty
+    first = tl.load(coef + row * stride_cn).to(tl.float32)
+    second = tl.load(coef + row * stride_cn + stride_c).to(tl.float32)
+    a = tl.load(residual + row * stride_rn + e * stride_re, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(output + row * stride_on + e * stride_oe, mask=mask, other=0.0).to(tl.float32)
+    total = (a * first).to(dtype).to(tl.float32) + (b * second).to(dtype).to(tl.float32)
+    tl.store(mixed + row * width + e, total.to(dtype), mask=mask)
