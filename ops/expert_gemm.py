@@ -38,6 +38,8 @@ ACTIVATION_CODES = {
 }  # fmt: skip
 # Below this many programs half of a column tile each keeps more of the device busy (two waves of an H100).
 FEW_PROGRAMS = 264
+# Up to this many rows torch.mm is the faster product on a CPU, where the weight is stored [in, out].
+FEW_ROWS = 4
 
 
 class Tiles(NamedTuple):
@@ -65,6 +67,24 @@ def max_tiles(num_pairs: int, num_experts: int, tile: int) -> int:
     """The most tiles that `num_pairs` can need, however they fall on the experts."""
     hit = min(num_pairs, num_experts)
     return hit + (num_pairs - hit) // tile
+
+
+def grouped_product(input: torch.Tensor, weight: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    """`input [M, in]`, of which rows `bounds[x] : bounds[x + 1]` meet `weight[x] [in, out]`, -> `[M, out]`."""
+    hit = [x for x in range(len(weight)) if bounds[x + 1] > bounds[x]]
+    if not hit:
+        return input.new_empty(0, weight.shape[2])
+    products = [expert_product(input[bounds[x] : bounds[x + 1]], weight[x]) for x in hit]
+    return torch.cat(products)
+
+
+def expert_product(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`input [m, in]`, `weight [in, out]` -> `[m, out]` for the few rows of one expert."""
+    # oneDNN turns a weight stored [in, out] around first: 512 x 1024 at 1 row takes 278 us against 101 us of
+    # torch.mm, at 8 rows 237 against 228, at 32 rows 327 against 451 (one Zen 5 core, torch 2.13).
+    if len(input) <= FEW_ROWS and weight.stride(1) == 1:
+        return torch.mm(input, weight)
+    return linear_transposed(input, weight, None)
 
 
 class ExpertGemmOp:
@@ -151,17 +171,13 @@ class ExpertGemmOp:
         """The same in plain torch, expert after expert; the host reads the offsets, so no graph can hold it."""
         weights, order = routing.weights, routing.order
         num_tokens, top_k = weights.shape
-        dtype = torch.promote_types(input.dtype, weights.dtype)
-        output = torch.empty(num_tokens * top_k, input.shape[1], dtype=dtype, device=input.device)
-        sorted_input = input[order // top_k]
-        begin = 0
-        for expert, end in enumerate(routing.offsets[1:].tolist()):
-            if end > begin:
-                inner = linear_transposed(sorted_input[begin:end], up[expert], None)
-                inner = self._activate(inner if up_bias is None else inner + up_bias[expert])
-                result = linear_transposed(inner, down[expert], None)
-                output[order[begin:end]] = (result if down_bias is None else result + down_bias[expert]).to(dtype)
-            begin = end
+        bounds = routing.offsets.tolist()
+        experts = routing.experts.reshape(-1)[order]
+        inner = grouped_product(input[order // top_k], up, bounds)
+        inner = self._activate(inner if up_bias is None else inner + up_bias[experts])
+        result = grouped_product(inner, down, bounds)
+        output = torch.empty_like(result)
+        output[order] = result if down_bias is None else result + down_bias[experts]
         return output.view(num_tokens, top_k, -1) * weights[:, :, None]
 
     def _activate(self, inner: torch.Tensor) -> torch.Tensor:

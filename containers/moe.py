@@ -1,0 +1,204 @@
+"""The mixture-of-experts block that families share, on views of one decoder layer's parameters.
+
+N packed tokens, X experts, E hidden size, I MLP size.
+
+LoRA on the router and the shared expert fuses as on any linear. peft's `target_parameters` wraps a module once per
+adapted parameter (`ParamWrapper`, https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py); expert x's
+update is `scale * B_x A_x`, with A stored `[X r, in]` and B `[out, r X]`, the expert last.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers.linear import LoraAdapter, TransposedLinear, active_adapters, whole
+from hybrid_engine.containers.moe_policy import MoEPolicy
+from hybrid_engine.containers.policy import UnsupportedModelError
+from hybrid_engine.ops.activation import ACTIVATIONS
+from hybrid_engine.ops.expert_gemm import ACTIVATION_CODES, CLAMPED_SWIGLU, ExpertGemmOp
+from hybrid_engine.ops.expert_sum import ExpertSumOp
+from hybrid_engine.ops.moe_gating import MoEGatingOp
+from hybrid_engine.ops.vector_matmul import VectorMatMulOp
+
+
+def unwrap(module: nn.Module, name: str) -> tuple[nn.Module, list[nn.Module]]:
+    """The module below peft's parameter wrappers, and those wrappers.
+
+    Raises UnsupportedModelError for any other wrapper.
+    """
+    wrappers = []
+    while hasattr(module, "base_layer"):
+        if not hasattr(module, "parameter_name"):
+            raise UnsupportedModelError(f"{name} carries a {type(module).__name__}, which is not LoRA on a parameter")
+        wrappers.append(module)
+        module = module.base_layer
+    return module, wrappers
+
+
+def expert_update(wrapper: Any, adapter: LoraAdapter, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 factors whose product per expert, times the scale, is added to the parameter as it is stored."""
+    num_experts = wrapper.num_experts
+    a, b = adapter.a.weight.detach().float(), adapter.b.weight.detach().float()
+    a = a.reshape(num_experts, -1, a.shape[-1])  # [X, r, in]
+    b = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # [X, out, r]
+    # Releases of peft that do not know the attribute call the second dimension "in" whatever it is.
+    is_out_first = dim == 2 or getattr(wrapper, "_did_swap_in_out_features", False)
+    return (b, a) if is_out_first else (a.transpose(1, 2), b.transpose(1, 2))
+
+
+class ParameterView:
+    """A parameter with peft's updates fused or not; `tensor` is valid from `bind` until the weights move.
+
+    Raises UnsupportedModelError where the module has no such parameter or wraps it in what is not plain LoRA.
+    """
+
+    def __init__(self, module: nn.Module, parameter: str, name: str):
+        self.base, wrappers = unwrap(module, name)
+        self.parameter, self.name = parameter, f"{name}.{parameter}"
+        if not isinstance(getattr(self.base, parameter, None), torch.Tensor):
+            raise UnsupportedModelError(f"{type(self.base).__name__} has no {parameter!r}, which its policy names")
+        if not getattr(self.base, parameter).is_floating_point():
+            raise UnsupportedModelError(f"{self.name} packs its weights as {getattr(self.base, parameter).dtype}")
+        self.wrappers: list[Any] = [wrapper for wrapper in wrappers if wrapper.parameter_name == parameter]
+        for wrapper in self.wrappers:
+            active_adapters(wrapper, self.name)
+        self.view: torch.Tensor  # of the parameter
+        self.tensor: torch.Tensor  # as the ops take it: view or fused
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, also while it is sharded."""
+        return tuple(getattr(self.base, self.parameter).shape)
+
+    def bind(self) -> None:
+        """Points at the parameter as it lies in memory now; RuntimeError where it is not gathered."""
+        self.view = self.tensor = whole(getattr(self.base, self.parameter), self.name)
+
+    def fuse_lora(self) -> int:
+        """Adds the active adapters into a buffer of this view's own; returns its bytes, 0 without adapters."""
+        updates = [
+            (*expert_update(wrapper, adapter, self.view.dim()), adapter.scale)
+            for wrapper in self.wrappers
+            for adapter in active_adapters(wrapper, self.name)
+        ]
+        if not updates:
+            return 0
+        fused = torch.empty(self.view.shape, dtype=self.view.dtype, device=self.view.device)
+        stacked, view = (fused, self.view) if self.view.dim() == 3 else (fused[None], self.view[None])
+        for expert in range(len(view)):  # one at a time: all of them in fp32 would be twice the layer again
+            weight = view[expert].float()
+            for left, right, scale in updates:
+                weight = torch.addmm(weight, left[expert], right[expert], alpha=scale)
+            stacked[expert] = weight
+        self.tensor = fused
+        return fused.nbytes
+
+    def unfuse_lora(self) -> None:
+        """Back to the parameter, which fusing has not touched; the buffer is freed."""
+        self.tensor = self.view
+
+
+class SharedExpert:
+    """The gated MLP that every token passes, and the linear that weighs it."""
+
+    def __init__(self, policy: MoEPolicy, layer: nn.Module, activation: str, name: str):
+        assert policy.shared is not None
+        paths = [*policy.shared, *([policy.shared_gate] if policy.shared_gate else [])]
+        self.linears = [TransposedLinear(submodule(layer, path), f"{name} {path}") for path in paths]
+        self.activation, self.vector_matmul = ACTIVATIONS[activation], VectorMatMulOp()
+
+    def forward(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[N, E]` -> output `[N, E]` and the logit of its weight `[N, 1]` or None."""
+        gate, up, down, *weigher = self.linears
+        inner = self.activation(self.vector_matmul(normed, *gate.pair)) * self.vector_matmul(normed, *up.pair)
+        logit = self.vector_matmul(normed, *weigher[0].pair) if weigher else None
+        return self.vector_matmul(inner, *down.pair), logit
+
+
+def submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at `path`; a policy that does not fit names both."""
+    try:
+        return root.get_submodule(path)
+    except AttributeError as error:
+        raise UnsupportedModelError(f"{type(root).__name__} has no {path!r}, which its policy names") from error
+
+
+class MoEBlock:
+    """Router, experts and shared expert of one decoder layer. `bind` before `forward`, and whenever weights moved."""
+
+    def __init__(self, policy: MoEPolicy, layer: nn.Module, config: Any, name: str):
+        """Raises UnsupportedModelError where policy and layer do not fit."""
+        self.policy, self.name = policy, name
+        router, experts = submodule(layer, policy.router), submodule(layer, policy.experts)
+        router_base, experts_base = unwrap(router, f"{name} {policy.router}")[0], unwrap(experts, name)[0]
+
+        def view(module: nn.Module, path: str, parameter: str | None) -> ParameterView | None:
+            return ParameterView(module, parameter, f"{name} {path}") if parameter else None
+
+        self.router = ParameterView(router, "weight", f"{name} {policy.router}")
+        has_bias = getattr(router_base, "bias", None) is not None
+        self.router_bias = view(router, policy.router, "bias" if has_bias else None)
+        self.up = ParameterView(experts, policy.up, f"{name} {policy.experts}")
+        self.down = ParameterView(experts, policy.down, f"{name} {policy.experts}")
+        self.up_bias = view(experts, policy.experts, policy.up_bias)
+        self.down_bias = view(experts, policy.experts, policy.down_bias)
+        activation = getattr(config, policy.activation) if policy.activation else CLAMPED_SWIGLU
+        if activation not in ACTIVATION_CODES:
+            raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(ACTIVATION_CODES)}")
+        self.shared = SharedExpert(policy, layer, activation, name) if policy.shared else None
+        self._check_shapes()
+        self._build_ops(config, activation, experts_base)
+
+    def _check_shapes(self) -> None:
+        (num_experts, hidden), parts = self.router.shape, 1 if self.policy.layout == "plain" else 2
+        swap = (0, 1, 2) if self.policy.is_stored_transposed else (0, 2, 1)
+        up, down = (tuple(view.shape[i] for i in swap) for view in (self.up, self.down))
+        size = down[1]
+        if up != (num_experts, hidden, parts * size) or down != (num_experts, size, hidden):
+            raise UnsupportedModelError(
+                f"{self.up.name} {list(self.up.shape)} and {self.down.name} {list(self.down.shape)} do not fit "
+                f"{num_experts} experts of hidden size {hidden} in layout {self.policy.layout!r}"
+            )
+
+    def _build_ops(self, config: Any, activation: str, experts: nn.Module) -> None:
+        policy = self.policy
+        normalizes = policy.normalizes if isinstance(policy.normalizes, bool) else getattr(config, policy.normalizes)
+        top_k = getattr(config, policy.top_k)
+        self.gating = MoEGatingOp(self.router.shape[0], top_k, policy.scoring, bool(normalizes), policy.fp32_weights)
+        numbers = {key: getattr(experts, key) for key in ("alpha", "limit") if activation == CLAMPED_SWIGLU}
+        self.expert_gemm = ExpertGemmOp(activation, policy.layout, **numbers)
+        self.expert_sum, self.vector_matmul = ExpertSumOp(), VectorMatMulOp()
+
+    @property
+    def parts(self) -> list[ParameterView | TransposedLinear]:
+        """Everything that binds and fuses."""
+        views = [self.router, self.router_bias, self.up, self.up_bias, self.down, self.down_bias]
+        return [*(view for view in views if view is not None), *(self.shared.linears if self.shared else [])]
+
+    def bind(self) -> None:
+        """Points all views at the parameters as they lie in memory now, unfused."""
+        for part in self.parts:
+            part.bind()
+
+    def fuse_lora(self) -> int:
+        """Fuses all active adapters; returns the bytes of the buffers."""
+        return sum(part.fuse_lora() for part in self.parts)
+
+    def unfuse_lora(self) -> None:
+        """Back to the parameters themselves."""
+        for part in self.parts:
+            part.unfuse_lora()
+
+    def forward(self, normed: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """`normed [N, E]` -> the block's output `[N, E]`, plus `residual [N, E]` where given."""
+        router_bias, up_bias, down_bias = (
+            None if view is None else view.tensor for view in (self.router_bias, self.up_bias, self.down_bias)
+        )
+        routing = self.gating(self.vector_matmul(normed, self.router.tensor.t(), router_bias))
+        up, down = self.up.tensor, self.down.tensor
+        if not self.policy.is_stored_transposed:
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        outputs = self.expert_gemm(normed, routing, up, up_bias, down, down_bias)
+        shared, shared_logit = self.shared.forward(normed) if self.shared else (None, None)
+        return self.expert_sum(outputs, normed.dtype, shared, shared_logit, residual)

@@ -1,0 +1,76 @@
+"""Compiles the mixture-of-experts kernels for an H100 without one, and prints a line for each.
+
+Run in a process without TRITON_INTERPRET: `python tests/compile_moe_kernels.py`. The sizes are those of Mixtral 8x7B
+at one and at many tokens, of gpt-oss-20b and of a Megatron layer.
+"""
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hybrid_engine.ops import expert_gemm, expert_sum, moe_gating, moe_res_matmul
+from hybrid_engine.ops.dispatch import next_power_of_2
+
+NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+MAX_SHARED_BYTES = 227 * 1024
+FORMS = [  # tokens, experts, top_k, columns, layout, activation, has_bias
+    (1, 8, 2, 14336, 1, 0, False),
+    (4096, 8, 2, 14336, 1, 0, False),
+    (1, 32, 4, 2880, 2, 4, True),
+    (4, 16, 1, 4096, 0, 2, True),
+]
+
+
+def compile_kernel(kernel, types: dict[str, str], constants: dict, warps: int = 4, stages: int = 3) -> None:
+    """`types` of what is not int32; pointers are taken to be aligned to 16 bytes, as torch's are."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attrs)
+    options = {"num_warps": warps, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"] and compiled.metadata.shared <= MAX_SHARED_BYTES, compiled.metadata
+    print(f"compiled {compiled.metadata.name} {compiled.metadata.shared} bytes shared", constants)
+
+
+def compile_products(dtype: torch.dtype, form: tuple) -> None:
+    """Both grouped products of one form, weights stored [X, out, in] and, for gpt-oss, [X, in, out]."""
+    tokens, num_experts, top_k, columns, layout, activation, has_bias = form
+    tiles = expert_gemm.choose_tiles(tokens * top_k, num_experts, columns, dtype)
+    floats = dict.fromkeys(("input", "inner", "weight", "bias", "output"), NAMES[dtype])
+    types = {**floats, "order": "*i64", "offsets": "*i32", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
+    constants = {
+        "HAS_BIAS": has_bias, "UPCASTS": False, "BLOCK_X": next_power_of_2(num_experts),
+        "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "stride_ak": 1,
+        ("stride_wn" if layout == 2 else "stride_wk"): 1,
+    }  # fmt: skip
+    sizes = tiles.warps, tiles.stages
+    compile_kernel(expert_gemm._up_kernel, types, {**constants, "LAYOUT": layout, "ACTIVATION": activation}, *sizes)
+    compile_kernel(expert_gemm._down_kernel, types, constants, *sizes)
+
+
+def compile_rest(dtype: torch.dtype) -> None:
+    """Gating, sorting, summing and mixing."""
+    name = NAMES[dtype]
+    gating = {"logits": name, "weights": name, "experts": "*i64"}
+    for num_experts, top_k, softmax_first in [(8, 2, True), (32, 4, False)]:
+        block_n = max(moe_gating.TILE_ELEMENTS // num_experts, 1)
+        compile_kernel(moe_gating._gating_kernel, gating, {
+            "TOP_K": top_k, "BLOCK_K": top_k, "BLOCK_N": block_n, "BLOCK_X": num_experts,
+            "SOFTMAX_FIRST": softmax_first, "NORMALIZES": True,
+        })  # fmt: skip
+    sums = dict.fromkeys(("expert_outputs", "shared", "shared_logit", "residual", "output"), name)
+    for has in (True, False):
+        flags = {"HAS_SHARED": has, "HAS_LOGIT": has, "HAS_RESIDUAL": has}
+        compile_kernel(expert_sum._sum_kernel, sums, {**flags, "TOP_K": 4, "BLOCK": 1024})
+    mixed = dict.fromkeys(("residual", "coef", "output", "mixed"), name)
+    compile_kernel(moe_res_matmul._mix_kernel, mixed, {"BLOCK": 1024})
+
+
+if __name__ == "__main__":
+    compile_kernel(moe_gating._sort_kernel, {"experts": "*i64", "order": "*i64", "offsets": "*i32"}, {"BLOCK": 1024})
+    for form in FORMS:
+        compile_products(torch.bfloat16, form)
+    compile_products(torch.float32, FORMS[0])
+    compile_rest(torch.bfloat16)
