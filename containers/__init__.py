@@ -1,6 +1,23 @@
 """Inference containers: a policy per model family, and the layer and model they all share."""
 
-from hybrid_engine.containers import gpt2, llama, mistral, opt, qwen
+from hybrid_engine.containers import (
+    bloom,
+    falcon,
+    gemma,
+    gpt2,
+    gpt_neo,
+    gpt_neox,
+    gpt_oss,
+    gptj,
+    llama,
+    mistral,
+    olmo,
+    opt,
+    phi,
+    qwen,
+    smollm,
+    stablelm,
+)
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.containers.policy import POLICIES, Policy, UnsupportedModelError, register_policy
 
@@ -9,10 +26,21 @@ __all__ = [
     "InferenceModel",
     "Policy",
     "UnsupportedModelError",
+    "bloom",
+    "falcon",
+    "gemma",
     "gpt2",
+    "gpt_neo",
+    "gpt_neox",
+    "gpt_oss",
+    "gptj",
     "llama",
     "mistral",
+    "olmo",
     "opt",
+    "phi",
     "qwen",
     "register_policy",
+    "smollm",
+    "stablelm",
 ]

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.containers.layer import InferenceLayer, NormView, submodule
+from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.linear import TransposedLinear
-from hybrid_engine.containers.policy import POLICIES, Policy, UnsupportedModelError
+from hybrid_engine.containers.policy import POLICIES, Policy, UnsupportedModelError, find_policy
+from hybrid_engine.containers.rotary import FixedRotary, Rotary
+from hybrid_engine.containers.views import NormView, config_value, submodule
 from hybrid_engine.ops import Batch, PrefillBatch, VectorMatMulOp
-from hybrid_engine.ops.rotary import rotary_table
-
-# Rotary embeddings whose frequencies do not depend on the sequence's length.
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def layer_class_name(layer: nn.Module) -> str:
@@ -25,7 +23,7 @@ def layer_class_name(layer: nn.Module) -> str:
     return type(layer).__name__.removeprefix("FSDP")
 
 
-def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, Policy]:
+def find_decoder(model: nn.Module, config: Any) -> tuple[nn.Module, nn.ModuleList, Policy]:
     """The module that holds the decoder layers, the layers and their policy.
 
     Raises UnsupportedModelError where no list of layers has a policy.
@@ -38,7 +36,7 @@ def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, Policy]:
     ]
     for _, layers, decoder in lists:
         names = {layer_class_name(layer) for layer in layers}
-        if len(names) == 1 and (policy := POLICIES.get(names.pop())):
+        if len(names) == 1 and (policy := find_policy(names.pop(), config)):
             return decoder, layers, policy
     found = sorted({layer_class_name(layers[0]) for _, layers, _ in lists}) or ["no list of layers"]
     raise UnsupportedModelError(
@@ -46,53 +44,71 @@ def find_decoder(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, Policy]:
     )
 
 
-def check_policy(policy: Policy, decoder: nn.Module, config: Any) -> None:
-    """Raises UnsupportedModelError where the config asks for another layer than the policy describes."""
-    for option, value in policy.required.items():
-        if getattr(config, option, value) != value:
-            raise UnsupportedModelError(f"{option}={getattr(config, option)}; the policy covers {option}={value}")
-    for name in policy.absent:
-        if getattr(decoder, name, None) is not None:
-            raise UnsupportedModelError(f"{type(decoder).__name__}.{name} is set, which the policy does not cover")
-
-
 class InferenceModel:
     """A causal language model on containers. Raises UnsupportedModelError when the model cannot be one."""
 
     def __init__(self, model: nn.Module):
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        decoder, layers, policy = find_decoder(self.base)
         config = self.base.config.get_text_config()
-        check_policy(policy, decoder, config)
+        decoder, layers, policy = find_decoder(self.base, config)
+        self.policy, self.layer_class = policy, policy.layer_class
         self.layers = [InferenceLayer(policy, layer, config, index) for index, layer in enumerate(layers)]
-        self.final_norm = NormView(submodule(decoder, policy.final_norm), policy.norm)
-        self.final_norm_op = self.final_norm.build_op()
+        self._take_ends(policy, decoder, config)
+        self._take_rotary(policy, decoder, config)
+        self.vocab_size = config.vocab_size
+        # A table has an end; frequencies that change with the length were made for longer sequences than the config's.
+        has_end = not any(rotary.rope_type == "dynamic" for rotary in self.rotaries.values())
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None) if has_end else None
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens up to which positions alone decide rotary angles; None: they always do."""
+        lengths = [rotary.trained_length for rotary in self.rotaries.values() if rotary.depends_on_length]
+        return min(lengths, default=None)
+
+    def _take_ends(self, policy: Policy, decoder: nn.Module, config: Any) -> None:
+        """What stands before the first layer and after the last."""
+
+        def linear(path: str | None) -> TransposedLinear | None:
+            module = getattr(decoder, path, None) if path else None
+            return None if module is None else TransposedLinear(module, str(path))
+
+        def norm(path: str | None) -> NormView | None:
+            return NormView(submodule(decoder, path), policy.norm) if path else None
+
         self.embedding = self._embedding(self.base.get_input_embeddings())
+        self.embedding_norm, self.final_norm = norm(policy.embedding_norm), norm(policy.final_norm)
+        self.project_in, self.project_out = linear(policy.project_in), linear(policy.project_out)
         self.position_embedding = (
             self._embedding(submodule(decoder, policy.position_embedding)) if policy.position_embedding else None
         )
         self.position_offset = policy.position_offset
-        self.rotary = self._rotary(submodule(decoder, policy.rotary)) if policy.rotary else None
-        self.rotary_table: tuple[torch.Tensor, torch.Tensor] | None = None
         head = self.base.get_output_embeddings()
         if head is None:
             raise UnsupportedModelError(f"{type(self.base).__name__} has no LM head")
         self.lm_head = TransposedLinear(head, "lm_head")
-        self.lm_head_op = VectorMatMulOp(fp32_output=True)
-        self.layer_class = policy.layer_class
-        self.vocab_size, self.max_positions = config.vocab_size, config.max_position_embeddings
+        self.lm_head_op, self.project = VectorMatMulOp(fp32_output=True), VectorMatMulOp()
+        self.logit_softcap = config_value(config, policy.logit_softcap) if policy.logit_softcap else None
+
+    def _take_rotary(self, policy: Policy, decoder: nn.Module, config: Any) -> None:
+        """One set of angles, or one for each kind of layer; none where ALiBi takes their place."""
+        self.rotaries: dict[str | None, Rotary] = {}
+        self.tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
+        if self.layers[0].attention.alibi is not None or not (policy.rotary or policy.rotary_dim):
+            return
+        if policy.rotary:
+            module = submodule(decoder, policy.rotary)
+        else:
+            module = FixedRotary(config_value(config, str(policy.rotary_dim)))
+        kinds = {layer.kind for layer in self.layers} if isinstance(module.rope_type, dict) else {None}
+        self.rotaries = {kind: Rotary(module, config, kind, policy.is_interleaved) for kind in kinds}
+        for layer in self.layers:
+            layer.kind = layer.kind if layer.kind in self.rotaries else None
 
     @staticmethod
     def _embedding(module: nn.Module) -> nn.Module:
         if not isinstance(module, nn.Embedding):
             raise UnsupportedModelError(f"{type(module).__name__} in the place of an embedding")
-        return module
-
-    @staticmethod
-    def _rotary(module: nn.Module) -> nn.Module:
-        rope_type = getattr(module, "rope_type", None)
-        if rope_type not in STATIC_ROPE_TYPES:
-            raise UnsupportedModelError(f"rope type {rope_type!r}; known are {', '.join(STATIC_ROPE_TYPES)}")
         return module
 
     @property
@@ -107,23 +123,35 @@ class InferenceModel:
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of the KV workspace: `[L, 2, num_blocks, K, block_size, D]`."""
-        layer = self.layers[0]
-        return (len(self.layers), 2, num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
+        attention = self.layers[0].attention
+        return (len(self.layers), 2, num_blocks, attention.num_kv_heads, block_size, attention.head_dim)
 
     def addresses(self) -> tuple[int, ...]:
         """Where everything lies that a forward pass reads, as it is bound now."""
-        linears = [self.lm_head, *(linear for layer in self.layers for linear in layer.linears)]
-        norms = [self.final_norm, *(norm for layer in self.layers for norm in layer.norms)]
-        tensors = [t for linear in linears for t in linear.pair] + [t for n in norms for t in (n.gamma, n.beta)]
-        tensors += [self.embedding.weight, *(self.rotary_table or ())]
-        if self.position_embedding is not None:
-            tensors.append(self.position_embedding.weight)
-        return tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+        tensors = [tensor for layer in self.layers for tensor in layer.tensors]
+        tensors += [tensor for linear in self._linears for tensor in linear.pair if tensor is not None]
+        tensors += [tensor for norm in self._norms for tensor in norm.tensors]
+        tensors += [tensor for table in self.tables.values() for tensor in table]
+        tensors += [table.weight for table in (self.embedding, self.position_embedding) if table is not None]
+        return tuple(tensor.data_ptr() for tensor in tensors)
+
+    @property
+    def _linears(self) -> list[TransposedLinear]:
+        """Those outside the layers."""
+        return [linear for linear in (self.project_in, self.project_out, self.lm_head) if linear]
+
+    @property
+    def _norms(self) -> list[NormView]:
+        return [norm for norm in (self.embedding_norm, self.final_norm) if norm]
 
     def bind_rest(self) -> None:
         """Points what is outside the layers at the parameters as they lie in memory now."""
-        self.final_norm.bind()
-        self.lm_head.bind()
+        for part in (*self._norms, *self._linears):
+            part.bind()
+
+    def fuse_rest(self) -> int:
+        """Fuses the active adapters outside the layers; returns the bytes of the buffers."""
+        return sum(linear.fuse_lora() for linear in self._linears)
 
     def bind(self) -> None:
         """Points everything at the parameters as they lie in memory now, unfused."""
@@ -133,20 +161,20 @@ class InferenceModel:
 
     def fuse_lora(self) -> int:
         """Fuses the active adapters of every linear; returns the bytes of the buffers."""
-        return self.lm_head.fuse_lora() + sum(layer.fuse_lora() for layer in self.layers)
+        return self.fuse_rest() + sum(layer.fuse_lora() for layer in self.layers)
 
     def unfuse_lora(self) -> None:
         """Back to the parameters themselves; they were never written to."""
-        self.lm_head.unfuse_lora()
+        for linear in self._linears:
+            linear.unfuse_lora()
         for layer in self.layers:
             layer.unfuse_lora()
 
     def prepare_positions(self, num_positions: int) -> None:
-        """Makes the rotary table reach `num_positions`; computed once and kept while it is long enough."""
-        if self.rotary is None or (self.rotary_table is not None and len(self.rotary_table[0]) >= num_positions):
-            return
-        scaling = self.rotary.attention_scaling
-        self.rotary_table = rotary_table(self.rotary.inv_freq.to(self.device), scaling, num_positions, self.dtype)
+        """Makes the rotary tables reach `num_positions`; computed once and kept while they are long enough."""
+        for kind, rotary in self.rotaries.items():
+            if kind not in self.tables or len(self.tables[kind][0]) < num_positions:
+                self.tables[kind] = rotary.table(num_positions, self.dtype, self.device)
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Next-token logits `[R, V]` fp32: of each sequence's last token (prefill) or of each row (decode).
@@ -154,17 +182,37 @@ class InferenceModel:
         `layers` yields `self.layers` in order; whoever streams weights gathers each as it is asked for.
         Writes the batch's keys and values into `kv`.
         """
-        hidden = self.embedding.weight.detach()[batch.tokens]
-        if self.position_embedding is not None:
-            hidden = hidden + self.position_embedding.weight.detach()[batch.positions + self.position_offset]
-        rotary = None
-        if self.rotary_table is not None:
-            cos, sin = self.rotary_table
-            rotary = cos[batch.positions], sin[batch.positions]
+        hidden = self._embed(batch)
+        rotary = {kind: self._rotary_rows(kind, batch) for kind in self.rotaries}
         for layer in layers:
             keys, values = kv[layer.index]
-            hidden = layer.forward(hidden, rotary, keys, values, batch)
+            hidden = layer.forward(hidden, rotary.get(layer.kind) if layer.has_rope else None, keys, values, batch)
         if isinstance(batch, PrefillBatch):
             hidden = hidden[batch.wanted]
-        hidden = self.final_norm_op(hidden, self.final_norm.gamma, self.final_norm.beta)
-        return self.lm_head_op(hidden, *self.lm_head.pair)
+        if self.final_norm:
+            hidden = self.final_norm.apply(hidden)
+        if self.project_out:
+            hidden = self.project(hidden, *self.project_out.pair)
+        logits = self.lm_head_op(hidden, *self.lm_head.pair)
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits
+
+    def _embed(self, batch: Batch) -> torch.Tensor:
+        """`[N, E]`: what goes into the first layer."""
+        weight = self.embedding.weight.detach()
+        hidden = weight[batch.tokens]
+        scale = getattr(self.embedding, "embed_scale", None)  # Gemma's embedding multiplies what it looks up
+        if scale is not None:
+            hidden = hidden * scale.to(weight.dtype)
+        if self.project_in:
+            hidden = self.project(hidden, *self.project_in.pair)
+        if self.position_embedding is not None:
+            hidden = hidden + self.position_embedding.weight.detach()[batch.positions + self.position_offset]
+        return self.embedding_norm.apply(hidden) if self.embedding_norm else hidden
+
+    def _rotary_rows(self, kind: str | None, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(batch, PrefillBatch) and self.rotaries[kind].depends_on_length:
+            return self.rotaries[kind].rows(batch.positions, batch.row_lengths, self.dtype)
+        cos, sin = self.tables[kind]
+        return cos[batch.positions], sin[batch.positions]

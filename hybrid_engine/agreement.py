@@ -63,7 +63,8 @@ def probe_containers(module: nn.Module, model: InferenceModel) -> LogprobDiffere
     Raises:
         UnsupportedModelError: they compute different functions.
     """
-    length = min(NUM_PROBE_TOKENS, model.max_positions)
+    limits = [limit for limit in (model.max_positions, model.trained_length) if limit is not None]
+    length = min(NUM_PROBE_TOKENS, *limits)
     tokens = (torch.arange(length, device=model.device) * 7919 + 11) % model.vocab_size
     containers = _forced_logprobs(model, tokens)
     with evaluating(module):
@@ -96,6 +97,7 @@ def _forced_logprobs(model: InferenceModel, tokens: torch.Tensor) -> torch.Tenso
         lengths=(num_prefilled,),
         starts=torch.tensor([0, num_prefilled], dtype=torch.int32, device=device),
         wanted=start,
+        row_lengths=torch.full_like(start, num_prefilled),
     )
     logits = [model.forward(prefill, kv, model.layers)]
     for position in range(num_prefilled, length - 1):

@@ -76,7 +76,7 @@ class NativeBackend:
         self.model.bind_rest()
         release.callback(self.model.unfuse_lora)
         if self.gatherer.is_streamed:
-            self.model.lm_head.fuse_lora()
+            self.model.fuse_rest()
         else:
             self.model.bind()
             self.model.fuse_lora()

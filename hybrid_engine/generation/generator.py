@@ -142,7 +142,8 @@ class Generator:
         pad = None if pad in options.eos_token_ids else pad
         mask = check_prompts(input_ids, attention_mask, model_config.vocab_size, pad)
         prompts = prompt_token_ids(input_ids, mask)
-        check_lengths(prompts, options, self.config, getattr(model_config, "max_position_embeddings", None))
+        longest = getattr(model_config, "max_position_embeddings", None)
+        check_lengths(prompts, options, self.config, longest if self.model is None else self.model.max_positions)
         reason = self._reason_to_fall_back(merged)
         plan = None
         if reason is not None:

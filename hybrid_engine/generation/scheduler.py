@@ -32,6 +32,11 @@ class Prefill:
     blocks: list[int]
     owner: Prompt | Sequence
 
+    @property
+    def prompt(self) -> Prompt:
+        """Whose tokens come first."""
+        return self.owner if isinstance(self.owner, Prompt) else self.owner.prompt
+
 
 @dataclass
 class Admission:

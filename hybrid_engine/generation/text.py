@@ -138,6 +138,7 @@ class TextGeneration:
         lengths = tuple(len(prefill.tokens) for prefill in prefills)
         positions = torch.cat([torch.arange(length) for length in lengths])
         blocks = [torch.tensor(p.blocks)[torch.arange(n) // size] for p, n in zip(prefills, lengths, strict=True)]
+        prompts = torch.tensor([len(prefill.prompt.tokens) for prefill in prefills])
         ends = torch.tensor(lengths).cumsum(0)
         return PrefillBatch(
             tokens=torch.tensor([token for prefill in prefills for token in prefill.tokens], device=device),
@@ -147,4 +148,5 @@ class TextGeneration:
             lengths=lengths,
             starts=torch.nn.functional.pad(ends, (1, 0)).int().to(device),
             wanted=(ends - 1).to(device),
+            row_lengths=torch.maximum(positions + 1, prompts.repeat_interleave(torch.tensor(lengths))).to(device),
         )

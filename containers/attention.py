@@ -1,0 +1,149 @@
+"""The attention of a layer: projections, q/k norm, positions, softmax over the KV workspace, output projection.
+
+N packed tokens, E hidden size, H query heads, K key/value heads, D head dimension.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers.linear import TransposedLinear, whole
+from hybrid_engine.containers.policy import Policy
+from hybrid_engine.containers.views import HeadNormsView, NormView, attribute, config_value, submodule
+from hybrid_engine.ops import Batch, QKVGemmOp, SoftmaxContextOp, VectorMatMulOp
+
+WINDOWED_KINDS = ("sliding_attention", "local")
+
+
+def layer_kind(policy: Policy, config: Any, index: int) -> str | None:
+    """What the config calls layer `index`; None where it knows one kind only."""
+    kinds = getattr(config, policy.layer_kinds, None)
+    return None if kinds is None else kinds[index]
+
+
+def sliding_window(policy: Policy, config: Any, index: int) -> int | None:
+    """Tokens that layer `index` may look back on, its own included; None: all."""
+    if policy.window is None or layer_kind(policy, config, index) not in (None, *WINDOWED_KINDS):
+        return None
+    return config_value(config, policy.window)
+
+
+def alibi_slopes(num_heads: int) -> torch.Tensor:
+    """`[H]` fp32 slopes of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), as its authors extend them.
+
+    For a power of two they are 2^(-8/H), 2^(-16/H), ...; else those of the next lower power of two, followed by
+    every other one of the next higher.
+    """
+    power = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+class Attention:
+    """Views and ops of one layer's attention."""
+
+    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, norm: NormView | None):
+        """`norm` is applied in front of the projections; None: nothing is."""
+        self.norm = norm
+        self.num_heads = config.num_attention_heads
+        kv_heads = policy.num_kv_heads
+        if isinstance(kv_heads, str):
+            kv_heads = getattr(config, kv_heads, None) or self.num_heads
+        self.num_kv_heads: int = kv_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.layer, self.sinks_path = layer, policy.sinks
+
+        def linear(path: str) -> TransposedLinear:
+            return TransposedLinear(submodule(layer, path), f"layer {index} {path}")
+
+        def head_norm(path: str | None) -> NormView | HeadNormsView | None:
+            if path is None:
+                return None
+            module = submodule(layer, path)
+            return HeadNormsView(module) if policy.qk_norm_width == "each_head" else NormView(module, policy.norm)
+
+        self.qkv, self.output = [linear(path) for path in policy.qkv], linear(policy.attention_output)
+        self.q_norm, self.k_norm = head_norm(policy.q_norm), head_norm(policy.k_norm)
+        self.is_norm_in_op = policy.qk_norm_width == "head" and isinstance(self.q_norm, NormView)
+        self.sinks: torch.Tensor | None = None
+        self.alibi: torch.Tensor | None = None
+        self._build_ops(policy, config, index)
+
+    def _build_ops(self, policy: Policy, config: Any, index: int) -> None:
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        kind, eps = (self.norm.kind, self.norm.eps) if self.norm else (None, 0.0)
+        self.qkv_gemm = QKVGemmOp(kind, eps, *heads, layout=policy.qkv_layout)
+        scale = policy.scale
+        if scale is None:
+            scale = self.head_dim**-0.5
+        elif isinstance(scale, str):
+            scale = attribute(self.layer, scale)
+        self.softmax_context = SoftmaxContextOp(
+            *heads,
+            scale=float(scale),
+            window=sliding_window(policy, config, index),
+            qk_norm=policy.norm if self.is_norm_in_op else None,
+            qk_norm_eps=self.q_norm.eps if self.q_norm and self.is_norm_in_op else 0.0,
+            is_interleaved=policy.is_interleaved,
+            softcap=config_value(config, policy.softcap) if policy.softcap else None,
+        )
+        if policy.alibi and getattr(config, policy.alibi, True):
+            slopes = alibi_slopes(self.num_heads)
+            self.alibi = slopes * float(scale) if policy.is_alibi_scaled else slopes
+        self.vector_matmul = VectorMatMulOp()
+
+    @property
+    def linears(self) -> list[TransposedLinear]:
+        """All linears."""
+        return [*self.qkv, self.output]
+
+    @property
+    def norms(self) -> list[NormView | HeadNormsView]:
+        """The norms of queries and keys."""
+        return [norm for norm in (self.q_norm, self.k_norm) if norm]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What a forward pass reads beside linears and norms."""
+        return [tensor for tensor in (self.sinks, self.alibi) if tensor is not None]
+
+    def bind(self) -> None:
+        """Points all views at the parameters as they lie in memory now, unfused; not `norm`, which is the layer's."""
+        for part in (*self.linears, *self.norms):
+            part.bind()
+        if self.sinks_path:
+            self.sinks = whole(attribute(self.layer, self.sinks_path), self.sinks_path)
+        if self.alibi is not None:
+            self.alibi = self.alibi.to(self.output.pair[0].device)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: Batch,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden [N, E]` -> the output `[N, E]`, plus `residual` where given, and the normed input."""
+        weights, biases = zip(*(linear.pair for linear in self.qkv), strict=True)
+        gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
+        (q, k, v), normed = self.qkv_gemm(hidden, weights, biases, gamma, beta)
+        q_gamma = k_gamma = None
+        if self.q_norm and self.k_norm:
+            if self.is_norm_in_op:
+                q_gamma, k_gamma = self.q_norm.gamma, self.k_norm.gamma
+            else:
+                q, k = self._norm_heads(q, k)
+        context = self.softmax_context(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, self.sinks, self.alibi)
+        return self.vector_matmul(context, *self.output.pair, residual=residual), normed
+
+    def _norm_heads(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norms that span all heads, or have weights for each."""
+        assert self.q_norm is not None and self.k_norm is not None
+        if isinstance(self.q_norm, HeadNormsView):
+            return self.q_norm.apply(q.flatten(1, 2)).view(q.shape), self.k_norm.apply(k)
+        return self.q_norm.apply(q.flatten(1)).view(q.shape), self.k_norm.apply(k.flatten(1)).view(k.shape)

@@ -1,0 +1,113 @@
+"""The MLP of a layer: up, or gate and up, activation, down; or a mixture of experts, whose block is in `moe.py`.
+
+N packed tokens, E hidden size, I MLP size.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers.linear import TransposedLinear
+from hybrid_engine.containers.moe import MoEBlock, ParameterView
+from hybrid_engine.containers.moe_policy import MoEPolicy
+from hybrid_engine.containers.policy import Policy, UnsupportedModelError
+from hybrid_engine.containers.views import NormView, submodule
+from hybrid_engine.ops import MLPGemmOp
+from hybrid_engine.ops.activation import ACTIVATIONS
+
+
+class DenseMLP:
+    """Views and op of one layer's MLP, norm included."""
+
+    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, norm: NormView | None):
+        """`norm` is applied in front; None: nothing is."""
+
+        def linear(path: str) -> TransposedLinear:
+            return TransposedLinear(submodule(layer, path), f"layer {index} {path}")
+
+        self.norm = norm
+        self.up, self.down = linear(policy.up), linear(policy.down)
+        self.is_fused_gate = policy.gate == policy.up
+        self.gate = linear(policy.gate) if policy.gate and not self.is_fused_gate else None
+        activation = getattr(config, policy.activation, policy.activation)
+        if activation not in ACTIVATIONS:
+            raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
+        kind, eps = (norm.kind, norm.eps) if norm else (None, 0.0)
+        self.mlp_gemm = MLPGemmOp(kind, eps, activation)
+        self.mlp_gemm_adding = MLPGemmOp(kind, eps, activation, adds_residual=True)
+
+    @property
+    def linears(self) -> list[TransposedLinear]:
+        """All linears."""
+        return [*([self.gate] if self.gate else []), self.up, self.down]
+
+    @property
+    def adaptable(self) -> list[TransposedLinear]:
+        """What adapters may sit on."""
+        return self.linears
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What a forward pass reads beside linears and norms."""
+        return []
+
+    def bind(self) -> None:
+        """Points all views at the parameters as they lie in memory now, unfused; not `norm`, which is the layer's."""
+        for linear in self.linears:
+            linear.bind()
+
+    def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
+        """`input [N, E]` -> the output `[N, E]`, added to `input` where asked for."""
+        gate, up = (self.gate.pair if self.gate else None), self.up.pair
+        if self.is_fused_gate:
+            weight, bias = up
+            size = weight.shape[1] // 2
+            gate, up = (
+                (weight[:, part], None if bias is None else bias[part]) for part in (slice(size), slice(size, None))
+            )
+        gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
+        op = self.mlp_gemm_adding if is_added else self.mlp_gemm
+        return op(input, None, gate, up, self.down.pair, gamma, beta)[0]
+
+
+class MoEMLP:
+    """A mixture of experts in the place of the MLP, norm included."""
+
+    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, norm: NormView | None):
+        """`norm` is applied in front; None: nothing is."""
+        assert policy.moe is not None
+        self.norm, self.block = norm, MoEBlock(policy.moe, layer, config, f"layer {index}")
+
+    @staticmethod
+    def is_in(policy: MoEPolicy, layer: nn.Module) -> bool:
+        """Whether this layer has a mixture; models may mix layers with and without."""
+        try:
+            layer.get_submodule(policy.router)
+        except AttributeError:
+            return False
+        return True
+
+    @property
+    def linears(self) -> list[TransposedLinear]:
+        """All linears; the experts are stacked parameters."""
+        return [part for part in self.block.parts if isinstance(part, TransposedLinear)]
+
+    @property
+    def adaptable(self) -> list[ParameterView | TransposedLinear]:
+        """What adapters may sit on."""
+        return self.block.parts
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What a forward pass reads beside linears and norms."""
+        return [part.tensor for part in self.block.parts if isinstance(part, ParameterView)]
+
+    def bind(self) -> None:
+        """Points all views at the parameters as they lie in memory now, unfused; not `norm`, which is the layer's."""
+        self.block.bind()
+
+    def forward(self, input: torch.Tensor, is_added: bool) -> torch.Tensor:
+        """`input [N, E]` -> the output `[N, E]`, added to `input` where asked for."""
+        normed = self.norm.apply(input) if self.norm else input
+        return self.block.forward(normed, input if is_added else None)

@@ -1,0 +1,21 @@
+"""OLMo-2: RMS norms of what attention and MLP give, none of what they take, and of all query and key heads together."""
+
+from dataclasses import replace
+
+from hybrid_engine.containers.llama import LLAMA
+from hybrid_engine.containers.policy import register_policy
+
+OLMO2 = register_policy(
+    replace(
+        LLAMA,
+        layer_class="Olmo2DecoderLayer",
+        norm="rms_fp32",
+        attention_norm=None,
+        attention_post_norm="post_attention_layernorm",
+        mlp_norm=None,
+        mlp_post_norm="post_feedforward_layernorm",
+        q_norm="self_attn.q_norm",
+        k_norm="self_attn.k_norm",
+        qk_norm_width="whole",
+    )
+)
