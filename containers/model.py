@@ -66,6 +66,12 @@ class InferenceModel:
         lengths = [rotary.trained_length for rotary in self.rotaries.values() if rotary.depends_on_length]
         return min(lengths, default=None)
 
+    @property
+    def recompute_length(self) -> int | None:
+        """Tokens of a sequence with which its keys are computed anew; None: they never are."""
+        switches = any(rotary.rope_type == "longrope" for rotary in self.rotaries.values())
+        return self.trained_length + 1 if self.policy.recomputes_longrope and switches and self.trained_length else None
+
     def _take_ends(self, policy: Policy, decoder: nn.Module, config: Any) -> None:
         """What stands before the first layer and after the last."""
 

@@ -13,5 +13,6 @@ PHI3 = register_policy(
         gate="mlp.gate_up_proj",
         up="mlp.gate_up_proj",
         window="sliding_window",
+        recomputes_longrope=True,
     )
 )

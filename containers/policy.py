@@ -75,6 +75,8 @@ class Policy:
     # Rotated pairs are neighbours instead of halves.
     rope_layers: str | None = None
     # Name of a list that holds 1 for layers with rotary embedding and 0 for those without.
+    recomputes_longrope: bool = False
+    # Where longrope's frequencies switch, the keys of the tokens before are computed anew with the long ones.
     alibi: str | None = None
     # Name of the switch of ALiBi biases, which is on where the config has none; they replace rotary embedding.
     is_alibi_scaled: bool = False

@@ -64,7 +64,7 @@ def probe_containers(module: nn.Module, model: InferenceModel) -> LogprobDiffere
         UnsupportedModelError: they compute different functions.
     """
     limits = [limit for limit in (model.max_positions, model.trained_length) if limit is not None]
-    length = min(NUM_PROBE_TOKENS, *limits)
+    length = min([NUM_PROBE_TOKENS, *limits])
     tokens = (torch.arange(length, device=model.device) * 7919 + 11) % model.vocab_size
     containers = _forced_logprobs(model, tokens)
     with evaluating(module):

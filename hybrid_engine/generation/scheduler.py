@@ -166,10 +166,14 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         assert len(self.running) > 1, "one sequence alone must fit: checked before the rollout"
+        self.recompute(sequence)
+        self.num_preemptions += 1
+
+    def recompute(self, sequence: Sequence) -> None:
+        """Sends a running sequence back to the head of the line: it is prefilled anew, response included."""
         assert PENDING not in sequence.tokens, "its tokens are needed to recompute it"
         self._leave(sequence)
         self.waiting.appendleft(sequence)
-        self.num_preemptions += 1
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """Notes why a sequence finished; takes it out and frees its blocks if it still runs."""

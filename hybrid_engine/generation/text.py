@@ -55,6 +55,7 @@ class TextGeneration:
 
     def turn(self) -> None:
         """One pass over the layers; an empty one when there is nothing to do."""
+        self._recompute()
         admission = self.scheduler.admit()
         if admission.prefills:
             with self.prefill_time.measure():
@@ -68,6 +69,14 @@ class TextGeneration:
             else:
                 self.idle()
         self._read(self.lag if self.scheduler.running else 0)
+
+    def _recompute(self) -> None:
+        """Sends those back whose keys belong to other frequencies from their next token on."""
+        length = self.model.recompute_length
+        if length is not None and any(len(row) == length for row in self.scheduler.running):
+            self._read(0)
+            for row in [row for row in self.scheduler.running if len(row) == length]:
+                self.scheduler.recompute(row)
 
     def idle(self) -> None:
         """Passes over the layers without computing, so that other processes can gather theirs."""
@@ -138,7 +147,9 @@ class TextGeneration:
         lengths = tuple(len(prefill.tokens) for prefill in prefills)
         positions = torch.cat([torch.arange(length) for length in lengths])
         blocks = [torch.tensor(p.blocks)[torch.arange(n) // size] for p, n in zip(prefills, lengths, strict=True)]
-        prompts = torch.tensor([len(prefill.prompt.tokens) for prefill in prefills])
+        # What was prefilled anew was fed as it would have been had it never left.
+        whole = self.model.recompute_length is not None
+        fed = torch.tensor([len(p.tokens) if whole else len(p.prompt.tokens) for p in prefills])
         ends = torch.tensor(lengths).cumsum(0)
         return PrefillBatch(
             tokens=torch.tensor([token for prefill in prefills for token in prefill.tokens], device=device),
@@ -148,5 +159,5 @@ class TextGeneration:
             lengths=lengths,
             starts=torch.nn.functional.pad(ends, (1, 0)).int().to(device),
             wanted=(ends - 1).to(device),
-            row_lengths=torch.maximum(positions + 1, prompts.repeat_interleave(torch.tensor(lengths))).to(device),
+            row_lengths=torch.maximum(positions + 1, fed.repeat_interleave(torch.tensor(lengths))).to(device),
         )
