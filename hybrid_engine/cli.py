@@ -6,17 +6,16 @@ The command stands below the recipes it starts, so it imports them by name when 
 """
 
 import argparse
-import ast
 import importlib
-import inspect
 import sys
-import textwrap
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 from transformers.utils import logging as transformers_logging
+
+from hybrid_engine.field_meanings import field_meanings
 
 RECIPES = ("sft", "reward", "ppo")
 
@@ -81,17 +80,6 @@ def _single_type(hint: Any) -> Any:
     if get_origin(hint) is types.UnionType:
         return next(option for option in get_args(hint) if option is not type(None))
     return hint
-
-
-def field_meanings(config_class: type) -> dict[str, str]:
-    """The string below each field of a dataclass, read from its source: documentation that Python itself drops."""
-    definition = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
-    assert isinstance(definition, ast.ClassDef), config_class
-    meanings = {}
-    for node, following in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
-            meanings[node.target.id] = inspect.cleandoc(ast.literal_eval(following.value))
-    return meanings
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Checks of single options, with errors that name the option, its value, the rule and the remedy."""
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 
@@ -21,6 +22,18 @@ def check_flag(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name}={value!r} must be true or false; write one of the two, without quotes")
+
+
+def check_text(name: str, value: Any, is_optional: bool = False) -> None:
+    """Raises ValueError unless `value` is a string, or None where that is allowed."""
+    if not isinstance(value, str) and not (is_optional and value is None):
+        raise ValueError(f"{name}={value!r} must be a string; write it in quotes")
+
+
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raises ValueError unless `value` is one of `choices`, and of its type."""
+    if not any(value == choice and type(value) is type(choice) for choice in choices):
+        raise ValueError(f"{name}: {value!r} is not one of {', '.join(map(str, choices))}; choose one of them")
 
 
 def _limits(minimum: float, maximum: float) -> str:

@@ -1,14 +1,21 @@
 """The DeepSpeed-format config: what is read, what is accepted without effect and what is refused."""
 
+import base64
 import copy
 import json
 import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import TrainingArguments
+from transformers.integrations import deepspeed as integration
 
-from hybrid_engine.config import EngineConfig, HybridEngineConfig, load_config
+from hybrid_engine.config import EngineConfig, HybridEngineConfig, docs, load_config
 
+DATA = Path(__file__).parent / "data"
 BATCH = {"train_batch_size": 8}
 
 
@@ -157,7 +164,7 @@ def test_the_config_that_deepspeed_chat_writes_is_accepted_with_one_line_for_wha
         {"flops_profiler": {"profile_step": 1}},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
-        {"data_types": {"grad_accum_dtype": None}},
+        {"data_types": {"grad_accum_dtype": None, "param_dtype": None}},
         {"gradient_predivide_factor": 1},
         {"communication_data_type": None},
         {"zero_optimization": {"offload_optimizer": None, "zero_quantized_gradients": False}},
@@ -165,39 +172,35 @@ def test_the_config_that_deepspeed_chat_writes_is_accepted_with_one_line_for_wha
         {"zero_optimization": None},
     ],
 )
-def test_a_feature_that_is_not_built_may_be_named_while_it_is_off(off):
+def test_a_feature_may_be_named_while_it_is_off(off):
     assert load_config(BATCH | off, world_size=1) == load_config(BATCH, world_size=1)
 
 
 @pytest.mark.parametrize(
     ("on", "path", "remedy"),
     [
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "zero_optimization.offload_optimizer",
-            'offload_optimizer.device to "none"',
-        ),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights", "false"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_hpz_partition_size=8", "set it to 1"),
-        ({"tensorboard": {"enabled": True}}, "tensorboard", "tensorboard.enabled to false"),
-        ({"wandb": {"enabled": True}}, "wandb", "wandb.enabled to false"),
-        ({"activation_checkpointing": {"partition_activations": True}}, "activation_checkpointing", "remove"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "offload_optimizer.ratio",
+            "1.0",
+        ),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device", 'to "cpu"'),
+        ({"trackio": {"enabled": True}}, "trackio", "trackio.enabled to false"),
         ({"compression_training": {"layer_reduction": {"enabled": True}}}, "compression_training", "remove"),
-        ({"data_types": {"grad_accum_dtype": "fp32"}}, "data_types", "grad_accum_dtype to null"),
-        ({"prescale_gradients": True}, "prescale_gradients=true", "set it to false"),
-        ({"fp16": {"enabled": True, "auto_cast": True}}, "fp16.auto_cast", "set it to false"),
+        ({"data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype", "to null"),
         ({"hybrid_engine": {"inference_tp_size": 2}}, "hybrid_engine.inference_tp_size=2", "set it to 1"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type='OneBitAdam'", "use Adam or AdamW"),
-        ({"optimizer": {"type": "Adam", "params": {"bias_correction": False}}}, "params.bias_correction", "to true"),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type='OneCycle'", "WarmupCosineLR"),
-        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal", "set it to false"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type='OneBitAdam'", "use Adam, AdamW, Lamb, Lion"),
+        ({"optimizer": {"type": "onebitlamb"}}, "optimizer.type='onebitlamb'", "use Adam, AdamW, Lamb, Lion"),
+        ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad", "to false"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage", "set it to false"),
     ],
 )
-def test_a_feature_that_is_not_built_is_refused_while_it_is_on(on, path, remedy):
+def test_a_feature_that_is_not_supported_is_refused_while_it_is_on(on, path, remedy):
     with pytest.raises(ValueError) as error:
         load_config(BATCH | on, world_size=1)
     text = str(error.value)
-    assert path in text and "known to DeepSpeed, not built yet" in text and remedy in text.split(";")[1]
+    assert path in text and "is not supported" in text and remedy in text.split(";")[1]
 
 
 @pytest.mark.parametrize(
@@ -227,16 +230,15 @@ def test_a_misspelt_option_is_named_in_full_with_its_nearest_neighbour(wrong, me
         ({"train_batch_size": True}, "train_batch_size=True must be an integer"),
         ({"train_batch_size": 0}, "train_batch_size=0 must be an integer of at least 1"),
         ({"train_batch_size": 8.0}, "train_batch_size=8.0 must be an integer"),
-        ({"train_batch_size": "auto"}, 'train_batch_size="auto" is filled in by the Trainer'),
         ({"bf16": {"enabled": "auto"}}, 'bf16.enabled="auto"'),
         ({"bf16": {"enabled": 1}}, "bf16.enabled=1 must be true or false"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "exclude each other"),
-        ({"bf16": {}, "bfloat16": {}}, "two names of one block"),
+        ({"bf16": {}, "bfloat16": {}}, "two names of one option"),
         ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0 must be a finite number of at least 0"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping=nan must be a finite number"),
         ({"gradient_clipping": True}, "gradient_clipping=True must be a finite number"),
         ({"steps_per_print": -1}, "steps_per_print=-1 must"),
-        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 must be an integer from 0 to 3"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not one of 0, 1, 2, 3"),
         ({"zero_optimization": True}, "zero_optimization=True must be a block of options"),
         ({"fp16": {"initial_scale_power": 127}}, "fp16.initial_scale_power=127 must be an integer from 0 to 126"),
         ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale=0 must be above 0"),
@@ -245,8 +247,11 @@ def test_a_misspelt_option_is_named_in_full_with_its_nearest_neighbour(wrong, me
         ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, "optimizer.params.lr='1e-3' must be a finite"),
         ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "optimizer.params.betas=0.9 must be two numbers"),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}}, r"betas\[1\]=1 must be below 1"),
-        ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing; WarmupDecayLR needs"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}}, "warmup_type='cubic' must be"),
+        ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing; WarmupDecayLR needs it"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},
+            "warmup_type: 'cubic' is not one of log, linear",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name_the_value_and_the_rule(wrong, message):
@@ -274,3 +279,201 @@ def test_a_file_that_holds_no_config_is_refused(tmp_path, text, message):
 def test_a_config_that_is_neither_dict_nor_path_is_refused():
     with pytest.raises(ValueError, match=r"config=8 must be a dict or the path of a JSON file"):
         load_config(8, world_size=1)
+
+
+def test_an_error_in_a_file_begins_with_the_file_and_names_the_full_path_of_the_key(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 4}}))
+    with pytest.raises(ValueError) as error:
+        load_config(path, world_size=1)
+    assert str(error.value).startswith(f"{path}: zero_optimization.stage: 4 is not one of 0, 1, 2, 3")
+
+
+def test_a_config_in_base64_is_read_like_the_dict():
+    content = BATCH | {"zero_optimization": {"stage": 2}}
+    encoded = base64.urlsafe_b64encode(json.dumps(content).encode()).decode()
+    assert load_config(encoded, world_size=1) == load_config(content, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "both"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("fp16.enabled", "bf16.enabled")),
+        ({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}, ("mics_shard_size=2", "zero_optimization.stage=2")),
+        (
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}},
+            ("zero_optimization.zero_hpz_partition_size=2", "zero_optimization.mics_shard_size=2"),
+        ),
+        (
+            {"gradient_accumulation_dtype": "bf16", "fp16": {"enabled": True}},
+            ("gradient_accumulation_dtype=bf16", "parameters in fp16"),
+        ),
+        (
+            {"data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_dtype": "fp32"},
+            ("gradient_accumulation_dtype", "data_types.grad_accum_dtype"),
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "none"}}},
+            ("zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"),
+        ),
+    ],
+)
+def test_a_contradiction_names_both_sides(given, both):
+    with pytest.raises(ValueError) as error:
+        load_config(BATCH | given, world_size=2)
+    assert all(side in str(error.value) for side in both)
+
+
+def test_a_copy_of_the_model_takes_a_number_of_processes_that_divides_all():
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    assert load_config(BATCH | {"zero_optimization": zero}, world_size=4).zero_optimization.shard_size == 2
+    with pytest.raises(ValueError, match="2 processes to a copy of the model do not divide the 1 there are"):
+        load_config(BATCH | {"zero_optimization": zero}, world_size=1)
+
+
+def test_old_names_stand_for_the_new_ones():
+    old = {"cpu_offload": True, "cpu_offload_param": False, "stage3_gather_fp16_weights_on_model_save": False}
+    new = {"offload_optimizer": {"device": "cpu"}, "stage3_gather_16bit_weights_on_model_save": False}
+    assert load_config(BATCH | {"zero_optimization": old}, world_size=1) == load_config(
+        BATCH | {"zero_optimization": new}, world_size=1
+    )
+    types = {"data_types": {"grad_accum_dtype": "bf16"}, "bfloat16": {"enabled": True}}
+    assert load_config(BATCH | types, world_size=1).accumulation_dtype == torch.bfloat16
+
+
+def test_parameters_are_offloaded_at_stage_3_only_as_in_deepspeed(caplog):
+    zero = {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    with caplog.at_level(logging.INFO, logger="hybrid_engine"):
+        config = load_config(BATCH | {"zero_optimization": zero}, world_size=1).zero_optimization
+    assert "zero_optimization.offload_param (read at stage 3)" in caplog.text
+    assert config.offloads_optimizer and not config.offloads_parameters
+    assert load_config(
+        BATCH | {"zero_optimization": {**zero, "stage": 3}}, world_size=1
+    ).zero_optimization.offloads_parameters
+
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+    "fp16": {"enabled": "auto"},
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+}
+
+
+def test_auto_becomes_what_the_integration_of_transformers_makes_of_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        integration.HfDeepSpeedConfig, "__init__", lambda self, config: vars(self).update(config=config)
+    )
+    monkeypatch.setattr(integration.HfTrainerDeepSpeedConfig, "find_config_node", _find_node, raising=False)
+    monkeypatch.setattr(integration.HfTrainerDeepSpeedConfig, "get_value", _get_value, raising=False)
+    monkeypatch.setattr(
+        integration.HfTrainerDeepSpeedConfig, "is_true", lambda self, key: bool(_get_value(self, key)), raising=False
+    )
+    monkeypatch.setattr(integration.HfTrainerDeepSpeedConfig, "is_zero3", lambda self: True, raising=False)
+    arguments = TrainingArguments(
+        output_dir=tmp_path,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=4,
+        learning_rate=2e-4,
+        adam_beta1=0.8,
+        adam_epsilon=1e-7,
+        weight_decay=0.02,
+        max_grad_norm=0.7,
+        warmup_steps=6,
+        max_steps=50,
+        bf16=True,
+        use_cpu=True,
+    )
+    theirs = integration.HfTrainerDeepSpeedConfig(copy.deepcopy(AUTO))
+    theirs.trainer_config_process(arguments)
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=8))
+    theirs.trainer_config_finalize(arguments, model, arguments.max_steps)
+    assert "auto" not in json.dumps(theirs.config)
+    config = load_config(AUTO, world_size=1, arguments=arguments)
+    assert config == load_config(theirs.config, world_size=1)
+    assert config.dtype == torch.bfloat16 and config.optimizer.params["lr"] == 2e-4
+
+
+def _find_node(self, path):
+    *blocks, key = path.split(".")
+    config = self.config
+    for name in blocks:
+        config = config.get(name)
+        if config is None:
+            return None, key
+    return config, key
+
+
+def _get_value(self, path):
+    config, key = _find_node(self, path)
+    return None if config is None else config.get(key)
+
+
+def test_auto_without_arguments_is_the_default_or_follows_from_the_rest():
+    given = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": "auto", "eps": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    }
+    config = load_config(given, world_size=1)
+    assert (config.gradient_accumulation_steps, config.gradient_clipping) == (4, 0.0)
+    assert config.optimizer.params == {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    assert config.scheduler.params == {"warmup_max_lr": 3e-4}
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}, "params.total_num_steps"),
+        ({"bf16": {"enabled": "auto"}}, "bf16.enabled"),
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+        ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, "train_batch_size"),
+    ],
+)
+def test_auto_that_only_the_user_can_fill_in_is_an_error_with_its_path_and_where_it_could_come_from(given, path):
+    with pytest.raises(ValueError, match=f'{path}="auto".*TrainingArguments as initialize'):
+        load_config(BATCH | given, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "expected"),
+    [
+        ("Lamb", {"max_coeff": 5.0}, {"max_coeff": 5.0, "min_coeff": 0.01, "eps_inside_sqrt": False}),
+        ("lion", {"lr": 1e-4}, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+        ("Adam", {"bias_correction": False}, {"bias_correction": False, "eps": 1e-8}),
+    ],
+)
+def test_other_optimizers_have_their_own_parameters_and_deepspeeds_defaults(kind, params, expected):
+    config = load_config(BATCH | {"optimizer": {"type": kind, "params": params}}, world_size=1)
+    assert expected.items() <= config.optimizer.params.items()
+
+
+def test_every_key_of_deepspeeds_documentation_and_sources_is_in_the_table():
+    for path, keys in json.loads((DATA / "deepspeed_config_keys.json").read_text()).items():
+        documented = set(re.findall(r"^\| `(\w+)`", section(path), re.MULTILINE))
+        assert set(keys) <= documented, (path, set(keys) - documented)
+
+
+def section(path: str) -> str:
+    """The part of docs/config.md about the block at `path`."""
+    title = f"`{path}`" if path else "Top level"
+    return docs.render().split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_the_page_about_the_config_is_up_to_date():
+    assert (DATA.parent.parent / "docs" / "config.md").read_text() == docs.render(), (
+        "run python -m hybrid_engine.config.docs > docs/config.md"
+    )

@@ -1,12 +1,14 @@
-"""Reading blocks of a DeepSpeed-format config against the tables of `config_keys.py`."""
+"""Reading blocks of a DeepSpeed-format config against the tables of `keys.py`."""
 
+import base64
+import binascii
 import json
 import os
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from hybrid_engine.config_keys import NOT_BUILT, WITHOUT_EFFECT, as_json
+from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, as_json
 
 
 def join(path: str, key: str) -> str:
@@ -18,21 +20,20 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
     """The entries of `block` that the engine reads.
 
     Args:
-        block: the JSON object found at `path`; not changed.
+        block: the JSON object found at `path`, without "auto"; not changed.
         path: its full name, empty for the whole config.
         fields: the keys that are read here.
-        without_effect: receives the full names of keys that are accepted, switched on and do nothing here.
+        without_effect: receives the full names of keys that are accepted, switched on and have no meaning here.
 
     Raises:
-        ValueError: for an unknown key, a feature that is not built and switched on, and a value "auto".
+        ValueError: for an unknown key, or a feature that is not supported and switched on.
     """
-    refused = NOT_BUILT.get(path, {})
-    ignored = WITHOUT_EFFECT.get(path, frozenset())
+    refused = NOT_SUPPORTED.get(path, {})
+    ignored = NO_MEANING.get(path, {})
     found = {}
     for key, value in block.items():
         name = join(path, str(key))
         if key in fields:
-            _refuse_auto(name, value)
             found[key] = value
         elif key in ignored:
             if value not in (False, None):
@@ -40,9 +41,8 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
         elif key not in refused:
             raise ValueError(f"{name} is not a known option; {_advise(str(key), path, fields)}")
         elif not refused[key].is_off(value):
-            _refuse_auto(name, value)
             raise ValueError(
-                f"{name}={as_json(value)} is known to DeepSpeed, not built yet here; {refused[key].remedy(name)}"
+                f"{name}={as_json(value)} is not supported: {refused[key].why}; {refused[key].remedy(name)}"
             )
     return found
 
@@ -56,18 +56,10 @@ def find_nearest(word: str, known: Collection[str]) -> str | None:
 
 def _advise(key: str, path: str, fields: Collection[str]) -> str:
     """What a user who wrote `key` in the block `path` probably meant."""
-    close = find_nearest(key, [*fields, *WITHOUT_EFFECT.get(path, ()), *NOT_BUILT.get(path, ())])
+    close = find_nearest(key, [*fields, *NO_MEANING.get(path, ()), *NOT_SUPPORTED.get(path, ())])
     if close:
         return f"did you mean {join(path, close)}?"
     return f"the options read in {path or 'the config'} are {', '.join(sorted(fields)) or 'none'}"
-
-
-def _refuse_auto(name: str, value: Any) -> None:
-    if value == "auto":
-        raise ValueError(
-            f'{name}="auto" is filled in by the Trainer of transformers and never reaches DeepSpeed; '
-            f"write the value itself or remove {name}"
-        )
 
 
 def child_block(parent: dict[str, Any], key: str, path: str = "") -> dict[str, Any]:
@@ -80,12 +72,27 @@ def child_block(parent: dict[str, Any], key: str, path: str = "") -> dict[str, A
     return dict(value)
 
 
+def choose_type(path: str, kind: Any, known: Collection[str], not_supported: Collection[str] = ()) -> str:
+    """The spelling in `known` of the type a user gave; like DeepSpeed, letter case does not matter."""
+    if not isinstance(kind, str):
+        raise ValueError(f"{path}.type={kind!r} must be one of {', '.join(known)}; write it as a string")
+    by_lower_case = {name.lower(): name for name in known}
+    if kind.lower() in by_lower_case:
+        return by_lower_case[kind.lower()]
+    if kind.lower() in [name.lower() for name in not_supported]:
+        raise ValueError(f"{path}.type={kind!r} is not supported; use {', '.join(known)}, or pass an instance")
+    close = find_nearest(kind, known)
+    advice = f"did you mean {close}?" if close else f"use {' or '.join(known)}"
+    raise ValueError(f"{path}.type={kind!r} is not known; {advice}")
+
+
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The JSON object in the file at `path`, or in `path` itself when that is one in URL-safe base64."""
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"config={path!r} must be a dict or the path of a JSON file, not {type(path).__name__}")
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file, object_pairs_hook=_refuse_duplicates)
+        text = _decode_base64(path) or _read_text(path)
+        content = json.loads(text, object_pairs_hook=_refuse_duplicates)
     except OSError as error:
         raise ValueError(f"config={os.fspath(path)!r} cannot be read: {error.strerror}; give a JSON file") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -93,6 +100,22 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"config={os.fspath(path)!r} must hold a JSON object, not {type(content).__name__}")
     return content
+
+
+def _read_text(path: str | os.PathLike[str]) -> str:
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def _decode_base64(text: str | os.PathLike[str]) -> str | None:
+    """DeepSpeed's launchers hand configs over like this; None for everything that is no JSON object in base64."""
+    if not isinstance(text, str) or os.path.exists(text):
+        return None
+    try:
+        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

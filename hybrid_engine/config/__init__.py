@@ -1,0 +1,290 @@
+"""The engine's configuration: DeepSpeed's JSON format read into frozen dataclasses, every key checked.
+
+    config = load_config("ds_config.json", world_size=2)
+    config.train_micro_batch_size_per_gpu, config.zero_optimization.stage, config.dtype
+
+Names, defaults and meanings are DeepSpeed's. Every key of a block is either a field of its dataclass or a
+row of `keys.py`; anything else is an error, so a misspelt option cannot be silently dropped.
+`docs/config.md` lists them all and is written by `python -m hybrid_engine.config.docs`.
+"""
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+import torch
+
+from hybrid_engine.config.auto import resolve_auto
+from hybrid_engine.config.batch_sizes import solve_batch_sizes
+from hybrid_engine.config.blocks import (
+    ActivationCheckpointingConfig,
+    Bf16Config,
+    CheckpointConfig,
+    Fp16Config,
+    OffloadConfig,
+    ZeroConfig,
+)
+from hybrid_engine.config.generation import HybridEngineConfig
+from hybrid_engine.config.observing import (
+    CometConfig,
+    CsvMonitorConfig,
+    FlopsProfilerConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
+from hybrid_engine.config.optimizer import (
+    OptimizerConfig,
+    SchedulerConfig,
+    build_optimizer_config,
+    build_scheduler_config,
+)
+from hybrid_engine.config.reading import child_block, read_block, read_json
+from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number
+
+__all__ = [
+    "Bf16Config",
+    "EngineConfig",
+    "Fp16Config",
+    "HybridEngineConfig",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "ZeroConfig",
+    "load_config",
+]
+
+logger = logging.getLogger("hybrid_engine")
+
+Block = TypeVar("Block")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+SIMPLE_BLOCKS: dict[str, Any] = {
+    "fp16": Fp16Config,
+    "bf16": Bf16Config,
+    "activation_checkpointing": ActivationCheckpointingConfig,
+    "checkpoint": CheckpointConfig,
+    "tensorboard": TensorBoardConfig,
+    "csv_monitor": CsvMonitorConfig,
+    "wandb": WandbConfig,
+    "comet": CometConfig,
+    "flops_profiler": FlopsProfilerConfig,
+    "hybrid_engine": HybridEngineConfig,
+}
+"""Blocks whose keys are the fields of a dataclass."""
+OTHER_NAMES = {
+    "bfloat16": "bf16",
+    "data_types.grad_accum_dtype": "gradient_accumulation_dtype",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer.device",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param.device",
+    "zero_optimization.gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+}
+"""Old names of DeepSpeed that work, and the key each stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything `initialize` reads from the config."""
+
+    train_batch_size: int
+    """Samples per optimizer step over all processes."""
+    train_micro_batch_size_per_gpu: int
+    """Samples per forward pass of one process."""
+    gradient_accumulation_steps: int
+    """Forward passes per optimizer step."""
+    zero_optimization: ZeroConfig = field(default_factory=ZeroConfig)
+    """Sharding."""
+    fp16: Fp16Config = field(default_factory=Fp16Config)
+    """Half precision."""
+    bf16: Bf16Config = field(default_factory=Bf16Config)
+    """Bfloat16."""
+    gradient_clipping: float = 0.0
+    """Largest global gradient norm; 0 does not clip."""
+    prescale_gradients: bool = False
+    """Whether gradients are divided by the number of processes before they are added up, not after."""
+    gradient_predivide_factor: float = 1.0
+    """What gradients are divided by before they are added up; the rest of the division follows."""
+    gradient_accumulation_dtype: str | None = None
+    """The dtype micro-batches' gradients are added up in: "fp32", or that of the parameters; null is "fp32"."""
+    communication_data_type: str | None = None
+    """The dtype gradients are reduced in, "fp32", "fp16" or "bf16"; null is "fp32"."""
+    seed: int | None = None
+    """Seeds Python, numpy and torch (plus the rank) in `initialize` and orders the training data; null seeds nothing.
+    """
+    optimizer: OptimizerConfig | None = None
+    """The optimizer to build when the caller passes none."""
+    scheduler: SchedulerConfig | None = None
+    """The learning-rate schedule to build when the caller passes none."""
+    activation_checkpointing: ActivationCheckpointingConfig = field(default_factory=ActivationCheckpointingConfig)
+    """Recomputation."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving."""
+    steps_per_print: int = 0
+    """Optimizer steps between two progress lines; 0 or null prints none."""
+    wall_clock_breakdown: bool = False
+    """Whether progress lines are followed by the milliseconds of forward, backward and step, the device waited for."""
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    """Events for TensorBoard."""
+    csv_monitor: CsvMonitorConfig = field(default_factory=CsvMonitorConfig)
+    """CSV files."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+    comet: CometConfig = field(default_factory=CometConfig)
+    """Comet."""
+    flops_profiler: FlopsProfilerConfig = field(default_factory=FlopsProfilerConfig)
+    """Operations of one step."""
+    hybrid_engine: HybridEngineConfig = field(default_factory=HybridEngineConfig)
+    """Generation inside the training engine."""
+
+    def __post_init__(self) -> None:
+        check_number("gradient_clipping", self.gradient_clipping, 0)
+        check_integer("steps_per_print", self.steps_per_print, 0)
+        for name in ("prescale_gradients", "wall_clock_breakdown"):
+            check_flag(name, getattr(self, name))
+        check_number("gradient_predivide_factor", self.gradient_predivide_factor, 0)
+        if self.gradient_predivide_factor == 0:
+            raise ValueError("gradient_predivide_factor=0 must be above 0; set it to 1 to divide after the sum only")
+        if self.seed is not None:
+            check_integer("seed", self.seed, 0, 2**31)
+        for name in ("gradient_accumulation_dtype", "communication_data_type"):
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), tuple(DTYPES))
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ValueError(
+                "fp16.enabled=true and bf16.enabled=true exclude each other; parameters have one dtype: disable one"
+            )
+        if self.accumulation_dtype not in (torch.float32, self.dtype):
+            own = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+            raise ValueError(
+                f"gradient_accumulation_dtype={self.gradient_accumulation_dtype} and parameters in {own} do not go "
+                f'together; use "fp32" or "{own}"'
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that parameters are stored and computed in."""
+        if self.fp16.enabled:
+            return torch.float16
+        return torch.bfloat16 if self.bf16.enabled else torch.float32
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype:
+        """The dtype that gradients of micro-batches are added up in."""
+        if self.fp16.enabled and self.fp16.fp16_master_weights_and_grads:
+            return torch.float16
+        return DTYPES[self.gradient_accumulation_dtype or "fp32"]
+
+    @property
+    def communication_dtype(self) -> torch.dtype:
+        """The dtype that gradients are reduced in."""
+        return DTYPES[self.communication_data_type or "fp32"]
+
+    @property
+    def skips_overflow(self) -> bool:
+        """Whether a non-finite gradient skips the step instead of being an error."""
+        return self.fp16.enabled or (self.bf16.enabled and self.bf16.check_grad_overflow)
+
+
+def load_config(
+    config: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int, arguments: Any = None
+) -> EngineConfig:
+    """Reads and checks a DeepSpeed-format config.
+
+    Args:
+        config: the config as a dict (not changed), the path of a JSON file, or its content in URL-safe base64.
+        world_size: number of data-parallel processes, which the batch sizes are checked against.
+        arguments: TrainingArguments of transformers, which fill in "auto"; see `auto.py`.
+
+    Returns:
+        The checked config. Accepted keys without effect here are named in one line of the log.
+
+    Raises:
+        ValueError: for an unreadable file or any option that is unknown, not supported or out of range; the message
+            begins with the file, if there is one.
+    """
+    assert world_size >= 1, f"{world_size=}"
+    if isinstance(config, Mapping):
+        return _read_config(dict(config), world_size, arguments)
+    whole = read_json(config)
+    try:
+        return _read_config(whole, world_size, arguments)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(config)}: {error}") from error
+
+
+def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> EngineConfig:
+    without_effect: list[str] = []
+    top = read_block(
+        resolve_auto(whole, arguments),
+        "",
+        [*(entry.name for entry in fields(EngineConfig)), "bfloat16", "data_types"],
+        without_effect,
+    )
+    _rename(top, "", "bfloat16", "bf16")
+    _merge_data_types(top, without_effect)
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    batch_sizes = solve_batch_sizes(*(top.pop(name, None) for name in sizes), world_size)
+    blocks = {name: _build(cls, child_block(top, name), name, without_effect) for name, cls in SIMPLE_BLOCKS.items()}
+    blocks["zero_optimization"] = _build_zero(child_block(top, "zero_optimization"), without_effect)
+    blocks["optimizer"] = build_optimizer_config(child_block(top, "optimizer"), without_effect)
+    blocks["scheduler"] = build_scheduler_config(child_block(top, "scheduler"), without_effect)
+    # Null stands for the default.
+    plain = {name: value for name, value in top.items() if name not in blocks and value is not None}
+    result = EngineConfig(**batch_sizes, **blocks, **plain)
+    if world_size % (result.zero_optimization.shard_size or 1):
+        raise ValueError(
+            f"zero_optimization: {result.zero_optimization.shard_size} processes to a copy of the model do not divide "
+            f"the {world_size} there are; choose a divisor for zero_hpz_partition_size or mics_shard_size"
+        )
+    if without_effect:
+        logger.warning("config: accepted, without effect in this engine: %s", ", ".join(without_effect))
+    return result
+
+
+def _rename(block: dict[str, Any], path: str, old: str, new: str) -> None:
+    """Moves the value at `old` to `new`; both are keys of `block`, which is found at `path`."""
+    if old in block:
+        if new in block:
+            prefix = f"{path}." if path else ""
+            raise ValueError(f"{prefix}{new} and {prefix}{old} are two names of one option; keep {new}, remove {old}")
+        block[new] = block.pop(old)
+
+
+def _merge_data_types(top: dict[str, Any], without_effect: list[str]) -> None:
+    block = child_block(top, "data_types")
+    top.pop("data_types", None)
+    dtype = read_block(block, "data_types", ("grad_accum_dtype",), without_effect).get("grad_accum_dtype")
+    if dtype is not None and top.get("gradient_accumulation_dtype") is not None:
+        raise ValueError("gradient_accumulation_dtype and data_types.grad_accum_dtype are two names of one option")
+    if dtype is not None:
+        top["gradient_accumulation_dtype"] = dtype
+
+
+def _build(cls: type[Block], block: dict[str, Any], path: str, without_effect: list[str], /, **more: Any) -> Block:
+    known = [entry.name for entry in fields(cls) if entry.name not in more]  # type: ignore[arg-type]
+    return cls(**read_block(block, path, known, without_effect), **more)
+
+
+def _build_zero(block: dict[str, Any], without_effect: list[str]) -> ZeroConfig:
+    path = "zero_optimization"
+    for old in ("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"):
+        _rename(block, path, old, "stage3_gather_16bit_weights_on_model_save")
+    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if old in block:
+            check_flag(f"{path}.{old}", block[old])
+            if block.pop(old):
+                block = {**block, old: {"device": "cpu"}}
+                _rename(block, path, old, new)
+    values = read_block(block, path, [entry.name for entry in fields(ZeroConfig)], without_effect)
+    for name in ("offload_optimizer", "offload_param"):
+        inner = f"{path}.{name}"
+        values[name] = _build(OffloadConfig, child_block(block, name, path), inner, without_effect, block=inner)
+    result = ZeroConfig(**values)
+    if result.offload_param.device == "cpu" and not result.offloads_parameters:
+        without_effect.append(f"{path}.offload_param (read at stage 3)")
+    return result

@@ -1,0 +1,44 @@
+"""The `hybrid_engine` block: how the engine generates."""
+
+from dataclasses import dataclass
+
+from hybrid_engine.config_checks import check_flag, check_integer
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridEngineConfig:
+    """`hybrid_engine`: generation inside the training engine."""
+
+    enabled: bool = False
+    """Whether `initialize` returns a `HybridEngine` instead of a `ZeroEngine`."""
+    max_out_tokens: int = 512
+    """Prompt and answer tokens that one sequence may hold together."""
+    inference_tp_size: int = 1
+    """Tensor-parallel degree inside `generate()`; only 1 is built."""
+    release_inference_cache: bool = False
+    """Whether the KV workspace gives its memory back after each `generate()`."""
+    pin_parameters: bool = True
+    """ZeRO-3: gather the whole model once around `generate()`; false streams it layer by layer."""
+    enable_cuda_graph: bool = True
+    """On a GPU: whether a decode step is replayed as one graph wherever it can be. DeepSpeed's default is false."""
+    tp_gather_partition_size: int = 8
+    """Layers gathered at a time while slicing for tensor parallelism; nothing to do while that is not built."""
+    max_running: int = 0
+    """Rows decoded at once; 0 lets the engine choose. This key and those below are not DeepSpeed's."""
+    kv_block_size: int = 0
+    """Tokens per block of the KV workspace; 0 lets the engine choose."""
+    max_kv_blocks: int = 0
+    """Cap on the blocks of the KV workspace; 0 sizes it from the demand and the free memory."""
+
+    def __post_init__(self) -> None:
+        for name in ("enabled", "release_inference_cache", "pin_parameters", "enable_cuda_graph"):
+            check_flag(f"hybrid_engine.{name}", getattr(self, name))
+        for name in ("max_out_tokens", "inference_tp_size", "tp_gather_partition_size"):
+            check_integer(f"hybrid_engine.{name}", getattr(self, name), 1)
+        for name in ("max_running", "kv_block_size", "max_kv_blocks"):
+            check_integer(f"hybrid_engine.{name}", getattr(self, name), 0)
+        if self.inference_tp_size > 1:
+            raise ValueError(
+                f"hybrid_engine.inference_tp_size={self.inference_tp_size} is not supported: there is no tensor "
+                f"parallelism; set it to 1: every process then generates its own rows with the whole model"
+            )

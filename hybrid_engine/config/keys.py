@@ -1,0 +1,218 @@
+"""DeepSpeed's configuration keys that no dataclass of this package reads, as data, and how each is answered.
+
+A key of DeepSpeed's ds_config either is a field of a dataclass and *works*; or is accepted, because what it
+tunes has *no meaning here*; or would change what is computed, saved or where, and is *not supported* while
+it is switched on. Anything else is unknown and refused with its nearest neighbour. To teach the engine a
+key, delete its row here and give it a field there. `docs/config.md` is written from these tables.
+
+Source of the names and neutral values: DeepSpeed 0.19, `runtime/config.py`, `runtime/zero/config.py`,
+`runtime/zero/offload_config.py`, `runtime/constants.py`, `runtime/precision_config.py`, `monitor/config.py`.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class NotSupported:
+    """A key of DeepSpeed that would change results and that this engine does not implement."""
+
+    why: str
+    """What the engine has instead, or why not."""
+    off: tuple[Any, ...] = (False, None)
+    """Values that leave the feature switched off; they pass silently."""
+    switch: str = ""
+    """The key inside the block that switches it; a block without it is off. Empty: the value itself is the switch,
+    and a block is off when all of its entries are."""
+
+    def is_off(self, value: Any) -> bool:
+        """Whether `value` leaves the feature switched off."""
+        if isinstance(value, dict):
+            if self.switch or "enabled" in value:
+                return self.is_off(value.get(self.switch or "enabled"))
+            return all(self.is_off(entry) for entry in value.values())
+        # Compared with the type: 1 == True in Python, and `true` for a size of 1 is not its neutral value.
+        return any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in (*self.off, None))
+
+    def remedy(self, path: str) -> str:
+        """How a user switches it off."""
+        if self.switch:
+            return f"remove {path} or set {path}.{self.switch} to {as_json(self.off[0])}"
+        return f"remove {path} or set it to {as_json(self.off[0])}"
+
+
+def as_json(value: Any) -> str:
+    """`value` as it would stand in the JSON file."""
+    return json.dumps(value, default=repr)
+
+
+def block(why: str) -> NotSupported:
+    """A feature that `enabled` in its block switches on."""
+    return NotSupported(why, switch="enabled")
+
+
+FSDP2_BUCKETS = "FSDP2 moves one transformer layer at a time, there are no buckets"
+FSDP2_PREFETCH = "FSDP2 gathers the next layer while one computes, there is nothing to tune"
+PIPELINES = "there is no pipeline engine whose options these are"
+NVME = "there is no offloading to NVMe, which it tunes"
+COMPRESSION = "weights are never quantised or pruned during training"
+DATA_PIPELINE = "the caller chooses the samples and their order"
+
+NO_MEANING: dict[str, dict[str, str]] = {
+    "": {
+        "aio": NVME,
+        "compile": "the module may be compiled by the caller with torch.compile",
+        "dataloader_drop_last": "the training dataloader always leaves an incomplete last batch for the next epoch",
+        "disable_allgather": "FSDP2 chooses its collectives",
+        "dump_state": "engine.report() describes the engine",
+        "graph_harvesting": "kernels are not recorded in training",
+        "log_level": "the logger `hybrid_engine` of Python's logging has its own level",
+        "memory_breakdown": "engine.report() says what takes memory",
+        "pipeline": PIPELINES,
+        "timers": "times are taken only for wall_clock_breakdown, after a synchronisation",
+        "use_data_before_expert_parallelism": "there is no expert parallelism whose groups it orders",
+        "vocabulary_size": "it tunes the model of DeepSpeed's own examples",
+        "zero_allow_untested_optimizer": "every torch.optim optimizer is allowed",
+        "zero_force_ds_cpu_optimizer": "PyTorch's fused optimizers run on the CPU",
+    },
+    "zero_optimization": {
+        "allgather_bucket_size": FSDP2_BUCKETS,
+        "allgather_partitions": FSDP2_BUCKETS,
+        "contiguous_gradients": "FSDP2 reduces a layer's gradients from one buffer",
+        "cpu_offload_use_pin_memory": "the old name of offload_param.pin_memory",
+        "enable_sanity_checks": "checks that matter are always on",
+        "ignore_unused_parameters": "parameters without a gradient are left alone",
+        "leaf_module": "the groups are the transformer layers",
+        "legacy_stage1": "there is one implementation",
+        "log_trace_cache_warnings": "there is no trace of the order of layers",
+        "memory_efficient_linear": "autograd of torch.nn.Linear keeps no copies",
+        "mics_hierarchical_params_gather": "the process group's backend chooses its algorithm",
+        "override_module_apply": "sharding happens after the model is built",
+        "overlap_comm": "FSDP2 always overlaps communication and computation",
+        "pipeline_loading_checkpoint": "checkpoints are read in shards",
+        "reduce_bucket_size": FSDP2_BUCKETS,
+        "reduce_scatter": "FSDP2 always reduces and scatters",
+        "round_robin_gradients": "each gradient is sharded over all processes, the balance is even",
+        "save_muon_momentum_buffer_in_memory": "there is no Muon",
+        "stage3_allgather_sequential": FSDP2_PREFETCH,
+        "stage3_max_live_parameters": FSDP2_PREFETCH,
+        "stage3_max_reuse_distance": FSDP2_PREFETCH,
+        "stage3_model_persistence_threshold": "small parameters are gathered with the rest of their layer",
+        "stage3_module_granularity_threshold": "the groups are the transformer layers",
+        "stage3_param_persistence_threshold": "small parameters are gathered with the rest of their layer",
+        "stage3_partition_stream_chunk_size": FSDP2_PREFETCH,
+        "stage3_prefetch_bucket_size": FSDP2_PREFETCH,
+        "stage3_use_all_reduce_for_fetch_params": "FSDP2 gathers a layer in one collective",
+        "sub_group_size": "the fused optimizers take all parameters at once",
+        "use_multi_rank_bucket_allreduce": FSDP2_BUCKETS,
+    },
+    "zero_optimization.offload_optimizer": {
+        "buffer_count": NVME,
+        "convert_grad_on_cpu": "gradients are converted where the masters are",
+        "cpuadam_cores_perc": "PyTorch's threads are set by OMP_NUM_THREADS",
+        "fast_init": NVME,
+        "nvme_path": NVME,
+        "pin_memory": "masters are read and written once a step",
+        "pipeline": NVME,
+        "pipeline_read": NVME,
+        "pipeline_write": NVME,
+        "super_offload": "the optimizer steps after the backward pass, not beside it",
+    },
+    "zero_optimization.offload_param": {
+        "buffer_count": NVME,
+        "buffer_size": NVME,
+        "max_in_cpu": NVME,
+        "nvme_path": NVME,
+    },
+    "fp16": {"fused_mode": "PyTorch's fused optimizers take all parameters at once"},
+    "bf16": {"immediate_grad_update": "gradients reach the fp32 masters after every micro-batch"},
+    "optimizer": {"legacy_fusion": "PyTorch's fused optimizers take all parameters at once"},
+    "optimizer.params": {
+        "fused": "the optimizer is always fused",
+        "set_grad_none": "gradients are always freed",
+        "torch_adam": "the optimizer is always PyTorch's",
+    },
+    "activation_checkpointing": {
+        "contiguous_memory_optimization": "PyTorch's allocator keeps what is saved",
+        "number_checkpoints": "it sizes the buffer of contiguous_memory_optimization",
+        "partition_activations": "activations are not replicated, there is no tensor parallelism in training",
+        "profile": "torch.profiler shows the recomputation",
+        "synchronize_checkpoint_boundary": "the caller may synchronise",
+    },
+    "flops_profiler": {"recompute_fwd_factor": "recomputed operations are counted as they run"},
+    "comet": {"samples_log_interval": "values are logged at every step that is printed or written elsewhere"},
+    "checkpoint": {
+        "load_universal": "every checkpoint loads on any number of processes and at any stage",
+        "parallel_write": PIPELINES,
+        "writer": "torch.distributed.checkpoint writes in parallel",
+    },
+}
+
+NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
+    "": {
+        "amp": block("NVIDIA Apex is superseded by bf16 and fp16"),
+        "autotuning": block("sizes are the caller's choice"),
+        "comms_logger": block("torch.profiler shows the collectives"),
+        "compression_training": NotSupported(COMPRESSION),
+        "curriculum_learning": block(DATA_PIPELINE),
+        "data_efficiency": block(DATA_PIPELINE),
+        "datastates": block("checkpoints are on disk when save_checkpoint() returns"),
+        "eigenvalue": block("it steers a quantisation that does not exist here"),
+        "elasticity": block("a checkpoint loads on any number of processes instead"),
+        "expert_parallel": block("experts are sharded like every other parameter"),
+        "gradient_allreduce_op": NotSupported("gradients are averaged", off=("avg", "mean")),
+        "managed_gradient_accumulation": NotSupported("the engine counts the micro-batches", off=(True,)),
+        "nebula": block("checkpoints are folders"),
+        "progressive_layer_drop": block("the model's layers are its own"),
+        "quantize_training": block(COMPRESSION),
+        "seq_parallel_comm_data_type": NotSupported("there is no sequence parallelism", off=("fp32",)),
+        "sequence_parallel_size": NotSupported("there is no sequence parallelism", off=(1,)),
+        "sparse_attention": NotSupported("the model's attention is its own"),
+        "sparse_gradients": NotSupported("gradients are dense"),
+        "tensor_parallel": NotSupported("training shards by ZeRO only", off=(1, 0), switch="autotp_size"),
+        "torch_autocast": block("parameters have one dtype, chosen by fp16 or bf16"),
+        "trackio": block("tensorboard, wandb, csv_monitor and comet are"),
+        "weight_quantization": NotSupported(COMPRESSION),
+    },
+    "data_types": {
+        "buffer_dtype": NotSupported("buffers keep the dtype they were built with", off=(None,)),
+        "param_dtype": NotSupported("fp16 and bf16 choose the dtype of parameters", off=(None,)),
+    },
+    "zero_optimization": {
+        "elastic_checkpoint": NotSupported("every checkpoint loads on another number of processes"),
+        "load_from_fp32_weights": NotSupported("fp32 masters are always what is loaded", off=(True,)),
+        "zenflow": NotSupported("all gradients are applied at once"),
+        "zero_quantized_gradients": NotSupported("collectives carry what communication_data_type says"),
+        "zero_quantized_nontrainable_weights": NotSupported("frozen weights keep their dtype"),
+        "zero_quantized_weights": NotSupported("collectives carry what communication_data_type says"),
+        "zeropp_loco_param": NotSupported("collectives carry what communication_data_type says"),
+    },
+    "zero_optimization.offload_optimizer": {
+        "ratio": NotSupported("the whole optimizer state is offloaded", off=(1.0,)),
+    },
+    "bf16": {
+        "bf16_master_weights_and_grads": NotSupported("masters are fp32"),
+        "bf16_optimizer_states": NotSupported("optimizer state is fp32"),
+    },
+    "optimizer.params": {
+        "amsgrad": NotSupported("DeepSpeed's own Adam refuses it too"),
+        "max_grad_norm": NotSupported("gradient_clipping at the top level does it", off=(0.0,)),
+    },
+    "scheduler.params": {
+        "last_batch_iteration": NotSupported("load_checkpoint() continues a schedule", off=(-1,)),
+    },
+    "checkpoint": {"use_node_local_storage": NotSupported("all processes write to one directory")},
+}
+
+OPTIMIZERS_NOT_SUPPORTED = (
+    "Adagrad",
+    "MuAdam",
+    "MuAdamW",
+    "MuSGD",
+    "Muon",
+    "OneBitAdam",
+    "OneBitLamb",
+    "ZeroOneAdam",
+)
+"""Types of DeepSpeed's `optimizer` block; any torch.optim optimizer can be passed to `initialize` instead."""

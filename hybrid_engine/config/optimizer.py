@@ -1,0 +1,160 @@
+"""The `optimizer` and `scheduler` blocks: what the engine builds when the caller passes none."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid_engine.config.keys import OPTIMIZERS_NOT_SUPPORTED
+from hybrid_engine.config.reading import child_block, choose_type, read_block
+from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number
+
+ADAM_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Adam": ADAM_DEFAULTS,
+    "AdamW": ADAM_DEFAULTS,
+    "Lamb": {**ADAM_DEFAULTS, "eps_inside_sqrt": False, "max_coeff": 10.0, "min_coeff": 0.01},
+    "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
+}
+OPTIMIZER_PARAMS = {
+    "Adam": (*ADAM_DEFAULTS, "bias_correction", "adam_w_mode"),
+    "AdamW": (*ADAM_DEFAULTS, "bias_correction", "adam_w_mode"),
+    "Lamb": (*OPTIMIZER_DEFAULTS["Lamb"], "bias_correction"),
+    "Lion": tuple(OPTIMIZER_DEFAULTS["Lion"]),
+}
+"""The keys of `optimizer.params` by type."""
+WARMUP_PARAMS = ("warmup_num_steps", "warmup_type")
+SCHEDULER_PARAMS = {
+    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", *WARMUP_PARAMS),
+    "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", *WARMUP_PARAMS),
+    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "cos_min_ratio", *WARMUP_PARAMS),
+    "LRRangeTest": (
+        "lr_range_test_min_lr",
+        "lr_range_test_step_size",
+        "lr_range_test_step_rate",
+        "lr_range_test_staircase",
+    ),
+    "OneCycle": (
+        "cycle_min_lr",
+        "cycle_max_lr",
+        "decay_lr_rate",
+        "cycle_first_step_size",
+        "cycle_second_step_size",
+        "cycle_first_stair_count",
+        "cycle_second_stair_count",
+        "decay_step_size",
+        "cycle_momentum",
+        "cycle_min_mom",
+        "cycle_max_mom",
+        "decay_mom_rate",
+    ),
+}
+"""The keys of `scheduler.params` by type."""
+REQUIRED_SCHEDULER_PARAMS = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+FLAGS = ("lr_range_test_staircase", "cycle_momentum")
+# The smallest integer each of these may be; the other parameters are rates, not negative.
+INTEGERS = {
+    "total_num_steps": 1,
+    "warmup_num_steps": 1,
+    "lr_range_test_step_size": 1,
+    "cycle_first_step_size": 1,
+    "cycle_second_step_size": 1,
+    "cycle_first_stair_count": 0,
+    "cycle_second_stair_count": 0,
+    "decay_step_size": 0,
+}
+MAY_BE_NULL = ("warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """`optimizer`: the optimizer that the engine builds."""
+
+    type: str
+    """"Adam" (decay added to the gradient), "AdamW" (decoupled decay), "Lamb" or "Lion"; DeepSpeed's "Adam" decouples
+    the decay too unless `params.adam_w_mode` is false."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Its keyword arguments: `lr`, `betas`, `eps`, `weight_decay`, ...; those not given have DeepSpeed's defaults."""
+
+    def __post_init__(self) -> None:
+        assert self.type in OPTIMIZER_DEFAULTS, f"{self.type=}"
+        # torch.optim's own default weight decay differs, so no default is left to it.
+        object.__setattr__(self, "params", OPTIMIZER_DEFAULTS[self.type] | self.params)
+        for name, value in self.params.items():
+            if name in ("bias_correction", "eps_inside_sqrt"):
+                check_flag(f"optimizer.params.{name}", value)
+            elif name != "betas":
+                check_number(f"optimizer.params.{name}", value, 0)
+        _check_betas(self.params["betas"])
+
+
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, tuple) or len(betas) != 2:
+        raise ValueError(f"optimizer.params.betas={betas!r} must be two numbers; write it like [0.9, 0.999]")
+    for index, beta in enumerate(betas):
+        check_number(f"optimizer.params.betas[{index}]", beta, 0, 1)
+        if beta == 1:
+            raise ValueError(f"optimizer.params.betas[{index}]=1 must be below 1; write it like 0.9 or 0.999")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """`scheduler`: the learning-rate schedule that the engine builds and steps after each optimizer step."""
+
+    type: str
+    """"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest" or "OneCycle"."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of that class of `hybrid_engine.zero.lr_schedules`; absent ones have its defaults."""
+
+    def __post_init__(self) -> None:
+        assert self.type in SCHEDULER_PARAMS, f"{self.type=}"
+        for name in REQUIRED_SCHEDULER_PARAMS.get(self.type, ()):
+            if name not in self.params:
+                raise ValueError(f"scheduler.params.{name} is missing; {self.type} needs it to plan, give a number")
+        for name, value in self.params.items():
+            _check_scheduler_param(name, value)
+
+
+def _check_scheduler_param(name: str, value: Any) -> None:
+    path = f"scheduler.params.{name}"
+    if value is None and name in MAY_BE_NULL:
+        return
+    if name in INTEGERS:
+        check_integer(path, value, INTEGERS[name])
+    elif name in FLAGS:
+        check_flag(path, value)
+    elif name == "warmup_type":
+        check_choice(path, value, ("log", "linear"))
+    else:
+        for entry in value if isinstance(value, (list, tuple)) else [value]:
+            check_number(path, entry, 0)
+
+
+def build_optimizer_config(block: dict[str, Any], without_effect: list[str]) -> OptimizerConfig | None:
+    """The checked `optimizer` block; None for an empty one."""
+    if not block:
+        return None
+    block = read_block(block, "optimizer", ("type", "params"), without_effect)
+    kind = choose_type("optimizer", block.get("type"), tuple(OPTIMIZER_PARAMS), OPTIMIZERS_NOT_SUPPORTED)
+    given = child_block(block, "params", "optimizer")
+    params = read_block(given, "optimizer.params", OPTIMIZER_PARAMS[kind], without_effect)
+    if isinstance(params.get("betas"), list):
+        params["betas"] = tuple(params["betas"])
+    if kind in ("Adam", "AdamW"):
+        decoupled = params.pop("adam_w_mode", True)
+        check_flag("optimizer.params.adam_w_mode", decoupled)
+        kind = "AdamW" if decoupled or kind == "AdamW" else "Adam"
+    return OptimizerConfig(type=kind, params=params)
+
+
+def build_scheduler_config(block: dict[str, Any], without_effect: list[str]) -> SchedulerConfig | None:
+    """The checked `scheduler` block; None for an empty one."""
+    if not block:
+        return None
+    block = read_block(block, "scheduler", ("type", "params"), without_effect)
+    kind = choose_type("scheduler", block.get("type"), tuple(SCHEDULER_PARAMS))
+    given = child_block(block, "params", "scheduler")
+    params = read_block(given, "scheduler.params", SCHEDULER_PARAMS[kind], without_effect)
+    return SchedulerConfig(type=kind, params=params)
