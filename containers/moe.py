@@ -18,9 +18,9 @@ from hybrid_engine.containers.policy import UnsupportedModelError
 from hybrid_engine.containers.views import submodule
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, EXPERT_ACTIVATIONS, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
-from hybrid_engine.ops.linear import LinearOp
 from hybrid_engine.ops.mlp_gemm import MLPGemmOp
 from hybrid_engine.ops.moe_gating import MoEGatingOp
+from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 
 def unwrap(module: nn.Module, name: str) -> tuple[nn.Module, list[nn.Module]]:
@@ -107,13 +107,13 @@ class SharedExpert:
         assert policy.shared is not None
         paths = [*policy.shared, *([policy.shared_gate] if policy.shared_gate else [])]
         self.linears = [TransposedLinear(submodule(layer, path), f"{name} {path}") for path in paths]
-        self.mlp_gemm, self.linear = MLPGemmOp(None, 0.0, activation), LinearOp()
+        self.mlp_gemm, self.vector_matmul = MLPGemmOp(None, 0.0, activation), VectorMatMulOp()
 
     def forward(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`[N, E]` -> output `[N, E]` and the logit of its weight `[N, 1]` or None."""
         gate, up, down, *weigher = self.linears
         output, _ = self.mlp_gemm(normed, None, gate.pair, up.pair, down.pair, None, None)
-        return output, self.linear(normed, *weigher[0].pair) if weigher else None
+        return output, self.vector_matmul(normed, *weigher[0].pair) if weigher else None
 
 
 class MoEBlock:
@@ -160,7 +160,7 @@ class MoEBlock:
         self.gating = MoEGatingOp(self.router.shape[0], top_k, policy.scoring, bool(normalizes), policy.fp32_weights)
         numbers = {key: getattr(experts, key) for key in ("alpha", "limit") if activation == CLAMPED_SWIGLU}
         self.expert_gemm = ExpertGemmOp(activation, policy.layout, **numbers)
-        self.expert_sum, self.linear = ExpertSumOp(), LinearOp()
+        self.expert_sum, self.vector_matmul = ExpertSumOp(), VectorMatMulOp()
 
     @property
     def parts(self) -> list[ParameterView | TransposedLinear]:
@@ -187,7 +187,7 @@ class MoEBlock:
         router_bias, up_bias, down_bias = (
             None if view is None else view.tensor for view in (self.router_bias, self.up_bias, self.down_bias)
         )
-        routing = self.gating(self.linear(normed, self.router.tensor.t(), router_bias))
+        routing = self.gating(self.vector_matmul(normed, self.router.tensor.t(), router_bias))
         up, down = self.up.tensor, self.down.tensor
         if not self.policy.is_stored_transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)

@@ -24,7 +24,7 @@ from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, sa
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
 # Logits that one program of the gating kernel holds in registers.
-TILE_ELEMENTS = 2048
+TILE_ELEMENTS = 1024
 # Pairs that one step of the sorting kernel reads.
 SORT_BLOCK = 1024
 # Above this many experts a row of logits does not fit one program.
@@ -101,7 +101,7 @@ class MoEGatingOp:
         order = torch.empty(num_pairs, dtype=torch.int64, device=device)
         offsets = torch.empty(self.num_experts + 1, dtype=torch.int32, device=device)
         block_x = max(next_power_of_2(self.num_experts), 2)
-        block_n = max(min(TILE_ELEMENTS // block_x, next_power_of_2(num_tokens)), 1)
+        block_n = max(TILE_ELEMENTS // block_x, 1)
         if num_tokens:
             launch(
                 _gating_kernel,
@@ -111,13 +111,12 @@ class MoEGatingOp:
                 TOP_K=self.top_k, BLOCK_K=next_power_of_2(self.top_k), BLOCK_N=block_n, BLOCK_X=block_x,
                 SOFTMAX_FIRST=self.scoring == "softmax_then_topk", NORMALIZES=self.normalizes,
             )  # fmt: skip
-        block = min(SORT_BLOCK, max(next_power_of_2(num_pairs), 16))
         launch(
             _sort_kernel,
             (self.num_experts,),
             experts, order, offsets, num_pairs, self.num_experts,
             device=device,
-            BLOCK=block,
+            BLOCK=SORT_BLOCK,
         )  # fmt: skip
         return Routing(weights, experts, order, offsets)
 
