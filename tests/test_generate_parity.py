@@ -92,13 +92,11 @@ def test_half_precision_is_no_further_from_fp32_than_the_model_itself(family, dt
 
 
 def test_an_unknown_family_falls_back_and_says_so(caplog):
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    from transformers import CodeGenConfig, CodeGenForCausalLM
 
     torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=99
-    )
-    model = GPTNeoXForCausalLM(config).eval()
+    config = CodeGenConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=4, vocab_size=99, bos_token_id=1, eos_token_id=2)
+    model = CodeGenForCausalLM(config).eval()
     input_ids, mask = padded_prompts()
     expected = model.generate(input_ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=PAD)
     engine = build_engine(model)
@@ -113,21 +111,21 @@ def test_an_unknown_family_falls_back_and_says_so(caplog):
     assert torch.equal(output.sequences, expected)
     trainer = module_logprobs(model, output.sequences, mask).float()
     torch.testing.assert_close(output.logprobs, trainer, atol=1e-4, rtol=0)
-    lines = [record.message for record in caplog.records if "GPTNeoXLayer" in record.message]
+    lines = [record.message for record in caplog.records if "CodeGenBlock" in record.message]
     assert len(lines) == 1 and "LlamaDecoderLayer" in lines[0]
-    assert "GPTNeoXLayer" in engine.report()
+    assert "CodeGenBlock" in engine.report()
 
 
 def test_models_without_a_position_limit_fall_back():
-    from transformers import BloomConfig, BloomForCausalLM
+    from transformers import MptConfig, MptForCausalLM
 
     torch.manual_seed(0)
-    model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=99)).eval()
+    model = MptForCausalLM(MptConfig(d_model=32, n_layers=1, n_heads=2, vocab_size=99)).eval()
     input_ids, mask = padded_prompts()
     greedy = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": PAD}
     expected = model.generate(input_ids, attention_mask=mask, **greedy)
     engine = build_engine(model)
-    assert "BloomBlock" in engine.generator.fallback_reason
+    assert "MptBlock" in engine.generator.fallback_reason
     assert torch.equal(engine.generate(input_ids, attention_mask=mask, **greedy), expected)
 
 
@@ -158,7 +156,7 @@ def test_containers_that_compute_another_function_are_not_used(monkeypatch):
     from hybrid_engine.containers import POLICIES
 
     # A policy that swaps gate and up fits every shape and is wrong.
-    wrong = replace(POLICIES["LlamaDecoderLayer"], gate="mlp.up_proj", up="mlp.gate_proj")
-    monkeypatch.setitem(POLICIES, "LlamaDecoderLayer", wrong)
+    wrong = replace(POLICIES["LlamaDecoderLayer"][0], gate="mlp.up_proj", up="mlp.gate_proj")
+    monkeypatch.setitem(POLICIES, "LlamaDecoderLayer", [wrong])
     engine = build_engine(build_model("llama"))
     assert "disagree" in engine.generator.fallback_reason

@@ -1,13 +1,17 @@
 """How an engine generates, in words."""
 
 from hybrid_engine.agreement import LogprobDifference
+from hybrid_engine.generation.backend import NativeBackend
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.memory import format_bytes
+from hybrid_engine.ops.dispatch import fallback_forced, use_triton
 
 
 def describe_generation(generator: Generator, difference: LogprobDifference | None) -> str:
     """Which layers run on containers, how weights are gathered, what memory that takes, and why."""
     lines = [_containers(generator), _gathering(generator)]
+    if generator.native is not None:
+        lines.append(_decoding(generator, generator.native))
     held = generator.workspace.allocated_bytes
     after = "given back after each rollout" if generator.config.release_inference_cache else "kept between rollouts"
     lines.append(f"KV workspace: {format_bytes(held)} held now, sized for each rollout, {after}")
@@ -41,3 +45,20 @@ def _gathering(generator: Generator) -> str:
             f"{format_bytes(gatherer.resident_bytes)} gathered at once"
         )
     return f"gathering: all layers once per rollout; {format_bytes(gatherer.resident_bytes)} gathered"
+
+
+def _decoding(generator: Generator, native: NativeBackend) -> str:
+    weight = native.model.embedding.weight
+    if use_triton(weight):
+        ops = "Triton kernels"
+    else:
+        why = "HYBRID_ENGINE_FALLBACK=1" if fallback_forced() else f"the weights are on {weight.device.type}"
+        ops = f"torch references, because {why}"
+    if native.steps.recorder is None:
+        why = "enable_cuda_graph is false" if weight.is_cuda else "there is no GPU"
+        graphs = f"each step launched by itself, because {why}"
+    elif generator.gatherer.is_streamed:
+        graphs = "each step launched by itself, because layers are gathered one by one"
+    else:
+        graphs = f"one graph replay per step, {native.steps.stats.captures} graphs recorded in the last rollout"
+    return f"decoding: {ops}; {graphs}"
