@@ -17,62 +17,16 @@ else it gathers the blocks first, which copies them. Its products are two batche
 N packed tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
 """
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from hybrid_engine.ops import softmax_context_kernels as kernels
+from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, write_rows
+from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, say_once, use_triton
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import apply_rotary
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrefillBatch:
-    """Whole sequences, packed one after the other."""
-
-    tokens: torch.Tensor  # [N] int64
-    positions: torch.Tensor  # [N] int64: index of each token in its sequence
-    write_blocks: torch.Tensor  # [N] int64: the block each token's key and value go to
-    write_offsets: torch.Tensor  # [N] int64: and the place in it
-    lengths: tuple[int, ...]  # of the R sequences; they add to N
-    starts: torch.Tensor  # [R+1] int32: where each sequence starts, and N
-    wanted: torch.Tensor  # [R] int64: the tokens whose next-token logits are wanted, each sequence's last
-    made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
-
-    def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and place in it, `[N]` each, that every token's key and value go to."""
-        return self.write_blocks, self.write_offsets
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecodeBatch:
-    """One new token for each of S running rows."""
-
-    tokens: torch.Tensor  # [S] int64
-    positions: torch.Tensor  # [S] int64: index of each token in its sequence
-    block_tables: torch.Tensor  # [S, n] int64, rows padded with any valid block
-    context: int  # no sequence is longer, new tokens included
-    is_identity: bool  # row i owns block i and nothing else
-    made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
-
-    def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and place in it, `[S]` each, that every token's key and value go to."""
-        column = self.positions // block_size
-        return self.block_tables.gather(1, column[:, None]).squeeze(1), self.positions % block_size
-
-
-Batch = PrefillBatch | DecodeBatch
-
-
-def write_rows(batch: Batch, num_kv_heads: int, block_size: int) -> torch.Tensor:
-    """Rows `[N*K]` of the workspace seen as `[num_blocks * K * block_size, D]` that the tokens write."""
-    key = ("rows", num_kv_heads, block_size)
-    if key not in batch.made:
-        blocks, offsets = batch.places(block_size)
-        heads = torch.arange(num_kv_heads, device=blocks.device)
-        rows = (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
-        batch.made[key] = rows.flatten()
-    return batch.made[key]
 
 
 def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -118,6 +72,7 @@ class SoftmaxContextOp:
         assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale, self.window, self.softcap = scale, window, softcap
+        self.norm_kind, self.qk_norm_eps = qk_norm, qk_norm_eps
         self.qk_norm = None if qk_norm is None else NORM_OPS[qk_norm](qk_norm_eps)
         self.is_interleaved = is_interleaved
 
@@ -145,7 +100,19 @@ class SoftmaxContextOp:
             sinks: `[H]`, a further logit of each head that draws attention to nothing.
             alibi: `[H]` fp32 slopes.
         """
-        return self.reference(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
+        run = self._launch if self._has_kernel(q) else self.reference
+        return run(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
+
+    def _has_kernel(self, q: torch.Tensor) -> bool:
+        if not use_triton(q):
+            return False
+        if self.head_dim > kernels.MAX_HEAD_DIM:
+            say_once(f"attention: no kernel for heads of {self.head_dim}, more than {kernels.MAX_HEAD_DIM}; in torch")
+            return False
+        if self.norm_kind not in kernels.NORM_KINDS:
+            say_once(f"attention: no kernel for q/k norm {self.norm_kind!r}; in torch")
+            return False
+        return True
 
     def reference(
         self,
@@ -282,3 +249,189 @@ class SoftmaxContextOp:
         if batch.is_identity:
             return cache[: batch.tokens.shape[0]]
         return cache[batch.block_tables].transpose(1, 2).flatten(2, 3)
+
+    def _launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: Batch,
+        q_gamma: torch.Tensor | None,
+        k_gamma: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The same with kernels. ValueError for a tensor that they cannot read."""
+        self._check(q, k, v, rotary, keys, values, q_gamma, k_gamma, sinks, alibi)
+        rotated = (*rotary, rotary[0].shape[-1]) if rotary is not None else (q, q, 0)
+        # A kernel that does not read a tensor gets another one in its place.
+        others = tuple(q if tensor is None else tensor for tensor in (q_gamma, k_gamma, sinks, alibi))
+        features = {"HAS_SINKS": sinks is not None, "HAS_ALIBI": alibi is not None}
+        if isinstance(batch, PrefillBatch):
+            q, k = self._launch_store(q, k, v, rotated, keys, values, batch, others[:2])
+            return self._launch_prefill(q, k, v, batch, others[2:], features)
+        return self._launch_decode(q, k, v, rotated, keys, values, batch, others, features)
+
+    def _check(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        q_gamma: torch.Tensor | None,
+        k_gamma: torch.Tensor | None,
+        sinks: torch.Tensor | None,
+        alibi: torch.Tensor | None,
+    ) -> None:
+        heads, dim = self.num_kv_heads, self.head_dim
+        check_tensor("q", q, shape=(None, heads, self.num_heads // heads, dim), is_dense_last=True)
+        for name, new, cache in (("k", k, keys), ("v", v, values)):
+            check_tensor(name, new, like=q, shape=(q.shape[0], heads, dim), is_dense_last=True)
+            check_tensor(f"the workspace of {name}", cache, like=q, shape=(None, heads, None, dim), is_dense_last=True)
+        if keys.stride() != values.stride():
+            raise ValueError(f"keys and values have strides {keys.stride()} and {values.stride()}; expected the same")
+        for name, rows in zip(("cos", "sin"), rotary or (), strict=False):
+            check_tensor(name, rows, like=q, shape=(q.shape[0], None), is_dense_last=True)
+        if rotary is not None and rotary[0].shape[-1] > dim:
+            raise ValueError(f"cos has {rotary[0].shape[-1]} dimensions; expected at most head_dim={dim}")
+        for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
+            if (gamma is None) != (self.qk_norm is None):
+                raise ValueError(f"{name} is {gamma if gamma is None else 'given'}; qk_norm={self.norm_kind!r}")
+            if gamma is not None:
+                check_tensor(name, gamma, like=q, shape=(dim,), is_dense_last=True)
+        for name, per_head, dtype in (("sinks", sinks, None), ("alibi", alibi, torch.float32)):
+            if per_head is not None:
+                check_tensor(name, per_head, like=q, dtype=dtype, shape=(self.num_heads,), is_dense_last=True)
+
+    @property
+    def _features(self) -> dict[str, Any]:
+        """Constants of the attending kernels."""
+        return {
+            "GROUPS": self.num_heads // self.num_kv_heads,
+            "HEAD_DIM": self.head_dim,
+            "DIM": kernels.padded_dim(self.head_dim),
+            "HAS_WINDOW": self.window is not None,
+            "HAS_SOFTCAP": self.softcap is not None,
+            "UPCASTS": IS_INTERPRETED,
+        }
+
+    def _launch_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotated: tuple[torch.Tensor, torch.Tensor, int],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: DecodeBatch,
+        others: tuple[torch.Tensor, ...],
+        features: dict[str, Any],
+    ) -> torch.Tensor:
+        groups = self.num_heads // self.num_kv_heads
+        num_rows, num_splits = q.shape[0], -(-batch.context // kernels.SPLIT)
+        cos, sin, rotary_dim = rotated
+        q_gamma, k_gamma, sinks, alibi = others
+        output = q.new_empty(num_rows, self.num_heads * self.head_dim)
+        is_single = num_splits == 1
+        parts = (num_rows, self.num_heads, num_splits)
+        partial = output if is_single else q.new_empty(*parts, self.head_dim, dtype=torch.float32)
+        lse = partial if is_single else q.new_empty(parts, dtype=torch.float32)
+        window = self.window or 0
+        launch(
+            kernels.decode_kernel,
+            (num_rows, self.num_kv_heads, num_splits),
+            *(q, k, v, cos, sin, keys, values, batch.positions, batch.block_tables),
+            *(q_gamma, k_gamma, sinks, alibi, partial, lse),
+            *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0), *keys.stride()[:3]),
+            *(batch.block_tables.stride(0), keys.shape[2], window, self.scale, self.softcap or 1.0, self.qk_norm_eps),
+            **{**self._features, **features, "ROTARY_DIM": rotary_dim, "NORM": kernels.NORM_KINDS[self.norm_kind]},
+            IS_INTERLEAVED=self.is_interleaved,
+            IS_SINGLE=is_single,
+            HEADS=kernels.padded_groups(groups),
+            TILE=kernels.decode_tile(self.head_dim, groups, q.element_size()),
+            SPLIT=kernels.SPLIT,
+            num_warps=4,
+            num_stages=kernels.DECODE_STAGES,
+            device=q.device,
+        )
+        if not is_single:
+            launch(
+                kernels.merge_kernel,
+                (num_rows, self.num_heads),
+                *(partial, lse, batch.positions, sinks, output, num_splits, window),
+                HEAD_DIM=self.head_dim,
+                HAS_WINDOW=self.window is not None,
+                HAS_SINKS=features["HAS_SINKS"],
+                DIM=kernels.padded_dim(self.head_dim),
+                SPLIT=kernels.SPLIT,
+                SPLITS_AT_ONCE=kernels.SPLITS_AT_ONCE,
+                num_warps=2,
+                device=q.device,
+            )
+        return output
+
+    def _launch_store(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotated: tuple[torch.Tensor, torch.Tensor, int],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: PrefillBatch,
+        gammas: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the workspace; returns q and k normed and rotated."""
+        cos, sin, rotary_dim = rotated
+        is_changed = rotary_dim > 0 or self.qk_norm is not None
+        new_q, new_k = (x.new_empty(x.shape) if is_changed else x for x in (q, k))
+        num_heads = self.num_kv_heads + (self.num_heads if is_changed else 0)
+        launch(
+            kernels.store_kernel,
+            (-(-q.shape[0] // kernels.STORE_TOKENS), num_heads),
+            *(q, k, v, cos, sin, keys, values, batch.write_blocks, batch.write_offsets, *gammas, new_q, new_k),
+            *(q.shape[0], *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0)),
+            *(*keys.stride()[:3], self.qk_norm_eps),
+            NUM_KV_HEADS=self.num_kv_heads,
+            GROUPS=self.num_heads // self.num_kv_heads,
+            HEAD_DIM=self.head_dim,
+            ROTARY_DIM=rotary_dim,
+            NORM=kernels.NORM_KINDS[self.norm_kind],
+            IS_INTERLEAVED=self.is_interleaved,
+            DIM=kernels.padded_dim(self.head_dim),
+            TOKENS=kernels.STORE_TOKENS,
+            num_warps=4,
+            device=q.device,
+        )
+        return new_q, new_k
+
+    def _launch_prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: PrefillBatch,
+        others: tuple[torch.Tensor, ...],
+        features: dict[str, Any],
+    ) -> torch.Tensor:
+        queries, keys_at_once, num_warps = kernels.prefill_tiles(self.head_dim, q.element_size())
+        output = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
+        launch(
+            kernels.prefill_kernel,
+            (-(-max(batch.lengths) // queries), len(batch.lengths), self.num_heads),
+            *(q, k, v, batch.starts, *others, output),
+            *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2]),
+            *(self.window or 0, self.scale, self.softcap or 1.0),
+            **{**self._features, **features},
+            QUERIES=queries,
+            KEYS=keys_at_once,
+            num_warps=num_warps,
+            num_stages=2,
+            device=q.device,
+        )
+        return output

@@ -1,0 +1,58 @@
+"""The tokens of one pass over the layers, where their keys and values go and what they may look at.
+
+N packed tokens, R sequences, S decoded rows, n blocks of a row, K key/value heads.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillBatch:
+    """Whole sequences, packed one after the other."""
+
+    tokens: torch.Tensor  # [N] int64
+    positions: torch.Tensor  # [N] int64: index of each token in its sequence
+    write_blocks: torch.Tensor  # [N] int64: the block each token's key and value go to
+    write_offsets: torch.Tensor  # [N] int64: and the place in it
+    lengths: tuple[int, ...]  # of the R sequences; they add to N
+    starts: torch.Tensor  # [R+1] int32: where each sequence starts, and N
+    wanted: torch.Tensor  # [R] int64: the tokens whose next-token logits are wanted, each sequence's last
+    row_lengths: torch.Tensor  # [N] int64: of each token's sequence when the token was fed: the prompt's, or up to it
+    made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
+
+    def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and place in it, `[N]` each, that every token's key and value go to."""
+        return self.write_blocks, self.write_offsets
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBatch:
+    """One new token for each of S running rows."""
+
+    tokens: torch.Tensor  # [S] int64
+    positions: torch.Tensor  # [S] int64: index of each token in its sequence
+    block_tables: torch.Tensor  # [S, n] int64, rows padded with any valid block
+    context: int  # no sequence is longer, new tokens included
+    is_identity: bool  # row i owns block i and nothing else
+    made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
+
+    def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and place in it, `[S]` each, that every token's key and value go to."""
+        column = self.positions // block_size
+        return self.block_tables.gather(1, column[:, None]).squeeze(1), self.positions % block_size
+
+
+Batch = PrefillBatch | DecodeBatch
+
+
+def write_rows(batch: Batch, num_kv_heads: int, block_size: int) -> torch.Tensor:
+    """Rows `[N*K]` of the workspace seen as `[num_blocks * K * block_size, D]` that the tokens write."""
+    key = ("rows", num_kv_heads, block_size)
+    if key not in batch.made:
+        blocks, offsets = batch.places(block_size)
+        heads = torch.arange(num_kv_heads, device=blocks.device)
+        rows = (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
+        batch.made[key] = rows.flatten()
+    return batch.made[key]
