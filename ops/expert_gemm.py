@@ -36,6 +36,7 @@ ACTIVATION_CODES = {
     "silu": 0, "swish": 0, "relu": 1, "gelu": 2, "gelu_new": 3, "gelu_fast": 3, "gelu_pytorch_tanh": 3,
     CLAMPED_SWIGLU: 4,
 }  # fmt: skip
+EXPERT_ACTIVATIONS = tuple(ACTIVATION_CODES)
 # Below this many programs half of a column tile each keeps more of the device busy (two waves of an H100).
 FEW_PROGRAMS = 264
 # Up to this many rows torch.mm is the faster product on a CPU, where the weight is stored [in, out].
