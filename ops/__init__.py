@@ -1,10 +1,14 @@
 """The ops of inference, one file each with its maths and a torch reference. They know tensors and numbers."""
 
 from hybrid_engine.ops.block_copy import BlockCopyOp
+from hybrid_engine.ops.gated_activation import GatedActivationOp
+from hybrid_engine.ops.gelu_gemm import GELUGemmOp
+from hybrid_engine.ops.linear import LinearOp
 from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.ops.mlp_gemm import MLPGemmOp
-from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, RMSNormOp
+from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
 from hybrid_engine.ops.qkv_gemm import QKVGemmOp
+from hybrid_engine.ops.residual_add import ResidualAddOp
 from hybrid_engine.ops.sample import SampleOp
 from hybrid_engine.ops.softmax_context import Batch, DecodeBatch, PrefillBatch, SoftmaxContextOp
 from hybrid_engine.ops.vector_matmul import VectorMatMulOp
@@ -14,11 +18,16 @@ __all__ = [
     "Batch",
     "BlockCopyOp",
     "DecodeBatch",
+    "GELUGemmOp",
+    "GatedActivationOp",
     "LayerNormOp",
+    "LinearOp",
     "MLPGemmOp",
+    "NormOp",
     "PrefillBatch",
     "QKVGemmOp",
     "RMSNormOp",
+    "ResidualAddOp",
     "SampleOp",
     "SoftmaxContextOp",
     "VectorMatMulOp",

@@ -4,42 +4,211 @@
     normed       = norm(residual_add)
     inner        = act(normed Wup + bup)                         plain
                    act(normed Wgate + bgate) * (normed Wup + bup)   gated
-    output       = inner Wdown + bdown
+    output       = inner Wdown + bdown (+ residual_add)
 
 Moves the two or three weights once, E I elements each, and does 2 N E I operations for each.
 `input` is the attention's output with its bias already added.
+
+Up to 64 rows gate, up and activation are one launch, which up to 4 rows has the norm inside; down is another,
+with the residual added in it. A fused [in, 2I] weight comes as two views of its columns.
 """
 
 import torch
 
-from hybrid_engine.ops.activation import ACTIVATIONS
-from hybrid_engine.ops.norm import NORM_OPS
-from hybrid_engine.ops.vector_matmul import linear_transposed
+from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.activation import ACTIVATIONS, activate
+from hybrid_engine.ops.dispatch import tl, triton, use_triton
+from hybrid_engine.ops.gated_activation import gated_activation
+from hybrid_engine.ops.norm import NORM_OPS, NormOp, check_norm_weights
+from hybrid_engine.ops.skinny_gemm import (
+    MAX_ROWS,
+    NORM_ROWS,
+    add_bias,
+    check_linear,
+    choose_tiles,
+    load_normed_rows,
+    load_weights,
+    multiply,
+    row_statistics,
+    statistics_meta,
+    store_columns,
+)
+from hybrid_engine.ops.vector_matmul import VectorMatMulOp, linear_transposed
+
+Linear = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@triton.jit
+def up_kernel(
+    x_ptr,
+    stride_xm,
+    stride_xk,
+    gate_ptr,
+    gate_stride_k,
+    gate_stride_n,
+    gate_bias_ptr,
+    up_ptr,
+    up_stride_k,
+    up_stride_n,
+    up_bias_ptr,
+    gamma_ptr,
+    beta_ptr,
+    y_ptr,
+    num_rows,
+    width_in,
+    width_out,
+    eps,
+    ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One tile of `inner`: both weights stream side by side past the same rows. gate_ptr None: no gate."""
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mean, rstd = row_statistics(x_ptr, stride_xm, stride_xk, num_rows, width_in, eps, NORM, ROWS, NUM_CHUNKS, CHUNK)
+    up = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    gate = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in range(0, width_in, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        up_tile = load_weights(up_ptr, up_stride_k, up_stride_n, k, n, width_in, width_out)
+        x = load_normed_rows(
+            x_ptr, stride_xm, stride_xk, num_rows, k, width_in, gamma_ptr, beta_ptr, mean, rstd, NORM, ROWS
+        )
+        up = multiply(up_tile, x, up)
+        if gate_ptr is not None:
+            gate_tile = load_weights(gate_ptr, gate_stride_k, gate_stride_n, k, n, width_in, width_out)
+            gate = multiply(gate_tile, x, gate)
+    up = add_bias(up, up_bias_ptr, n, width_out).to(DTYPE).to(tl.float32)
+    if gate_ptr is not None:
+        gate = add_bias(gate, gate_bias_ptr, n, width_out).to(DTYPE).to(tl.float32)
+        inner = activate(gate, ACTIVATION).to(DTYPE).to(tl.float32) * up
+    else:
+        inner = activate(up, ACTIVATION)
+    store_columns(y_ptr, width_out, num_rows, inner, n, width_out, ROWS)
+
+
+def up_product(
+    input: torch.Tensor,
+    gate: Linear | None,
+    up: Linear,
+    activation: str,
+    norm: NormOp | None = None,
+    gamma: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Launches `inner [N, I]` of at most 64 rows; norms inside the product where `norm` is given (at most 4 rows)."""
+    num_rows, width_in = input.shape
+    width_out = up[0].shape[1]
+    check_linear("up", input, *up)
+    if gate is not None:
+        check_linear("gate", input, *gate, width_out)
+    if norm is not None:
+        assert num_rows <= NORM_ROWS and gamma is not None, f"{num_rows=}"
+        check_norm_weights(input, gamma, beta)
+    output = torch.empty(num_rows, width_out, dtype=input.dtype, device=input.device)
+    tiles = choose_tiles(num_rows, width_in, (width_out,), input.dtype, num_weights=1 if gate is None else 2)
+    gate_operands = (None, 0, 0, None) if gate is None else (gate[0], *gate[0].stride(), gate[1])
+    dispatch.launch(
+        up_kernel,
+        (-(-width_out // tiles.block_n),),
+        input,
+        *input.stride(),
+        *gate_operands,
+        up[0],
+        *up[0].stride(),
+        up[1],
+        gamma if norm else None,
+        beta if norm else None,
+        output,
+        num_rows,
+        width_in,
+        width_out,
+        norm.eps if norm else 0.0,
+        device=input.device,
+        ACTIVATION=activation,
+        **statistics_meta(norm.kind if norm else "none", width_in),
+        **tiles.meta(),
+    )
+    return output
 
 
 class MLPGemmOp:
     """Callable `(input, residual, gate, up, down, gamma, beta) -> (output, residual_add)`.
 
     Each of `gate`, `up`, `down` is a pair (weight [in, out], bias [out] or None); `gate` may be None.
+
+    Args:
+        norm: a kind of `NORM_OPS`; None: no norm, gamma and beta are not read.
+        eps: of the norm.
+        activation: a name in ACTIVATIONS.
+        adds_residual: whether the output already has `residual_add` in it.
     """
 
-    def __init__(self, norm: str, eps: float, activation: str):
-        self.norm = NORM_OPS[norm](eps)
-        self.activation = ACTIVATIONS[activation]
+    def __init__(self, norm: str | None, eps: float, activation: str, adds_residual: bool = False):
+        self.norm = None if norm is None else NORM_OPS[norm](eps)
+        self.activation_name, self.activation = activation, ACTIVATIONS[activation]
+        self.adds_residual = adds_residual
+        self.down = VectorMatMulOp()
 
     def __call__(
         self,
         input: torch.Tensor,
-        residual: torch.Tensor,
-        gate: tuple[torch.Tensor, torch.Tensor | None] | None,
-        up: tuple[torch.Tensor, torch.Tensor | None],
-        down: tuple[torch.Tensor, torch.Tensor | None],
-        gamma: torch.Tensor,
-        beta: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        gate: Linear | None,
+        up: Linear,
+        down: Linear,
+        gamma: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`input`, `residual` `[N, E]` -> output `[N, E]` without the residual, and the residual stream `[N, E]`."""
-        residual_add = input + residual
-        normed = self.norm(residual_add, gamma, beta)
+        """`input [N, E]`, `residual [N, E]` or None (nothing to add) -> output and the residual stream, `[N, E]`."""
+        if not use_triton(input):
+            return self.reference(input, residual, gate, up, down, gamma, beta)
+        if residual is None and input.shape[0] <= NORM_ROWS:
+            inner, residual_add = up_product(input, gate, up, self.activation_name, self.norm, gamma, beta), input
+        else:
+            normed, residual_add = self._add_and_norm(input, residual, gamma, beta)
+            inner = self._inner(normed, gate, up)
+        return self.down(inner, *down, residual_add if self.adds_residual else None), residual_add
+
+    def reference(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None,
+        gate: Linear | None,
+        up: Linear,
+        down: Linear,
+        gamma: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same function in torch."""
+        residual_add = input if residual is None else input + residual
+        normed = residual_add if self.norm is None else self.norm.reference(residual_add, gamma, beta)
         inner = linear_transposed(normed, *up)
         inner = self.activation(inner) if gate is None else self.activation(linear_transposed(normed, *gate)) * inner
-        return linear_transposed(inner, *down), residual_add
+        return self.down.reference(inner, *down, residual_add if self.adds_residual else None), residual_add
+
+    def _add_and_norm(
+        self,
+        input: torch.Tensor,
+        residual: torch.Tensor | None,
+        gamma: torch.Tensor | None,
+        beta: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.norm is None:
+            residual_add = input if residual is None else input + residual
+            return residual_add, residual_add
+        if residual is None:
+            return self.norm(input, gamma, beta), input
+        return self.norm.add_and_norm(input, residual, gamma, beta)
+
+    def _inner(self, normed: torch.Tensor, gate: Linear | None, up: Linear) -> torch.Tensor:
+        if normed.shape[0] <= MAX_ROWS:
+            return up_product(normed, gate, up, self.activation_name)
+        inner = linear_transposed(normed, *up)
+        if gate is None:
+            return self.activation(inner)
+        return gated_activation(linear_transposed(normed, *gate), inner, None, None, self.activation_name)

@@ -1,63 +1,212 @@
-"""Layer norm and RMS norm over the last dimension.
+"""Layer norm and RMS norm over the last dimension, with the residual added in front where that is asked for.
 
     layer:       y = (x - mean(x)) / sqrt(var(x) + eps) * gamma + beta      (biased variance)
-    rms:         y = x / sqrt(mean(x^2) + eps) * gamma                      (Zhang & Sennrich 2019)
-    rms_fp32:    the same function
-    rms_offset:  y = x / sqrt(mean(x^2) + eps) * (1 + gamma)                (Gemma)
+    rms:         y = round(x / sqrt(mean(x^2) + eps)) * gamma               (Zhang & Sennrich 2019; Llama)
+    rms_fp32:    y = round(x / sqrt(mean(x^2) + eps) * gamma)               (OLMo-2, gpt-oss)
+    rms_offset:  y = round(x / sqrt(mean(x^2) + eps) * (1 + gamma))         (Gemma)
 
-Statistics are fp32 whatever the dtype. The kinds of RMS norm also differ in where 16 bits are rounded, so
-that rollouts round where the trainer rounds: `rms` rounds the normalised x before it multiplies by gamma
-(Llama), the other two multiply in fp32 and round once (OLMo-2 and gpt-oss; Gemma).
-Moves 2 N E elements, does about 5 N E operations.
+Statistics are fp32 whatever the dtype. The kinds of RMS norm differ only in 16 bits, by where they round:
+rollouts round where the trainer rounds. Moves 2 N E elements (4 N E with a residual), does about 5 N E
+operations. N rows, E width.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
+from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, tl, triton, use_triton
 
-class LayerNormOp:
-    """Callable `(input [N, E], gamma [E], beta [E] or None) -> [N, E]`."""
+# A row lies in one program's registers: 64 fp32 values per thread at 16 warps.
+MAX_WIDTH = 32768
+# Rows of a program: enough that short rows (q and k norms) still fill four warps.
+TILE_ELEMENTS = 2048
 
-    def __init__(self, eps: float):
-        self.eps = eps
+
+@triton.jit
+def normalize(x, mean, rstd, gamma, beta, NORM: tl.constexpr, DTYPE: tl.constexpr):
+    """fp32 values of known statistics, rounded to DTYPE where the reference of this kind rounds; beta may be None."""
+    x = (x - mean) * rstd if NORM == "layer" else x * rstd
+    if NORM == "rms":
+        x = x.to(DTYPE).to(tl.float32)
+    scale = gamma.to(tl.float32)
+    x = x * (1.0 + scale) if NORM == "rms_offset" else x * scale
+    if beta is not None:
+        x += beta.to(tl.float32)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def norm_kernel(
+    input_ptr,
+    residual_ptr,
+    gamma_ptr,
+    beta_ptr,
+    output_ptr,
+    sum_ptr,
+    stride_input,
+    stride_residual,
+    num_rows,
+    width,
+    eps,
+    NORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ROWS rows per program. Outputs are dense; residual_ptr and sum_ptr are None together."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (column < width)
+    x = tl.load(input_ptr + row * stride_input + column, mask=mask, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * stride_residual + column, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + row * width + column, x, mask=mask)
+    values = x.to(tl.float32)
+    mean = 0.0
+    if NORM == "layer":
+        mean = (tl.sum(values, axis=1) / width)[:, None]
+        centered = tl.where(mask, values - mean, 0.0)
+    else:
+        centered = values
+    rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / width + eps)[:, None]
+    gamma = tl.load(gamma_ptr + column, mask=column < width, other=0.0)
+    beta = None
+    if beta_ptr is not None:
+        beta = tl.load(beta_ptr + column, mask=column < width, other=0.0)
+    y = normalize(values, mean, rstd, gamma, beta, NORM, output_ptr.dtype.element_ty)
+    tl.store(output_ptr + row * width + column, y, mask=mask)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """16-bit values in fp32, wider ones as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def layer_norm(
+    input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, *, eps: float
+) -> torch.Tensor:
+    """Kind "layer"."""
+    return F.layer_norm(input, (input.shape[-1],), gamma, beta, eps)
+
+
+def _rms_norm(input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, *, eps: float):
+    assert beta is None, "RMS norm has no beta"
+    if input.dtype not in (torch.bfloat16, torch.float16):  # nothing to round: one fused call
+        return F.rms_norm(input, (input.shape[-1],), gamma, eps)
+    normed = F.rms_norm(input.float(), (input.shape[-1],), None, eps)
+    return gamma * normed.to(input.dtype)
+
+
+def _rms_norm_fp32(input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, *, eps: float):
+    assert beta is None, "RMS norm has no beta"
+    return F.rms_norm(_wide(input), (input.shape[-1],), _wide(gamma), eps).to(input.dtype)
+
+
+def _rms_norm_offset(input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, *, eps: float):
+    return _rms_norm_fp32(input, 1.0 + _wide(gamma), beta, eps=eps)
+
+
+class NormOp:
+    """Callable `(input [..., E], gamma [E], beta [E] or None) -> [..., E]`; RMS kinds take no beta.
+
+    Args:
+        kind: "layer", "rms", "rms_fp32" or "rms_offset".
+        eps: added to the variance or the mean square.
+    """
+
+    def __init__(self, kind: str, eps: float):
+        self.kind, self.eps = kind, eps
+        self.formula = partial(_FORMULAS[kind], eps=eps)
 
     def __call__(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
-        return F.layer_norm(input, (input.shape[-1],), gamma, beta, self.eps)
+        if not self._takes(input):
+            return self.reference(input, gamma, beta)
+        return self._launch(input, None, gamma, beta)[0]
+
+    def reference(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
+        """The same function in plain torch."""
+        return self.formula(input, gamma, beta)
+
+    def add_and_norm(
+        self, input: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(norm(input + residual), input + residual)`, the sum rounded to the dtype before it is normed."""
+        if self._takes(input):
+            return self._launch(input, residual, gamma, beta)
+        residual_add = input + residual
+        return self.reference(residual_add, gamma, beta), residual_add
+
+    def _takes(self, input: torch.Tensor) -> bool:
+        if not use_triton(input):
+            return False
+        if input.shape[-1] > MAX_WIDTH:
+            say_once(f"norms wider than {MAX_WIDTH} run on torch: a kernel holds a row of {input.shape[-1]} at once")
+            return False
+        return True
+
+    def _launch(
+        self, input: torch.Tensor, residual: torch.Tensor | None, gamma: torch.Tensor, beta: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert beta is None or self.kind == "layer", "RMS norm has no beta"
+        width = input.shape[-1]
+        check_norm_weights(input, gamma, beta)
+        rows = _dense_rows(input)
+        output, residual_add, residual_rows = (
+            torch.empty(input.shape, dtype=input.dtype, device=input.device),
+            input,
+            None,
+        )
+        if residual is not None:
+            check_tensor("residual", residual, like=input, shape=input.shape)
+            residual_rows, residual_add = _dense_rows(residual), torch.empty_like(output)
+        block = next_power_of_2(width)
+        tile_rows = max(1, TILE_ELEMENTS // block)
+        dispatch.launch(
+            norm_kernel,
+            (-(-rows.shape[0] // tile_rows),),
+            rows,
+            residual_rows,
+            gamma,
+            beta,
+            output,
+            None if residual is None else residual_add,
+            rows.stride(0),
+            0 if residual_rows is None else residual_rows.stride(0),
+            rows.shape[0],
+            width,
+            self.eps,
+            device=input.device,
+            NORM=self.kind,
+            ROWS=tile_rows,
+            BLOCK=block,
+            num_warps=4 if block <= 4096 else 8 if block <= 16384 else 16,
+        )
+        return output, residual_add
 
 
-class RMSNormOp:
-    """Callable `(input [..., E], gamma [E], beta=None) -> [..., E]`; `beta` keeps the layer-norm signature."""
-
-    def __init__(self, eps: float):
-        self.eps = eps
-
-    def __call__(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
-        assert beta is None, "RMS norm has no beta"
-        if input.dtype == torch.float32:  # one fused call; the same function, since the cast below is the identity
-            return F.rms_norm(input, (input.shape[-1],), gamma, self.eps)
-        normed = F.rms_norm(input.float(), (input.shape[-1],), None, self.eps)
-        return gamma * normed.to(input.dtype)
+def check_norm_weights(input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> None:
+    """ValueError where gamma or beta do not fit `input [..., E]`, before a kernel reads them."""
+    for name, weight in (("gamma", gamma), ("beta", beta)):
+        if weight is not None:
+            check_tensor(name, weight, like=input, shape=(input.shape[-1],), is_dense_last=True)
 
 
-class RMSNormFp32Op(RMSNormOp):
-    """RMS norm that multiplies by gamma in fp32."""
-
-    def __call__(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
-        assert beta is None, "RMS norm has no beta"
-        return F.rms_norm(input.float(), (input.shape[-1],), gamma.float(), self.eps).to(input.dtype)
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """`[rows, E]` with E dense; a copy only where the strides allow no view."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
-class RMSNormOffsetOp(RMSNormOp):
-    """RMS norm whose weight is 1 + gamma, multiplied in fp32."""
-
-    def __call__(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
-        assert beta is None, "RMS norm has no beta"
-        return F.rms_norm(input.float(), (input.shape[-1],), 1.0 + gamma.float(), self.eps).to(input.dtype)
-
-
-NORM_OPS: dict[str, type[LayerNormOp] | type[RMSNormOp]] = {
-    "layer": LayerNormOp,
-    "rms": RMSNormOp,
-    "rms_fp32": RMSNormFp32Op,
-    "rms_offset": RMSNormOffsetOp,
+_FORMULAS: dict[str, Callable[..., torch.Tensor]] = {
+    "layer": layer_norm,
+    "rms": _rms_norm,
+    "rms_fp32": _rms_norm_fp32,
+    "rms_offset": _rms_norm_offset,
 }
+
+LayerNormOp = partial(NormOp, "layer")
+RMSNormOp = partial(NormOp, "rms")
+NORM_OPS: dict[str, Callable[[float], NormOp]] = {kind: partial(NormOp, kind) for kind in _FORMULAS}
