@@ -24,19 +24,14 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hybrid_engine.ops.activation import ACTIVATIONS
+from hybrid_engine.ops.activation import ACTIVATIONS, activate
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, next_power_of_2, tl, triton, use_triton
 from hybrid_engine.ops.moe_gating import Routing
 from hybrid_engine.ops.vector_matmul import linear_transposed
 
 LAYOUTS = ("plain", "halves", "interleaved")
 CLAMPED_SWIGLU = "clamped_swiglu"
-# Codes under which the kernel knows the activations; every name of one function has the same code.
-ACTIVATION_CODES = {
-    "silu": 0, "swish": 0, "relu": 1, "gelu": 2, "gelu_new": 3, "gelu_fast": 3, "gelu_pytorch_tanh": 3,
-    CLAMPED_SWIGLU: 4,
-}  # fmt: skip
-EXPERT_ACTIVATIONS = tuple(ACTIVATION_CODES)
+EXPERT_ACTIVATIONS = (*ACTIVATIONS, CLAMPED_SWIGLU)
 # Below this many programs half of a column tile each keeps more of the device busy (two waves of an H100).
 FEW_PROGRAMS = 264
 # Up to this many rows torch.mm is the faster product on a CPU, where the weight is stored [in, out].
@@ -106,8 +101,8 @@ class ExpertGemmOp:
     ):
         if layout not in LAYOUTS:
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
-        if activation not in ACTIVATION_CODES:
-            raise ValueError(f"activation={activation!r} must be one of {', '.join(ACTIVATION_CODES)}")
+        if activation not in EXPERT_ACTIVATIONS:
+            raise ValueError(f"activation={activation!r} must be one of {', '.join(EXPERT_ACTIVATIONS)}")
         if activation == CLAMPED_SWIGLU and layout == "plain":
             raise ValueError(f"activation={activation!r} needs a gate; layout must be halves or interleaved")
         self.activation, self.layout, self.alpha, self.limit = activation, layout, alpha, limit
@@ -208,7 +203,7 @@ class ExpertGemmOp:
             return output
         self._launch_product(
             _up_kernel, input, routing, up, up_bias, inner, size, (self.alpha, self.limit),
-            LAYOUT=LAYOUTS.index(self.layout), ACTIVATION=ACTIVATION_CODES[self.activation],
+            LAYOUT=LAYOUTS.index(self.layout), ACTIVATION=self.activation,
         )  # fmt: skip
         weights = routing.weights.contiguous()
         self._launch_product(_down_kernel, inner, routing, down, down_bias, output, hidden, (weights,))
@@ -224,7 +219,7 @@ class ExpertGemmOp:
         output: torch.Tensor,
         columns: int,
         rest: tuple,
-        **constants: int,
+        **constants: int | str,
     ) -> None:
         num_pairs, num_experts, depth = len(routing.order), weight.shape[0], weight.shape[1]
         tiles = choose_tiles(num_pairs, num_experts, columns, input.dtype)
@@ -315,19 +310,6 @@ def _add_bias(total, bias, n, stride_bn, mask, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def _act(x, ACTIVATION: tl.constexpr):
-    if ACTIVATION == 0:
-        x = x * tl.sigmoid(x)
-    elif ACTIVATION == 1:
-        x = tl.maximum(x, 0.0)
-    elif ACTIVATION == 2:
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:  # 0.5 (1 + tanh z) is sigmoid(2 z)
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return x
-
-
-@triton.jit
 def _up_kernel(
     input, order, offsets, weight, bias, inner, alpha, limit, num_experts, top_k, depth, columns,
     stride_an, stride_ak, stride_wx, stride_wk, stride_wn, stride_bx, stride_bn,
@@ -364,14 +346,14 @@ def _up_kernel(
                         UPCASTS, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
         gate = _add_bias(gate.to(dtype), bias, n, stride_bn, n_mask, HAS_BIAS)
         up = gate
-    if ACTIVATION == 4:
+    if ACTIVATION == "clamped_swiglu":
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         gate = gate * tl.sigmoid((gate * alpha).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         gate = gate.to(dtype).to(tl.float32)
         up = (up + 1.0).to(dtype).to(tl.float32)
     else:
-        gate = _act(gate, ACTIVATION).to(dtype).to(tl.float32)
+        gate = activate(gate, ACTIVATION).to(dtype).to(tl.float32)
     result = gate
     if LAYOUT != 0:
         result = gate * up

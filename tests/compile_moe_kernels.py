@@ -15,10 +15,10 @@ from hybrid_engine.ops.dispatch import next_power_of_2
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 MAX_SHARED_BYTES = 227 * 1024
 FORMS = [  # tokens, experts, top_k, columns, layout, activation, has_bias
-    (1, 8, 2, 14336, 1, 0, False),
-    (4096, 8, 2, 14336, 1, 0, False),
-    (1, 32, 4, 2880, 2, 4, True),
-    (4, 16, 1, 4096, 0, 2, True),
+    (1, 8, 2, 14336, 1, "silu", False),
+    (4096, 8, 2, 14336, 1, "silu", False),
+    (1, 32, 4, 2880, 2, "clamped_swiglu", True),
+    (4, 16, 1, 4096, 0, "gelu", True),
 ]
 
 
