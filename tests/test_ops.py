@@ -18,7 +18,7 @@ from hybrid_engine.ops import (
     VectorMatMulOp,
     token_logprobs,
 )
-from hybrid_engine.ops.rotary import apply_rotary, rotary_table
+from hybrid_engine.ops.rotary import apply_rotary, rotary_rows, rotary_table
 from hybrid_engine.ops.sample import keyed_uniform
 from hybrid_engine.ops.softmax_context import like_lengths
 from hybrid_engine.ops.vector_matmul import linear_transposed, linear_transposed_reference
@@ -116,18 +116,39 @@ def test_mlp_gemm_adds_the_residual_norms_and_keeps_the_biases(activation, gated
     close(output, inner @ down[0] + down[1])
 
 
+def angles_of(positions, width):
+    return torch.outer(positions.float(), 1 / 10000 ** (torch.arange(0, width, 2) / width))
+
+
 def test_rotary_equals_transformers():
     inv_freq = 1 / 10000 ** (torch.arange(0, 16, 2) / 16)
     cos, sin = rotary_table(inv_freq, 1.3, 40, torch.float32)
     positions = torch.tensor([0, 3, 39, 7, 7])
     q, k = torch.randn(5, 6, 16), torch.randn(5, 2, 16)
-    angles = torch.outer(positions.float(), inv_freq).repeat(1, 2)[None]
+    angles = angles_of(positions, 16).repeat(1, 2)[None]
     expected = apply_rotary_pos_emb(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], angles.cos() * 1.3, angles.sin() * 1.3
     )
     for ours, theirs in zip((q, k), expected, strict=True):
-        rotated = apply_rotary(ours, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1))
-        close(rotated, theirs[0].transpose(0, 1))
+        close(apply_rotary(ours, cos[positions], sin[positions]), theirs[0].transpose(0, 1))
+
+
+def test_interleaved_rotary_equals_gpt_j():
+    from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as rotate_neighbours
+
+    angles, x = angles_of(torch.tensor([0, 3, 39, 7, 7]), 6), torch.randn(5, 6, 16)
+    rotated = rotate_neighbours(x[None, ..., :6], angles.sin()[None], angles.cos()[None])[0]
+    ours = apply_rotary(x, *rotary_rows(angles, 1.0, torch.float32, is_interleaved=True), is_interleaved=True)
+    close(ours, torch.cat([rotated, x[..., 6:]], -1))
+
+
+def test_partial_rotary_equals_gpt_neox():
+    from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_first
+
+    angles, x = angles_of(torch.tensor([0, 3, 39, 7, 7]), 6), torch.randn(5, 6, 16)
+    cos, sin = (part.repeat(1, 2)[None] for part in (angles.cos(), angles.sin()))
+    expected, _ = rotate_first(*[x.transpose(0, 1)[None]] * 2, cos, sin)
+    close(apply_rotary(x, *rotary_rows(angles, 1.0, torch.float32)), expected[0].transpose(0, 1))
 
 
 def dense_attention(q, k, v, window, scale):
@@ -140,53 +161,120 @@ def dense_attention(q, k, v, window, scale):
     return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
 
 
+def attend_in_parts(op, q, k, v, lengths, block_size, **extras):
+    """The context of packed sequences: each is prefilled but for its last two tokens, then decoded."""
+    per_row = -(-max(lengths) // block_size)
+    num_rows = len(lengths)
+    tables = torch.randperm(num_rows * per_row + 2)[: num_rows * per_row].view(num_rows, per_row)
+    # Finite garbage: a hidden place must not count whatever it holds.
+    cache = torch.full((2, num_rows * per_row + 2, op.num_kv_heads, block_size, op.head_dim), 1e4).to(q.dtype)
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)[:-1]])
+    prefilled = torch.tensor(lengths) - 2
+    rows = torch.repeat_interleave(torch.arange(num_rows), prefilled)
+    positions = torch.cat([torch.arange(n) for n in prefilled])
+    batches = [
+        PrefillBatch(
+            tokens=starts[rows] + positions,
+            positions=positions,
+            write_blocks=tables[rows, positions // block_size],
+            write_offsets=positions % block_size,
+            lengths=tuple(prefilled.tolist()),
+            starts=F.pad(prefilled.cumsum(0), (1, 0)).int(),
+            wanted=torch.zeros(0, dtype=torch.int64),
+            row_lengths=positions + 1,
+        )
+    ]
+    for step in range(2):
+        positions = prefilled + step
+        batches.append(
+            DecodeBatch(
+                tokens=starts + positions,
+                positions=positions,
+                block_tables=tables,
+                context=int(positions.max()) + 1,
+                is_identity=False,
+            )
+        )
+    context = torch.empty(len(q), op.num_heads * op.head_dim, dtype=q.dtype)
+    for batch in batches:
+        at = batch.tokens
+        heads = q[at].unflatten(1, (op.num_kv_heads, -1))
+        context[at] = op(heads, k[at], v[at], None, *cache, batch, **extras)
+    return context
+
+
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("block_size", [1, 4, 64])
 def test_softmax_context_prefills_and_decodes_as_dense_attention_does(heads, window, block_size):
-    """Each sequence is prefilled but for its last two tokens, then decoded, from scattered blocks."""
     (num_heads, num_kv), dim, lengths = heads, 10, [3, 17, 9]
-    total = sum(lengths)
-    q, k, v = (torch.randn(total, n, dim) for n in (num_heads, num_kv, num_kv))
-    expected = torch.cat(
-        [
-            dense_attention(*parts, window, 0.3)
-            for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-        ]
-    )
-    per_row = -(-max(lengths) // block_size)
-    tables = torch.randperm(3 * per_row + 2)[: 3 * per_row].view(3, per_row)
-    # Finite garbage: a hidden place must not count whatever it holds.
-    cache = torch.full((2, 3 * per_row + 2, num_kv, block_size, dim), 1e4)
+    q, k, v = (torch.randn(sum(lengths), n, dim) for n in (num_heads, num_kv, num_kv))
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    expected = torch.cat([dense_attention(*part, window, 0.3) for part in parts])
     op = SoftmaxContextOp(num_heads, num_kv, dim, scale=0.3, window=window)
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)[:-1]])
+    close(attend_in_parts(op, q, k, v, lengths, block_size).double(), expected)
 
-    def attend(rows, positions, batch_type, **fields):
-        tokens = starts[rows] + positions
-        batch = batch_type(
-            tokens=tokens,
-            positions=positions,
-            write_blocks=tables[rows, positions // block_size],
-            write_offsets=positions % block_size,
-            **fields,
-        )
-        out = op(q[tokens].flatten(1), k[tokens].flatten(1), v[tokens].flatten(1), None, *cache, batch)
-        close(out.double(), expected[tokens])
 
-    prefilled = [length - 2 for length in lengths]
-    attend(
-        torch.repeat_interleave(torch.arange(3), torch.tensor(prefilled)),
-        torch.cat([torch.arange(n) for n in prefilled]),
-        PrefillBatch,
-        lengths=tuple(prefilled),
-        wanted=torch.zeros(0, dtype=torch.int64),
-    )
-    for step in range(2):
-        positions = torch.tensor(prefilled) + step
-        context = int(positions.max()) + 1
-        attend(
-            torch.arange(3), positions, DecodeBatch, block_tables=tables, context=context, is_identity=False
-        )  # fmt: skip
+def causal_mask(length, window=None):
+    """0 and -inf, `[length, length]`."""
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    return torch.zeros(length, length).masked_fill((distance < 0) | (distance >= (window or length)), float("-inf"))
+
+
+def by_sequence(attend, q, k, v, lengths):
+    """Contexts `[N, H*D]` by a function of transformers, which takes and gives `[1, heads, n, D]`."""
+    contexts = []
+    for part in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        contexts.append(attend(*(x.transpose(0, 1)[None] for x in part))[0].flatten(1))
+    return torch.cat(contexts)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bloom"])
+def test_softcap_sinks_and_alibi_equal_the_families_that_have_them(family, dtype, window):
+    """Gemma 2's and gpt-oss's own attention functions, and Bloom's own ALiBi."""
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    from transformers.models.gemma2 import modeling_gemma2
+    from transformers.models.gpt_oss import modeling_gpt_oss
+
+    lengths = [3, 17, 9]
+    q, k, v = (torch.randn(sum(lengths), n, 10).to(dtype) * 2 for n in (6, 2, 2))
+    sinks = torch.randn(6).to(dtype)
+    alibi = build_alibi_tensor(torch.ones(1, 2), 6, torch.float32)[:, 0, 1]  # the slopes: the bias of place 1
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.sinks = 3, sinks
+
+    def attend(q, k, v):
+        mask = causal_mask(q.shape[2], window).to(q.dtype)[None, None]
+        if family == "bloom":
+            mask = mask + build_alibi_tensor(torch.ones(1, q.shape[2]), 6, q.dtype)
+        if family == "gpt_oss":
+            return modeling_gpt_oss.eager_attention_forward(module, q, k, v, mask, scaling=0.3)[0]
+        softcap = 5.0 if family == "gemma2" else None
+        return modeling_gemma2.eager_attention_forward(module, q, k, v, mask, scaling=0.3, softcap=softcap)[0]
+
+    op = SoftmaxContextOp(6, 2, 10, scale=0.3, window=window, softcap=5.0 if family == "gemma2" else None)
+    extras = {"gpt_oss": {"sinks": sinks}, "bloom": {"alibi": alibi}}.get(family, {})
+    ours = attend_in_parts(op, q, k, v, lengths, 4, **extras)
+    theirs = by_sequence(attend, q, k, v, lengths)
+    if dtype == torch.float32:
+        close(ours, theirs)
+    else:
+        module.sinks = sinks.double()
+        exact = by_sequence(attend, q.double(), k.double(), v.double(), lengths)
+        assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max()
+
+
+@pytest.mark.parametrize("kind", ["rms", "rms_fp32", "rms_offset"])
+def test_queries_and_keys_are_normed_before_they_are_rotated(kind):
+    x, (q_gamma, k_gamma) = torch.randn(3, 7, 4, 10), torch.randn(2, 10)
+    q, k, v = x[0], x[1, :, :2], x[2, :, :2]
+    offset = 1 if kind == "rms_offset" else 0
+    op = SoftmaxContextOp(4, 2, 10, scale=0.3, qk_norm=kind, qk_norm_eps=1e-6)
+    ours = attend_in_parts(op, q, k, v, [7], 4, q_gamma=q_gamma, k_gamma=k_gamma)
+    normed = (F.rms_norm(y, (10,), gamma + offset, 1e-6) for y, gamma in ((q, q_gamma), (k, k_gamma)))
+    close(ours.double(), dense_attention(*normed, v, None, 0.3))
 
 
 @pytest.mark.parametrize("lengths", [(1,), (5, 5), (2000, *[16] * 128), (1, 2, 4, 8, 16), tuple(range(1, 60))], ids=len)
@@ -198,7 +286,7 @@ def test_padding_in_prefill_at_most_doubles_the_tokens(lengths):
 
 def test_the_identity_block_table_gives_what_any_other_gives():
     op = SoftmaxContextOp(4, 2, 10, scale=0.3)
-    q, k, v = torch.randn(3, 40), torch.randn(3, 20), torch.randn(3, 20)
+    q, k, v = torch.randn(3, 2, 2, 10), torch.randn(3, 2, 10), torch.randn(3, 2, 10)
     outputs = []
     for is_identity in (True, False):
         torch.manual_seed(1)
@@ -206,8 +294,6 @@ def test_the_identity_block_table_gives_what_any_other_gives():
         batch = DecodeBatch(
             tokens=torch.zeros(3, dtype=torch.int64),
             positions=torch.tensor([4, 9, 0]),
-            write_blocks=torch.arange(3),
-            write_offsets=torch.tensor([4, 9, 0]),
             block_tables=torch.arange(3)[:, None],
             context=10,
             is_identity=is_identity,
