@@ -5,9 +5,14 @@ on those very tensors and writes into those very results. Python does not run ag
 computed is frozen, and reading a tensor on the host while recording is an error, as it is on a GPU.
 """
 
+import sys
+from contextlib import contextmanager
+
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from hybrid_engine.ops import dispatch
 
 HOST_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
 
@@ -26,9 +31,56 @@ class _Tape(TorchDispatchMode):
         return result
 
 
+def is_allocation(func):
+    """Whether an operator only takes memory."""
+    return func.overloadpacket.__name__.startswith(("empty", "new_empty"))
+
+
 def is_view(func):
     """Whether an operator only makes a view, which no device launches anything for."""
     return any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
+
+
+@contextmanager
+def kernels_noted_by(note):
+    """Calls `note(run)` for every kernel that is started inside; what the interpreter does in it goes unseen."""
+    start = dispatch.launch
+
+    def launch(kernel, grid, *args, **kwargs):
+        def run():
+            with _disable_current_modes():
+                start(kernel, grid, *args, **kwargs)
+
+        run()
+        note(run)
+
+    modules = [m for m in list(sys.modules.values()) if getattr(m, "launch", None) is start]
+    for module in modules:
+        module.launch = launch
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.launch = start
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not (is_view(func) or is_allocation(func) or name in ("_unsafe_view", "detach", "alias")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def count_launches(run):
+    """Names of what `run` starts on a device: operators that are no views or allocations, and "kernel"s."""
+    with _Count() as count, kernels_noted_by(lambda _: count.names.append("kernel")):
+        run()
+    return count.names
 
 
 class TapeRecorder:
@@ -38,14 +90,14 @@ class TapeRecorder:
         self.tapes = []
 
     def capture(self, run):
-        with _Tape() as tape:
+        with _Tape() as tape, kernels_noted_by(lambda kernel: tape.calls.append((kernel, (), {}, None))):
             run()
         self.tapes.append(tape.calls)
 
         def replay():
             for func, args, kwargs, result in tape.calls:
-                if is_view(func):
-                    continue  # the recorded view still points where it pointed
+                if hasattr(func, "_schema") and (is_view(func) or is_allocation(func)):
+                    continue  # what was made then is still where it was
                 again = func(*args, **kwargs)
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
