@@ -52,7 +52,8 @@ class Rotary:
     def trained_length(self) -> int:
         """Tokens beyond which they do."""
         if self.rope_type == "longrope":
-            return self.config.rope_parameters["original_max_position_embeddings"]
+            parameters = self.config.rope_parameters
+            return (parameters if self.kind is None else parameters[self.kind])["original_max_position_embeddings"]
         return self.config.max_position_embeddings
 
     def rows(
@@ -82,7 +83,8 @@ class Rotary:
 
     def _computed(self, length: Any) -> torch.Tensor:
         device = self._buffer("inv_freq").device if not isinstance(length, torch.Tensor) else length.device
-        return ROPE_INIT_FUNCTIONS[self.rope_type](self.config, device, seq_len=length)[0].to(device)
+        compute = ROPE_INIT_FUNCTIONS[self.rope_type]
+        return compute(self.config, device, seq_len=length, layer_type=self.kind)[0].to(device)
 
 
 class FixedRotary(nn.Module):
