@@ -201,8 +201,8 @@ class VectorMatMulOp:
             linear_kernel, grid, *operands, num_rows, width_in, width_out, split_width, **common, **tiles.meta()
         )
         if tiles.splits > 1:
-            grid = (-(-output.numel() // MERGE_BLOCK),)
+            blocks = (-(-output.numel() // MERGE_BLOCK),)
             dispatch.launch(
-                merge_kernel, grid, parts, *epilogue, output, num_rows, width_out, **common, BLOCK=MERGE_BLOCK
+                merge_kernel, blocks, parts, *epilogue, output, num_rows, width_out, **common, BLOCK=MERGE_BLOCK
             )
         return output

@@ -106,7 +106,7 @@ def check(op, *args, call=None):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", NORM_OPS)
-@pytest.mark.parametrize("width", [1, 63, 100, 1000])
+@pytest.mark.parametrize("width", [1, 63, 1000])
 def test_norm_kernels_equal_their_references(kernels, launches, dtype, kind, width):
     like = dtype, kernels
     x = randn(14, width, like=like)[::2] + 2
@@ -181,9 +181,8 @@ def test_grouped_and_blocked_projections_hold_the_same_heads(kernels):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [2, 6, 33, 70])
+@pytest.mark.parametrize(("rows", "has_residual"), [(2, False), (2, True), (6, False), (33, True), (70, True)])
 @pytest.mark.parametrize("form", ["gated", "plain", "fused"])
-@pytest.mark.parametrize("has_residual", [False, True])
 def test_mlp_kernels_equal_their_references(kernels, dtype, rows, form, has_residual):
     like = dtype, kernels
     x, gamma = randn(rows, 65, like=like), randn(65, like=like)
@@ -230,10 +229,10 @@ def test_residual_add_kernels_equal_their_references(kernels, dtype, after):
 def test_a_row_alone_gives_the_bits_that_it_gives_in_a_batch(kernels, monkeypatch, dtype):
     like = dtype, kernels
     monkeypatch.setattr(skinny_gemm, "SPLIT_BYTES", 2000)
-    x, gamma = randn(4, 600, like=like), randn(600, like=like)
-    gate, up = ((weight_of("[out, in]", 600, 81, like), None) for _ in range(2))
-    down = weight_of("[out, in]", 81, 600, like), None
-    mlp, qkv, linear = MLPGemmOp("layer", 1e-5, "silu", True), QKVGemmOp("rms", 1e-5, 3, 3, 9), LinearOp()
+    x, gamma = randn(4, 200, like=like), randn(200, like=like)
+    gate, up = ((weight_of("[out, in]", 200, 40, like), None) for _ in range(2))
+    down = weight_of("[out, in]", 40, 200, like), None
+    mlp, qkv, linear = MLPGemmOp("layer", 1e-5, "silu", True), QKVGemmOp("rms", 1e-5, 2, 1, 10), LinearOp()
     ops = [
         lambda rows: mlp(rows, None, gate, up, down, gamma)[0],
         lambda rows: qkv(rows, [gate[0]], [None], gamma)[0],
@@ -241,7 +240,7 @@ def test_a_row_alone_gives_the_bits_that_it_gives_in_a_batch(kernels, monkeypatc
     ]
     for op in ops:
         whole = tensors_of(op(x))
-        for row in range(4):
+        for row in (0, 3):
             for alone, batch in zip(tensors_of(op(x[row : row + 1])), whole, strict=True):
                 assert torch.equal(alone, batch[row : row + 1])
 
