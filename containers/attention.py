@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.containers.linear import TransposedLinear, whole
+from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.containers.policy import Policy
+from hybrid_engine.containers.tensor_parallel import ALONE, Heads, TensorParallel, cut
 from hybrid_engine.containers.views import HeadNormsView, NormView, attribute, config_value, submodule
 from hybrid_engine.ops import Batch, QKVGemmOp, SoftmaxContextOp, VectorMatMulOp
 
@@ -42,31 +43,44 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     return torch.tensor(slopes, dtype=torch.float32)
 
 
+def read_heads(policy: Policy, config: Any, parallel: TensorParallel = ALONE) -> Heads:
+    """The numbers of heads of a family's attention."""
+    num_heads, num_kv_heads = config.num_attention_heads, policy.num_kv_heads
+    if isinstance(num_kv_heads, str):
+        num_kv_heads = getattr(config, num_kv_heads, None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    return Heads(num_heads, num_kv_heads, head_dim, parallel)
+
+
 class Attention:
-    """Views and ops of one layer's attention."""
+    """Views and ops of one layer's attention, or of this rank's heads."""
 
-    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, norm: NormView | None):
+    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, norm: NormView | None, heads: Heads):
         """`norm` is applied in front of the projections; None: nothing is."""
-        self.norm = norm
-        self.num_heads = config.num_attention_heads
-        kv_heads = policy.num_kv_heads
-        if isinstance(kv_heads, str):
-            kv_heads = getattr(config, kv_heads, None) or self.num_heads
-        self.num_kv_heads: int = kv_heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
+        self.norm, self.heads, self.parallel = norm, heads, heads.parallel
+        self.num_heads, self.num_kv_heads, self.head_dim = heads.local
         self.layer, self.sinks_path = layer, policy.sinks
+        name, parallel = f"layer {index}", heads.parallel
+        if len(policy.qkv) == 3:
+            columns = [heads.queries(), heads.keys(), heads.keys()]
+        else:
+            columns = [heads.blocks() if policy.qkv_layout == "blocks" else heads.groups()]
+        self.qkv = [
+            TransposedLinear(submodule(layer, path), f"{name} {path}", parallel, columns=part)
+            for path, part in zip(policy.qkv, columns, strict=True)
+        ]
+        output = submodule(layer, policy.attention_output)
+        self.output = TransposedLinear(output, f"{name} {policy.attention_output}", parallel, rows=heads.queries())
 
-        def linear(path: str) -> TransposedLinear:
-            return TransposedLinear(submodule(layer, path), f"layer {index} {path}")
-
-        def head_norm(path: str | None) -> NormView | HeadNormsView | None:
+        def head_norm(path: str | None, first: int, num_heads: int) -> NormView | HeadNormsView | None:
             if path is None:
                 return None
-            module = submodule(layer, path)
-            return HeadNormsView(module) if policy.qk_norm_width == "each_head" else NormView(module, policy.norm)
+            if policy.qk_norm_width == "each_head":
+                return HeadNormsView(submodule(layer, path), first, num_heads, parallel)
+            return NormView(submodule(layer, path), policy.norm, parallel)
 
-        self.qkv, self.output = [linear(path) for path in policy.qkv], linear(policy.attention_output)
-        self.q_norm, self.k_norm = head_norm(policy.q_norm), head_norm(policy.k_norm)
+        self.q_norm = head_norm(policy.q_norm, parallel.rank * self.num_heads, self.num_heads)
+        self.k_norm = head_norm(policy.k_norm, heads.first_kv_head(parallel.rank), self.num_kv_heads)
         self.is_norm_in_op = policy.qk_norm_width == "head" and isinstance(self.q_norm, NormView)
         self.sinks: torch.Tensor | None = None
         self.alibi: torch.Tensor | None = None
@@ -91,7 +105,8 @@ class Attention:
             softcap=config_value(config, policy.softcap) if policy.softcap else None,
         )
         if policy.alibi and getattr(config, policy.alibi, True):
-            slopes = alibi_slopes(self.num_heads)
+            first = self.parallel.rank * self.num_heads
+            slopes = alibi_slopes(self.heads.num_heads)[first : first + self.num_heads]
             self.alibi = slopes * float(scale) if policy.is_alibi_scaled else slopes
         self.vector_matmul = VectorMatMulOp()
 
@@ -115,7 +130,8 @@ class Attention:
         for part in (*self.linears, *self.norms):
             part.bind()
         if self.sinks_path:
-            self.sinks = whole(attribute(self.layer, self.sinks_path), self.sinks_path)
+            sinks = attribute(self.layer, self.sinks_path)
+            self.sinks = self.parallel.take(sinks, cut(0, self.heads.queries(width=1)), self.sinks_path)
         if self.alibi is not None:
             self.alibi = self.alibi.to(self.output.pair[0].device)
 
@@ -139,11 +155,21 @@ class Attention:
             else:
                 q, k = self._norm_heads(q, k)
         context = self.softmax_context(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, self.sinks, self.alibi)
-        return self.vector_matmul(context, *self.output.pair, residual=residual), normed
+        if self.parallel.size == 1:
+            return self.vector_matmul(context, *self.output.pair, residual=residual), normed
+        output = self.parallel.all_reduce(self.vector_matmul(context, *self.output.pair))
+        return output if residual is None else residual + output, normed
 
     def _norm_heads(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Norms that span all heads, or have weights for each."""
         assert self.q_norm is not None and self.k_norm is not None
         if isinstance(self.q_norm, HeadNormsView):
             return self.q_norm.apply(q.flatten(1, 2)).view(q.shape), self.k_norm.apply(k)
-        return self.q_norm.apply(q.flatten(1)).view(q.shape), self.k_norm.apply(k.flatten(1)).view(k.shape)
+        parallel, num_shared = self.parallel, max(1, self.parallel.size // self.heads.num_kv_heads)
+        if parallel.size == 1:
+            return self.q_norm.apply(q.flatten(1)).view(q.shape), self.k_norm.apply(k.flatten(1)).view(k.shape)
+        # The norm needs the heads of all ranks; of those that hold the same key head, one counts.
+        all_q = self.q_norm.apply(parallel.all_gather(q.flatten(1)))
+        all_k = parallel.all_gather(k.flatten(1)).unflatten(1, (parallel.size, -1))[:, ::num_shared].flatten(1)
+        all_k = self.k_norm.apply(all_k).unflatten(1, (-1, *k.shape[1:]))
+        return all_q.unflatten(1, (-1, *q.shape[1:]))[:, parallel.rank], all_k[:, parallel.rank // num_shared]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.containers.attention import Attention, layer_kind
+from hybrid_engine.containers.attention import Attention, layer_kind, read_heads
 from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.containers.mlp import DenseMLP, MoEMLP
 from hybrid_engine.containers.policy import Policy
+from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel, check_divides
 from hybrid_engine.containers.views import HeadNormsView, NormView, config_value, submodule
 from hybrid_engine.ops import Batch
 
@@ -22,21 +23,24 @@ RotaryRows = tuple[torch.Tensor, torch.Tensor]
 class InferenceLayer:
     """One decoder layer on views. `forward` neither reads nor changes the module's mode or hooks."""
 
-    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int):
+    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, parallel: TensorParallel = ALONE):
+        """Raises ValueError where the ranks cannot share heads or MLP equally."""
         self.index, self.policy = index, policy
         self.kind = layer_kind(policy, config, index)
         self.has_rope = policy.rope_layers is None or bool(config_value(config, policy.rope_layers)[index])
 
         def norm(path: str | None) -> NormView | None:
-            return NormView(submodule(layer, path), policy.norm) if path else None
+            return NormView(submodule(layer, path), policy.norm, parallel) if path else None
 
         self.attention_norm, self.mlp_norm = norm(policy.attention_norm), norm(policy.mlp_norm)
         self.attention_post_norm, self.mlp_post_norm = norm(policy.attention_post_norm), norm(policy.mlp_post_norm)
         # Post-norm blocks apply their norms after the sum, not in front of the projections.
         in_front = policy.block != "post_norm"
-        self.attention = Attention(policy, layer, config, index, self.attention_norm if in_front else None)
+        heads = read_heads(policy, config, parallel)
+        self.attention = Attention(policy, layer, config, index, self.attention_norm if in_front else None, heads)
         mlp = MoEMLP if policy.moe and MoEMLP.is_in(policy.moe, layer) else DenseMLP
-        self.mlp: MoEMLP | DenseMLP = mlp(policy, layer, config, index, self.mlp_norm if in_front else None)
+        self.mlp: MoEMLP | DenseMLP = mlp(policy, layer, config, index, self.mlp_norm if in_front else None, parallel)
+        check_divides(heads, self.mlp.sizes)
 
     @property
     def norms(self) -> list[NormView | HeadNormsView]:

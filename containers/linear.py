@@ -5,16 +5,18 @@ its own, rounded once to the weight's dtype. Unfusing drops the buffer, so the w
 weights before, to the bit.
 
 peft's layers are read by their attributes (`base_layer`, `lora_A`, `lora_B`, `scaling`, `active_adapters`,
-`disable_adapters`, `merged`): https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py.
+`disable_adapters`, `merged`): https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py. So are the
+linears that scripts for DeepSpeed write themselves (`weight`, `lora_right_weight` [in, r], `lora_left_weight`
+[r, out], `lora_scaling`, `fuse_lora`): DeepSpeed-Chat, dschat/utils/module/lora.py.
 """
 
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hybrid_engine.containers.policy import UnsupportedModelError
+from hybrid_engine.containers.tensor_parallel import ALONE, Ranges, TensorParallel, cut
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,58 @@ class LoraAdapter:
     b: nn.Linear  # weight [out, r]; its bias, if any, is added with the same scale
     scale: float
 
+    # Which dimension of `right` is the input's, and of `left` the output's.
+    right_dim, left_dim = 1, 0
 
-def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter]:
-    """The adapters that `module`'s own forward would add now; none for a module that is not peft's."""
+    @property
+    def right(self) -> torch.Tensor:
+        """The parameter that meets the input."""
+        return self.a.weight
+
+    @property
+    def left(self) -> torch.Tensor:
+        """The parameter that makes the output."""
+        return self.b.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """`[out]`, or None."""
+        return self.b.bias
+
+
+@dataclass(frozen=True)
+class OwnAdapter:
+    """The low-rank update of a linear that carries it itself: `scale * (right left)^T` is added to the weight."""
+
+    module: nn.Module  # with lora_right_weight [in, r] and lora_left_weight [r, out]
+
+    @property
+    def scale(self) -> float:
+        """What the product is multiplied by."""
+        return float(self.module.lora_scaling)
+
+    right_dim, left_dim, bias = 0, 1, None
+
+    @property
+    def right(self) -> torch.Tensor:
+        """As LoraAdapter's, the other way round."""
+        return self.module.lora_right_weight
+
+    @property
+    def left(self) -> torch.Tensor:
+        """As LoraAdapter's, the other way round."""
+        return self.module.lora_left_weight
+
+
+def carries_lora(module: nn.Module) -> bool:
+    """Whether `module` is a linear with a low-rank update of its own, as scripts for DeepSpeed write them."""
+    return hasattr(module, "lora_right_weight") and hasattr(module, "lora_left_weight")
+
+
+def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter] | list[OwnAdapter]:
+    """The adapters that `module`'s own forward would add now; none for a module that has none."""
+    if carries_lora(module):
+        return [] if getattr(module, "fuse_lora", False) is True else [OwnAdapter(module)]
     if not hasattr(module, "base_layer"):
         return []
     if module.disable_adapters and module.merged:
@@ -49,43 +100,66 @@ def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter]:
     ]
 
 
-def whole(parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """A detached alias of a parameter that must lie whole in memory; RuntimeError for a shard or freed storage."""
-    if isinstance(parameter, DTensor) or parameter.untyped_storage().nbytes() == 0:
-        raise RuntimeError(f"{name} is not gathered; gather the weights before binding them")
-    return parameter.detach()
-
-
 class TransposedLinear:
     """`weight [in, out]` and `bias [out]` or None, ready for the ops; valid from `bind` until the weights move.
 
-    A parameter that is not gathered is a RuntimeError at `bind`, never silent garbage.
+    A parameter that is not gathered is a RuntimeError at `bind`, never silent garbage. With `columns` a rank holds
+    those of the output; with `rows` those of the input, and the first rank the bias: outputs are to be added up.
 
     Raises UnsupportedModelError for a module that is neither a linear nor peft LoRA on one.
     """
 
-    def __init__(self, module: nn.Module, name: str):
-        self.module, self.name = module, name
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        parallel: TensorParallel = ALONE,
+        columns: Ranges | None = None,
+        rows: Ranges | None = None,
+    ):
+        self.module, self.name, self.parallel = module, name, parallel
+        self.columns, self.rows = columns, rows
         self.base = getattr(module, "base_layer", module)
         # Conv1D is transformers' GPT-2 linear, whose weight is stored [in, out].
         self.is_stored_transposed = type(self.base).__name__ == "Conv1D"
-        if not (isinstance(self.base, nn.Linear) or self.is_stored_transposed):
+        if not (isinstance(self.base, nn.Linear) or self.is_stored_transposed or carries_lora(self.base)):
             raise UnsupportedModelError(f"{name} is a {type(self.base).__name__}, not a linear")
-        shape = (self.base.nx, self.base.nf) if self.is_stored_transposed else self._linear_shape()
-        if tuple(self.base.weight.shape) != shape or not self.base.weight.is_floating_point():
+        if tuple(self.base.weight.shape) != self._shape() or not self.base.weight.is_floating_point():
             raise UnsupportedModelError(f"{name} packs its weight as {self.base.weight.dtype} {self.base.weight.shape}")
         active_adapters(module, name)
         self.view: tuple[torch.Tensor, torch.Tensor | None]  # of the parameters
         self.pair: tuple[torch.Tensor, torch.Tensor | None]  # (weight, bias) as the ops take them: view or fused
 
-    def _linear_shape(self) -> tuple[int, int]:
+    @property
+    def num_inputs(self) -> int:
+        """Of the whole linear."""
+        return self._shape()[0 if self.is_stored_transposed else 1]
+
+    @property
+    def num_outputs(self) -> int:
+        """Of the whole linear."""
+        return self._shape()[1 if self.is_stored_transposed else 0]
+
+    def _shape(self) -> tuple[int, int]:
+        """What the weight's shape must be, as the module stores it."""
+        if self.is_stored_transposed:
+            return self.base.nx, self.base.nf
+        if carries_lora(self.base):
+            return self.base.lora_left_weight.shape[1], self.base.lora_right_weight.shape[0]
         return self.base.out_features, self.base.in_features
 
     def bind(self) -> None:
-        """Points at the parameters as they lie in memory now. They must be whole: gathered, if sharded."""
-        weight = whole(self.base.weight, self.name)
-        bias = None if self.base.bias is None else self.base.bias.detach()
+        """Points at the parameters as they lie in memory now, or takes this rank's part of them."""
+        into, out = (0, 1) if self.is_stored_transposed else (1, 0)
+        weight = self.parallel.take(self.base.weight, cut(into, self.rows) or cut(out, self.columns), self.name)
+        bias = self._bias(self.base.bias)
         self.view = self.pair = (weight if self.is_stored_transposed else weight.t(), bias)
+
+    def _bias(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        if parameter is None:
+            return None
+        bias = self.parallel.take(parameter, cut(0, self.columns), self.name)
+        return bias if self.rows is None or self.parallel.is_first else None
 
     def fuse_lora(self) -> int:
         """Adds the active adapters into a buffer of this linear's own; returns its bytes, 0 without adapters."""
@@ -95,11 +169,15 @@ class TransposedLinear:
         (weight, bias), dtype = self.view, self.view[0].dtype
         weight = weight.float()
         for adapter in adapters:
-            a, b = adapter.a.weight.detach().float(), adapter.b.weight.detach().float()
-            weight = torch.addmm(weight, a.t(), b.t(), alpha=adapter.scale)
-            if adapter.b.bias is not None:
-                offset = adapter.scale * adapter.b.bias.detach()
-                bias = offset if bias is None else bias + offset
+            right = self.parallel.take(adapter.right, cut(adapter.right_dim, self.rows), self.name)
+            left = self.parallel.take(adapter.left, cut(adapter.left_dim, self.columns), self.name)
+            offset = self._bias(adapter.bias)
+            self.parallel.wait()
+            right = right if adapter.right_dim == 0 else right.t()
+            left = left if adapter.left_dim == 1 else left.t()
+            weight = torch.addmm(weight, right.float(), left.float(), alpha=adapter.scale)
+            if offset is not None:
+                bias = adapter.scale * offset if bias is None else bias + adapter.scale * offset
         weight = weight.to(dtype)
         self.pair = (weight, bias if bias is None else bias.to(dtype))
         return weight.nbytes

@@ -12,6 +12,7 @@ from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.containers.moe import MoEBlock, ParameterView
 from hybrid_engine.containers.moe_policy import MoEPolicy
 from hybrid_engine.containers.policy import Policy, UnsupportedModelError
+from hybrid_engine.containers.tensor_parallel import ALONE, Ranges, TensorParallel, join
 from hybrid_engine.containers.views import NormView, submodule
 from hybrid_engine.ops import MLPGemmOp
 from hybrid_engine.ops.activation import ACTIVATIONS
@@ -20,16 +21,28 @@ from hybrid_engine.ops.activation import ACTIVATIONS
 class DenseMLP:
     """Views and op of one layer's MLP, norm included."""
 
-    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, norm: NormView | None):
+    def __init__(
+        self,
+        policy: Policy,
+        layer: nn.Module,
+        config: Any,
+        index: int,
+        norm: NormView | None,
+        parallel: TensorParallel = ALONE,
+    ):
         """`norm` is applied in front; None: nothing is."""
 
-        def linear(path: str) -> TransposedLinear:
-            return TransposedLinear(submodule(layer, path), f"layer {index} {path}")
+        def linear(path: str, columns: Ranges | None = None, rows: Ranges | None = None) -> TransposedLinear:
+            return TransposedLinear(submodule(layer, path), f"layer {index} {path}", parallel, columns, rows)
 
-        self.norm = norm
-        self.up, self.down = linear(policy.up), linear(policy.down)
+        self.norm, self.parallel = norm, parallel
         self.is_fused_gate = policy.gate == policy.up
-        self.gate = linear(policy.gate) if policy.gate and not self.is_fused_gate else None
+        size = linear(policy.down).num_inputs
+        part = parallel.even(size)
+        self.sizes = [size]
+        self.up = linear(policy.up, columns=join(part, parallel.even(size, size)) if self.is_fused_gate else part)
+        self.down = linear(policy.down, rows=part)
+        self.gate = linear(policy.gate, columns=part) if policy.gate and not self.is_fused_gate else None
         activation = getattr(config, policy.activation, policy.activation)
         if activation not in ACTIVATIONS:
             raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
@@ -67,17 +80,30 @@ class DenseMLP:
                 (weight[:, part], None if bias is None else bias[part]) for part in (slice(size), slice(size, None))
             )
         gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
-        op = self.mlp_gemm_adding if is_added else self.mlp_gemm
-        return op(input, None, gate, up, self.down.pair, gamma, beta)[0]
+        op = self.mlp_gemm_adding if is_added and self.parallel.size == 1 else self.mlp_gemm
+        output = op(input, None, gate, up, self.down.pair, gamma, beta)[0]
+        if self.parallel.size == 1:
+            return output
+        output = self.parallel.all_reduce(output)
+        return input + output if is_added else output
 
 
 class MoEMLP:
     """A mixture of experts in the place of the MLP, norm included."""
 
-    def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, norm: NormView | None):
+    def __init__(
+        self,
+        policy: Policy,
+        layer: nn.Module,
+        config: Any,
+        index: int,
+        norm: NormView | None,
+        parallel: TensorParallel = ALONE,
+    ):
         """`norm` is applied in front; None: nothing is."""
         assert policy.moe is not None
-        self.norm, self.block = norm, MoEBlock(policy.moe, layer, config, f"layer {index}")
+        self.norm, self.block = norm, MoEBlock(policy.moe, layer, config, f"layer {index}", parallel)
+        self.sizes = self.block.sizes
 
     @staticmethod
     def is_in(policy: MoEPolicy, layer: nn.Module) -> bool:

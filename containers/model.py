@@ -1,5 +1,7 @@
 """The whole causal language model on containers: embed, layers, final norm, LM head in fp32.
 
+Under tensor parallelism each rank has its part of it and all give the same logits.
+
 It reads the parameters of an unmodified Hugging Face model through views and never calls its forward.
 N packed tokens, R rows whose next token is wanted, E hidden size, V vocabulary.
 """
@@ -14,7 +16,8 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.containers.policy import POLICIES, Policy, UnsupportedModelError, find_policy
 from hybrid_engine.containers.rotary import FixedRotary, Rotary
-from hybrid_engine.containers.views import NormView, config_value, submodule
+from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
+from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, submodule
 from hybrid_engine.ops import Batch, PrefillBatch, VectorMatMulOp
 
 
@@ -45,14 +48,18 @@ def find_decoder(model: nn.Module, config: Any) -> tuple[nn.Module, nn.ModuleLis
 
 
 class InferenceModel:
-    """A causal language model on containers. Raises UnsupportedModelError when the model cannot be one."""
+    """A causal language model on containers, or this rank's part of it.
 
-    def __init__(self, model: nn.Module):
+    Raises UnsupportedModelError when the model cannot be one, ValueError when the ranks cannot share it equally.
+    """
+
+    def __init__(self, model: nn.Module, parallel: TensorParallel = ALONE):
+        self.parallel = parallel
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = self.base.config.get_text_config()
         decoder, layers, policy = find_decoder(self.base, config)
         self.policy, self.layer_class = policy, policy.layer_class
-        self.layers = [InferenceLayer(policy, layer, config, index) for index, layer in enumerate(layers)]
+        self.layers = [InferenceLayer(policy, layer, config, index, parallel) for index, layer in enumerate(layers)]
         self._take_ends(policy, decoder, config)
         self._take_rotary(policy, decoder, config)
         self.vocab_size = config.vocab_size
@@ -77,22 +84,25 @@ class InferenceModel:
 
         def linear(path: str | None) -> TransposedLinear | None:
             module = getattr(decoder, path, None) if path else None
-            return None if module is None else TransposedLinear(module, str(path))
+            return None if module is None else TransposedLinear(module, str(path), self.parallel)
 
         def norm(path: str | None) -> NormView | None:
-            return NormView(submodule(decoder, path), policy.norm) if path else None
+            return NormView(submodule(decoder, path), policy.norm, self.parallel) if path else None
 
-        self.embedding = self._embedding(self.base.get_input_embeddings())
+        self.embedding = EmbeddingView(self.base.get_input_embeddings(), self.parallel, is_cut=True)
         self.embedding_norm, self.final_norm = norm(policy.embedding_norm), norm(policy.final_norm)
         self.project_in, self.project_out = linear(policy.project_in), linear(policy.project_out)
         self.position_embedding = (
-            self._embedding(submodule(decoder, policy.position_embedding)) if policy.position_embedding else None
+            EmbeddingView(submodule(decoder, policy.position_embedding), self.parallel)
+            if policy.position_embedding
+            else None
         )
         self.position_offset = policy.position_offset
         head = self.base.get_output_embeddings()
         if head is None:
             raise UnsupportedModelError(f"{type(self.base).__name__} has no LM head")
-        self.lm_head = TransposedLinear(head, "lm_head")
+        columns = self.parallel.chunks(TransposedLinear(head, "lm_head").num_outputs)
+        self.lm_head = TransposedLinear(head, "lm_head", self.parallel, columns=columns)
         self.lm_head_op, self.project = VectorMatMulOp(fp32_output=True), VectorMatMulOp()
         self.logit_softcap = config_value(config, policy.logit_softcap) if policy.logit_softcap else None
 
@@ -110,12 +120,6 @@ class InferenceModel:
         self.rotaries = {kind: Rotary(module, config, kind, policy.is_interleaved) for kind in kinds}
         for layer in self.layers:
             layer.kind = layer.kind if layer.kind in self.rotaries else None
-
-    @staticmethod
-    def _embedding(module: nn.Module) -> nn.Module:
-        if not isinstance(module, nn.Embedding):
-            raise UnsupportedModelError(f"{type(module).__name__} in the place of an embedding")
-        return module
 
     @property
     def dtype(self) -> torch.dtype:
@@ -152,18 +156,25 @@ class InferenceModel:
 
     def bind_rest(self) -> None:
         """Points what is outside the layers at the parameters as they lie in memory now."""
-        for part in (*self._norms, *self._linears):
-            part.bind()
+        for part in (self.embedding, self.position_embedding, *self._norms, *self._linears):
+            if part is not None:
+                part.bind()
 
     def fuse_rest(self) -> int:
         """Fuses the active adapters outside the layers; returns the bytes of the buffers."""
         return sum(linear.fuse_lora() for linear in self._linears)
 
-    def bind(self) -> None:
-        """Points everything at the parameters as they lie in memory now, unfused."""
+    def bind(self, layers_at_once: int = 1) -> None:
+        """Points everything at the parameters as they lie in memory now, unfused.
+
+        Where parts are taken from other ranks, those of `layers_at_once` are under way together.
+        """
         self.bind_rest()
         for layer in self.layers:
+            if layer.index % layers_at_once == 0:
+                self.parallel.wait()
             layer.bind()
+        self.parallel.wait()
 
     def fuse_lora(self) -> int:
         """Fuses the active adapters of every linear; returns the bytes of the buffers."""
@@ -199,23 +210,30 @@ class InferenceModel:
             hidden = self.final_norm.apply(hidden)
         if self.project_out:
             hidden = self.project(hidden, *self.project_out.pair)
-        logits = self.lm_head_op(hidden, *self.lm_head.pair)
+        logits = self._gather_vocabulary(self.lm_head_op(hidden, *self.lm_head.pair))
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         """`[N, E]`: what goes into the first layer."""
-        weight = self.embedding.weight.detach()
-        hidden = weight[batch.tokens]
-        scale = getattr(self.embedding, "embed_scale", None)  # Gemma's embedding multiplies what it looks up
-        if scale is not None:
-            hidden = hidden * scale.to(weight.dtype)
+        hidden = self.embedding.look_up(batch.tokens)
         if self.project_in:
             hidden = self.project(hidden, *self.project_in.pair)
         if self.position_embedding is not None:
-            hidden = hidden + self.position_embedding.weight.detach()[batch.positions + self.position_offset]
+            hidden = hidden + self.position_embedding.look_up(batch.positions + self.position_offset)
         return self.embedding_norm.apply(hidden) if self.embedding_norm else hidden
+
+    def _gather_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[R, V]` of the ranks' parts of the vocabulary.
+
+        Every rank gets the same bits, so that all draw the same tokens and take the same turns.
+        """
+        if self.lm_head.columns is None:
+            return logits
+        first, *_, last = (ranges[0] for ranges in self.lm_head.columns)
+        missing = first[1] - logits.shape[1]
+        return self.parallel.all_gather(torch.nn.functional.pad(logits, (0, missing)))[:, : last[1]]
 
     def _rotary_rows(self, kind: str | None, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(batch, PrefillBatch) and self.rotaries[kind].depends_on_length:

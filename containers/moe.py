@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.containers.linear import LoraAdapter, TransposedLinear, active_adapters, whole
+from hybrid_engine.containers.linear import LoraAdapter, TransposedLinear, active_adapters
 from hybrid_engine.containers.moe_policy import MoEPolicy
 from hybrid_engine.containers.policy import UnsupportedModelError
+from hybrid_engine.containers.tensor_parallel import ALONE, Cut, TensorParallel, cut, join
 from hybrid_engine.containers.views import submodule
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, EXPERT_ACTIVATIONS, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
@@ -37,10 +38,14 @@ def unwrap(module: nn.Module, name: str) -> tuple[nn.Module, list[nn.Module]]:
     return module, wrappers
 
 
-def expert_update(wrapper: Any, adapter: LoraAdapter, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 factors whose product per expert, times the scale, is added to the parameter as it is stored."""
+def expert_update(
+    wrapper: Any, adapter: LoraAdapter, dim: int, parallel: TensorParallel = ALONE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 factors whose product per expert, times the scale, is added to the whole parameter as it is stored."""
     num_experts = wrapper.num_experts
-    a, b = adapter.a.weight.detach().float(), adapter.b.weight.detach().float()
+    a, b = (parallel.take(linear.weight, None, "an adapter") for linear in (adapter.a, adapter.b))
+    parallel.wait()
+    a, b = a.float(), b.float()
     a = a.reshape(num_experts, -1, a.shape[-1])  # [X, r, in]
     b = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # [X, out, r]
     # Releases of peft that do not know the attribute call the second dimension "in" whatever it is.
@@ -49,13 +54,18 @@ def expert_update(wrapper: Any, adapter: LoraAdapter, dim: int) -> tuple[torch.T
 
 
 class ParameterView:
-    """A parameter with peft's updates fused or not; `tensor` is valid from `bind` until the weights move.
+    """A parameter, or this rank's part of it, with peft's updates fused or not.
+
+    `tensor` is valid from `bind` until the weights move.
 
     Raises UnsupportedModelError where the module has no such parameter or wraps it in what is not plain LoRA.
     """
 
-    def __init__(self, module: nn.Module, parameter: str, name: str):
+    def __init__(
+        self, module: nn.Module, parameter: str, name: str, parallel: TensorParallel = ALONE, part: Cut | None = None
+    ):
         self.base, wrappers = unwrap(module, name)
+        self.parallel, self.part = parallel, part
         self.parameter, self.name = parameter, f"{name}.{parameter}"
         if not isinstance(getattr(self.base, parameter, None), torch.Tensor):
             raise UnsupportedModelError(f"{type(self.base).__name__} has no {parameter!r}, which its policy names")
@@ -74,12 +84,12 @@ class ParameterView:
 
     def bind(self) -> None:
         """Points at the parameter as it lies in memory now; RuntimeError where it is not gathered."""
-        self.view = self.tensor = whole(getattr(self.base, self.parameter), self.name)
+        self.view = self.tensor = self.parallel.take(getattr(self.base, self.parameter), self.part, self.name)
 
     def fuse_lora(self) -> int:
         """Adds the active adapters into a buffer of this view's own; returns its bytes, 0 without adapters."""
         updates = [
-            (*expert_update(wrapper, adapter, self.view.dim()), adapter.scale)
+            (*self._cut(*expert_update(wrapper, adapter, self.view.dim(), self.parallel)), adapter.scale)
             for wrapper in self.wrappers
             for adapter in active_adapters(wrapper, self.name)
         ]
@@ -95,6 +105,13 @@ class ParameterView:
         self.tensor = fused
         return fused.nbytes
 
+    def _cut(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The factors `[X, d1, r]` and `[X, r, d2]` of this rank's part of their product."""
+        if self.part is None:
+            return left, right
+        part = self.part.of(left if self.part.dim == 1 else right, self.parallel.rank)
+        return (part, right) if self.part.dim == 1 else (left, part)
+
     def unfuse_lora(self) -> None:
         """Back to the parameter, which fusing has not touched; the buffer is freed."""
         self.tensor = self.view
@@ -103,10 +120,16 @@ class ParameterView:
 class SharedExpert:
     """The gated MLP that every token passes, and the linear that weighs it."""
 
-    def __init__(self, policy: MoEPolicy, layer: nn.Module, activation: str, name: str):
+    def __init__(self, policy: MoEPolicy, layer: nn.Module, activation: str, name: str, parallel: TensorParallel):
         assert policy.shared is not None
-        paths = [*policy.shared, *([policy.shared_gate] if policy.shared_gate else [])]
-        self.linears = [TransposedLinear(submodule(layer, path), f"{name} {path}") for path in paths]
+        gate, up, down = ((submodule(layer, path), f"{name} {path}", parallel) for path in policy.shared)
+        self.size = TransposedLinear(*down).num_inputs
+        part = parallel.even(self.size)
+        self.linears = [*(TransposedLinear(*linear, columns=part) for linear in (gate, up))]
+        self.linears.append(TransposedLinear(*down, rows=part))
+        if policy.shared_gate:
+            weigher = submodule(layer, policy.shared_gate)
+            self.linears.append(TransposedLinear(weigher, f"{name} {policy.shared_gate}", parallel))
         self.mlp_gemm, self.vector_matmul = MLPGemmOp(None, 0.0, activation), VectorMatMulOp()
 
     def forward(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -119,26 +142,35 @@ class SharedExpert:
 class MoEBlock:
     """Router, experts and shared expert of one decoder layer. `bind` before `forward`, and whenever weights moved."""
 
-    def __init__(self, policy: MoEPolicy, layer: nn.Module, config: Any, name: str):
+    def __init__(self, policy: MoEPolicy, layer: nn.Module, config: Any, name: str, parallel: TensorParallel = ALONE):
         """Raises UnsupportedModelError where policy and layer do not fit."""
-        self.policy, self.name = policy, name
+        self.policy, self.name, self.parallel = policy, name, parallel
         router, experts = submodule(layer, policy.router), submodule(layer, policy.experts)
         router_base, experts_base = unwrap(router, f"{name} {policy.router}")[0], unwrap(experts, name)[0]
 
-        def view(module: nn.Module, path: str, parameter: str | None) -> ParameterView | None:
-            return ParameterView(module, parameter, f"{name} {path}") if parameter else None
+        def view(module: nn.Module, path: str, parameter: str | None, part: Cut | None = None) -> ParameterView | None:
+            return ParameterView(module, parameter, f"{name} {path}", parallel, part) if parameter else None
 
-        self.router = ParameterView(router, "weight", f"{name} {policy.router}")
+        self.router = ParameterView(router, "weight", f"{name} {policy.router}", parallel)
         has_bias = getattr(router_base, "bias", None) is not None
         self.router_bias = view(router, policy.router, "bias" if has_bias else None)
-        self.up = ParameterView(experts, policy.up, f"{name} {policy.experts}")
-        self.down = ParameterView(experts, policy.down, f"{name} {policy.experts}")
-        self.up_bias = view(experts, policy.experts, policy.up_bias)
+        into, out = (1, 2) if policy.is_stored_transposed else (2, 1)
+        self.size = size = ParameterView(experts, policy.down, f"{name} {policy.experts}").shape[into]
+        # Every rank has its part of each expert, so that all have the same work whatever the router chooses.
+        columns = parallel.even(size)
+        if policy.layout == "halves":
+            columns = join(columns, parallel.even(size, size))
+        elif policy.layout == "interleaved":
+            columns = parallel.even(2 * size)
+        up_cut, down_cut = cut(out, columns), cut(into, parallel.even(size))
+        self.up = ParameterView(experts, policy.up, f"{name} {policy.experts}", parallel, up_cut)
+        self.down = ParameterView(experts, policy.down, f"{name} {policy.experts}", parallel, down_cut)
+        self.up_bias = view(experts, policy.experts, policy.up_bias, cut(1, columns))
         self.down_bias = view(experts, policy.experts, policy.down_bias)
         activation = getattr(config, policy.activation) if policy.activation else CLAMPED_SWIGLU
         if activation not in EXPERT_ACTIVATIONS:
             raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(EXPERT_ACTIVATIONS)}")
-        self.shared = SharedExpert(policy, layer, activation, name) if policy.shared else None
+        self.shared = SharedExpert(policy, layer, activation, name, parallel) if policy.shared else None
         self._check_shapes()
         self._build_ops(config, activation, experts_base)
 
@@ -161,6 +193,11 @@ class MoEBlock:
         numbers = {key: getattr(experts, key) for key in ("alpha", "limit") if activation == CLAMPED_SWIGLU}
         self.expert_gemm = ExpertGemmOp(activation, policy.layout, **numbers)
         self.expert_sum, self.vector_matmul = ExpertSumOp(), VectorMatMulOp()
+
+    @property
+    def sizes(self) -> list[int]:
+        """MLP sizes of the whole experts."""
+        return [self.size, *([self.shared.size] if self.shared else [])]
 
     @property
     def parts(self) -> list[ParameterView | TransposedLinear]:
@@ -189,8 +226,13 @@ class MoEBlock:
         )
         routing = self.gating(self.vector_matmul(normed, self.router.tensor.t(), router_bias))
         up, down = self.up.tensor, self.down.tensor
+        if not self.parallel.is_first:
+            down_bias = None  # added once
         if not self.policy.is_stored_transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         outputs = self.expert_gemm(normed, routing, up, up_bias, down, down_bias)
         shared, shared_logit = self.shared.forward(normed) if self.shared else (None, None)
-        return self.expert_sum(outputs, normed.dtype, shared, shared_logit, residual)
+        if self.parallel.size == 1:
+            return self.expert_sum(outputs, normed.dtype, shared, shared_logit, residual)
+        output = self.parallel.all_reduce(self.expert_sum(outputs, normed.dtype, shared, shared_logit, None))
+        return output if residual is None else residual + output

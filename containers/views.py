@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.containers.linear import whole
 from hybrid_engine.containers.policy import NormKind, UnsupportedModelError
+from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel, cut
 from hybrid_engine.ops import NORM_OPS
 
 
@@ -42,19 +42,19 @@ def norm_eps(norm: nn.Module) -> float:
 class NormView:
     """`gamma [E]` and `beta [E]` or None of one norm, its kind and eps."""
 
-    def __init__(self, module: nn.Module, kind: NormKind):
+    def __init__(self, module: nn.Module, kind: NormKind, parallel: TensorParallel = ALONE):
         if getattr(module, "weight", None) is None:
             raise UnsupportedModelError(f"{type(module).__name__} has no weight")
-        self.module, self.kind, self.eps = module, kind, norm_eps(module)
+        self.module, self.kind, self.eps, self.parallel = module, kind, norm_eps(module), parallel
         self.op: Any = NORM_OPS[kind](self.eps)
         self.gamma: torch.Tensor
         self.beta: torch.Tensor | None
 
     def bind(self) -> None:
         """Points at the parameters as they lie in memory now."""
-        self.gamma = whole(self.module.weight, type(self.module).__name__)
-        bias = getattr(self.module, "bias", None)
-        self.beta = None if bias is None else bias.detach()
+        name, bias = type(self.module).__name__, getattr(self.module, "bias", None)
+        self.gamma = self.parallel.take(self.module.weight, None, name)
+        self.beta = None if bias is None else self.parallel.take(bias, None, name)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -67,11 +67,14 @@ class NormView:
 
 
 class HeadNormsView:
-    """Layer norms that each head has for itself, their weights side by side in a buffer that stays in place."""
+    """Layer norms that each head has for itself, their weights side by side in a buffer that stays in place.
 
-    def __init__(self, module: nn.Module):
-        self.norms = [NormView(norm, "layer") for norm in submodule(module, "norms").children()]
-        self.eps = self.norms[0].eps
+    Of all heads the `num_heads` from `first` on.
+    """
+
+    def __init__(self, module: nn.Module, first: int, num_heads: int, parallel: TensorParallel = ALONE):
+        self.norms = [NormView(norm, "layer", parallel) for norm in submodule(module, "norms").children()]
+        self.eps, self.parallel, self.heads = self.norms[0].eps, parallel, slice(first, first + num_heads)
         self.gamma: torch.Tensor | None = None  # [H, D]
 
     def bind(self) -> None:
@@ -80,7 +83,8 @@ class HeadNormsView:
             norm.bind()
             if norm.beta is not None:
                 raise UnsupportedModelError("norms of single heads with a bias")
-        stacked = torch.stack([norm.gamma for norm in self.norms])
+        self.parallel.wait()
+        stacked = torch.stack([norm.gamma for norm in self.norms[self.heads]])
         if self.gamma is None or self.gamma.device != stacked.device or self.gamma.dtype != stacked.dtype:
             self.gamma = stacked
         else:
@@ -96,3 +100,38 @@ class HeadNormsView:
         """`[N, H, D]` -> `[N, H, D]`."""
         assert self.gamma is not None
         return torch.nn.functional.layer_norm(input, input.shape[-1:], None, None, self.eps) * self.gamma
+
+
+class EmbeddingView:
+    """`weight [V, E]` of an embedding, or this rank's rows of it; what it looks up is the same on every rank.
+
+    Raises UnsupportedModelError for a module that is no embedding.
+    """
+
+    def __init__(self, module: nn.Module, parallel: TensorParallel = ALONE, is_cut: bool = False):
+        if not isinstance(module, nn.Embedding):
+            raise UnsupportedModelError(f"{type(module).__name__} in the place of an embedding")
+        self.module, self.parallel = module, parallel
+        self.ranges = parallel.chunks(module.num_embeddings) if is_cut else None
+        # Gemma's embedding multiplies what it looks up.
+        self.scale: torch.Tensor | None = getattr(module, "embed_scale", None)
+        self.weight: torch.Tensor = module.weight
+
+    def bind(self) -> None:
+        """Points at the parameter as it lies in memory now, or takes this rank's part of it."""
+        self.weight = self.parallel.take(self.module.weight, cut(0, self.ranges), "the embedding")
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """`[N]` -> `[N, E]`."""
+        hidden = self.weight[tokens] if self.ranges is None else self._look_up_cut(tokens)
+        return hidden if self.scale is None else hidden * self.scale.to(hidden.dtype)
+
+    def _look_up_cut(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Each row comes from the one rank that has it; the others add zeros."""
+        assert self.ranges is not None
+        ((start, stop),) = self.ranges[self.parallel.rank]
+        is_here = (tokens >= start) & (tokens < stop)
+        if stop == start:
+            return self.parallel.all_reduce(self.weight.new_zeros(len(tokens), self.weight.shape[1]))
+        rows = self.weight[(tokens - start).clamp(0, stop - start - 1)]
+        return self.parallel.all_reduce(rows.masked_fill(~is_here[:, None], 0.0))
