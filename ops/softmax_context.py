@@ -153,8 +153,8 @@ class SoftmaxContextOp:
     ) -> torch.Tensor:
         """Causal attention inside each packed sequence; sequences of like length are padded to one batch."""
         if len(set(lengths)) == 1:
-            padded = (x.unflatten(0, (len(lengths), lengths[0])) for x in (q, k, v))
-            return self._causal(*padded, sinks, alibi).flatten(0, 1)
+            q, k, v = (x.unflatten(0, (len(lengths), lengths[0])) for x in (q, k, v))
+            return self._causal(q, k, v, sinks, alibi).flatten(0, 1)
         rows = torch.arange(q.shape[0], device=q.device).split(lengths)
         contexts: list[torch.Tensor] = [q] * len(lengths)
         for group in like_lengths(lengths):
