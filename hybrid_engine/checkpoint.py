@@ -124,7 +124,7 @@ def _is_alone(engine: "ZeroEngine") -> bool:
 
 
 def _check_at_boundary(engine: "ZeroEngine") -> None:
-    done = engine.micro_steps % engine.config.gradient_accumulation_steps
+    done = engine.num_pending_micro_batches
     if done:
         raise ValueError(
             f"save_checkpoint(): {done} of {engine.config.gradient_accumulation_steps} micro-batches of a step are "

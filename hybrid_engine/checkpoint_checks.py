@@ -6,12 +6,33 @@ optimizer), `has_scheduler` and `optimizer` (its `class` and the names of its `o
 the oldest checkpoints).
 """
 
+import logging
 from pathlib import Path
 from typing import Any
+
+from hybrid_engine.zero.processes import gather_objects
+
+logger = logging.getLogger("hybrid_engine")
 
 FORMAT = 1
 REQUIRED_KEYS = ("files", "shapes", "groups", "has_scheduler")
 MAX_NAMES_IN_ERROR = 10
+
+
+def choose_tag(tag: str | int | None, validation: str) -> str | int | None:
+    """The tag of rank 0, compared with the others' as `checkpoint.tag_validation` says; collective.
+
+    Raises:
+        ValueError: they differ and `validation` is "Fail".
+    """
+    tags = gather_objects(tag)
+    if validation == "Ignore" or all(other == tags[0] for other in tags):
+        return tags[0]
+    message = f"save_checkpoint(): the processes give different tags, {tags}; give all of them the same"
+    if validation == "Fail":
+        raise ValueError(f"{message} (checkpoint.tag_validation is Fail)")
+    logger.warning("%s; that of rank 0 is used", message)
+    return tags[0]
 
 
 def check_format(folder: Path, manifest: Any) -> None:

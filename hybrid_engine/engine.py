@@ -9,19 +9,28 @@ Where things are: sharding in `zero/sharding.py`, masters, clipping and loss sca
 `checkpoint.py` and `export.py`. Names and meanings are those of DeepSpeed's engine.
 """
 
+import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from hybrid_engine import checkpoint
+from hybrid_engine.checkpoint_checks import choose_tag
+from hybrid_engine.compat.engine_names import EngineNames
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.memory import describe_memory
+from hybrid_engine.observing.monitor import check_packages
+from hybrid_engine.observing.observer import Observer
+from hybrid_engine.random_state import seed_everything
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
 from hybrid_engine.zero.param_groups import name_groups
 from hybrid_engine.zero.processes import (
@@ -31,14 +40,16 @@ from hybrid_engine.zero.processes import (
     get_rank,
     get_world_size,
 )
-from hybrid_engine.zero.sharding import shard_module
+from hybrid_engine.zero.sharding import offloads_parameters, shard_module
+
+logger = logging.getLogger("hybrid_engine")
 
 
 class ZeroEngine(nn.Module):
     """A module that is trained with `engine(...)`, `engine.backward(loss)` and `engine.step()`.
 
-    Attributes that the module has and the engine has not are the module's. Without an optimizer, neither passed nor in
-    the config, it only evaluates and `optimizer` is None.
+    Attributes that the engine has not are looked up among DeepSpeed's names (`compat/engine_names.py`), then on the
+    module. Without an optimizer, neither passed nor in the config, it only evaluates and `optimizer` is None.
     """
 
     def __init__(
@@ -72,14 +83,19 @@ class ZeroEngine(nn.Module):
         trains = optimizer is not None or config.optimizer is not None
         stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
         groups = name_groups(stepped, model) if trains else []
+        check_packages(config)
         check_same_architecture(model)
         self.training_dataloader = _build_dataloader(training_data, collate_fn, config)
         # Everything is checked; from here on the model is changed.
         self.config = config
+        self.names = EngineNames(self)
         self.device = default_device()
+        if config.seed is not None:
+            seed_everything(config.seed + get_rank())
         cast_parameters(model, config.dtype)
-        broadcast_module(model.to(self.device))
-        self.sharding = shard_module(model, stage=config.zero_optimization.stage)
+        # What is offloaded reaches the device layer by layer, while it is sharded: the whole might not fit there.
+        broadcast_module(model if offloads_parameters(config) else model.to(self.device))
+        self.sharding = shard_module(model, config)
         self.module = model
         self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
@@ -87,37 +103,48 @@ class ZeroEngine(nn.Module):
         self.micro_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
+        self.observer = Observer(config, self.device, self.sharding.rank)
+        self.num_pending_micro_batches = 0
+        self._boundary: bool | None = None
+        self._reduces_gradients = True
         self._backward_was_called = False
-        self._loss_sum: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name == "module" or "names" not in self.__dict__:
                 raise
-            return getattr(self.module, name)
+        return getattr(self.names if hasattr(EngineNames, name) else self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
-        return self.module(*args, **kwargs)
+        if self.config.fp16.enabled and self.config.fp16.auto_cast:
+            args, kwargs = tree_map(_to_half, (args, kwargs))
+        with self.observer.forward(self.global_steps, self.module.training), self._saving_activations():
+            return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Adds the gradients of `loss / gradient_accumulation_steps` to those of this step; returns `loss`.
 
         Collective when the gradients are reduced here: in stages 2 and 3, and at the accumulation boundary.
+
+        Args:
+            loss: one number.
+            retain_graph: whether the graph is kept for another backward pass.
+            scale_wrt_gas: False does not divide by the accumulation steps.
 
         Raises:
             ValueError: `loss` is not one number or does not depend on the parameters; the engine does not train.
         """
         optimizer = self._check_trains("backward()")
         _check_loss(loss)
-        self.sharding.set_gradient_sync(self.is_gradient_accumulation_boundary())
-        optimizer.scale_loss(loss.float() / self.config.gradient_accumulation_steps).backward()
-        optimizer.accumulate_gradients()
+        self.sharding.set_gradient_sync(self._reduces_gradients and self.is_gradient_accumulation_boundary())
+        factor = self.sharding.loss_factor / (self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
+        with self.observer.backward(loss):
+            optimizer.scale_loss(loss.float() * factor).backward(retain_graph=retain_graph)
+            optimizer.accumulate_gradients()
         self._backward_was_called = True
-        # Added on the device: reading the number would wait for it at every micro-batch.
-        self._loss_sum = loss.detach() if self._loss_sum is None else self._loss_sum + loss.detach()
         return loss
 
     def step(self) -> None:
@@ -128,44 +155,38 @@ class ZeroEngine(nn.Module):
                 was stepped, the gradients are dropped and the accumulation starts again.
         """
         self._check_trains("step()")
+        if not self._reduces_gradients:
+            raise ValueError("step(): inside no_sync() gradients are not reduced; step after it")
         if not self._backward_was_called:
             raise ValueError("step(): there are no gradients; call backward(loss) before each step()")
         self._backward_was_called = False
-        if not self.is_gradient_accumulation_boundary():
-            self.micro_steps += 1
-            return
-        try:
-            self._step_optimizer()
-        except ValueError:
-            self.micro_steps -= self.config.gradient_accumulation_steps - 1
-            self.zero_grad()
-            raise
+        is_boundary = self.is_gradient_accumulation_boundary()
+        with self.observer.step(is_boundary):
+            if is_boundary:
+                self._step_optimizer()
+            else:
+                self.num_pending_micro_batches += 1
         self.micro_steps += 1
+        if is_boundary:
+            self.observer.print_times(self.global_steps)
 
     def _step_optimizer(self) -> None:
         assert self.optimizer is not None
         self.sharding.reshard()
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except ValueError:
+            self.micro_steps -= self.num_pending_micro_batches
+            self.zero_grad()
+            raise
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
         if self.optimizer.overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self._print_step()
+        self.observer.finish_step(self.optimizer, self.global_steps, self.global_samples, self.skipped_steps)
         self.zero_grad()
-
-    def _print_step(self) -> None:
-        every = self.config.steps_per_print
-        if every == 0 or self.global_steps % every != 0 or self.sharding.rank != 0:
-            return
-        assert self.optimizer is not None and self._loss_sum is not None
-        loss = self._loss_sum.item() / self.config.gradient_accumulation_steps
-        print(
-            f"step={self.global_steps} loss={loss:.6g} lr={self.get_lr()} grad_norm={self.optimizer.grad_norm:.6g} "
-            f"loss_scale={self.optimizer.cur_scale:g} skipped={self.skipped_steps}",
-            flush=True,
-        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, also those of the micro-batches since the last boundary."""
@@ -173,11 +194,43 @@ class ZeroEngine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         self.sharding.drop_pending_gradients()
-        self._loss_sum = None
+        self.observer.forget_losses()
+        self.num_pending_micro_batches = 0
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its optimizer step."""
+        if self._boundary is not None:
+            return self._boundary
         return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Says whether each micro-batch from now on ends an optimizer step; None counts them again, as at first.
+
+        The loss is divided by `gradient_accumulation_steps` all the same.
+        """
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside reduce no gradients; the first one after it that ends a step reduces their sum.
+
+        Raises:
+            ValueError: at stages 2 and 3, which reduce at every micro-batch; in `step()` inside.
+        """
+        if self.sharding.is_sharded and self.sharding.stage >= 2:
+            raise ValueError(
+                f"no_sync(): zero_optimization.stage={self.sharding.stage} keeps only shards of the gradients and "
+                f"reduces them at every micro-batch; use stage 0 or 1, or leave no_sync() out"
+            )
+        self._reduces_gradients = False
+        try:
+            yield
+        finally:
+            self._reduces_gradients = True
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` at a boundary changed the parameters; False before the first and after a skip."""
+        return self.global_steps > 0 and self.optimizer is not None and not self.optimizer.overflow
 
     def get_global_grad_norm(self) -> float | None:
         """The gradients' 2-norm at the last step, before clipping and without the loss scale; None before the first."""
@@ -203,6 +256,7 @@ class ZeroEngine(nn.Module):
         self, save_dir: str | os.PathLike[str], tag: str | int | None = None, client_state: Any = None
     ) -> Path:
         """Saves everything needed to go on, on disk when it returns; collective. See `checkpoint.save`."""
+        tag = choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state)
 
     def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None) -> tuple[str, Any]:
@@ -214,21 +268,39 @@ class ZeroEngine(nn.Module):
         path, client_state = checkpoint.load(self, load_dir, tag)
         return str(path), client_state
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str]) -> Path:
-        """Saves the weights as a folder for `from_pretrained`, adapters merged; collective.
+    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> Path | bool:
+        """Saves the weights in the precision they are computed in; collective.
 
-        Raises:
-            ValueError: the module is not a model of transformers.
+        Args:
+            save_dir: the folder. Of a model of transformers it becomes one for `from_pretrained`, adapters merged.
+            save_filename: writes the module's state dict to this file in it instead, like DeepSpeed; None means
+                "pytorch_model.bin" for a module that is not of transformers.
+
+        Returns:
+            The folder; False when the config forbids to gather a stage 3 model, with a warning.
         """
         # Here, not at the top: training a plain module needs neither transformers nor peft.
         from hybrid_engine.export import save_16bit_model
 
+        zero = self.config.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            logger.warning(
+                "save_16bit_model(): nothing was saved, zero_optimization.stage3_gather_16bit_weights_on_model_save "
+                "is false"
+            )
+            return False
         self.sharding.reshard()
-        return save_16bit_model(self.module, save_dir)
+        return save_16bit_model(self.module, save_dir, save_filename)
 
     def report(self) -> str:
         """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process."""
         return describe_memory(self.sharding, self.optimizer, self.config)
+
+    def _saving_activations(self) -> AbstractContextManager[Any]:
+        """Where what the forward pass saves for the backward pass lies."""
+        if not self.config.activation_checkpointing.cpu_checkpointing or self.device.type == "cpu":
+            return nullcontext()
+        return save_on_cpu(pin_memory=True)
 
     def _check_trains(self, what: str) -> Any:
         if self.optimizer is None:
@@ -247,7 +319,12 @@ def _build_dataloader(
         rank=get_rank(),
         world_size=get_world_size(),
         collate_fn=collate_fn,
+        seed=config.seed or 0,
     )
+
+
+def _to_half(value: Any) -> Any:
+    return value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _check_loss(loss: torch.Tensor) -> None:

@@ -39,7 +39,8 @@ def initialize(
     Under torchrun it joins the process group first, unless that was done. The model is changed in place.
 
     Args:
-        args: only `args.deepspeed_config` is read, a path to use when `config` is not given.
+        args: `args.deepspeed_config` is a path to use when `config` is not given; values "auto" of the config are
+            taken from here if this is a TrainingArguments of transformers.
         model: the module to train; on each process the same architecture.
         optimizer: an optimizer on the model's parameters, or a function of parameter groups; None takes the config's.
             Without either the engine only evaluates.
@@ -65,7 +66,7 @@ def initialize(
             raise ValueError(f"{name} is known to DeepSpeed, not built yet here; remove it")
     chosen_config = _choose_config(args, config, config_params)
     _join_processes(dist_init_required, distributed_port)
-    engine_config = load_config(chosen_config, world_size=get_world_size())
+    engine_config = load_config(chosen_config, world_size=get_world_size(), arguments=args)
     engine_class = HybridEngine if engine_config.hybrid_engine.enabled else ZeroEngine
     engine = engine_class(
         model,

@@ -1,4 +1,4 @@
-"""Writes the trained model as a folder that `from_pretrained` loads, adapters merged; live weights stay as they are.
+"""Writes the trained model for `from_pretrained`, adapters merged, or as a state dict; live weights stay as they are.
 
 The weights are gathered to rank 0's memory and given to an empty model of the same class, which saves itself.
 """
@@ -19,30 +19,31 @@ from hybrid_engine.zero.processes import get_rank, on_rank_zero
 from hybrid_engine.zero.sharding import full_tensor
 
 WRITING = ".writing"
+STATE_DICT = "pytorch_model.bin"
 
 
-def save_16bit_model(module: nn.Module, save_dir: str | os.PathLike[str]) -> Path:
-    """Saves `module`, in the precision it computes in, as a Hugging Face folder; collective.
+def save_16bit_model(module: nn.Module, save_dir: str | os.PathLike[str], filename: str | None = None) -> Path:
+    """Saves `module`, in the precision it computes in; collective.
 
-    The active adapters of a `PeftModel` are merged into a copy of the base weights, and the base model is saved.
-    Files of an earlier save are replaced one by one when all new ones are complete.
+    A model of transformers becomes a Hugging Face folder: the active adapters of a `PeftModel` are merged into a copy
+    of the base weights, and the base model is saved. Files of an earlier save are replaced one by one when all new
+    ones are complete.
 
     Args:
         module: the engine's module, sharded or not, with nothing gathered.
         save_dir: the folder; made if it does not exist.
-
-    Raises:
-        ValueError: `module` is not a model of transformers.
+        filename: writes the module's state dict, adapters apart, to this file of it instead; None does that only for
+            a module that is not of transformers, under the name "pytorch_model.bin".
     """
     base = module.get_base_model() if isinstance(module, PeftModel) else module
-    if not isinstance(base, PreTrainedModel):
-        raise ValueError(
-            f"save_16bit_model(): {type(module).__name__} is not a model of transformers and has no from_pretrained; "
-            f"use save_checkpoint()"
-        )
+    folder = Path(save_dir)
     weights = _gather_weights(module)
-    on_rank_zero(lambda: _write(_rebuild(module, base, weights), Path(save_dir)))
-    return Path(save_dir)
+    if filename is None and isinstance(base, PreTrainedModel):
+        on_rank_zero(lambda: _write(_rebuild(module, base, weights), folder))
+    else:
+        state = {name: weights.get(name) for name in module.state_dict()}
+        on_rank_zero(lambda: _write_state(state, folder, filename or STATE_DICT))
+    return folder
 
 
 def _gather_weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -107,3 +108,10 @@ def _write(model: PreTrainedModel, folder: Path) -> None:
     for path in sorted(writing.iterdir()):
         path.replace(folder / path.name)
     writing.rmdir()
+
+
+def _write_state(state: dict[str, Any], folder: Path, filename: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    writing = folder / f"{filename}{WRITING}"
+    torch.save(state, writing)
+    writing.replace(folder / filename)

@@ -298,6 +298,24 @@ def test_the_saved_model_loads_with_from_pretrained_and_computes_the_same(tmp_pa
             ]
 
 
-def test_a_module_that_is_not_of_transformers_has_no_folder_to_load():
-    with pytest.raises(ValueError, match=r"Linear is not a model of transformers.*save_checkpoint"):
-        _linear().save_16bit_model("unused")
+def test_a_module_that_is_not_of_transformers_is_saved_as_a_state_dict(tmp_path):
+    engine = _linear({**MINIMAL, "bf16": {"enabled": True}})
+    engine.save_16bit_model(tmp_path)
+    state = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert state.keys() == engine.module.state_dict().keys() and state["weight"].dtype == torch.bfloat16
+    assert all(torch.equal(tensor, engine.module.state_dict()[name]) for name, tensor in state.items())
+
+
+def test_a_file_name_asks_for_a_state_dict_of_a_model_of_transformers(tmp_path):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(3))
+    engine.save_16bit_model(tmp_path, "model.bin")
+    loaded = tiny_llama(seed=1)
+    loaded.load_state_dict(torch.load(tmp_path / "model.bin", weights_only=True))
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), engine.parameters(), strict=True))
+
+
+def test_a_stage_3_model_is_not_gathered_for_saving_where_the_config_forbids_it(tmp_path, caplog):
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+    engine = _linear({**MINIMAL, "zero_optimization": zero})
+    assert engine.save_16bit_model(tmp_path) is False and not list(tmp_path.iterdir())
+    assert "stage3_gather_16bit_weights_on_model_save is false" in caplog.text

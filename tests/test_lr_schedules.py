@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from hybrid_engine.config import SchedulerConfig
+from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle
 from hybrid_engine.zero.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
 
 
@@ -76,6 +77,46 @@ def test_cosine_falls_from_below_the_peak_to_its_floor_and_stays_there():
     assert seen_rates(scheduler, optimizer, 9) == pytest.approx([2.0 * share for share in shares])
 
 
+def test_a_range_test_grows_by_its_step_rate_every_step_size_at_once_or_evenly():
+    optimizer = sgd(0.5)
+    scheduler = LRRangeTest(optimizer, 0.1, lr_range_test_step_size=2, lr_range_test_step_rate=3.0)
+    assert seen_rates(scheduler, optimizer, 5) == pytest.approx([0.1, 0.25, 0.4, 0.55, 0.7])
+    optimizer = sgd(0.5)
+    scheduler = LRRangeTest(optimizer, 0.1, 2, 3.0, lr_range_test_staircase=True)
+    assert seen_rates(scheduler, optimizer, 5) == pytest.approx([0.1, 0.1, 0.4, 0.4, 0.7])
+
+
+def test_one_cycle_climbs_falls_and_decays():
+    optimizer = sgd(0.5)
+    scheduler = OneCycle(
+        optimizer, 0.1, 0.5, decay_lr_rate=1.0, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=2
+    )
+    # Up by quarters of 0.4, down by halves; then 0.1 / (1 + n / 2) for n = 1, 2, 3.
+    expected = [0.1, 0.2, 0.3, 0.4, 0.5, 0.3, 0.1, 0.1 / 1.5, 0.1 / 2, 0.1 / 2.5]
+    assert seen_rates(scheduler, optimizer, 10) == pytest.approx(expected)
+
+
+def test_the_stairs_of_one_cycle_hold_the_rate():
+    optimizer = sgd(0.5)
+    scheduler = OneCycle(
+        optimizer, 0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=2, cycle_second_stair_count=1
+    )
+    assert seen_rates(scheduler, optimizer, 10) == pytest.approx([0, 0, 0.5, 0.5, 1, 0, 0, 0, 0, 0])
+
+
+def test_the_momentum_of_one_cycle_moves_against_the_rate_and_decays_upwards():
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = OneCycle(optimizer, 0.1, 0.5, cycle_first_step_size=2, decay_step_size=1, decay_mom_rate=0.01)
+    seen = []
+    for _ in range(7):
+        seen.append(optimizer.param_groups[0]["betas"])
+        optimizer.step()
+        scheduler.step()
+    # DeepSpeed begins at the minimum, then falls from the maximum to it and back.
+    momenta = [0.8, 0.85, 0.8, 0.85, 0.9, 0.9 * 1.01, 0.9 * 1.02]
+    assert [beta for beta, _ in seen] == pytest.approx(momenta) and {beta for _, beta in seen} == {0.99}
+
+
 def test_each_parameter_group_follows_its_own_rates():
     optimizer = sgd(0.5, 0.5)
     scheduler = WarmupLR(optimizer, [0.0, 0.1], [1.0, 0.3], 2, "linear")
@@ -91,6 +132,8 @@ def test_each_parameter_group_follows_its_own_rates():
         ("WarmupLR", {"warmup_max_lr": 0.3, "warmup_num_steps": 5}),
         ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
+        ("LRRangeTest", {"lr_range_test_step_size": 2}),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 4}),
     ],
 )
 def test_a_schedule_loaded_in_the_middle_goes_on_as_if_never_stopped(kind, params):

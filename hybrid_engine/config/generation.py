@@ -14,7 +14,7 @@ class HybridEngineConfig:
     max_out_tokens: int = 512
     """Prompt and answer tokens that one sequence may hold together."""
     inference_tp_size: int = 1
-    """Tensor-parallel degree inside `generate()`; only 1 is built."""
+    """Tensor-parallel degree inside `generate()`: so many consecutive processes share the model and their prompts."""
     release_inference_cache: bool = False
     """Whether the KV workspace gives its memory back after each `generate()`."""
     pin_parameters: bool = True
@@ -22,7 +22,7 @@ class HybridEngineConfig:
     enable_cuda_graph: bool = True
     """On a GPU: whether a decode step is replayed as one graph wherever it can be. DeepSpeed's default is false."""
     tp_gather_partition_size: int = 8
-    """Layers gathered at a time while slicing for tensor parallelism; nothing to do while that is not built."""
+    """Layers whose parts are on their way at a time when processes share the model."""
     max_running: int = 0
     """Rows decoded at once; 0 lets the engine choose. This key and those below are not DeepSpeed's."""
     kv_block_size: int = 0
@@ -37,8 +37,8 @@ class HybridEngineConfig:
             check_integer(f"hybrid_engine.{name}", getattr(self, name), 1)
         for name in ("max_running", "kv_block_size", "max_kv_blocks"):
             check_integer(f"hybrid_engine.{name}", getattr(self, name), 0)
-        if self.inference_tp_size > 1:
+        if self.inference_tp_size > 1 and not self.pin_parameters:
             raise ValueError(
-                f"hybrid_engine.inference_tp_size={self.inference_tp_size} is not supported: there is no tensor "
-                f"parallelism; set it to 1: every process then generates its own rows with the whole model"
+                f"hybrid_engine.inference_tp_size={self.inference_tp_size} keeps each process's part of the weights "
+                "for a whole rollout, which pin_parameters=false forbids; leave pin_parameters at true"
             )

@@ -7,14 +7,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.config import EngineConfig, Fp16Config, OptimizerConfig
+from hybrid_engine.ops.adam import FusedAdam
+from hybrid_engine.ops.lamb import FusedLamb
+from hybrid_engine.ops.lion import FusedLion
 from hybrid_engine.zero.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from hybrid_engine.zero.lr_schedules import build_scheduler
 from hybrid_engine.zero.optimizer import ZeroOptimizer, build_trained_parameters
 from hybrid_engine.zero.param_groups import NamedGroup, build_groups, repoint_groups
 from hybrid_engine.zero.processes import get_world_size
 from hybrid_engine.zero.sharding import Sharding
-
-OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 
 def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineConfig) -> None:
@@ -71,7 +72,12 @@ def build_optimizer(
     """
     chosen = {name for group in groups for name in group["names"]}
     named = [(name, param) for name, param in sharding.root.named_parameters() if name in chosen]
-    parameters = build_trained_parameters(named)
+    keeps_fp16 = config.fp16.enabled and config.fp16.fp16_master_weights_and_grads
+    parameters = build_trained_parameters(
+        named,
+        master_dtype=torch.float16 if keeps_fp16 else torch.float32,
+        master_device=torch.device("cpu") if config.zero_optimization.offloads_optimizer else None,
+    )
     masters = {trained.name: trained.master for trained in parameters}
     if isinstance(optimizer, torch.optim.Optimizer):
         repoint_groups(optimizer, groups, masters)
@@ -83,16 +89,25 @@ def build_optimizer(
         inner,
         parameters,
         loss_scaler=_build_loss_scaler(config.fp16),
-        skips_overflow=config.fp16.enabled,
+        skips_overflow=config.skips_overflow,
         gradient_clipping=config.gradient_clipping,
         norm_group=sharding.norm_group,
+        accumulates_in_masters=config.accumulation_dtype == torch.float32,
     )
 
 
 def _build_from_config(config: OptimizerConfig | None, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     assert config is not None
+    params = dict(config.params)
+    if config.type == "Lamb":
+        return FusedLamb(groups, **params)
+    if config.type == "Lion":
+        return FusedLion(groups, **params)
+    if not params.pop("bias_correction", True):
+        return FusedAdam(groups, bias_correction=False, adam_w_mode=config.type == "AdamW", **params)
     # One pass over memory: 20 ms a step for 3M parameters on two cores, against 52 ms with foreach=True.
-    return OPTIMIZERS[config.type](groups, **config.params, fused=True)
+    adam = torch.optim.AdamW if config.type == "AdamW" else torch.optim.Adam
+    return adam(groups, **params, fused=True)
 
 
 def _build_loss_scaler(config: Fp16Config) -> LossScaler:

@@ -1,5 +1,7 @@
 """DeepSpeed's learning-rate schedules WarmupLR, WarmupDecayLR and WarmupCosineLR as PyTorch schedulers.
 
+The other two, LRRangeTest and OneCycle, are in `cycle_schedules.py`.
+
 The engine calls `scheduler.step()` once after each optimizer step that was not skipped. The schedules
 count iterations like DeepSpeed: construction is iteration -1 and the k-th `step()` is iteration k - 1. So
 the first optimizer step runs at iteration -1 and the second at iteration 0, and both see the floor of the
@@ -23,6 +25,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.config import SchedulerConfig
+from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle, per_group
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -81,8 +84,8 @@ class WarmupLR(_WarmupSchedule):
         warmup_type: str = "log",
     ):
         peak = optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
-        self.min_lrs = _per_group("warmup_min_lr", warmup_min_lr, len(optimizer.param_groups))
-        self.max_lrs = _per_group("warmup_max_lr", peak, len(optimizer.param_groups))
+        self.min_lrs = per_group("warmup_min_lr", warmup_min_lr, len(optimizer.param_groups))
+        self.max_lrs = per_group("warmup_max_lr", peak, len(optimizer.param_groups))
         super().__init__(optimizer, warmup_num_steps, warmup_type)
 
     def get_lr(self) -> list[float]:
@@ -172,6 +175,8 @@ SCHEDULES: dict[str, Any] = {
     "WarmupLR": WarmupLR,
     "WarmupDecayLR": WarmupDecayLR,
     "WarmupCosineLR": WarmupCosineLR,
+    "LRRangeTest": LRRangeTest,
+    "OneCycle": OneCycle,
 }
 
 
@@ -179,14 +184,6 @@ def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -
     """The schedule that the `scheduler` block of the config describes, over `optimizer`."""
     schedule: LRScheduler = SCHEDULES[config.type](optimizer, **config.params)
     return schedule
-
-
-def _per_group(name: str, value: float | Sequence[float], num_groups: int) -> list[float]:
-    if not isinstance(value, Sequence):
-        return [value] * num_groups
-    if len(value) != num_groups:
-        raise ValueError(f"{name}={value} has {len(value)} rates for {num_groups} parameter groups; give one for each")
-    return list(value)
 
 
 def _warn_if_short(total_num_steps: int, warmup_num_steps: int) -> None:

@@ -1,8 +1,9 @@
 """The optimizer shim: precision, gradient accumulation, clipping and overflow around a plain `torch.optim` optimizer.
 
 fp32 parameters are stepped where they are. bf16 and fp16 parameters get an fp32 master of this process's shard: the
-gradients of all micro-batches are added up in fp32, the master is stepped and rounded into the parameter. Whether the
-parameters are sharded makes no difference here; frozen parameters have neither master nor state.
+gradients of all micro-batches are added up in fp32, the master is stepped and rounded into the parameter. An offloaded
+optimizer has masters of fp32 parameters too, in the CPU's memory. Whether the parameters are sharded makes no
+difference here; frozen parameters have neither master nor state.
 """
 
 import math
@@ -29,31 +30,45 @@ class TrainedParameter:
     param: nn.Parameter
     """In the module's dtype; a DTensor when sharded."""
     master: nn.Parameter
-    """`param` itself when that is fp32, otherwise its fp32 copy, sharded alike."""
+    """`param` itself when that has the masters' dtype and device, otherwise such a copy, sharded alike."""
 
     @property
     def has_master(self) -> bool:
         return self.master is not self.param
 
 
-def build_trained_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[TrainedParameter]:
-    """Masters for those parameters that need one; frozen parameters are left out."""
+def build_trained_parameters(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    master_dtype: torch.dtype = torch.float32,
+    master_device: torch.device | None = None,
+) -> list[TrainedParameter]:
+    """Masters for those parameters that need one; frozen parameters are left out.
+
+    Args:
+        named_parameters: of the module.
+        master_dtype: what the optimizer steps in.
+        master_device: where; None is where each parameter is.
+    """
     return [
-        TrainedParameter(name=name, param=param, master=_build_master(param))
+        TrainedParameter(name=name, param=param, master=_build_master(param, master_dtype, master_device))
         for name, param in named_parameters
         if param.requires_grad
     ]
 
 
-def _build_master(param: nn.Parameter) -> nn.Parameter:
-    return param if param.dtype == torch.float32 else nn.Parameter(param.detach().float())
+def _build_master(param: nn.Parameter, dtype: torch.dtype, device: torch.device | None) -> nn.Parameter:
+    target = device or param.device
+    if param.dtype == dtype and param.device.type == target.type:
+        return param
+    return nn.Parameter(param.detach().to(device=target, dtype=dtype))
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
     """Steps `inner` with the attributes that scripts written for DeepSpeed's optimizers read.
 
     `inner` is the `torch.optim` optimizer over the masters; `param_groups`, `state` and `defaults` are its own, so a
-    scheduler may be built on either. `overflow` says whether the last step was skipped.
+    scheduler may be built on either. `overflow` says whether the last step was skipped. Setting `skip_step` skips the
+    next one, on every process or on none: two models then keep their steps aligned when only one of them overflows.
     """
 
     def __init__(
@@ -65,6 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         skips_overflow: bool,
         gradient_clipping: float = 0.0,
         norm_group: dist.ProcessGroup | None = None,
+        accumulates_in_masters: bool = True,
     ) -> None:
         """Takes over `inner`.
 
@@ -75,6 +91,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             skips_overflow: whether a non-finite gradient skips the step (fp16) or is an error.
             gradient_clipping: largest global gradient norm; 0 clips nothing.
             norm_group: the processes whose shards together are the model; None when this process has all of it.
+            accumulates_in_masters: whether the gradients of micro-batches are added up in the masters' dtype; False
+                leaves that to autograd, in the parameters' dtype.
         """
         # Not calling torch's initialiser: the groups and the state are those of `inner`.
         self.inner = inner
@@ -83,7 +101,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skips_overflow = skips_overflow
         self.gradient_clipping = gradient_clipping
         self.norm_group = norm_group
+        self.accumulates_in_masters = accumulates_in_masters
         self.overflow = False
+        self.skip_step = False
         self.grad_norm: float | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -113,17 +133,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The loss to call `backward()` on."""
         return loss if self.cur_scale == 1.0 else loss * self.cur_scale
 
-    @torch.no_grad()
     def accumulate_gradients(self) -> None:
-        """Adds the low-precision gradients of one backward pass to those of the masters; local, without a sync."""
+        """Takes the gradients of one backward pass; local, without a sync."""
+        if self.accumulates_in_masters:
+            self._move_gradients()
+
+    @torch.no_grad()
+    def _move_gradients(self) -> None:
+        """Adds the gradients of parameters to those of their masters."""
         for trained in self.parameters:
             grad = trained.param.grad
             if not trained.has_master or grad is None:
                 continue
             if trained.master.grad is None:
-                trained.master.grad = grad.float()
+                trained.master.grad = grad.to(device=trained.master.device, dtype=trained.master.dtype)
             else:
-                local_tensor(trained.master.grad).add_(local_tensor(grad))
+                local_tensor(trained.master.grad).add_(local_tensor(grad).to(trained.master.device))
             trained.param.grad = None
 
     @torch.no_grad()
@@ -138,18 +163,33 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("closure: the engine computes the loss itself, call step() without one")
+        self._move_gradients()
         grads = self._local_gradients()
         scaled_norm = self._global_norm(grads)
         overflow = not math.isfinite(scaled_norm)
         if overflow and not self.skips_overflow:
             raise ValueError(self._describe_non_finite(scaled_norm))
         self.grad_norm = scaled_norm / self.cur_scale
-        self.overflow = overflow
-        if not overflow:
+        self.overflow = overflow or self.skip_step
+        if not self.overflow:
             self._rescale(grads)
             self.inner.step()
             self._write_masters_back()
-        self.loss_scaler.update(overflow)
+        if overflow or not self.skip_step:  # a step that was only asked to be skipped says nothing about the scale
+            self.loss_scaler.update(overflow)
+        self.skip_step = False
+
+    @torch.no_grad()
+    def check_overflow(self, external: bool = False) -> bool:
+        """Whether the gradients at an accumulation boundary are non-finite on any process; collective when sharded.
+
+        Nothing is changed: the next `step()` finds the same. `external` is DeepSpeed's name for asking from outside.
+        """
+        self._move_gradients()
+        return not math.isfinite(self._global_norm(self._local_gradients()))
+
+    def quantize_nontrainable_params(self) -> None:
+        """Does nothing: frozen weights keep their dtype (`zero_quantized_nontrainable_weights` is not supported)."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Frees the gradients of parameters and masters (there is no other way: zeros would only take memory)."""
@@ -204,9 +244,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self.parameters:
             return 0.0
         device = local_tensor(self.parameters[0].master).device
-        norms = torch._foreach_norm(grads) if grads else [torch.zeros((), device=device)]
-        squares = torch.stack(list(norms)).square().sum()
+        norms = torch._foreach_norm(grads, 2, torch.float32) if grads else [torch.zeros((), device=device)]
+        squares = torch.stack(list(norms)).float().square().sum()
         if self.norm_group is not None:
+            # An offloaded optimizer's gradients are on the CPU, which nccl does not reach.
+            squares = squares.to(self.parameters[0].param.device)
             dist.all_reduce(squares, group=self.norm_group)
         # The one synchronisation with the device in a step.
         return squares.sqrt().item()

@@ -26,9 +26,16 @@ def init_distributed(port: int = 29500) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(port))
     if torch.cuda.is_available():
-        dist.init_process_group("nccl", device_id=default_device())
+        # gloo besides, for what is offloaded to the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=default_device())
     else:
         dist.init_process_group("gloo")
+
+
+def join_alone() -> None:
+    """Makes a process group of this process alone, if there is none."""
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def get_world_size() -> int:

@@ -9,7 +9,8 @@ ZeRO's stages are three switches of the same machinery:
 | 2     | ... and of the gradients   | whole                                   | at every micro-batch      |
 | 3     | ... and of the parameters  | its shard                               | at every micro-batch      |
 
-One process wraps nothing: gathering from oneself is still a copy.
+One process wraps nothing: gathering from oneself is still a copy. Only parameters that are offloaded from a GPU are
+wrapped there too, because they lie in the CPU's memory and are gathered from there.
 """
 
 from dataclasses import dataclass, field
@@ -18,10 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.zero.processes import get_rank, get_world_size
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +45,11 @@ class Sharding:
     world_size: int
     rank: int
     mesh: DeviceMesh | None = None
-    """Axis `shard`, below an axis `replicate` at stage 0; None when nothing is wrapped."""
+    """Axis `shard`, below an axis `replicate` where several groups hold a copy of the model each (each process at
+    stage 0); None when nothing is wrapped."""
+    loss_factor: float = 1.0
+    """What the loss is multiplied by, so that gradients are divided before they are added up; FSDP2 divides by the
+    rest."""
 
     @property
     def is_sharded(self) -> bool:
@@ -79,29 +92,67 @@ class Sharding:
         return [module for module in self.root.modules() if isinstance(module, FSDPModule)]
 
 
-def shard_module(module: nn.Module, *, stage: int) -> Sharding:
-    """Wraps `module` in place for ZeRO stage `stage`; its parameters become DTensors unless the process is alone."""
-    world_size, rank = get_world_size(), get_rank()
-    if world_size == 1:
+def shard_module(module: nn.Module, config: EngineConfig) -> Sharding:
+    """Wraps `module` in place as the config says; its parameters become DTensors unless the process is alone."""
+    world_size, rank, stage = get_world_size(), get_rank(), config.zero_optimization.stage
+    offloads = offloads_parameters(config)
+    if world_size == 1 and not offloads:
         return Sharding(root=module, stage=stage, world_size=1, rank=0)
-    device = next(module.parameters()).device
-    if stage == 0:
-        mesh = init_device_mesh(device.type, (world_size, 1), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    if world_size == 1:
+        join_alone()
+    mesh = _build_mesh(config, world_size)
+    factor = _loss_factor(config, mesh)
+    policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
     layers = find_layers(module)
     for part in [*layers, module]:
-        _fully_shard(part, mesh, stage)
-    return Sharding(root=module, layers=layers, stage=stage, world_size=world_size, rank=rank, mesh=mesh)
+        _fully_shard(part, mesh, stage, config.communication_dtype, policy)
+        if factor != 1.0:
+            part.set_gradient_divide_factor(world_size * factor)
+    _register_forward_methods(module)
+    return Sharding(
+        root=module, layers=layers, stage=stage, world_size=world_size, rank=rank, mesh=mesh, loss_factor=factor
+    )
 
 
-def _fully_shard(part: nn.Module, mesh: DeviceMesh, stage: int) -> None:
-    low_precision = any(p.dtype in (torch.bfloat16, torch.float16) for p in part.parameters())
-    # Adding up many ranks' gradients in 16 bits would round each sum.
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if low_precision else None)
-    fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy)
+def offloads_parameters(config: EngineConfig) -> bool:
+    """Whether parameters lie in the CPU's memory while a GPU computes; without a GPU they lie there anyway."""
+    return config.zero_optimization.offloads_parameters and default_device().type != "cpu"
+
+
+def _build_mesh(config: EngineConfig, world_size: int) -> DeviceMesh:
+    device = default_device().type
+    shard_size = 1 if config.zero_optimization.stage == 0 else config.zero_optimization.shard_size or world_size
+    if shard_size == world_size:
+        return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def _loss_factor(config: EngineConfig, mesh: DeviceMesh) -> float:
+    """The part of the division by the number of processes that comes before the sum."""
+    if not config.prescale_gradients and config.gradient_predivide_factor == 1.0:
+        return 1.0
+    # With nothing to scatter FSDP2 divides by a factor of ours twice, so none but 1 is left to it there.
+    if config.prescale_gradients or mesh["shard"].size() == 1:
+        return 1.0 / mesh.size()
+    return 1.0 / config.gradient_predivide_factor
+
+
+def _fully_shard(
+    part: nn.Module, mesh: DeviceMesh, stage: int, reduce_dtype: torch.dtype, offload: OffloadPolicy
+) -> None:
+    same = all(p.dtype == reduce_dtype for p in part.parameters())
+    # fp32 unless asked otherwise: adding up many ranks' gradients in 16 bits would round each sum.
+    policy = MixedPrecisionPolicy(reduce_dtype=None if same else reduce_dtype)
+    fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=offload)
     # Averages are then a sum and a division; gloo has no reduction with a factor.
     part.set_force_sum_reduction_for_comms(True)
+
+
+def _register_forward_methods(module: nn.Module) -> None:
+    """Gathers the root's parameters also for methods named `forward_...`, like a value model's `forward_value`."""
+    for name in dir(type(module)):
+        if name.startswith("forward_") and callable(getattr(type(module), name)):
+            register_fsdp_forward_method(module, name)
 
 
 def find_layers(module: nn.Module) -> list[nn.Module]:

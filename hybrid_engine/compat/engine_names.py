@@ -1,0 +1,148 @@
+"""What scripts written for DeepSpeed read and call on an engine, beyond what training itself needs.
+
+`ZeroEngine` keeps one `EngineNames` and finds these names there before it looks at its module, so the engine's own
+file stays about training.
+"""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from hybrid_engine.observing.monitor import Monitor
+from hybrid_engine.observing.timing import ThroughputTimer
+
+if TYPE_CHECKING:
+    from hybrid_engine.engine import ZeroEngine
+
+
+class EngineNames:
+    """Accessors of one engine, under DeepSpeed's names."""
+
+    def __init__(self, engine: "ZeroEngine") -> None:
+        self._engine = engine
+
+    @property
+    def monitor(self) -> Monitor:
+        """The trackers; `monitor.write_events([(name, value, step), ...])`."""
+        return self._engine.observer.monitor
+
+    @property
+    def tput_timer(self) -> ThroughputTimer:
+        """Samples per second."""
+        return self._engine.observer.throughput
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number on its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def global_rank(self) -> int:
+        """This process's number."""
+        return self._engine.sharding.rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together."""
+        return self._engine.sharding.world_size
+
+    dp_world_size = world_size
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """The torch.optim optimizer inside the shim; None without one."""
+        return self._engine.optimizer.inner if self._engine.optimizer is not None else None
+
+    @property
+    def training_mode(self) -> bool:
+        """Whether the module is in training mode."""
+        return self._engine.module.training
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        """ZeRO's stage, 0 to 3."""
+        return self._engine.config.zero_optimization.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_offload_optimizer(self) -> bool:
+        """Whether the optimizer state lies in the CPU's memory."""
+        return self._engine.config.zero_optimization.offloads_optimizer
+
+    def zero_offload_param(self) -> bool:
+        """Whether the parameters lie in the CPU's memory."""
+        return self._engine.config.zero_optimization.offloads_parameters
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are bfloat16."""
+        return self._engine.config.bf16.enabled
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are fp16."""
+        return self._engine.config.fp16.enabled
+
+    def fp16_auto_cast(self) -> bool:
+        """Whether inputs are cast to fp16."""
+        return self._engine.config.fp16.auto_cast
+
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by."""
+        return self._engine.optimizer.cur_scale if self._engine.optimizer is not None else 1.0
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale adapts to overflows."""
+        return self._engine.config.fp16.enabled and self._engine.config.fp16.loss_scale == 0
+
+    def gradient_clipping(self) -> float:
+        """The largest gradient norm; 0 does not clip."""
+        return self._engine.config.gradient_clipping
+
+    def prescale_gradients(self) -> bool:
+        """Whether gradients are divided before they are added up."""
+        return self._engine.config.prescale_gradients
+
+    def gradient_predivide_factor(self) -> float:
+        """What gradients are divided by before they are added up."""
+        return self._engine.config.gradient_predivide_factor
+
+    def steps_per_print(self) -> int:
+        """Optimizer steps between two progress lines; 0 prints none."""
+        return self._engine.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        """Whether times are printed."""
+        return self._engine.config.wall_clock_breakdown
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each parameter group: `betas`, or `momentum`."""
+        groups = self._engine.optimizer.param_groups if self._engine.optimizer is not None else []
+        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in groups]
+
+    def get_type(self) -> list[str | None]:
+        """The kind of schedule of each parameter group; None for those that say nothing."""
+        groups = self._engine.optimizer.param_groups if self._engine.optimizer is not None else []
+        return [group.get("type") for group in groups]
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer's type in the config; None without one there."""
+        config = self._engine.config.optimizer
+        return config.type.lower() if config is not None else None
+
+    def scheduler_name(self) -> str | None:
+        """The scheduler's type in the config; None without one there."""
+        config = self._engine.config.scheduler
+        return config.type if config is not None else None
+
+    def allreduce_gradients(self) -> None:
+        """Does nothing: the backward pass has reduced the gradients."""
+
+    def destroy(self) -> None:
+        """Does nothing: an engine has no state outside itself."""

@@ -1,0 +1,407 @@
+"""Options of the config that change how the engine trains: each against training without it, or plain PyTorch."""
+
+import pytest
+import torch
+from distributed import run_distributed
+from torch import nn
+from training_reference import batches, engine_config, relative_error, tiny_llama, train_engine, train_plainly
+
+import hybrid_engine
+
+STEPS = 4
+TOLERANCE = 1e-6
+MINIMAL = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train_plainly(tiny_llama(), STEPS)
+
+
+def _linear(**more):
+    torch.manual_seed(0)
+    return hybrid_engine.initialize(model=nn.Linear(3, 2), config={**MINIMAL, **more})[0]
+
+
+def _loss(engine):
+    return engine(torch.ones(1, 3, dtype=engine.module.weight.dtype)).float().square().sum()
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": True}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"prescale_gradients": True},
+        {"gradient_predivide_factor": 8.0},
+        {"communication_data_type": "bf16"},
+        {"zero_optimization": {"stage": 3, **OFFLOAD}},
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"wall_clock_breakdown": True},
+        {"gradient_accumulation_dtype": "fp32"},
+    ],
+)
+def test_on_one_process_these_change_no_number(more, plain):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(**more))
+    result = train_engine(engine, STEPS)
+    assert result.losses == pytest.approx(plain.losses, rel=TOLERANCE)
+    assert relative_error(result.weights, plain.weights) < TOLERANCE
+
+
+@pytest.mark.parametrize(("kind", "reference"), [("Lamb", "FusedLamb"), ("Lion", "FusedLion")])
+def test_an_optimizer_of_the_config_steps_like_the_one_that_is_passed(kind, reference):
+    params = {"lr": 1e-2, "weight_decay": 0.1}
+    config = engine_config(optimizer={"type": kind, "params": params}, bf16={"enabled": True})
+    by_config, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
+    del config["optimizer"]
+    model = tiny_llama()
+    cls = getattr(__import__(f"hybrid_engine.ops.{kind.lower()}", fromlist=[reference]), reference)
+    by_instance, *_ = hybrid_engine.initialize(
+        model=model,
+        optimizer=cls(model.parameters(), **params),
+        config={**config, "scheduler": None},
+        lr_scheduler=lambda inner: by_config.lr_scheduler.__class__(inner, 0.0, None, 3, "linear"),
+    )
+    ours, theirs = train_engine(by_config, 3).weights, train_engine(by_instance, 3).weights
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_adam_without_bias_correction_is_built_from_the_config():
+    engine = _linear(optimizer={"type": "Adam", "params": {"lr": 0.1, "bias_correction": False}})
+    before = engine.module.bias.detach().clone()
+    engine.backward(_loss(engine))
+    grad = engine.module.bias.grad.clone()
+    engine.step()
+    # m = 0.1 g and v = 0.001 g^2 after one step from nothing.
+    expected = before - 0.1 * 0.1 * grad / (0.001**0.5 * grad.abs() + 1e-8)
+    torch.testing.assert_close(engine.module.bias.detach(), expected)
+
+
+def test_gradients_may_be_added_up_in_the_parameters_own_dtype():
+    config = engine_config(bf16={"enabled": True}, gradient_accumulation_dtype="bf16")
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
+    reference = tiny_llama()
+    for param in reference.parameters():
+        param.data = param.data.bfloat16()
+    micro_batches = batches(1)[0]
+    for tokens in micro_batches:
+        (reference(input_ids=tokens, labels=tokens).loss.float() / len(micro_batches)).backward()
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(param.grad, reference.get_parameter(name).grad), name
+    norm = torch.cat([p.grad.float().flatten() for p in reference.parameters()]).norm().item()
+    engine.step()
+    assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-3)
+    assert all(p.grad is None for p in engine.parameters())
+
+
+def test_fp16_masters_step_the_parameters_themselves():
+    fp16 = {"enabled": True, "loss_scale": 8, "fp16_master_weights_and_grads": True}
+    engine = _linear(fp16=fp16)
+    before = engine.module.bias.detach().clone()
+    engine.backward(_loss(engine))
+    engine.step()
+    assert not any(t.has_master for t in engine.optimizer.parameters)
+    assert {v.dtype for s in engine.optimizer.state.values() for k, v in s.items() if k != "step"} == {torch.float16}
+    torch.testing.assert_close((before - engine.module.bias).abs(), torch.full((2,), 0.1).half(), rtol=2e-3, atol=0)
+
+
+def test_auto_cast_casts_floating_inputs_to_fp16_and_no_others():
+    class Echo(nn.Linear):
+        def forward(self, x, *, index, more):
+            return super().forward(x), index, more["y"]
+
+    fp16 = {"enabled": True, "auto_cast": True}
+    engine, *_ = hybrid_engine.initialize(model=Echo(3, 2), config={**MINIMAL, "fp16": fp16})
+    out, index, y = engine(torch.ones(1, 3), index=torch.arange(2), more={"y": torch.ones(1)})
+    assert out.dtype == y.dtype == torch.float16 and index.dtype == torch.int64
+
+
+def test_bf16_skips_a_step_that_is_not_finite_where_the_config_says_so():
+    engine = _linear(bf16={"enabled": True, "check_grad_overflow": True})
+    before = engine.module.weight.detach().clone()
+    engine.backward(_loss(engine) * float("nan"))
+    engine.step()
+    assert engine.skipped_steps == 1 and torch.equal(engine.module.weight, before) and not engine.was_step_applied()
+
+
+def test_a_seed_makes_what_follows_reproducible_and_orders_the_data():
+    data = list(range(32))
+    engines = [
+        hybrid_engine.initialize(model=nn.Linear(3, 2), config={**MINIMAL, "seed": seed}, training_data=data)
+        for seed in (5, 5, 6)
+    ]
+    orders = [torch.stack(list(loader)).tolist() for _, _, loader, _ in engines]
+    assert orders[0] == orders[1] != orders[2]
+    draws = []
+    for _ in range(2):
+        _linear(seed=5)
+        draws.append(torch.rand(3))
+    assert torch.equal(*draws)
+
+
+def test_wall_clock_breakdown_prints_the_milliseconds_of_the_three_parts(capsys):
+    engine = _linear(wall_clock_breakdown=True, steps_per_print=2)
+    for _ in range(4):
+        engine.backward(_loss(engine))
+        engine.step()
+    lines = [line for line in capsys.readouterr().out.splitlines() if " ms: " in line]
+    assert [line.split()[0] for line in lines] == ["step=2", "step=4"]
+    for line in lines:
+        parts = dict(part.split("=") for part in line.split(" ms: ")[1].split())
+        assert list(parts) == ["forward", "backward", "step"] and all(float(ms) > 0 for ms in parts.values())
+
+
+def test_the_profiler_counts_the_operations_of_one_micro_batch(tmp_path):
+    path = tmp_path / "deep" / "flops.txt"
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
+    profiler = {"enabled": True, "profile_step": 1, "output_file": str(path)}
+    engine, *_ = hybrid_engine.initialize(model=model, config={**MINIMAL, "flops_profiler": profiler})
+    for step in range(3):
+        assert path.exists() == (step == 2)
+        engine.backward(engine(torch.ones(5, 8)).sum())
+        engine.step()
+    # A product of [5, 8] and [8, 16] is 2 * 5 * 8 * 16; its backward pass is one for the weight. The second layer's
+    # also is one for its input.
+    first, second = 2 * 5 * 8 * 16, 2 * 5 * 16 * 4
+    assert f"{2 * first + 3 * second} operations" in path.read_text() and "Sequential" in path.read_text()
+    assert f"{3 * second:,}  Sequential.1" in path.read_text()
+
+
+def test_csv_monitor_writes_a_file_for_each_quantity_by_samples(tmp_path):
+    csv_monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = _linear(csv_monitor=csv_monitor, fp16={"enabled": True, "initial_scale_power": 4}, train_batch_size=4)
+    losses = []
+    for _ in range(3):
+        loss = _loss(engine)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    assert engine.monitor.enabled
+    engine.monitor.write_events([("mine", 2.5, 7)])
+    files = {path.name: path.read_text().splitlines() for path in (tmp_path / "job").iterdir()}
+    assert files["Train_Samples_train_loss.csv"][0] == "step,Train/Samples/train_loss"
+    rows = [line.split(",") for line in files["Train_Samples_train_loss.csv"][1:]]
+    assert [int(step) for step, _ in rows] == [4, 8, 12]
+    assert [float(value) for _, value in rows] == pytest.approx(losses)
+    assert files["Train_Samples_lr.csv"][1] == "4,0.1" and files["Train_Samples_loss_scale.csv"][1] == "4,16.0"
+    assert files["mine.csv"] == ["step,mine", "7,2.5"]
+
+
+def test_trackers_are_accelerates_and_get_what_the_config_says(monkeypatch):
+    built = []
+
+    class Fake:
+        def __init__(self, *args, **kwargs):
+            built.append((args, kwargs))
+            self.events = []
+
+        def start(self):
+            pass
+
+        def log(self, values, step):
+            self.events.append((values, step))
+
+    from hybrid_engine.observing import monitor
+
+    for name in ("TensorBoardTracker", "WandBTracker", "CometMLTracker"):
+        monkeypatch.setattr(monitor, name, Fake)
+    monkeypatch.setattr(monitor.importlib.util, "find_spec", lambda name: object())
+    engine = _linear(
+        tensorboard={"enabled": True, "output_path": "logs", "job_name": "job"},
+        wandb={"enabled": True, "project": "p", "group": "g", "team": "t"},
+        comet={"enabled": True, "project": "c", "workspace": "w", "online": False},
+    )
+    assert built == [
+        (("job", "logs"), {}),
+        (("p",), {"group": "g", "entity": "t"}),
+        (("c",), {"workspace": "w", "online": False}),
+    ]
+    engine.monitor.write_events([("a", 1.0, 2)])
+    assert all(tracker.events == [({"a": 1.0}, 2)] for tracker in engine.monitor.trackers)
+
+
+def test_a_tracker_without_its_package_is_refused_before_the_model_is_changed(monkeypatch):
+    from hybrid_engine.observing import monitor
+
+    monkeypatch.setattr(monitor.importlib.util, "find_spec", lambda name: None)
+    model = nn.Linear(3, 2)
+    config = {**MINIMAL, "wandb": {"enabled": True}, "bf16": {"enabled": True}}
+    with pytest.raises(ValueError, match=r"wandb\.enabled=true needs the package wandb"):
+        hybrid_engine.initialize(model=model, config=config)
+    assert model.weight.dtype == torch.float32
+
+
+def test_boundaries_may_be_set_by_hand(plain):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config())
+    for micro_batches in batches(STEPS):
+        for index, tokens in enumerate(micro_batches):
+            engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+    weights = dict(engine.module.named_parameters())
+    assert relative_error({name: p.detach() for name, p in weights.items()}, plain.weights) < TOLERANCE
+    engine.set_gradient_accumulation_boundary(True)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    assert engine.global_steps == STEPS + 1 and engine.was_step_applied()
+
+
+def test_a_loss_may_be_left_undivided_and_its_graph_kept():
+    engine = _linear(train_batch_size=2, gradient_accumulation_steps=2)
+    loss = _loss(engine)
+    engine.backward(loss, retain_graph=True, scale_wrt_gas=False)
+    expected = torch.autograd.grad(loss, engine.module.weight)[0]
+    torch.testing.assert_close(engine.module.weight.grad, expected)
+
+
+class Critic(nn.Module):
+    """A value model whose second entry is a method, as DeepSpeed-Chat's has; its head is in no layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.head = nn.Linear(3, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def forward_value(self, x):
+        return self.forward(x)[..., 0]
+
+
+def _two_processes(rank, world_size, folder):
+    results = {}
+    variants = {
+        "hpz": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
+        "mics": {"zero_optimization": {"stage": 3, "mics_shard_size": 1}},
+        "offload": {"zero_optimization": {"stage": 3, **OFFLOAD}},
+    }
+    for stage in (0, 1, 3):
+        variants["prescale", stage] = {"zero_optimization": {"stage": stage}, "prescale_gradients": True}
+        variants["predivide", stage] = {"zero_optimization": {"stage": stage}, "gradient_predivide_factor": 4.0}
+        variants["lamb", stage] = {
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        }
+    variants["bf16 reduction"] = {"zero_optimization": {"stage": 2}, "communication_data_type": "bf16"}
+    for name, more in variants.items():
+        config = {**engine_config(0, world_size), **more}
+        engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
+        results[name] = train_engine(engine, STEPS)
+        results["mesh", name] = (engine.sharding.mesh.mesh_dim_names, tuple(engine.sharding.mesh.shape))
+    results["no_sync"] = [_train_without_sync(rank, world_size, stage) for stage in (0, 1)]
+    results["no_sync refused"] = _refusal(lambda: _train_without_sync(rank, world_size, 3))
+    torch.manual_seed(0)
+    engine, *_ = hybrid_engine.initialize(
+        model=Critic(), config={**MINIMAL, "train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    )
+    value = engine.forward_value(torch.ones(1, 3))
+    engine.backward(value.sum())
+    engine.step()
+    results["value"] = value.detach(), engine.forward_value(torch.ones(1, 3)).detach()
+    results["tags"] = _refusal(lambda: _save_with_other_tags(rank, folder, "Fail"))
+    results["warned"] = str(_save_with_other_tags(rank, folder, "Ignore"))
+    return results
+
+
+def _train_without_sync(rank, world_size, stage):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size))
+    for micro_batches in batches(STEPS):
+        *first, last = micro_batches[rank::world_size]
+        with engine.no_sync():
+            for tokens in first:
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.micro_steps += len(first)
+        engine.backward(engine(input_ids=last, labels=last).loss)
+        engine.step()
+    engine.sharding.reshard()
+    return {name: param.full_tensor().detach() for name, param in engine.module.named_parameters()}
+
+
+def _save_with_other_tags(rank, folder, validation):
+    config = {**MINIMAL, "train_batch_size": 2, "checkpoint": {"tag_validation": validation}}
+    engine, *_ = hybrid_engine.initialize(model=nn.Linear(3, 2), config=config)
+    return engine.save_checkpoint(folder, f"tag{rank}")
+
+
+def _refusal(action):
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return run_distributed(_two_processes, 2, tmp_path_factory.mktemp("tags"))
+
+
+def test_on_two_processes_meshes_divisions_and_offloading_change_no_number(two_ranks, plain):
+    for name in ("hpz", "mics", "offload", *((kind, s) for kind in ("prescale", "predivide") for s in (0, 1, 3))):
+        for results in two_ranks:
+            assert relative_error(results[name].weights, plain.weights) < TOLERANCE, name
+
+
+def test_a_copy_of_the_model_on_fewer_processes_is_a_mesh_of_two_axes(two_ranks):
+    assert two_ranks[0]["mesh", "mics"] == (("replicate", "shard"), (2, 1))
+    assert two_ranks[0]["mesh", "hpz"] == (("shard",), (2,))
+
+
+def test_lamb_takes_the_norms_of_whole_tensors_where_they_are_sharded(two_ranks):
+    lamb = {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(optimizer=lamb))
+    expected = train_engine(engine, STEPS).weights
+    for stage in (0, 1, 3):
+        assert relative_error(two_ranks[1]["lamb", stage].weights, expected) < 1e-5
+
+
+def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(two_ranks, plain):
+    error = relative_error(two_ranks[0]["bf16 reduction"].weights, plain.weights)
+    assert 1e-5 < error < 0.1
+
+
+def test_no_sync_reduces_only_at_the_end_and_is_refused_where_gradients_are_sharded(two_ranks, plain):
+    for weights in two_ranks[0]["no_sync"]:
+        assert relative_error(weights, plain.weights) < TOLERANCE
+    assert "zero_optimization.stage=3 keeps only shards" in two_ranks[0]["no_sync refused"]
+
+
+def test_methods_named_forward_gather_the_parameters_like_forward(two_ranks):
+    torch.manual_seed(0)
+    critic = Critic()
+    optimizer = torch.optim.AdamW(critic.parameters(), lr=0.1, weight_decay=0.0)
+    before = critic.forward_value(torch.ones(1, 3))
+    before.sum().backward()
+    optimizer.step()
+    after = critic.forward_value(torch.ones(1, 3))
+    for results in two_ranks:
+        torch.testing.assert_close(results["value"], (before.detach(), after.detach()), rtol=1e-5, atol=1e-6)
+
+
+def test_processes_with_different_tags_fail_or_use_that_of_rank_0(two_ranks):
+    for results in two_ranks:
+        assert "different tags, ['tag0', 'tag1']" in results["tags"]
+        assert results["warned"].endswith("tag0")
+
+
+def _four_processes(rank, world_size):
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(0, 4, zero_optimization=zero))
+    local = sum(p.to_local().numel() for p in engine.module.parameters())
+    return engine.sharding.mesh.shape, local, train_engine(engine, 2)
+
+
+def test_four_processes_in_two_copies_shard_inside_and_replicate_across():
+    expected = train_plainly(tiny_llama(), 2)
+    whole = sum(p.numel() for p in tiny_llama().parameters())
+    for shape, local, training in run_distributed(_four_processes, 4):
+        assert tuple(shape) == (2, 2) and 0.45 * whole < local < 0.55 * whole
+        assert training.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+        assert relative_error(training.weights, expected.weights) < TOLERANCE
