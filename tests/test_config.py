@@ -189,7 +189,6 @@ def test_a_feature_may_be_named_while_it_is_off(off):
         ({"trackio": {"enabled": True}}, "trackio", "trackio.enabled to false"),
         ({"compression_training": {"layer_reduction": {"enabled": True}}}, "compression_training", "remove"),
         ({"data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype", "to null"),
-        ({"hybrid_engine": {"inference_tp_size": 2}}, "hybrid_engine.inference_tp_size=2", "set it to 1"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type='OneBitAdam'", "use Adam, AdamW, Lamb, Lion"),
         ({"optimizer": {"type": "onebitlamb"}}, "optimizer.type='onebitlamb'", "use Adam, AdamW, Lamb, Lion"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad", "to false"),
