@@ -5,6 +5,37 @@ Moves 2 * 2 * L * K * num_tokens * D elements per copy, all copies and layers in
 
 import torch
 
+from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
+
+TILE = 1024  # elements of one program
+
+
+@triton.jit
+def block_copy_kernel(
+    workspace_ptr,
+    sources_ptr,
+    targets_ptr,
+    num_tokens_ptr,
+    part_stride,
+    block_stride,
+    head_stride,
+    head_dim,
+    TILE: tl.constexpr,
+):
+    """One program copies a tile of one head of one block, of one layer's keys or values."""
+    copy = tl.program_id(0)
+    part = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    source = tl.load(sources_ptr + copy)
+    target = tl.load(targets_ptr + copy)
+    size = tl.load(num_tokens_ptr + copy) * head_dim
+    base = workspace_ptr + part * part_stride + head * head_stride
+    for start in range(0, size.to(tl.int32), TILE):
+        offsets = start + tl.arange(0, TILE)
+        values = tl.load(base + source * block_stride + offsets, mask=offsets < size)
+        tl.store(base + target * block_stride + offsets, values, mask=offsets < size)
+
 
 class BlockCopyOp:
     """Callable `(workspace, sources, targets, num_tokens)`, in place."""
@@ -14,10 +45,33 @@ class BlockCopyOp:
     ) -> None:
         """The first `num_tokens[i]` places of block `sources[i]` go to block `targets[i]`.
 
-        `workspace [L, 2, num_blocks, K, block_size, D]`; the others `[M]` int64. No block is the target of one
-        copy and part of another. What stands behind the first `num_tokens` places of a target is not defined.
+        `workspace [L, 2, num_blocks, K, block_size, D]`, contiguous; the others `[M]` int64. No block is the target
+        of one copy and part of another. What stands behind the first `num_tokens` places of a target stays.
+
+        Raises ValueError for a workspace that is not contiguous, or numbers of another shape or device.
         """
-        self.reference(workspace, sources, targets, num_tokens)
+        if use_triton(workspace):
+            self._launch(workspace, sources, targets, num_tokens)
+        else:
+            self.reference(workspace, sources, targets, num_tokens)
+
+    def _launch(
+        self, workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor
+    ) -> None:
+        check_tensor("workspace", workspace, shape=(None,) * 6)
+        if not workspace.is_contiguous():
+            raise ValueError(f"workspace has strides {workspace.stride()}; expected a contiguous one")
+        for name, numbers in (("sources", sources), ("targets", targets), ("num_tokens", num_tokens)):
+            check_tensor(
+                name, numbers, like=workspace, dtype=torch.int64, shape=(sources.shape[0],), is_dense_last=True
+            )
+        num_layers, _, _, num_heads, _, head_dim = workspace.shape
+        grid = (sources.shape[0], num_heads, 2 * num_layers)
+        strides = workspace.stride()
+        dispatch.launch(
+            block_copy_kernel, grid, workspace, sources, targets, num_tokens, strides[1], strides[2], strides[3],
+            head_dim, TILE=TILE, device=workspace.device,
+        )  # fmt: skip
 
     def reference(
         self, workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor

@@ -7,14 +7,18 @@ nothing else: not on the batch, its order, a preemption or the number of process
 order of Hugging Face's logits warpers: temperature, top-k, top-p, min-p. The log-probability is that of
 the temperature-scaled, unfiltered distribution.
 
-Moves the S x V logits about four times in this reference.
+Moves the S x V logits once in the kernels, and from the second-level cache a few times more under a filter
+(see `sample_kernels.py`); about four times in the reference.
 """
 
 import math
 
 import torch
 
+from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, use_triton
 from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.ops.sample_kernels import CANDIDATES, CHUNK, MAX_CHUNKS, SEARCH_CHUNK, draw_kernel, scan_kernel
 
 # splitmix64 (Steele, Lea & Flood 2014): a bijective mix of 64 bits, in int64 arithmetic that wraps.
 _GOLDEN_GAMMA = -7046029254386353131
@@ -121,7 +125,55 @@ class SampleOp:
         Returns:
             tokens `[S]` int64 and, under the logits as given, logprobs `[S]` fp32.
         """
+        if use_triton(logits):
+            if logits.shape[1] <= CHUNK * MAX_CHUNKS:
+                return self._launch(logits, keys, draws, seen, slots)
+            say_once(f"a vocabulary of {logits.shape[1]} tokens is beyond the sampling kernel's {CHUNK * MAX_CHUNKS}")
         return self.reference(logits, keys, draws, seen, slots)
+
+    def _launch(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        draws: torch.Tensor,
+        seen: torch.Tensor | None,
+        slots: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows, vocab = logits.shape
+        check_tensor("logits", logits, dtype=torch.float32, is_dense_last=True)
+        for name, numbers in (("keys", keys), ("draws", draws)):
+            check_tensor(name, numbers, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
+        has_penalty = self.repetition_penalty != 1.0
+        if has_penalty:
+            assert seen is not None and slots is not None
+            check_tensor("seen", seen, like=logits, dtype=torch.bool, shape=(None, vocab), is_dense_last=True)
+            check_tensor("slots", slots, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
+        has_ends = self.min_new_tokens > 0 and bool(self.eos_token_ids)
+        ends = self.banned(logits.device) if has_ends else keys
+        num_chunks = -(-vocab // CHUNK)
+        floats = torch.empty(num_rows, 4, num_chunks, dtype=torch.float32, device=logits.device)
+        places = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+        seen_bytes = seen.view(torch.uint8) if has_penalty and seen is not None else logits
+        adjusting = (
+            *(seen_bytes, seen_bytes.stride(0), slots if has_penalty else keys),
+            *(ends, len(self.eos_token_ids) if has_ends else 0, self.min_new_tokens),
+            *(float(self.repetition_penalty), float(self.temperature)),
+        )
+        dispatch.launch(
+            scan_kernel, (num_rows, num_chunks), logits, logits.stride(0), draws, *adjusting, floats, places, vocab,
+            num_chunks, HAS_PENALTY=has_penalty, HAS_ENDS=has_ends, CHUNK=CHUNK, num_warps=8, device=logits.device,
+        )  # fmt: skip
+        filters = self.do_sample, 0 < self.top_k < vocab, self.top_p < 1.0, self.min_p > 0.0
+        dispatch.launch(
+            draw_kernel, (num_rows,), logits, logits.stride(0), keys, draws, *adjusting, floats, places, tokens,
+            logprobs, vocab, num_chunks, self.top_k, float(self.top_p), math.log(self.min_p) if self.min_p else 0.0,
+            **dict(zip(("DO_SAMPLE", "HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P"), filters, strict=True)),
+            HAS_PENALTY=has_penalty, HAS_ENDS=has_ends, CHUNK=CHUNK, NUM_CHUNKS=next_power_of_2(num_chunks),
+            SEARCH_CHUNK=SEARCH_CHUNK, CANDIDATES=CANDIDATES, num_warps=8, device=logits.device,
+        )  # fmt: skip
+        return tokens, logprobs
 
     def reference(
         self,

@@ -305,9 +305,11 @@ def test_the_identity_block_table_gives_what_any_other_gives():
 def test_block_copy_copies_the_asked_tokens_of_all_layers_and_nothing_else():
     workspace = torch.randn(3, 2, 5, 2, 7, 4)
     before = workspace.clone()
-    BlockCopyOp()(workspace, 4, 1, 3)
+    BlockCopyOp()(workspace, *torch.tensor([[4, 0], [1, 2], [3, 7]]))
     assert torch.equal(workspace[:, :, 1, :, :3], before[:, :, 4, :, :3])
+    assert torch.equal(workspace[:, :, 2], before[:, :, 0])
     workspace[:, :, 1, :, :3] = before[:, :, 1, :, :3]
+    workspace[:, :, 2] = before[:, :, 2]
     assert torch.equal(workspace, before)
 
 
@@ -341,16 +343,29 @@ def test_sampling_never_takes_a_token_that_a_filter_left_out():
     logits = torch.randn(2000, 63)
     keys, positions = torch.arange(2000), torch.zeros(2000, dtype=torch.int64)
     for kept, options in ((3, {"top_k": 3}), (1, {"top_p": 1e-6}), (1, {"min_p": 1.0})):
-        tokens, logprobs = SampleOp(True, **options)(logits, logits, keys, positions)
+        tokens, logprobs = SampleOp(True, **options)(logits, keys, positions)
         best = logits.topk(kept).indices
         assert (tokens[:, None] == best).any(1).all()
         close(logprobs.double(), logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
 
 
-def test_banned_tokens_are_never_drawn_and_the_report_stays_unfiltered():
-    logits = torch.zeros(500, 5)
-    adjusted = logits.clone()
-    adjusted[:, [0, 4]] = float("-inf")
-    tokens, logprobs = SampleOp(True)(logits, adjusted, torch.arange(500), torch.zeros(500, dtype=torch.int64))
-    assert set(tokens.tolist()) == {1, 2, 3}
-    torch.testing.assert_close(logprobs, torch.full((500,), -torch.tensor(5.0).log().item()))
+def test_ends_are_never_drawn_too_early_and_the_report_stays_unfiltered():
+    logits, keys = torch.zeros(500, 5), torch.arange(500)
+    op = SampleOp(True, min_new_tokens=2, eos_token_ids=(0, 4))
+    for draw, drawn in ((0, {1, 2, 3}), (1, {1, 2, 3}), (2, {0, 1, 2, 3, 4})):
+        tokens, logprobs = op(logits, keys, torch.full_like(keys, draw))
+        assert set(tokens.tolist()) == drawn
+        torch.testing.assert_close(logprobs, torch.full((500,), -torch.tensor(5.0).log().item()))
+
+
+def test_the_penalty_is_for_the_tokens_of_each_rows_slot():
+    from transformers.generation import RepetitionPenaltyLogitsProcessor
+
+    logits = torch.randn(4, 30)
+    seen, slots = torch.rand(9, 30) < 0.4, torch.tensor([8, 0, 3, 3])
+    tokens, _ = SampleOp(False, repetition_penalty=3.0)(
+        logits, torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), seen, slots
+    )
+    for row, slot in enumerate(slots):
+        penalized = RepetitionPenaltyLogitsProcessor(3.0)(seen[slot].nonzero().T, logits[row : row + 1])
+        assert tokens[row] == penalized.argmax()

@@ -1,0 +1,152 @@
+"""The sampling kernels draw what the reference draws, and from the right distribution."""
+
+import pytest
+import torch
+from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from hybrid_engine.ops import SampleOp, token_logprobs
+from hybrid_engine.ops.sample import filter_logits
+
+OPTIONS = {
+    "greedy": {"do_sample": False},
+    "plain": {"do_sample": True},
+    "temperature": {"do_sample": True, "temperature": 0.6},
+    "top-k": {"do_sample": True, "top_k": 7},
+    "top-p": {"do_sample": True, "top_p": 0.8},
+    "min-p": {"do_sample": True, "min_p": 0.05},
+    "all filters": {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "penalty and ends": {
+        "do_sample": True, "repetition_penalty": 1.8, "min_new_tokens": 3, "eos_token_ids": (0, 2), "top_k": 9,
+    },
+    "greedy with penalty": {"do_sample": False, "repetition_penalty": 5.0},
+}  # fmt: skip
+
+
+def inputs(num_rows, vocab, device, scale=4.0):
+    torch.manual_seed(num_rows + vocab)
+    wide = torch.randn(num_rows, 2 * vocab, device=device) * scale
+    logits = wide[:, :vocab]  # rows are not neighbours
+    keys = torch.randint(-(2**62), 2**62, (num_rows,), device=device)
+    draws = torch.arange(num_rows, device=device) % 6
+    seen = torch.rand(num_rows + 3, vocab, device=device) < 0.3
+    slots = torch.randperm(num_rows + 3, device=device)[:num_rows]
+    return logits, keys, draws, seen, slots
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that nobody wrote is NaN, or a token beyond every vocabulary."""
+    empty = torch.empty
+
+    def fill(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan") if made.is_floating_point() else 2**40)
+
+    monkeypatch.setattr(torch, "empty", fill)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("vocab", [1, 63, 1000, 5000])
+def test_kernels_draw_what_the_reference_draws(name, vocab, kernels):
+    op = SampleOp(**OPTIONS[name])
+    if vocab == 1 and op.eos_token_ids:
+        op.eos_token_ids = ()  # nothing would be left to draw
+    given = inputs(5, vocab, kernels)
+    tokens, logprobs = op(*given)
+    expected, _ = op.reference(*given)
+    assert tokens.tolist() == expected.tolist()
+    exact = token_logprobs(given[0].double(), tokens, op.temperature)
+    torch.testing.assert_close(logprobs, exact.float(), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "all filters"])
+def test_a_row_alone_draws_what_it_draws_in_a_batch(name, kernels):
+    op = SampleOp(**OPTIONS[name])
+    logits, keys, draws, seen, slots = inputs(6, 300, kernels)
+    tokens, logprobs = op(logits, keys, draws, seen, slots)
+    for row in range(6):
+        one = slice(row, row + 1)
+        alone = op(logits[one], keys[one], draws[one], seen, slots[one])
+        assert alone[0].item() == tokens[row].item() and alone[1].item() == logprobs[row].item()
+
+
+def test_kernels_follow_the_filtered_distribution(kernels):
+    vocab, num_rows = 12, 2000 if kernels.type == "cuda" else 300
+    torch.manual_seed(0)
+    logits = torch.randn(1, vocab, device=kernels)
+    op = SampleOp(True, temperature=0.8, top_k=8, top_p=0.9, min_p=0.02)
+    keys = torch.randint(-(2**62), 2**62, (num_rows,), device=kernels)
+    tokens, _ = op(logits.expand(num_rows, -1).contiguous(), keys, torch.zeros_like(keys))
+    probs = filter_logits(logits / 0.8, 8, 0.9, 0.02).softmax(-1)[0].double().cpu()
+    counts = torch.bincount(tokens.cpu(), minlength=vocab).double()
+    assert counts[probs == 0].sum() == 0
+    kept = probs > 0
+    chi_square = ((counts - num_rows * probs)[kept] ** 2 / (num_rows * probs[kept])).sum()
+    assert chi_square < 4 * int(kept.sum())  # 7 degrees of freedom pass 28 with a chance of 2 in 10 000
+
+
+@pytest.mark.parametrize("top_k, top_p, min_p", [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (30, 0.8, 0.03)])
+def test_filters_keep_what_transformers_keeps(top_k, top_p, min_p):
+    logits = torch.randn(50, 200) * 3
+    expected = logits
+    for wanted, warper in (
+        (top_k, lambda: TopKLogitsWarper(top_k)),
+        (top_p < 1, lambda: TopPLogitsWarper(top_p)),
+        (min_p, lambda: MinPLogitsWarper(min_p)),
+    ):
+        expected = warper()(None, expected) if wanted else expected
+    assert torch.equal(filter_logits(logits, top_k, top_p, min_p), expected)
+
+
+def test_equal_logits_stay_or_go_together_and_the_first_is_the_likeliest(kernels):
+    logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 2.0]], device=kernels).expand(64, -1).contiguous()
+    keys, draws = torch.arange(64, device=kernels), torch.zeros(64, dtype=torch.int64, device=kernels)
+    for op in (SampleOp(True, top_k=1), SampleOp(True, top_p=1e-6), SampleOp(True, min_p=1.0)):
+        assert set(op(logits, keys, draws)[0].tolist()) == set(op.reference(logits, keys, draws)[0].tolist()) == {1, 2}
+    assert SampleOp(False)(logits, keys, draws)[0].unique().tolist() == [1]
+
+
+def test_logits_that_are_not_finite_stay_in_the_vocabulary(kernels):
+    logits = torch.randn(3, 50, device=kernels)
+    logits[0, 7] = float("nan")
+    logits[1] = float("nan")
+    logits[2, 1:] = float("-inf")
+    keys, draws = torch.arange(3, device=kernels), torch.zeros(3, dtype=torch.int64, device=kernels)
+    for options in ({"do_sample": False}, {"do_sample": True}, {"do_sample": True, "top_k": 5}):
+        tokens, logprobs = SampleOp(**options)(logits, keys, draws)
+        assert ((tokens >= 0) & (tokens < 50)).all()
+        assert logprobs[:2].isnan().all() and tokens[2] == 0 and logprobs[2] == 0
+
+
+def test_two_launches_without_filters(kernels):
+    from tape import count_launches
+
+    given = inputs(4, 100, kernels)
+    for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.7}):
+        launches = count_launches(lambda options=options: SampleOp(**options)(*given))
+        assert [name for name in launches if name != "fill_"] == ["kernel", "kernel"]  # the poison fills
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"logits": lambda x: x.half()}, "logits is torch.float16; expected torch.float32"),
+        ({"keys": lambda x: x.int()}, "keys is torch.int32; expected torch.int64"),
+        ({"draws": lambda x: x[:-1]}, r"draws has shape \[4\]; expected \[5\]"),
+        ({"seen": lambda x: x[:, :-1]}, r"seen has shape \[8, 62\]; expected \[any, 63\]"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named_before_a_launch(change, message, kernels):
+    names = ("logits", "keys", "draws", "seen", "slots")
+    given = dict(zip(names, inputs(5, 63, kernels), strict=True))
+    given |= {name: alter(given[name]) for name, alter in change.items()}
+    with pytest.raises(ValueError, match=message):
+        SampleOp(True, repetition_penalty=1.5)(*(given[name] for name in names))
+
+
+def test_a_vocabulary_beyond_the_kernel_goes_to_the_reference_and_says_so(kernels, monkeypatch, caplog):
+    monkeypatch.setattr("hybrid_engine.ops.sample.MAX_CHUNKS", 1)
+    given = inputs(2, 4097, kernels)
+    tokens, _ = SampleOp(True)(*given)
+    assert tokens.tolist() == SampleOp(True).reference(*given)[0].tolist()
+    assert "a vocabulary of 4097 tokens is beyond the sampling kernel's 4096" in caplog.text
