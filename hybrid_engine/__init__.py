@@ -1,8 +1,31 @@
-"""A hybrid RLHF engine: one process and one set of weights that trains under ZeRO-3 and generates."""
+"""A hybrid RLHF engine: one process and one set of weights that trains under ZeRO-3 and generates.
 
+    import hybrid_engine as deepspeed
+
+runs code written for DeepSpeed: its module paths exist below this package (`compat/`).
+"""
+
+from hybrid_engine.compat.accelerator import get_accelerator
+from hybrid_engine.compat.aliases import enable_compat, register
+from hybrid_engine.compat.arguments import add_config_arguments
+from hybrid_engine.compat.distributed import init_distributed
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.entry import initialize
 from hybrid_engine.hybrid import HybridEngine
-from hybrid_engine.zero.processes import init_distributed
 
-__all__ = ["HybridEngine", "ZeroEngine", "init_distributed", "initialize"]
+DeepSpeedEngine = ZeroEngine
+DeepSpeedHybridEngine = HybridEngine
+
+register(__name__)
+
+__all__ = [
+    "DeepSpeedEngine",
+    "DeepSpeedHybridEngine",
+    "HybridEngine",
+    "ZeroEngine",
+    "add_config_arguments",
+    "enable_compat",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+]

@@ -13,6 +13,7 @@ from hybrid_engine.config import load_config
 from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.hybrid import HybridEngine
+from hybrid_engine.zero.environment import describe_process
 from hybrid_engine.zero.optimizer import ZeroOptimizer
 from hybrid_engine.zero.processes import get_world_size, init_distributed
 
@@ -85,6 +86,7 @@ def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
     }
     given = {name: value for name, value in given.items() if value is not None}
     if len(given) != 1:
@@ -94,6 +96,7 @@ def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _join_processes(dist_init_required: bool | None, port: int) -> None:
+    os.environ.update(describe_process(os.environ))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if dist_init_required is False and world_size > 1 and not dist.is_initialized():
         raise ValueError(

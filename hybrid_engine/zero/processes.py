@@ -2,20 +2,29 @@
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hybrid_engine.zero.environment import describe_process
+
 Result = TypeVar("Result")
 
 
-def init_distributed(port: int = 29500) -> None:
-    """Joins the process group that torchrun's environment describes, if there is one and it was not joined yet.
+def init_distributed(port: int = 29500, backend: str | None = None, timeout: timedelta | None = None) -> None:
+    """Joins the process group that the environment of torchrun, MPI or SLURM describes, unless that was done.
 
-    Without that environment, or with WORLD_SIZE=1, there is nothing to join and no process group is made.
+    Without such an environment, or with one process, there is nothing to join and no process group is made.
+
+    Args:
+        port: where to meet when MASTER_PORT is not set.
+        backend: of torch.distributed; None chooses by the device.
+        timeout: of collectives; None is PyTorch's.
     """
+    os.environ.update(describe_process(os.environ))
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     if torch.cuda.is_available():
@@ -27,9 +36,9 @@ def init_distributed(port: int = 29500) -> None:
     os.environ.setdefault("MASTER_PORT", str(port))
     if torch.cuda.is_available():
         # gloo besides, for what is offloaded to the CPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=default_device())
+        dist.init_process_group(backend or "cpu:gloo,cuda:nccl", device_id=default_device(), timeout=timeout)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend or "gloo", timeout=timeout)
 
 
 def join_alone() -> None:

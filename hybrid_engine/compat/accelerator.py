@@ -1,0 +1,156 @@
+"""`deepspeed.accelerator`: the device this process computes on, CUDA's first GPU or the CPU, behind one interface."""
+
+import os
+from typing import Any
+
+import psutil
+import torch
+
+from hybrid_engine.zero.processes import default_device
+
+
+class Accelerator:
+    """PyTorch's functions for the device there is; on a machine without GPU those of memory say what the process
+    takes, and those of streams do nothing."""
+
+    @property
+    def _is_cuda(self) -> bool:
+        return torch.cuda.is_available()
+
+    @property
+    def _name(self) -> str:
+        return "cuda" if self._is_cuda else "cpu"
+
+    def is_available(self) -> bool:
+        """There is always a device."""
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        """Whether work is done when the call returns."""
+        return not self._is_cuda
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """ "cuda", "cuda:1" with an index, or "cpu"."""
+        return self._name if device_index is None or not self._is_cuda else f"cuda:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A device for torch functions, also a context that makes a GPU the current one."""
+        return torch.cuda.device(device_index) if self._is_cuda else torch.device("cpu")
+
+    def set_device(self, device_index: int) -> None:
+        """Makes a GPU the current one."""
+        if self._is_cuda:
+            torch.cuda.set_device(device_index)
+
+    def current_device(self) -> int:
+        """The index of the current GPU; 0 on a CPU."""
+        return torch.cuda.current_device() if self._is_cuda else 0
+
+    def current_device_name(self) -> str:
+        """The name of the current device, with its index."""
+        return self.device_name(self.current_device())
+
+    def device_count(self) -> int:
+        """GPUs of this machine; on a CPU the processes on it."""
+        return torch.cuda.device_count() if self._is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Waits for the device."""
+        if self._is_cuda:
+            torch.cuda.synchronize(device_index)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seeds the current device."""
+        torch.cuda.manual_seed(seed) if self._is_cuda else torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seeds all devices."""
+        torch.cuda.manual_seed_all(seed) if self._is_cuda else torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        """The seed of the current device."""
+        return torch.cuda.initial_seed() if self._is_cuda else torch.initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The random state of a device."""
+        return torch.cuda.get_rng_state(self._index(device_index)) if self._is_cuda else torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Sets what `get_rng_state` gave."""
+        if self._is_cuda:
+            torch.cuda.set_rng_state(new_state, self._index(device_index))
+        else:
+            torch.set_rng_state(new_state)
+
+    def empty_cache(self) -> None:
+        """Gives free memory of the allocator back."""
+        if self._is_cuda:
+            torch.cuda.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes of tensors; on a CPU those of the process."""
+        return torch.cuda.memory_allocated(device_index) if self._is_cuda else psutil.Process().memory_info().rss
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most bytes there were; on a CPU those there are."""
+        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else self.memory_allocated()
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes the allocator holds; on a CPU those of the process."""
+        return torch.cuda.memory_reserved(device_index) if self._is_cuda else self.memory_allocated()
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most bytes the allocator held; on a CPU those of the process."""
+        return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else self.memory_allocated()
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Forgets the peaks."""
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats(device_index)
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device."""
+        if self._is_cuda:
+            return torch.cuda.get_device_properties(self._index(device_index)).total_memory
+        return psutil.virtual_memory().total
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Free bytes of the device."""
+        return torch.cuda.mem_get_info(device_index)[0] if self._is_cuda else psutil.virtual_memory().available
+
+    def is_bf16_supported(self) -> bool:
+        """Whether bfloat16 can be computed with."""
+        return torch.cuda.is_bf16_supported() if self._is_cuda else True
+
+    def is_fp16_supported(self) -> bool:
+        """Whether fp16 can be computed with."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """What models can be trained in."""
+        return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
+
+    def communication_backend_name(self) -> str:
+        """ "nccl" or "gloo"."""
+        return "nccl" if self._is_cuda else "gloo"
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` lies on this kind of device."""
+        return tensor.device.type == self._name
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """`tensor` in page-locked memory, where there is a GPU."""
+        return tensor.pin_memory() if self._is_cuda else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is in page-locked memory."""
+        return tensor.is_pinned()
+
+    def _index(self, device_index: int | None) -> int:
+        index = default_device().index
+        return device_index if device_index is not None else index if index is not None else 0
+
+
+def get_accelerator() -> Accelerator:
+    """The device of this process; all objects are alike, they have no state."""
+    return Accelerator()

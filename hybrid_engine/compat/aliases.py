@@ -1,0 +1,60 @@
+"""Registers the modules of this folder under the paths that DeepSpeed has for them.
+
+`import hybrid_engine` does it below `hybrid_engine`, so `import hybrid_engine as deepspeed` is all a script changes;
+`enable_compat()` does it below `deepspeed` too, for scripts that cannot be changed.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+
+NAMESPACE = ""
+ALIASES = {
+    "accelerator": "hybrid_engine.compat.accelerator",
+    "accelerator.real_accelerator": "hybrid_engine.compat.accelerator",
+    "checkpointing": "hybrid_engine.compat.checkpointing",
+    "comm": "hybrid_engine.compat.comm",
+    "compression": NAMESPACE,
+    "compression.helper": "hybrid_engine.compat.compression_helper",
+    "runtime": NAMESPACE,
+    "runtime.activation_checkpointing": NAMESPACE,
+    "runtime.activation_checkpointing.checkpointing": "hybrid_engine.compat.checkpointing",
+    "runtime.lr_schedules": "hybrid_engine.zero.lr_schedules",
+    "runtime.zero": "hybrid_engine.zero",
+    "runtime.zero.partition_parameters": "hybrid_engine.compat.partition_parameters",
+    "utils": "hybrid_engine.compat.utils",
+    "utils.logging": "hybrid_engine.compat.utils",
+}
+"""DeepSpeed's path of a module, and ours; a namespace only holds others. Parents come before their children."""
+REAL_MODULES = ("ops", "ops.adam", "ops.lamb", "ops.lion", "zero")
+"""Modules that have DeepSpeed's path already."""
+
+
+def register(root: str) -> None:
+    """Makes every alias importable below the imported module `root`, once or again."""
+    for path, target in ALIASES.items():
+        name = f"{root}.{path}"
+        _place(name, ModuleType(name) if target == NAMESPACE else importlib.import_module(target))
+
+
+def enable_compat() -> None:
+    """Makes `import deepspeed` and its submodules mean this engine, for code that cannot be changed.
+
+    Raises:
+        ValueError: the real DeepSpeed was imported before; what holds its objects would go on with them.
+    """
+    ours = sys.modules["hybrid_engine"]
+    if sys.modules.get("deepspeed", ours) is not ours:
+        raise ValueError(
+            "enable_compat(): the real deepspeed is already imported; call enable_compat() before anything imports it"
+        )
+    sys.modules["deepspeed"] = ours
+    for path in REAL_MODULES:
+        sys.modules[f"deepspeed.{path}"] = importlib.import_module(f"hybrid_engine.{path}")
+    register("deepspeed")
+
+
+def _place(name: str, module: ModuleType) -> None:
+    module = sys.modules.setdefault(name, module)
+    parent, _, child = name.rpartition(".")
+    setattr(sys.modules[parent], child, module)

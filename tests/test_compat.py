@@ -1,0 +1,326 @@
+"""DeepSpeed's names: what scripts import and call, in one process and in two."""
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from distributed import _free_port, run_distributed
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from training_reference import engine_config, tiny_llama, train_engine
+
+import hybrid_engine as deepspeed
+from hybrid_engine.zero.environment import describe_process, first_host
+
+IMPORTS = """
+import {root}
+import {root}.comm as dist
+from {root}.accelerator import get_accelerator
+from {root}.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from {root}.ops.lamb import FusedLamb
+from {root}.ops.lion import FusedLion
+from {root} import comm, zero, checkpointing, add_config_arguments, init_distributed, initialize
+from {root}.runtime.zero.partition_parameters import ZeroParamStatus
+from {root}.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from {root}.runtime.activation_checkpointing import checkpointing
+from {root}.compression.helper import recursive_getattr, recursive_setattr
+from {root}.utils import logger, log_dist
+from {root}.utils.logging import logger
+assert {root}.runtime.zero.partition_parameters.ZeroParamStatus.NOT_AVAILABLE is ZeroParamStatus.NOT_AVAILABLE
+assert {root}.get_accelerator().device_name() in ("cpu", "cuda")
+assert {root}.DeepSpeedEngine is not {root}.DeepSpeedHybridEngine
+import hybrid_engine
+assert {root}.initialize is hybrid_engine.initialize and FusedAdam is hybrid_engine.ops.adam.FusedAdam
+"""
+
+
+def run_python(source):
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+
+
+def test_every_import_of_the_scripts_works_below_our_name():
+    exec(IMPORTS.format(root="hybrid_engine"), {})
+
+
+def test_enable_compat_makes_the_same_imports_work_below_deepspeeds():
+    result = run_python("import hybrid_engine\nhybrid_engine.enable_compat()\n" + IMPORTS.format(root="deepspeed"))
+    assert result.returncode == 0, result.stderr
+
+
+def test_without_enable_compat_there_is_no_deepspeed_here():
+    assert "deepspeed" not in sys.modules
+
+
+def test_enable_compat_refuses_when_the_real_one_is_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", type(sys)("deepspeed"))
+    with pytest.raises(ValueError, match="the real deepspeed is already imported"):
+        deepspeed.enable_compat()
+
+
+def test_a_module_is_the_same_under_each_of_its_names():
+    first = importlib.import_module("hybrid_engine.compat.comm")
+    assert importlib.import_module("hybrid_engine.comm") is first is deepspeed.comm
+
+
+def test_arguments_are_added_and_the_local_rank_comes_from_torchrun(monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    assert deepspeed.add_config_arguments(parser) is parser
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", "ds.json"])
+    assert (args.deepspeed, args.deepspeed_config, args.deepscale, args.local_rank) == (True, "ds.json", False, -1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=-1)
+    deepspeed.add_config_arguments(parser)
+    assert parser.parse_args([]).local_rank == 3 and parser.parse_args(["--local_rank", "1"]).local_rank == 1
+
+
+def test_collectives_of_a_single_process_without_a_group_are_what_they_come_to():
+    deepspeed.init_distributed()
+    comm = deepspeed.comm
+    tensor, out = torch.arange(4.0), torch.empty(4)
+    assert not comm.is_initialized() and (comm.get_rank(), comm.get_world_size()) == (0, 1)
+    comm.barrier()
+    comm.all_reduce(tensor)
+    comm.broadcast(tensor, 0)
+    comm.all_gather([out], tensor)
+    assert torch.equal(out, tensor)
+    comm.all_gather_into_tensor(out.zero_(), tensor)
+    assert torch.equal(out, torch.arange(4.0))
+    comm.reduce_scatter_tensor(out.zero_(), tensor, op=comm.ReduceOp.SUM)
+    assert torch.equal(out, torch.arange(4.0))
+    assert comm.new_group([0]) is None
+
+
+def _collectives(rank, world_size):
+    comm = deepspeed.comm
+    deepspeed.init_distributed("nccl")  # on a machine without GPU, as scripts write it
+    mine = torch.full((2,), float(rank + 1))
+    total = mine.clone()
+    comm.all_reduce(total, op=comm.ReduceOp.SUM)
+    gathered, scattered = torch.empty(4), torch.empty(1)
+    comm.all_gather_into_tensor(gathered, mine)
+    comm.reduce_scatter_tensor(scattered, mine)
+    pieces = [torch.empty(2) for _ in range(2)]
+    comm.all_gather(pieces, mine, group=comm.new_group([0, 1]))
+    return total, gathered, scattered, pieces, (comm.get_rank(), comm.get_world_size(), comm.get_local_rank())
+
+
+def _overflow_of_one_of_two_engines(rank, world_size):
+    """The alignment of DeepSpeed-Chat: when one model overflows, both skip their step, on every rank."""
+    config = engine_config(1, world_size, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+    actor, critic = (deepspeed.initialize(model=tiny_llama(), config=config)[0] for _ in range(2))
+    tokens = torch.full((2, 12), 3)
+    for step in range(actor.gradient_accumulation_steps()):
+        for engine in (actor, critic):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss * (float("inf") if engine is critic and rank == 1 else 1.0))
+        if step < actor.gradient_accumulation_steps() - 1:
+            actor.step()
+            critic.step()
+    before = [p.to_local().clone() for p in actor.parameters()]
+    found = [engine.optimizer.check_overflow(external=True) for engine in (actor, critic)]
+    if found[1] and not found[0]:
+        actor.optimizer.skip_step = True
+    actor.step()
+    critic.step()
+    kept = all(torch.equal(p.to_local(), b) for p, b in zip(actor.parameters(), before, strict=True))
+    scales = actor.optimizer.cur_scale, critic.optimizer.cur_scale
+    skipped = actor.skipped_steps, critic.skipped_steps, actor.was_step_applied()
+    training = train_engine(actor, 1)
+    return found, kept, scales, skipped, actor.was_step_applied(), training.losses
+
+
+def _two_processes(rank, world_size):
+    return _collectives(rank, world_size), _overflow_of_one_of_two_engines(rank, world_size)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_distributed(_two_processes, 2)
+
+
+def test_collectives_are_those_of_torch(two_ranks):
+    for rank, ((total, gathered, scattered, pieces, numbers), _) in enumerate(two_ranks):
+        assert total.tolist() == [3, 3] and gathered.tolist() == [1, 1, 2, 2] and scattered.tolist() == [3]
+        assert [p.tolist() for p in pieces] == [[1, 1], [2, 2]] and numbers == (rank, 2, rank)
+
+
+def test_engines_whose_overflows_are_aligned_skip_together_and_only_the_overflowing_scale_falls(two_ranks):
+    for _, (found, kept, scales, skipped, goes_on, _) in two_ranks:
+        assert found == [False, True] and kept
+        assert scales == (2.0**8, 2.0**7) and skipped == (1, 1, False) and goes_on
+
+
+def test_a_step_that_is_skipped_on_request_changes_neither_weights_nor_scale():
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "fp16": {"enabled": True, "loss_scale_window": 1}}
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(3, 2), config=config)
+    before, scale = engine.module.weight.detach().clone(), optimizer.loss_scale
+    optimizer.skip_step = True
+    engine.backward(engine(torch.ones(1, 3).half()).float().sum() * 1e-3)
+    assert optimizer.check_overflow() is False
+    engine.step()
+    assert torch.equal(engine.module.weight, before) and optimizer.overflow and optimizer.cur_scale == scale
+    assert engine.skipped_steps == 1 and not optimizer.skip_step
+    assert optimizer.quantize_nontrainable_params() is None
+
+
+def test_an_engine_answers_to_deepspeeds_names_before_its_module_is_asked():
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}},
+        "zero_optimization": {"stage": 2},
+    }
+    engine, *_ = deepspeed.initialize(model=tiny_llama(), config=config)
+    assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (2, True)
+    assert (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.loss_scale()) == (True, False, 1.0)
+    assert (engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
+    assert engine.gradient_clipping() == 0.5 and engine.get_mom() == [(0.8, 0.9)]
+    assert engine.optimizer_name() == "adamw" and engine.scheduler_name() is None
+    assert engine.basic_optimizer is engine.optimizer.inner
+    assert not engine.monitor.enabled and not engine.was_step_applied() and engine.get_global_grad_norm() is None
+    assert engine.model is engine.module.model and engine.device.type in ("cpu", "cuda")
+    engine.gradient_checkpointing_enable()
+    assert engine.module.is_gradient_checkpointing
+    engine.custom = 3
+    assert engine.custom == 3 and not hasattr(engine.module, "custom")
+
+
+def test_the_throughput_timer_counts_epochs_and_steps():
+    engine, *_ = deepspeed.initialize(model=tiny_llama(), config=engine_config())
+    train_engine(engine, 3)
+    timer = engine.tput_timer
+    assert (timer.global_step_count, timer.micro_step_count) == (3, 12) and timer.avg_samples_per_sec() > 0
+    timer.update_epoch_count()
+    assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
+
+
+def test_attributes_are_read_and_written_by_their_dotted_path():
+    engine, *_ = deepspeed.initialize(model=tiny_llama(), config={"train_batch_size": 1})
+    helper = deepspeed.compression.helper
+    name = "module.model.layers.1.self_attn.q_proj"
+    assert helper.recursive_getattr(engine, name) is engine.module.model.layers[1].self_attn.q_proj
+    new = nn.Linear(2, 2)
+    helper.recursive_setattr(engine, name, new)
+    assert engine.module.model.layers[1].self_attn.q_proj is new
+
+
+def test_a_recomputed_function_has_the_same_gradients():
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    deepspeed.checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
+    assert deepspeed.checkpointing.is_configured()
+    deepspeed.checkpointing.checkpoint(lambda y: layer(y).relu(), x).sum().backward()
+    gradient, x.grad = x.grad, None
+    torch_checkpoint(lambda y: layer(y).relu(), x, use_reentrant=False).sum().backward()
+    assert torch.equal(gradient, x.grad)
+
+
+def test_the_accelerator_is_the_cpu_where_there_is_no_gpu():
+    accelerator = deepspeed.get_accelerator()
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert (accelerator.device_name(), accelerator.device_name(1), accelerator.current_device_name()) == ("cpu",) * 3
+    assert accelerator.communication_backend_name() == "gloo" and accelerator.device_count() == 1
+    assert accelerator.is_bf16_supported() and accelerator.is_fp16_supported() and accelerator.is_available()
+    accelerator.set_device(0)
+    accelerator.manual_seed_all(3)
+    state = accelerator.get_rng_state()
+    first = torch.rand(2)
+    accelerator.set_rng_state(state)
+    assert torch.equal(torch.rand(2), first)
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    assert 0 < accelerator.memory_allocated() <= accelerator.total_memory()
+    assert accelerator.on_accelerator(torch.empty(1))
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, {}),
+        ({"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "9"}, {}),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+            },
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "127.0.0.1"},
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "host"},
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"},
+        ),
+        (
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_STEP_NODELIST": "gpu[07-08]",
+            },
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "gpu07"},
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {}),  # a batch script without srun
+    ],
+)
+def test_the_environment_of_torchrun_mpi_or_slurm_says_which_process_this_is(environment, expected):
+    assert describe_process(environment) == expected
+
+
+def test_mpi_on_several_machines_needs_an_address_to_meet_at():
+    environment = {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "8",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    }
+    with pytest.raises(ValueError, match="MASTER_ADDR is not set; set it to the machine of rank 0"):
+        describe_process(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"), [("a,b", "a"), ("gpu[03-05,9],x", "gpu03"), ("n[1,3]", "n1"), ("one", "one")]
+)
+def test_the_first_host_of_slurms_list(nodelist, first):
+    assert first_host(nodelist) == first
+
+
+def test_processes_started_by_mpi_meet(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+        import hybrid_engine as deepspeed, torch
+        deepspeed.init_distributed()
+        total = torch.ones(1)
+        deepspeed.comm.all_reduce(total)
+        print(deepspeed.comm.get_rank(), total.item())
+        """)
+    )
+    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(_free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**_clean_environment(), **mpi, "OMPI_COMM_WORLD_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert sorted(process.communicate(timeout=120)[0].strip() for process in processes) == ["0 2.0", "1 2.0"]
+
+
+def _clean_environment():
+    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+
+
+def test_a_process_group_is_described_by_the_environment_only():
+    with pytest.raises(ValueError, match=r"the environment .* says how processes meet"):
+        deepspeed.init_distributed(rank=0, world_size=2)
