@@ -211,10 +211,10 @@ def draw_kernel(
             if HAS_TOP_K:
                 floor = _search(
                     row_ptr, row_seen, ends_ptr, num_ends, is_early, penalty, temperature, vocab, top, floor,
-                    top_k.to(tl.float32), True, HAS_PENALTY, HAS_ENDS, SEARCH_CHUNK, CANDIDATES,
+                    top_k, True, HAS_PENALTY, HAS_ENDS, SEARCH_CHUNK, CANDIDATES,
                 )  # fmt: skip
             if HAS_TOP_P:
-                mass = tl.zeros([], tl.float32)
+                considered = tl.zeros([], tl.float32)
                 for start in range(0, vocab, SEARCH_CHUNK):
                     tokens = start + tl.arange(0, SEARCH_CHUNK)
                     _, drawn = _scaled(
@@ -222,10 +222,10 @@ def draw_kernel(
                         temperature, HAS_PENALTY, HAS_ENDS,
                     )  # fmt: skip
                     is_kept = (tokens < vocab) & (_ordered(drawn).to(tl.int64) >= floor)
-                    mass += tl.sum(tl.where(is_kept, tl.exp(drawn - top), 0.0), axis=0)
+                    considered += tl.sum(tl.where(is_kept, tl.exp(drawn - top), 0.0), axis=0)
                 nucleus = _search(
                     row_ptr, row_seen, ends_ptr, num_ends, is_early, penalty, temperature, vocab, top, floor,
-                    top_p * mass, False, HAS_PENALTY, HAS_ENDS, SEARCH_CHUNK, CANDIDATES,
+                    top_p * considered, False, HAS_PENALTY, HAS_ENDS, SEARCH_CHUNK, CANDIDATES,
                 )  # fmt: skip
                 floor = tl.maximum(floor, nucleus)
             if HAS_MIN_P:
