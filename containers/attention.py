@@ -13,7 +13,7 @@ from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import ALONE, Heads, TensorParallel, cut
 from hybrid_engine.containers.views import HeadNormsView, NormView, attribute, config_value, submodule
-from hybrid_engine.ops import Batch, QKVGemmOp, SoftmaxContextOp, VectorMatMulOp
+from hybrid_engine.ops import Batch, EncoderBatch, QKVGemmOp, SoftmaxContextOp, VectorMatMulOp
 
 WINDOWED_KINDS = ("sliding_attention", "local")
 
@@ -141,7 +141,7 @@ class Attention:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: Batch,
+        batch: Batch | EncoderBatch,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`hidden [N, E]` -> the output `[N, E]`, plus `residual` where given, and the normed input."""

@@ -15,7 +15,7 @@ from hybrid_engine.containers.mlp import DenseMLP, MoEMLP
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel, check_divides
 from hybrid_engine.containers.views import HeadNormsView, NormView, config_value, submodule
-from hybrid_engine.ops import Batch
+from hybrid_engine.ops import Batch, EncoderBatch
 
 RotaryRows = tuple[torch.Tensor, torch.Tensor]
 
@@ -82,9 +82,9 @@ class InferenceLayer:
         rotary: RotaryRows | None,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: Batch,
+        batch: Batch | EncoderBatch,
     ) -> torch.Tensor:
-        """`hidden [N, E]` -> `[N, E]`; writes the batch's keys and values into this layer's blocks.
+        """`hidden [N, E]` -> `[N, E]`; writes keys and values into this layer's blocks, but not an encoder's.
 
         Raises:
             RuntimeError: the weights were gathered when they were bound and are not any more.

@@ -58,6 +58,8 @@ class InferenceModel:
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = self.base.config.get_text_config()
         decoder, layers, policy = find_decoder(self.base, config)
+        if policy.is_encoder:
+            raise UnsupportedModelError(f"{policy.layer_class} is an encoder's layer: there is nothing to generate")
         self.policy, self.layer_class = policy, policy.layer_class
         self.layers = [InferenceLayer(policy, layer, config, index, parallel) for index, layer in enumerate(layers)]
         self._take_ends(policy, decoder, config)

@@ -28,6 +28,9 @@ class Policy:
 
     layer_class: str
     # Class name of the decoder layer.
+    is_encoder: bool = False
+    # Tokens see those after them too. The model runs its own embeddings and heads around these layers, generates
+    # nothing, and fields for what stands outside the layers say nothing.
     norm: NormKind
     # Kind of every norm, see `ops.norm`.
     block: Literal["pre_norm", "post_norm", "parallel"] = "pre_norm"

@@ -1,5 +1,6 @@
 """The ops of inference, one file each with its maths and a torch reference. They know tensors and numbers."""
 
+from hybrid_engine.ops.batch import EncoderBatch
 from hybrid_engine.ops.block_copy import BlockCopyOp
 from hybrid_engine.ops.gated_activation import GatedActivationOp
 from hybrid_engine.ops.gelu_gemm import GELUGemmOp
@@ -18,6 +19,7 @@ __all__ = [
     "Batch",
     "BlockCopyOp",
     "DecodeBatch",
+    "EncoderBatch",
     "GELUGemmOp",
     "GatedActivationOp",
     "LayerNormOp",

@@ -44,6 +44,14 @@ class DecodeBatch:
         return self.block_tables.gather(1, column[:, None]).squeeze(1), self.positions % block_size
 
 
+@dataclass(frozen=True, kw_only=True)
+class EncoderBatch:
+    """Whole sequences, packed one after the other, whose tokens see those after them too; no keys are kept."""
+
+    lengths: tuple[int, ...]  # of the R sequences; they add to N
+    starts: torch.Tensor  # [R+1] int32: where each sequence starts, and N
+
+
 Batch = PrefillBatch | DecodeBatch
 
 

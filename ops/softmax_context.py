@@ -7,7 +7,8 @@
 
 Keys and values live in blocks, `[num_blocks, K, block_size, D]`; a row's block table lists its blocks in
 order. Prefill takes the rows packed, `[N, ...]` tokens of all sequences one after the other, and attends
-inside the sequence only. Decode takes one token per row and reads the workspace: 2 S C K D elements for
+inside the sequence only. An encoder's sequences are packed too, see both ways (any i - j) and are not written
+to the workspace. Decode takes one token per row and reads the workspace: 2 S C K D elements for
 S rows of C tokens, which is what a decode step moves besides the weights, and does 4 S C H D operations.
 
 Where block tables are the identity (row i owns block i: the contiguous cache) the reference reads a view;
@@ -17,13 +18,14 @@ else it gathers the blocks first, which copies them. Its products are two batche
 N packed tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hybrid_engine.ops import softmax_context_kernels as kernels
-from hybrid_engine.ops.batch import Batch, DecodeBatch, PrefillBatch, write_rows
+from hybrid_engine.ops.batch import Batch, DecodeBatch, EncoderBatch, PrefillBatch, write_rows
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, say_once, use_triton
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import apply_rotary
@@ -84,13 +86,13 @@ class SoftmaxContextOp:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: Batch,
+        batch: Batch | EncoderBatch,
         q_gamma: torch.Tensor | None = None,
         k_gamma: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
         alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes the batch's keys and values into `keys` and `values`, and attends.
+        """Writes the batch's keys and values into `keys` and `values`, unless it is an encoder's, and attends.
 
         Args:
             q: `[N, K, G, D]`; k, v: `[N, K, D]`; any strides.
@@ -122,7 +124,7 @@ class SoftmaxContextOp:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: Batch,
+        batch: Batch | EncoderBatch,
         q_gamma: torch.Tensor | None = None,
         k_gamma: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
@@ -130,6 +132,9 @@ class SoftmaxContextOp:
     ) -> torch.Tensor:
         """The same in plain torch."""
         q = q.reshape(-1, self.num_heads, self.head_dim)
+        if isinstance(batch, EncoderBatch):
+            self._check_encoder(rotary, sinks, alibi)
+            return self._packed(q, k, v, batch.lengths, self._both_ways)
         if self.qk_norm is not None:
             assert q_gamma is not None and k_gamma is not None
             q, k = self.qk_norm(q, q_gamma), self.qk_norm(k, k_gamma)
@@ -139,29 +144,48 @@ class SoftmaxContextOp:
         for cache, new in ((keys, k), (values, v)):
             cache.view(-1, self.head_dim).index_copy_(0, rows, new.reshape(-1, self.head_dim))
         if isinstance(batch, PrefillBatch):
-            return self._prefill(q, k, v, batch.lengths, sinks, alibi)
+            return self._packed(q, k, v, batch.lengths, lambda q, k, v, _: self._causal(q, k, v, sinks, alibi))
         return self._decode(q, keys, values, batch, sinks, alibi)
 
-    def _prefill(
+    def _check_encoder(self, *absent: Any) -> None:
+        """What encoders have not is not built for both ways."""
+        features = (self.window, self.softcap, self.qk_norm, *absent)
+        if any(feature is not None for feature in features):
+            raise ValueError("attention both ways takes no window, soft-capping, norms, rotary, sinks or ALiBi")
+
+    def _packed(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         lengths: tuple[int, ...],
-        sinks: torch.Tensor | None,
-        alibi: torch.Tensor | None,
+        attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[int] | None], torch.Tensor],
     ) -> torch.Tensor:
-        """Causal attention inside each packed sequence; sequences of like length are padded to one batch."""
+        """Attention inside each packed sequence; sequences of like length are padded to one batch.
+
+        `attend` takes `[R, n, ...]` of R sequences, and their lengths where these are not all n.
+        """
         if len(set(lengths)) == 1:
             q, k, v = (x.unflatten(0, (len(lengths), lengths[0])) for x in (q, k, v))
-            return self._causal(q, k, v, sinks, alibi).flatten(0, 1)
+            return attend(q, k, v, None).flatten(0, 1)
         rows = torch.arange(q.shape[0], device=q.device).split(lengths)
         contexts: list[torch.Tensor] = [q] * len(lengths)
         for group in like_lengths(lengths):
             index = torch.nn.utils.rnn.pad_sequence([rows[i] for i in group], batch_first=True)
-            for i, context in zip(group, self._causal(q[index], k[index], v[index], sinks, alibi), strict=True):
+            padded = attend(q[index], k[index], v[index], [lengths[i] for i in group])
+            for i, context in zip(group, padded, strict=True):
                 contexts[i] = context[: lengths[i]]
         return torch.cat(contexts)
+
+    def _both_ways(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
+        """`q [R, n, H, D]`, `k`, `v` `[R, n, K, D]` -> `[R, n, H*D]`; keys past `lengths` are padding."""
+        mask = None
+        if lengths is not None:
+            places = torch.arange(q.shape[1], device=q.device)
+            mask = (places < torch.tensor(lengths, device=q.device)[:, None])[:, None, None]  # [R, 1, 1, n]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
+        return context.transpose(1, 2).flatten(2)
 
     def _causal(
         self,
@@ -258,7 +282,7 @@ class SoftmaxContextOp:
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
         keys: torch.Tensor,
         values: torch.Tensor,
-        batch: Batch,
+        batch: Batch | EncoderBatch,
         q_gamma: torch.Tensor | None,
         k_gamma: torch.Tensor | None,
         sinks: torch.Tensor | None,
@@ -270,9 +294,12 @@ class SoftmaxContextOp:
         # A kernel that does not read a tensor gets another one in its place.
         others = tuple(q if tensor is None else tensor for tensor in (q_gamma, k_gamma, sinks, alibi))
         features = {"HAS_SINKS": sinks is not None, "HAS_ALIBI": alibi is not None}
+        if isinstance(batch, EncoderBatch):
+            self._check_encoder(rotary, sinks, alibi)
+            return self._launch_packed(q, k, v, batch, others[2:], features, is_causal=False)
         if isinstance(batch, PrefillBatch):
             q, k = self._launch_store(q, k, v, rotated, keys, values, batch, others[:2])
-            return self._launch_prefill(q, k, v, batch, others[2:], features)
+            return self._launch_packed(q, k, v, batch, others[2:], features, is_causal=True)
         return self._launch_decode(q, k, v, rotated, keys, values, batch, others, features)
 
     def _check(
@@ -410,14 +437,15 @@ class SoftmaxContextOp:
         )
         return new_q, new_k
 
-    def _launch_prefill(
+    def _launch_packed(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        batch: PrefillBatch,
+        batch: PrefillBatch | EncoderBatch,
         others: tuple[torch.Tensor, ...],
         features: dict[str, Any],
+        is_causal: bool,
     ) -> torch.Tensor:
         queries, keys_at_once, num_warps = kernels.prefill_tiles(self.head_dim, q.element_size())
         output = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
@@ -428,6 +456,7 @@ class SoftmaxContextOp:
             *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2]),
             *(self.window or 0, self.scale, self.softcap or 1.0),
             **{**self._features, **features},
+            IS_CAUSAL=is_causal,
             QUERIES=queries,
             KEYS=keys_at_once,
             num_warps=num_warps,

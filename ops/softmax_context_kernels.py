@@ -401,6 +401,7 @@ def prefill_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     UPCASTS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
     DIM: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -430,7 +431,9 @@ def prefill_kernel(
     begin = 0
     if HAS_WINDOW:
         begin = tl.maximum(tile * QUERIES - window + 1, 0) // KEYS * KEYS
-    end = tl.minimum((tile + 1) * QUERIES, length)
+    end = length
+    if IS_CAUSAL:
+        end = tl.minimum((tile + 1) * QUERIES, length)
     for key_start in range(begin, end, KEYS):
         j = key_start + tl.arange(0, KEYS)
         is_key = (j < length)[:, None] & is_dim[None, :]
@@ -443,6 +446,8 @@ def prefill_kernel(
         if HAS_ALIBI:
             scores -= slope * distance.to(tl.float32)
         is_seen = distance >= 0
+        if not IS_CAUSAL:
+            is_seen = (j < length)[None, :] & (i >= 0)[:, None]
         if HAS_WINDOW:
             is_seen = is_seen & (distance < window)
         scores = tl.where(is_seen, scores, float("-inf"))

@@ -91,7 +91,9 @@ def compile_form(label: str, dtype: torch.dtype) -> None:
     store = shared | {"NUM_KV_HEADS": 8, "TOKENS": kernels.STORE_TOKENS}
     compile_kernel(label, kernels.store_kernel, name, floats, store, 4, 3)
     queries, keys, warps = kernels.prefill_tiles(head_dim, size)
-    compile_kernel(label, kernels.prefill_kernel, name, floats, shared | {"QUERIES": queries, "KEYS": keys}, warps, 2)
+    prefill = shared | {"QUERIES": queries, "KEYS": keys}
+    for is_causal in (True, False) if label == "opt" else (True,):  # encoders have no other feature
+        compile_kernel(label, kernels.prefill_kernel, name, floats, prefill | {"IS_CAUSAL": is_causal}, warps, 2)
 
 
 if __name__ == "__main__":
