@@ -29,6 +29,7 @@ from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.latency import LatencyStats
+from hybrid_engine.model_group import share_sharded_model
 
 
 class ModuleGenerate:
@@ -68,7 +69,8 @@ class HybridEngine(ZeroEngine):
                 "pass one, or leave hybrid_engine out of the config"
             )
         super().__init__(model, config, **kwargs)
-        self.generator = Generator(self.module, self.sharding, config.hybrid_engine)
+        group = share_sharded_model(config.hybrid_engine.inference_tp_size, self.sharding, self.device)
+        self.generator = Generator(self.module, self.sharding, config.hybrid_engine, group)
         self.latency = LatencyStats(self.sharding.world_size)
         self.logprob_difference: LogprobDifference | None = None
         self._is_generating = False
@@ -151,7 +153,7 @@ class HybridEngine(ZeroEngine):
             with self.generator.gatherer.gathered(whole=True):
                 self.generator.model.bind()
                 self.generator.model.fuse_lora()
-            self.generator.gatherer.bytes_gathered = 0  # no rollout's
+            self.generator.gatherer.count_bytes()  # no rollout's
 
     def unfuse_lora_weight(self) -> None:
         """Drops the fused buffers; the parameters were never written to."""
@@ -206,7 +208,6 @@ class HybridEngine(ZeroEngine):
             self._is_generating = False
 
     def _count(self, result: RolloutResult) -> None:
-        gatherer = self.generator.gatherer
         for figure, amount in (
             ("prefill_seconds", result.prefill_seconds),
             ("decode_seconds", result.decode_seconds),
@@ -215,8 +216,7 @@ class HybridEngine(ZeroEngine):
             ("num_samples", result.num_samples),
             ("generated_tokens", result.generated_tokens),
             ("preemptions", result.preemptions),
-            ("gathered_bytes", gatherer.bytes_gathered),
+            ("gathered_bytes", self.generator.gatherer.count_bytes()),
         ):
             self.latency.add(figure, amount)
-        gatherer.bytes_gathered = 0
         self.latency.raise_peak(self.generator.workspace.allocated_bytes)

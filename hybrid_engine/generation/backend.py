@@ -73,12 +73,12 @@ class NativeBackend:
         # Under autocast the projections would leave the dtype of the workspace.
         release.enter_context(torch.autocast(self.model.device.type, enabled=False))
         release.enter_context(self.gatherer.gathered())
-        self.model.bind_rest()
         release.callback(self.model.unfuse_lora)
         if self.gatherer.is_streamed:
+            self.model.bind_rest()
             self.model.fuse_rest()
         else:
-            self.model.bind()
+            self.model.bind(self.config.tp_gather_partition_size)
             self.model.fuse_lora()
         self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
         release.push(self._give_back_workspace)
@@ -123,11 +123,12 @@ class NativeBackend:
         is_finite = all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs)
         if self.gatherer.any_process(not is_finite):
             raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")
-        output = collect_output(input_ids, plan.sequences, plan.options)
+        own = plan.sequences[plan.own]
+        output = collect_output(input_ids, own, plan.options)
         return RolloutResult(
             output if plan.options.return_dict else output.sequences,
-            num_samples=len(plan.sequences),
-            generated_tokens=sum(len(sequence.tokens) for sequence in plan.sequences),
+            num_samples=len(own),
+            generated_tokens=sum(len(sequence.tokens) for sequence in own),
             preemptions=scheduler.num_preemptions,
             prefill_seconds=strategy.prefill_time.seconds(),
             decode_seconds=strategy.decode_time.seconds(),

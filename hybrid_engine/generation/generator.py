@@ -28,9 +28,11 @@ from hybrid_engine.generation.options import (
     read_options,
 )
 from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
-from hybrid_engine.generation.rollout import Plan, build_sequences, check_lengths, plan_rollout
+from hybrid_engine.generation.rollout import Plan, build_sequences, check_lengths, plan_rollout, workspace_bytes
+from hybrid_engine.generation.shares import Share, find_disagreement
 from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.memory import usable_memory_bytes
+from hybrid_engine.model_group import ModelGroup
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 
@@ -43,20 +45,25 @@ class Request:
 
     input_ids: torch.Tensor
     mask: torch.Tensor
+    prompts: list[list[int]]
     options: GenerationOptions
-    plan: Plan | None
+    is_native: bool
     seed: int | None
     kwargs: dict[str, Any]
+    plan: Plan | None = None
     kv: torch.Tensor | None = None
 
 
 class Generator:
-    """Generates from the weights of `module`, sharded as `sharding` says."""
+    """Generates from the weights of `module`, sharded as `sharding` says, shared in `group` while it generates."""
 
-    def __init__(self, module: nn.Module, sharding: Sharding, config: HybridEngineConfig):
+    def __init__(
+        self, module: nn.Module, sharding: Sharding, config: HybridEngineConfig, group: ModelGroup | None = None
+    ):
         self.module, self.sharding, self.config = module, sharding, config
+        self.group = group or ModelGroup()
         self.device = next(module.parameters()).device
-        self.gatherer = WeightGatherer(sharding, config.pin_parameters)
+        self.gatherer = WeightGatherer(sharding, config.pin_parameters, self.group.slices)
         self.workspace = KVWorkspace()
         self.model: InferenceModel | None = None
         self.fallback_reason: str | None = None
@@ -70,15 +77,17 @@ class Generator:
     def build_containers(self) -> LogprobDifference | None:
         """Builds containers and measures them against the module; None, with the reason kept, if there are none."""
         try:
-            model = InferenceModel(self.module)
-            with self.gatherer.gathered_for_forward(), fused(model):
+            model = InferenceModel(self.module, self.group.parallel)
+            # With parts of the weights read, the module's forward gathers its layers one by one.
+            is_shared = self.group.slices is not None
+            with self.gatherer.gathered() if is_shared else self.gatherer.gathered_for_forward(), fused(model):
                 difference = probe_containers(self.module, model)
         except UnsupportedModelError as error:
             self.model, self.native, self.fallback_reason = None, None, str(error)
             return None
         self.model, self.fallback_reason = model, None
         self.native = NativeBackend(model, self.gatherer, self.workspace, self.config)
-        self.gatherer.bytes_gathered = 0  # no rollout's
+        self.gatherer.count_bytes()  # no rollout's
         return difference
 
     def prepare(
@@ -104,17 +113,55 @@ class Generator:
             request = self._check(input_ids, attention_mask, generation_config, seed, kwargs)
         except ValueError as problem:
             error = str(problem)
-        sequences = request.plan.sequences if request is not None and request.plan is not None else []
-        num_samples = request.options.num_return_sequences if request is not None else 1
+        is_native = request is not None and request.is_native
         if seed is None:  # greedy and foreign rollouts have no noise of ours and must not move torch's generator
-            is_sampled = bool(sequences) and request is not None and request.options.do_sample
+            is_sampled = is_native and request is not None and request.options.do_sample
             seed = int(torch.randint(2**62, ()).item()) if is_sampled else 0
-        prompts = [sequence.prompt.tokens for sequence in sequences[::num_samples]]
-        keys = agree_on_keys(prompts, error, seed, num_samples, self.sharding.world_size)
+        share = Share(
+            error=error,
+            seed=seed,
+            prompts=request.prompts if request is not None and is_native else [],
+            options=request and request.options,
+            is_native=is_native,
+            spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self.gatherer.resident_bytes),
+        )
+        shares = self.group.gather_objects(share)
+        error = error or find_disagreement(shares, self.group.has_same_prompts)
+        if is_native and request is not None and all(other.error is None for other in shares) and error is None:
+            try:
+                request.plan = self._plan(request, shares)
+            except ValueError as problem:
+                error = str(problem)
+        keys = self._agree_on_keys(share, error, shares)
         assert request is not None
-        for sequence, key in zip(sequences, [key for row in keys for key in row], strict=True):
-            sequence.key = key
+        if request.plan is not None:
+            for sequence, key in zip(request.plan.sequences, [key for row in keys for key in row], strict=True):
+                sequence.key = key
         return request
+
+    def _plan(self, request: Request, shares: list[Share]) -> Plan:
+        """The rollout of all prompts of the group, the same on each of its processes."""
+        assert self.model is not None and self.native is not None
+        num_samples, rank = request.options.num_return_sequences, self.group.parallel.rank
+        own = slice(None)
+        prompts = request.prompts
+        if not self.group.has_same_prompts:
+            prompts = [prompt for share in shares for prompt in share.prompts]
+            first = num_samples * sum(len(share.prompts) for share in shares[:rank])
+            own = slice(first, first + num_samples * len(request.prompts))
+        sequences = build_sequences(prompts, num_samples)
+        spare_bytes = min(share.spare_bytes for share in shares)
+        reserved = self.native.num_reserved_blocks
+        return plan_rollout(self.model, sequences, request.options, self.config, spare_bytes, reserved, own)
+
+    def _agree_on_keys(self, share: Share, error: str | None, shares: list[Share]) -> list[list[int]]:
+        """Noise keys of the plan's sequences; raises what stands in the way of any process."""
+        num_samples = share.options.num_return_sequences if share.options is not None else 1
+        if not self.group.has_same_prompts:
+            world_size, ranks = self.sharding.world_size, self.group.ranks
+            return agree_on_keys(share.prompts, error, share.seed, num_samples, world_size, ranks)
+        error = error or next((other.error for other in shares if other.error is not None), None)
+        return agree_on_keys(share.prompts, error, shares[0].seed, num_samples, world_size=1)
 
     def _check(
         self,
@@ -145,16 +192,10 @@ class Generator:
         longest = getattr(model_config, "max_position_embeddings", None)
         check_lengths(prompts, options, self.config, longest if self.model is None else self.model.max_positions)
         reason = self._reason_to_fall_back(merged)
-        plan = None
         if reason is not None:
             self._tell(f"generate() uses the model's own implementation: {reason}")
-        else:
-            assert self.model is not None and self.native is not None
-            sequences = build_sequences(prompts, options.num_return_sequences)
-            spare_bytes = self.workspace.allocated_bytes - self.gatherer.resident_bytes
-            reserved = self.native.num_reserved_blocks
-            plan = plan_rollout(self.model, sequences, options, self.config, spare_bytes, reserved)
-        return Request(input_ids, mask, options, plan, seed, {"generation_config": generation_config, **kwargs})
+        kwargs = {"generation_config": generation_config, **kwargs}
+        return Request(input_ids, mask, prompts, options, reason is None, seed, kwargs)
 
     def gather(self, request: Request, release: ExitStack) -> None:
         """Takes what the rollout needs and puts its return on `release`."""

@@ -6,6 +6,7 @@ different rows or ranks draw different samples.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -35,12 +36,17 @@ def _key(seed: int, digest: bytes, index: int) -> int:
 
 
 def agree_on_keys(
-    prompts: list[list[int]], error: str | None, seed: int, num_samples: int, world_size: int
+    prompts: list[list[int]],
+    error: str | None,
+    seed: int,
+    num_samples: int,
+    world_size: int,
+    ranks: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Noise keys of this process's samples; collective, one small exchange for the whole rollout.
+    """Noise keys of this process's samples, or of those of `ranks`, by prompt; collective, one small exchange.
 
-    The seed is rank 0's. `error`, one rank's reason not to
-    start, is raised as ValueError on all, so that none waits for a rank that has left.
+    The seed is rank 0's. `error`, one rank's reason not to start, is raised as ValueError on all, so that none
+    waits for a rank that has left.
     """
     mine = (error, seed, [prompt_digest(prompt) for prompt in prompts])
     everyone: list[Any] = [mine]
@@ -51,5 +57,8 @@ def agree_on_keys(
     for other, (message, _, _) in enumerate(everyone):
         if message is not None:
             raise ValueError(message if other == rank else f"rank {other}: {message}")
-    earlier = [digest for _, _, digests in everyone[:rank] for digest in digests]
-    return sample_keys(everyone[0][1], mine[2], earlier, num_samples)
+    keys = []
+    for other in [rank] if ranks is None else ranks:
+        earlier = [digest for _, _, digests in everyone[:other] for digest in digests]
+        keys += sample_keys(everyone[0][1], everyone[other][2], earlier, num_samples)
+    return keys

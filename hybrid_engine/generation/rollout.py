@@ -28,6 +28,7 @@ class Plan:
     """A rollout that fits."""
 
     sequences: list[Sequence]
+    own: slice  # of `sequences`: this process's; the others belong to processes that it shares the model with
     options: GenerationOptions
     num_blocks: int
     block_size: int
@@ -85,6 +86,11 @@ def check_lengths(
         )
 
 
+def workspace_bytes(device: torch.device, held_bytes: int, gathered_bytes: int) -> int:
+    """Memory for a KV workspace: what is free and what one holds already, less what gathering will take."""
+    return usable_memory_bytes(device) + held_bytes - gathered_bytes
+
+
 def plan_rollout(
     model: InferenceModel,
     sequences: list[Sequence],
@@ -92,11 +98,12 @@ def plan_rollout(
     config: HybridEngineConfig,
     spare_bytes: int,
     num_reserved: int = 0,
+    own: slice = slice(None),
 ) -> Plan:
-    """Sizes the KV workspace from the demand of `sequences` and the free memory.
+    """Sizes the KV workspace from the demand of `sequences` and the memory for it, `spare_bytes`.
 
-    `spare_bytes` is what the workspace holds already and can be used again, less what gathering will take;
-    `num_reserved` are blocks that the workspace has beside those that the plan may use.
+    `num_reserved` are blocks that the workspace has beside those that the plan may use; `own` are the sequences
+    that this process returns.
 
     Raises:
         ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
@@ -113,7 +120,7 @@ def plan_rollout(
         kept_prompts = min(num_prompts, -(-max_running // options.num_return_sequences) + 1)
         kept = kept_prompts * -(-max(len(sequence.prompt.tokens) for sequence in sequences) // block_size)
     block_bytes = torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
-    affordable = max(0, usable_memory_bytes(model.device) + spare_bytes - num_reserved * block_bytes) // block_bytes
+    affordable = max(0, spare_bytes - num_reserved * block_bytes) // block_bytes
     num_blocks = min(wanted + kept, affordable, config.max_kv_blocks or affordable)
     needed = per_sequence + (1 if kept else 0)
     if num_blocks < needed:
@@ -122,4 +129,4 @@ def plan_rollout(
             f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks}; lower it, free "
             "memory or raise hybrid_engine.max_kv_blocks"
         )
-    return Plan(sequences, options, num_blocks, block_size, max_running)
+    return Plan(sequences, own, options, num_blocks, block_size, max_running)

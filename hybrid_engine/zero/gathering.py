@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybrid_engine.zero.sharding import Sharding
+from hybrid_engine.zero.slicing import SliceReader
 
 
 class Indexed(Protocol):
@@ -36,13 +37,14 @@ class WeightGatherer:
 
     Args:
         is_pinned: True gathers all layers once per rollout, if they fit; False streams them on every pass.
+        slices: where processes share the model: reads this one's part, and nothing is gathered.
     """
 
-    def __init__(self, sharding: Sharding, is_pinned: bool):
-        self.sharding, self.is_pinned = sharding, is_pinned
-        self.can_stream = sharding.is_sharded and bool(sharding.layers)
+    def __init__(self, sharding: Sharding, is_pinned: bool, slices: SliceReader | None = None):
+        self.sharding, self.is_pinned, self.slices = sharding, is_pinned, slices
+        self.can_stream = sharding.is_sharded and bool(sharding.layers) and slices is None
         self.is_streamed = self.can_stream and not is_pinned
-        self.bytes_gathered = 0
+        self._bytes_gathered = 0
         self._pending: Any = None
         layers = {layer: _num_bytes(layer) for layer in sharding.layers}
         self._num_bytes = {**layers, sharding.root: _num_bytes(sharding.root) - sum(layers.values())}
@@ -52,8 +54,15 @@ class WeightGatherer:
         """Most bytes gathered at once: nothing in one process, everything, or the rest and two layers streaming."""
         if not self.sharding.is_sharded:
             return 0
+        if self.slices is not None:
+            return sum(self._num_bytes.values()) // self.slices.size
         layers = sorted((self._num_bytes[layer] for layer in self.sharding.layers), reverse=True)
         return self._num_bytes[self.sharding.root] + sum(layers[:2] if self.is_streamed else layers)
+
+    def count_bytes(self) -> int:
+        """Bytes gathered since the last call."""
+        count, self._bytes_gathered = self._bytes_gathered, 0
+        return count if self.slices is None else count + self.slices.count_bytes()
 
     def choose(self, usable_bytes: int) -> None:
         """Before a rollout: streams pinned weights if whole ones fit not all processes' `usable_bytes`. Collective."""
@@ -63,13 +72,32 @@ class WeightGatherer:
 
     @contextmanager
     def gathered(self, whole: bool = False) -> Iterator[None]:
-        """Everything gathered inside, or everything but the layers when they are streamed and not `whole`."""
+        """Everything gathered inside, or everything but the layers when they are streamed and not `whole`.
+
+        Where processes share the model, what is read inside stays until the end instead.
+        """
+        if self.slices is not None:
+            with self._read_in_parts(self.slices):
+                yield
+            return
+        with self._unsharded(is_whole=whole or not self.is_streamed):
+            yield
+
+    @contextmanager
+    def _read_in_parts(self, slices: SliceReader) -> Iterator[None]:
+        self.sharding.reshard()  # what a forward pass left gathered would be taken for whole weights
+        try:
+            yield
+        finally:
+            slices.release()
+            self.sharding.reshard()
+
+    @contextmanager
+    def _unsharded(self, is_whole: bool) -> Iterator[None]:
         if not self.sharding.is_sharded:
             yield
             return
-        modules = (
-            [self.sharding.root] if self.is_streamed and not whole else [self.sharding.root, *self.sharding.layers]
-        )
+        modules = [self.sharding.root, *self.sharding.layers] if is_whole else [self.sharding.root]
         try:
             for module in modules:
                 self._unshard(module)
@@ -88,7 +116,7 @@ class WeightGatherer:
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
         try:
-            with self.gathered(whole=True):
+            with self._unsharded(is_whole=True):
                 yield
         finally:
             for module in modules:
@@ -120,5 +148,5 @@ class WeightGatherer:
         return bool(flags.item())
 
     def _unshard(self, module: nn.Module, is_async: bool = False) -> Any:
-        self.bytes_gathered += self._num_bytes[module]
+        self._bytes_gathered += self._num_bytes[module]
         return module.unshard(async_op=is_async)
