@@ -165,10 +165,11 @@ class SampleOp:
             scan_kernel, (num_rows, num_chunks), logits, logits.stride(0), draws, *adjusting, floats, places, vocab,
             num_chunks, HAS_PENALTY=has_penalty, HAS_ENDS=has_ends, CHUNK=CHUNK, num_warps=8, device=logits.device,
         )  # fmt: skip
+        log_min_p = math.log(self.min_p) if self.min_p > 0 else 0.0
         filters = self.do_sample, 0 < self.top_k < vocab, self.top_p < 1.0, self.min_p > 0.0
         dispatch.launch(
             draw_kernel, (num_rows,), logits, logits.stride(0), keys, draws, *adjusting, floats, places, tokens,
-            logprobs, vocab, num_chunks, float(self.top_k), float(self.top_p), math.log(self.min_p) if self.min_p else 0.0,
+            logprobs, vocab, num_chunks, float(self.top_k), float(self.top_p), log_min_p,
             **dict(zip(("DO_SAMPLE", "HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P"), filters, strict=True)),
             HAS_PENALTY=has_penalty, HAS_ENDS=has_ends, CHUNK=CHUNK, NUM_CHUNKS=next_power_of_2(num_chunks),
             SEARCH_CHUNK=SEARCH_CHUNK, CANDIDATES=CANDIDATES, num_warps=8, device=logits.device,

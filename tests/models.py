@@ -1,59 +1,10 @@
-"""Small random models of every family with a policy, with their special features switched on."""
+"""Small random models of every family with a policy, and what tests of rollouts share."""
 
 import torch
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from model_families import BUILDERS, VOCAB
+from transformers import PreTrainedModel
 
-VOCAB = 99
 PAD = 0
-_SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}
-_GQA = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 80}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 1e4,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-
-BUILDERS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_GQA)),
-    "llama-mha-tied": lambda: LlamaForCausalLM(
-        LlamaConfig(**{**_GQA, "num_key_value_heads": 4}, tie_word_embeddings=True)
-    ),
-    "llama-biases-llama3-rope": lambda: LlamaForCausalLM(
-        LlamaConfig(**_GQA, attention_bias=True, mlp_bias=True, rope_parameters=_LLAMA3_ROPE)
-    ),
-    "llama-yarn-rope": lambda: LlamaForCausalLM(LlamaConfig(**_GQA, rope_parameters=_YARN_ROPE)),
-    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_GQA, sliding_window=5)),
-    "qwen2-biases": lambda: Qwen2ForCausalLM(Qwen2Config(**_GQA)),
-    "qwen2-mixed-windows": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**_GQA, use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    ),
-    "qwen3-qk-norm": lambda: Qwen3ForCausalLM(Qwen3Config(**_GQA, head_dim=16)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=48, n_layer=2, n_head=4, vocab_size=VOCAB, bos_token_id=1, eos_token_id=2,
-            scale_attn_by_inverse_layer_idx=True,
-        )
-    ),
-    "opt": lambda: OPTForCausalLM(OPTConfig(**_SIZES, ffn_dim=80, word_embed_proj_dim=48)),
-}  # fmt: skip
 
 
 def build_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:

@@ -24,7 +24,7 @@ class LinearLoRA(nn.Module):
         self.lora_scaling = scaling / rank
         self.lora_dropout = nn.Dropout(dropout)
         nn.init.kaiming_uniform_(self.lora_right_weight, a=math.sqrt(5))
-        nn.init.normal_(self.lora_left_weight, std=0.2)
+        nn.init.normal_(self.lora_left_weight, std=0.5)
         self.weight.requires_grad = False
         self.fuse_lora = False
 

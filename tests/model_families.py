@@ -1,0 +1,120 @@
+"""Configurations of every family, small, with its special features switched on; built by `models.build_model`."""
+
+import transformers as hf
+
+VOCAB = 99
+_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB, **_IDS}
+_GQA = {**_SIZES, "num_key_value_heads": 2, "intermediate_size": 80}
+_WIDE = {**_SIZES, "intermediate_size": 80}
+_GPT = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, **_IDS}
+_LOCAL = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+_YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+
+
+def _falcon(**options):
+    heads = {"num_attention_heads": 6 if options.get("alibi") else 4}  # six heads have slopes of two series
+    return lambda: hf.FalconForCausalLM(hf.FalconConfig(**{**_SIZES, **heads}, **options))
+
+
+def _stablelm(**options):
+    return lambda: hf.StableLmForCausalLM(hf.StableLmConfig(**{**_GQA, "hidden_size": 64}, **options))
+
+
+def _neox(**options):
+    return lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**_WIDE, **options))
+
+
+BUILDERS = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GQA)),
+    "llama-mha-tied": lambda: hf.LlamaForCausalLM(
+        hf.LlamaConfig(**{**_GQA, "num_key_value_heads": 4}, tie_word_embeddings=True)
+    ),
+    "llama-biases-llama3-rope": lambda: hf.LlamaForCausalLM(
+        hf.LlamaConfig(**_GQA, attention_bias=True, mlp_bias=True, rope_parameters=_LLAMA3_ROPE)
+    ),
+    "llama-yarn-rope": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GQA, rope_parameters=_YARN_ROPE)),
+    "llama-linear-rope": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GQA, rope_parameters=_LINEAR_ROPE)),
+    "mistral-window": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_GQA, sliding_window=5)),
+    "mixtral": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**_GQA, sliding_window=5, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "qwen2-biases": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_GQA)),
+    "qwen2-mixed-windows": lambda: hf.Qwen2ForCausalLM(
+        hf.Qwen2Config(**_GQA, use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    ),
+    "qwen2-moe": lambda: hf.Qwen2MoeForCausalLM(
+        hf.Qwen2MoeConfig(**_GQA, **_EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1])
+    ),
+    "qwen3-qk-norm": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_GQA, head_dim=16)),
+    "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(**_GQA, **_EXPERTS, head_dim=16, norm_topk_prob=True)
+    ),
+    "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**_GQA, head_dim=16)),
+    # transformers' SDPA attention leaves the soft-capping out; its eager attention has it.
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(
+            **_GQA,
+            **_LOCAL,
+            head_dim=16,
+            query_pre_attn_scalar=20,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=9.0,
+            attn_implementation="eager",
+        )
+    ),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(**_GQA, **_LOCAL, head_dim=16, query_pre_attn_scalar=20)
+    ),
+    "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_GQA, sliding_window=5)),
+    "phi4-partial-rope": lambda: hf.Phi3ForCausalLM(
+        hf.Phi3Config(
+            **_GQA,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        )
+    ),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_GPT, scale_attn_by_inverse_layer_idx=True)),
+    "gpt-neo-local": lambda: hf.GPTNeoForCausalLM(
+        hf.GPTNeoConfig(
+            hidden_size=48,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=VOCAB,
+            window_size=4,
+            intermediate_size=80,
+            attention_types=[[["global", "local"], 1]],
+            **_IDS,
+        )
+    ),
+    "gptj": lambda: hf.GPTJForCausalLM(hf.GPTJConfig(**_GPT, rotary_dim=8)),
+    "gpt-neox-parallel": _neox(),
+    "gpt-neox-sequential": _neox(use_parallel_residual=False),
+    "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**_SIZES, ffn_dim=80, word_embed_proj_dim=48)),
+    "opt-post-norm-projection": lambda: hf.OPTForCausalLM(
+        hf.OPTConfig(**_SIZES, ffn_dim=80, word_embed_proj_dim=32, do_layer_norm_before=False)
+    ),
+    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(hidden_size=48, n_layer=2, n_head=6, vocab_size=VOCAB, **_IDS)),
+    "falcon-multi-query": _falcon(),
+    "falcon-alibi-sequential": _falcon(alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "falcon-new-two-norms": _falcon(new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-new-one-norm": _falcon(new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    "stablelm": _stablelm(use_qkv_bias=True),
+    "stablelm-parallel-head-norms": _stablelm(use_parallel_residual=True, qk_layernorm=True),
+    "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_GQA)),
+    "smollm3-some-rope": lambda: hf.SmolLM3ForCausalLM(hf.SmolLM3Config(**_GQA, no_rope_layers=[1, 0])),
+    "gpt-oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(
+            **{**_GQA, "intermediate_size": 32}, **_LOCAL, head_dim=16, num_local_experts=4, num_experts_per_tok=2
+        )
+    ),
+}
