@@ -61,35 +61,48 @@ def save(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | int
     return folder / tag
 
 
-def load(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | int | None) -> tuple[Path, Any]:
+def load(
+    engine: "ZeroEngine",
+    directory: str | os.PathLike[str],
+    tag: str | int | None,
+    *,
+    module_only: bool = False,
+    with_scheduler: bool = True,
+) -> tuple[Path, Any]:
     """Puts the engine where it was when the checkpoint was saved; collective. Returns its folder and client state.
 
-    An engine without an optimizer takes only the weights. Everything is checked before anything is loaded.
+    An engine without an optimizer, or under `module_only`, takes only the weights; without `with_scheduler` the
+    schedule stays where it is. Everything is checked before anything is loaded.
 
     Raises:
         ValueError: no such checkpoint; an incomplete or damaged one, one of another model or of a newer format; one
             whose optimizer or scheduler is not this engine's. The engine is unchanged.
     """
-    folder, state, optimizer_tensors = on_rank_zero(lambda: _read_and_check(engine, Path(directory), tag))
+    trains = engine.optimizer is not None and not module_only
+    folder, state, optimizer_tensors = on_rank_zero(lambda: _read_and_check(engine, Path(directory), tag, trains))
     engine.zero_grad()
     engine.sharding.reshard()
     tensors = _weights(engine)
     optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
-    if engine.optimizer is not None:
+    if trains:
+        assert engine.optimizer is not None
         optimizer_state = _allocate_optimizer_state(engine.optimizer, optimizer_tensors)
         tensors.update(_optimizer_keys(optimizer_state))
     with _without_process_group_warning():
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=_is_alone(engine))
-    if engine.optimizer is not None:
-        _restore_training(engine, state, optimizer_state)
+    if trains:
+        _restore_training(engine, state, optimizer_state, with_scheduler)
+    elif engine.optimizer is not None:
+        engine.optimizer.write_masters_back()
     return folder, state["client_state"]
 
 
 def _read_and_check(
-    engine: "ZeroEngine", directory: Path, tag: str | int | None
+    engine: "ZeroEngine", directory: Path, tag: str | int | None, trains: bool
 ) -> tuple[Path, dict[str, Any], StoredTensors]:
     folder = checkpoint_folder.find(directory, None if tag is None else str(tag))
-    check_manifest(folder, checkpoint_folder.read_manifest(folder), _build_manifest(engine))
+    own = _build_manifest(engine)
+    check_manifest(folder, checkpoint_folder.read_manifest(folder), own if trains else {**own, "groups": None})
     state = _read_state(folder)
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     optimizer_tensors = {
@@ -264,7 +277,10 @@ def _allocate_optimizer_state(optimizer: ZeroOptimizer, stored: StoredTensors) -
 
 
 def _restore_training(
-    engine: "ZeroEngine", state: dict[str, Any], optimizer_state: dict[str, dict[str, torch.Tensor]]
+    engine: "ZeroEngine",
+    state: dict[str, Any],
+    optimizer_state: dict[str, dict[str, torch.Tensor]],
+    with_scheduler: bool,
 ) -> None:
     assert engine.optimizer is not None
     engine.optimizer.restore(state["param_groups"], optimizer_state, state["optimizer_values"])
@@ -273,7 +289,7 @@ def _restore_training(
         setattr(engine, name, state[name])
     # Counted anew: on another number of processes a step may have another number of micro-batches.
     engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
-    if engine.lr_scheduler is not None:
+    if engine.lr_scheduler is not None and with_scheduler:
         engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
     if engine.training_dataloader is not None and "dataloader" in state:
         engine.training_dataloader.load_state_dict(state["dataloader"])

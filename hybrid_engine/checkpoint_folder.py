@@ -18,6 +18,8 @@ from hybrid_engine.checkpoint_checks import check_format
 
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
+DEEPSPEEDS_FILES = "*model_states.pt"
+"""What every checkpoint of DeepSpeed has, at each ZeRO stage."""
 
 
 def check_tag(tag: str) -> None:
@@ -91,10 +93,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """What `publish` stored.
 
     Raises:
-        ValueError: the checkpoint is of a newer format, its manifest is damaged, or it is incomplete: a file is
-            missing or has another size than when it was written.
+        ValueError: the checkpoint is DeepSpeed's, or of a newer format, its manifest is damaged, or it is incomplete:
+            a file is missing or has another size than when it was written.
     """
     path = folder / MANIFEST
+    if not path.is_file() and any(folder.glob(DEEPSPEEDS_FILES)):
+        raise ValueError(
+            f"checkpoint {str(folder)!r} was written by DeepSpeed; convert its weights with DeepSpeed's own "
+            f"`python {folder.parent / 'zero_to_fp32.py'} {folder.parent} <folder>`, load them into the model "
+            f"(from_pretrained, or load_state_dict of its pytorch_model.bin) and give that model to initialize()"
+        )
     if not path.is_file():
         raise ValueError(f"checkpoint {str(folder)!r} is incomplete: {MANIFEST} is missing; load another tag")
     try:

@@ -1,6 +1,7 @@
-"""The `hybrid-engine` command: one subcommand per recipe, one option per field of the recipe's `Config`.
+"""The `hybrid-engine` command: one subcommand per recipe, with an option per field of its `Config`, and `launch`.
 
     hybrid-engine ppo --steps 20 --kl-coef 0.1
+    hybrid-engine launch --num_gpus 2 train.py
 
 The command stands below the recipes it starts, so it imports them by name when they are asked for.
 """
@@ -15,9 +16,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from transformers.utils import logging as transformers_logging
 
+from hybrid_engine import launcher
 from hybrid_engine.field_meanings import field_meanings
 
 RECIPES = ("sft", "reward", "ppo")
+LAUNCH = "launch"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A ValueError, which is what bad input raises, becomes one line on stderr and the status 2.
     """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == [LAUNCH]:
+        return launcher.main(arguments[1:])
     options = vars(build_parser().parse_args(arguments))
     # A classifier's new head and every saved file would each interrupt the progress bar with lines of their own.
     transformers_logging.set_verbosity_error()
@@ -56,6 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         _add_options(command, recipe.Config)
+    # Only for the overview: its arguments are the launcher's own.
+    commands.add_parser(LAUNCH, help=str(launcher.__doc__).splitlines()[0], add_help=False)
     return parser
 
 

@@ -259,13 +259,30 @@ class ZeroEngine(nn.Module):
         tag = choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state)
 
-    def load_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | int | None = None) -> tuple[str, Any]:
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, Any]:
         """Continues a saved run, by default the latest; collective. Returns its path and the client state.
+
+        Args:
+            load_dir: where the run was saved.
+            tag: which checkpoint; None is the latest.
+            load_optimizer_states: False takes only the weights, like `load_module_only`.
+            load_lr_scheduler_states: False leaves the schedule where it is.
+            load_module_only: takes only the weights; steps are counted on from where they are.
 
         Raises:
             ValueError: see `checkpoint.load`; the engine is then unchanged.
         """
-        path, client_state = checkpoint.load(self, load_dir, tag)
+        module_only = load_module_only or not load_optimizer_states
+        path, client_state = checkpoint.load(
+            self, load_dir, tag, module_only=module_only, with_scheduler=load_lr_scheduler_states
+        )
         return str(path), client_state
 
     def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> Path | bool:

@@ -21,7 +21,7 @@ def run_distributed(worker: Callable[..., Any], world_size: int, *args: Any) -> 
     An exception on any rank is raised here with that rank's traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, args=(worker, world_size, _free_port(), folder, args), nprocs=world_size, join=True)
+        mp.spawn(_run, args=(worker, world_size, free_port(), folder, args), nprocs=world_size, join=True)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
@@ -43,7 +43,7 @@ def _run(rank: int, worker: Callable[..., Any], world_size: int, port: int, fold
         dist.destroy_process_group()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]

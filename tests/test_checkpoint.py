@@ -417,3 +417,35 @@ def test_latest_names_the_newest_and_older_tags_stay_loadable(tmp_path):
         path, _ = loaded.load_checkpoint(tmp_path, tag)
         assert loaded.module.weight[0, 0].item() == value and path.endswith(f"v{value:g}")
     assert whole_weights(loaded)["weight"][0, 0] == 2.0
+
+
+def test_only_the_weights_are_taken_where_that_is_asked_for(tmp_path):
+    config = engine_config(bf16={"enabled": True})
+    saved, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
+    train_engine(saved, 3)
+    saved.save_checkpoint(tmp_path, client_state={"epoch": 2})
+    for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        fresh, *_ = hybrid_engine.initialize(model=tiny_llama(seed=7), config=config)
+        _, client_state = fresh.load_checkpoint(tmp_path, **options)
+        for ours, theirs in zip(fresh.optimizer.parameters, saved.optimizer.parameters, strict=True):
+            assert torch.equal(ours.master, theirs.master) and torch.equal(ours.param, theirs.param)
+        assert client_state == {"epoch": 2} and fresh.global_steps == 0 and not fresh.optimizer.state
+    resumed, *_ = hybrid_engine.initialize(model=tiny_llama(seed=7), config=config)
+    resumed.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert resumed.global_steps == 3 and resumed.lr_scheduler.last_epoch == 0
+
+
+def test_a_checkpoint_of_deepspeed_is_recognised_and_its_consolidated_weights_load(tmp_path):
+    folder = tmp_path / "global_step7"
+    folder.mkdir()
+    (tmp_path / "latest").write_text("global_step7")
+    (folder / "mp_rank_00_model_states.pt").write_bytes(b"pickled")
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config())
+    with pytest.raises(ValueError, match=r"was written by DeepSpeed; convert .*zero_to_fp32\.py.*initialize"):
+        engine.load_checkpoint(tmp_path)
+    # What zero_to_fp32.py writes is a state dict by the module's own names.
+    torch.save(tiny_llama(seed=3).state_dict(), tmp_path / "pytorch_model.bin")
+    model = tiny_llama()
+    model.load_state_dict(torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
+    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config())
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), tiny_llama(seed=3).parameters(), strict=True))

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 import torch
-from distributed import _free_port, run_distributed
+from distributed import free_port, run_distributed
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from training_reference import engine_config, tiny_llama, train_engine
@@ -304,7 +304,7 @@ def test_processes_started_by_mpi_meet(tmp_path):
         print(deepspeed.comm.get_rank(), total.item())
         """)
     )
-    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(_free_port())}
+    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],

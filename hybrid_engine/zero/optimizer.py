@@ -174,7 +174,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self.overflow:
             self._rescale(grads)
             self.inner.step()
-            self._write_masters_back()
+            self.write_masters_back()
         if overflow or not self.skip_step:  # a step that was only asked to be skipped says nothing about the scale
             self.loss_scaler.update(overflow)
         self.skip_step = False
@@ -212,7 +212,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for trained in self.parameters:
             if trained.has_master:
                 local_tensor(trained.master).copy_(local_tensor(state_dict["masters"][trained.name]))
-        self._write_masters_back()
+        self.write_masters_back()
 
     def restore(
         self,
@@ -233,8 +233,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             del group["names"]
         state = {numbers[name]: {**tensors[name], **values[name]} for name in numbers if tensors[name] or values[name]}
         self.inner.load_state_dict({"state": state, "param_groups": groups})
-        with torch.no_grad():
-            self._write_masters_back()
+        self.write_masters_back()
 
     def _local_gradients(self) -> list[torch.Tensor]:
         return [local_tensor(t.master.grad) for t in self.parameters if t.master.grad is not None]
@@ -262,7 +261,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
 
-    def _write_masters_back(self) -> None:
+    @torch.no_grad()
+    def write_masters_back(self) -> None:
+        """Rounds the masters into the parameters, after something but `step()` changed them."""
         pairs = [(local_tensor(t.param), local_tensor(t.master)) for t in self.parameters if t.has_master]
         if pairs:
             params, masters = zip(*pairs, strict=True)

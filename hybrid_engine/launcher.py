@@ -1,0 +1,161 @@
+"""Starts a script on several processes with torchrun, from the flags of DeepSpeed's launcher.
+
+    hybrid-engine launch --num_gpus 2 train.py --deepspeed_config ds.json
+
+All work is torchrun's. On several machines the same command runs once on each of them (DeepSpeed's launcher logs in
+to them by ssh; this one does not), and `--node_rank` or the order of the hostfile says which is which.
+A script that takes `--local_rank` finds it set by `add_config_arguments`, and in LOCAL_RANK.
+"""
+
+import argparse
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+LOCALHOST = "localhost"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of DeepSpeed's launcher that mean something here; the script and its arguments come last."""
+    parser = argparse.ArgumentParser(
+        prog="hybrid-engine launch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="lines of `<host> slots=<processes>`")
+    parser.add_argument("-i", "--include", default="", help="hosts and GPUs to use, e.g. host1@host2:0,2")
+    parser.add_argument("-e", "--exclude", default="", help="hosts and GPUs to leave out, written alike")
+    parser.add_argument("--num_nodes", type=int, default=-1, help="use that many machines of the hostfile")
+    parser.add_argument("--num_gpus", type=int, default=-1, help="processes per machine; default: one for each GPU")
+    parser.add_argument("--node_rank", type=int, default=-1, help="this machine's number; default: from the hostfile")
+    parser.add_argument("--master_addr", default="", help="the first machine; default: that of the hostfile")
+    parser.add_argument("--master_port", type=int, default=29500, help="the port to meet at (default: 29500)")
+    parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
+    parser.add_argument("--no_python", action="store_true", help="run the script without python before it")
+    parser.add_argument("--no_local_rank", action="store_true", help="accepted; torchrun passes no --local_rank")
+    parser.add_argument("user_script", help="the script to start")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs torchrun and returns its exit status; 2 after one line on stderr for flags that cannot be meant."""
+    options = build_parser().parse_args(arguments)
+    try:
+        command, environment = build_command(options)
+    except ValueError as error:
+        print(f"hybrid-engine launch: {error}", file=sys.stderr)
+        return 2
+    return subprocess.call(command, env={**os.environ, **environment})
+
+
+def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """torchrun's command line on this machine, and the variables to set for it.
+
+    Raises:
+        ValueError: hosts or GPUs that there are not, contradicting flags, or several machines of which this is none.
+    """
+    hosts = choose_hosts(options)
+    names = list(hosts)
+    node_rank = _node_rank(options.node_rank, names)
+    slots = hosts[names[node_rank]] if names else []
+    num_processes = options.num_gpus if options.num_gpus > 0 else len(slots) or max(1, torch.cuda.device_count())
+    num_nodes = max(1, len(names), options.num_nodes)
+    if num_nodes > 1 and not names and (options.node_rank < 0 or not options.master_addr):
+        raise ValueError(
+            f"--num_nodes={num_nodes} without a hostfile needs --node_rank and --master_addr; give both, or --hostfile"
+        )
+    address = options.master_addr or (names[0] if names and names[0] != LOCALHOST else "127.0.0.1")
+    flags = [f"--nnodes={num_nodes}", f"--node_rank={node_rank}", f"--nproc_per_node={num_processes}"]
+    flags += [f"--master_addr={address}", f"--master_port={options.master_port}"]
+    if options.module:
+        flags.append("--module")
+    if options.no_python:
+        flags.append("--no_python")
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, options.user_script, *options.user_args]
+    is_chosen = bool(options.include or options.exclude) and bool(slots)
+    return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if is_chosen else {}
+
+
+def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
+    """Host names in order, each with the GPUs to use; empty when there is only this machine and nothing is chosen."""
+    if options.include and options.exclude:
+        raise ValueError("--include and --exclude contradict each other; give one of them")
+    hosts = read_hostfile(Path(options.hostfile), is_required=options.hostfile != DEFAULT_HOSTFILE)
+    filtered = options.include or options.exclude
+    if not hosts and filtered:
+        hosts = {LOCALHOST: list(range(max(1, torch.cuda.device_count())))}
+    if filtered:
+        hosts = _filter(hosts, filtered, keeps=bool(options.include))
+    if options.num_nodes > 0 and hosts:
+        if options.num_nodes > len(hosts):
+            raise ValueError(f"--num_nodes={options.num_nodes} exceeds the {len(hosts)} hosts there are; lower it")
+        hosts = dict(list(hosts.items())[: options.num_nodes])
+    return hosts
+
+
+def read_hostfile(path: Path, is_required: bool) -> dict[str, list[int]]:
+    """The hosts of a file of lines `<host> slots=<n>`, each with its slots; empty without such a file."""
+    if not path.is_file():
+        if is_required:
+            raise ValueError(f"--hostfile={path} is not a file; give one with lines of `<host> slots=<processes>`")
+        return {}
+    hosts: dict[str, list[int]] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        text = line.split("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        if match is None or match.group(1) in hosts:
+            raise ValueError(f"{path}, line {number}: {line!r} must be `<host> slots=<processes>`, each host once")
+        hosts[match.group(1)] = list(range(int(match.group(2))))
+    return hosts
+
+
+def _filter(hosts: dict[str, list[int]], text: str, keeps: bool) -> dict[str, list[int]]:
+    """Applies `host1@host2:0,2`: hosts, each with the slots that are meant; without slots all of them."""
+    chosen: dict[str, list[int]] = {}
+    for part in text.split("@"):
+        name, _, slots = part.partition(":")
+        if name not in hosts:
+            raise ValueError(f"{part!r}: there is no host {name!r}; choose from {', '.join(hosts)}")
+        chosen[name] = [int(slot) for slot in slots.split(",")] if slots else hosts[name]
+        unknown = [slot for slot in chosen[name] if slot not in hosts[name]]
+        if unknown and name != LOCALHOST:
+            raise ValueError(f"{part!r}: {name} has no slots {unknown}; choose from {hosts[name]}")
+    if keeps:
+        return {name: chosen[name] for name in hosts if name in chosen}
+    rest = {name: [slot for slot in slots if slot not in chosen.get(name, [])] for name, slots in hosts.items()}
+    left = {name: slots for name, slots in rest.items() if slots}
+    if not left:
+        raise ValueError(f"--exclude={text} leaves nothing; leave something out of it")
+    return left
+
+
+def _node_rank(given: int, names: list[str]) -> int:
+    if given >= 0:
+        if names and given >= len(names):
+            raise ValueError(f"--node_rank={given} must be below the number of machines, {len(names)}; lower it")
+        return given
+    if len(names) <= 1:
+        return 0
+    own = {socket.gethostname(), socket.getfqdn(), socket.gethostname().split(".")[0]}
+    for rank, name in enumerate(names):
+        if name in own:
+            return rank
+    raise ValueError(
+        f"several machines ({', '.join(names)}), none of which is called like this one ({socket.gethostname()}); run "
+        f"this command on each of them, with --node_rank 0, 1, ..."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The launcher: DeepSpeed's flags become torchrun's, and torchrun starts the script."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from distributed import free_port
+
+from hybrid_engine import launcher
+
+
+def command(text):
+    words, environment = launcher.build_command(launcher.build_parser().parse_args(text.split()))
+    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    return " ".join(words[3:]), environment
+
+
+ONE = "--nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=127.0.0.1 --master_port"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "devices"),
+    [
+        ("--num_gpus 2 t.py --lr 1", f"{ONE}=29500 t.py --lr 1", None),
+        ("--num_gpus=2 --num_nodes=1 --master_port 7 t.py", f"{ONE}=7 t.py", None),
+        ("--include localhost:1,3 t.py --include x", f"{ONE}=29500 t.py --include x", "1,3"),
+        ("--num_gpus 2 --module a.b --no", f"{ONE}=29500 --module a.b --no", None),
+        ("--no_local_rank --no_python --num_gpus 2 t.sh", f"{ONE}=29500 --no_python t.sh", None),
+        (
+            "--num_nodes 2 --node_rank 1 --master_addr head --num_gpus 4 t.py",
+            "--nnodes=2 --node_rank=1 --nproc_per_node=4 --master_addr=head --master_port=29500 t.py",
+            None,
+        ),
+    ],
+)
+def test_flags_become_torchruns(flags, expected, devices):
+    assert command(flags) == (expected, {"CUDA_VISIBLE_DEVICES": devices} if devices else {})
+
+
+@pytest.fixture
+def hostfile(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text(f"head slots=4  # the first\n\n{socket.gethostname()} slots=2\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "devices"),
+    [
+        ("", "--nnodes=2 --node_rank=1 --nproc_per_node=2 --master_addr=head", None),
+        ("--node_rank 0", "--nnodes=2 --node_rank=0 --nproc_per_node=4 --master_addr=head", None),
+        ("--include head:1,2", "--nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=head", "1,2"),
+        ("--exclude head:0@HERE:1", "--nnodes=2 --node_rank=1 --nproc_per_node=1 --master_addr=head", "0"),
+        ("--num_nodes 1", "--nnodes=1 --node_rank=0 --nproc_per_node=4 --master_addr=head", None),
+    ],
+)
+def test_a_hostfile_says_which_machine_this_is_and_how_many_processes_it_has(hostfile, flags, expected, devices):
+    flags = flags.replace("HERE", socket.gethostname())
+    words, environment = command(f"--hostfile {hostfile} {flags} t.py")
+    assert words == f"{expected} --master_port=29500 t.py"
+    assert environment == ({"CUDA_VISIBLE_DEVICES": devices} if devices else {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hostfile missing t.py", "--hostfile=missing is not a file"),
+        ("--include localhost --exclude localhost t.py", "--include and --exclude contradict each other"),
+        ("--include other:0 t.py", "there is no host 'other'; choose from localhost"),
+        ("--num_nodes 2 t.py", "--num_nodes=2 without a hostfile needs --node_rank and --master_addr"),
+        ("--hostfile HOSTS --num_nodes 3 t.py", "--num_nodes=3 exceeds the 2 hosts"),
+        ("--hostfile HOSTS --node_rank 2 t.py", "--node_rank=2 must be below the number of machines, 2"),
+        ("--hostfile HOSTS --include head:7 t.py", r"head has no slots \[7\]; choose from \[0, 1, 2, 3\]"),
+        ("--hostfile BROKEN t.py", "line 1: 'head' must be `<host> slots=<processes>`"),
+        ("--hostfile FOREIGN t.py", "none of which is called like this one.*--node_rank 0, 1"),
+    ],
+)
+def test_flags_that_cannot_be_meant_are_refused_with_what_to_do(hostfile, tmp_path, flags, message):
+    (tmp_path / "broken").write_text("head\n")
+    (tmp_path / "foreign").write_text("no-host-1 slots=1\nno-host-2 slots=1\n")
+    for word, path in (("HOSTS", hostfile), ("BROKEN", tmp_path / "broken"), ("FOREIGN", tmp_path / "foreign")):
+        flags = flags.replace(word, str(path))
+    with pytest.raises(ValueError, match=message):
+        command(flags)
+
+
+def test_the_command_starts_the_script_on_as_many_processes_with_its_arguments_and_its_local_rank(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import argparse, pathlib, sys
+        import hybrid_engine as deepspeed
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--local_rank", type=int, default=-1)
+        parser.add_argument("--out", type=pathlib.Path)
+        args = deepspeed.add_config_arguments(parser).parse_args()
+        deepspeed.init_distributed()
+        (args.out / str(args.local_rank)).write_text(str(deepspeed.comm.get_world_size()))
+        """)
+    )
+    flags = ["launch", "--num_gpus", "2", "--master_port", str(free_port()), str(script), "--out", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    result = subprocess.run(
+        [sys.executable, "-m", "hybrid_engine.cli", *flags],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert [(tmp_path / name).read_text() for name in ("0", "1")] == ["2", "2"]
+
+
+def test_the_module_answers_like_the_command(capsys):
+    assert launcher.main(["--num_nodes", "2", "t.py"]) == 2
+    assert "hybrid-engine launch: --num_nodes=2 without a hostfile" in capsys.readouterr().err
