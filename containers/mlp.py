@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid_engine.containers.expert_list import ExpertList
 from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.containers.moe import MoEBlock, ParameterView
 from hybrid_engine.containers.moe_policy import MoEPolicy
 from hybrid_engine.containers.policy import Policy, UnsupportedModelError
 from hybrid_engine.containers.tensor_parallel import ALONE, Ranges, TensorParallel, join
-from hybrid_engine.containers.views import NormView, submodule
+from hybrid_engine.containers.views import NormView, has_module, submodule
 from hybrid_engine.ops import MLPGemmOp
 from hybrid_engine.ops.activation import ACTIVATIONS
 
@@ -108,11 +109,7 @@ class MoEMLP:
     @staticmethod
     def is_in(policy: MoEPolicy, layer: nn.Module) -> bool:
         """Whether this layer has a mixture; models may mix layers with and without."""
-        try:
-            layer.get_submodule(policy.router)
-        except AttributeError:
-            return False
-        return True
+        return has_module(layer, policy.router)
 
     @property
     def linears(self) -> list[TransposedLinear]:
@@ -120,14 +117,15 @@ class MoEMLP:
         return [part for part in self.block.parts if isinstance(part, TransposedLinear)]
 
     @property
-    def adaptable(self) -> list[ParameterView | TransposedLinear]:
+    def adaptable(self) -> list[ParameterView | ExpertList | TransposedLinear]:
         """What adapters may sit on."""
         return self.block.parts
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What a forward pass reads beside linears and norms."""
-        return [part.tensor for part in self.block.parts if isinstance(part, ParameterView)]
+        parts = [part for part in self.block.parts if not isinstance(part, TransposedLinear)]
+        return [tensor for part in parts for tensor in part.tensors]
 
     def bind(self) -> None:
         """Points all views at the parameters as they lie in memory now, unfused; not `norm`, which is the layer's."""

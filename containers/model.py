@@ -14,10 +14,17 @@ from torch import nn
 
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.linear import TransposedLinear
-from hybrid_engine.containers.policy import POLICIES, Policy, UnsupportedModelError, find_policy
+from hybrid_engine.containers.mlp import MoEMLP
+from hybrid_engine.containers.policy import (
+    POLICIES,
+    POLICIES_BY_NAMES,
+    Policy,
+    UnsupportedModelError,
+    find_policy,
+)
 from hybrid_engine.containers.rotary import FixedRotary, Rotary
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
-from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, submodule
+from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, has_module, submodule
 from hybrid_engine.ops import Batch, PrefillBatch, VectorMatMulOp
 
 
@@ -41,10 +48,25 @@ def find_decoder(model: nn.Module, config: Any) -> tuple[nn.Module, nn.ModuleLis
         names = {layer_class_name(layer) for layer in layers}
         if len(names) == 1 and (policy := find_policy(names.pop(), config)):
             return decoder, layers, policy
+    for _, layers, decoder in lists:
+        for policy in POLICIES_BY_NAMES:
+            if all(has_names(policy, layer) for layer in layers):
+                return decoder, layers, policy
     found = sorted({layer_class_name(layers[0]) for _, layers, _ in lists}) or ["no list of layers"]
     raise UnsupportedModelError(
         f"no policy for {', '.join(found)}; layer classes with one are {', '.join(sorted(POLICIES))}"
     )
+
+
+def has_names(policy: Policy, layer: nn.Module) -> bool:
+    """Whether `layer` has every module that `policy` names, and its norms are of the policy's kind."""
+    norms = [path for path in (policy.attention_norm, policy.mlp_norm) if path]
+    is_moe = policy.moe is not None and MoEMLP.is_in(policy.moe, layer)
+    paths = [*norms, *policy.qkv, policy.attention_output, *(() if is_moe else (policy.up, policy.down))]
+    if not all(has_module(layer, path) for path in paths):
+        return False
+    # Families with RMS norms share these names but not the function.
+    return policy.norm != "layer" or all(getattr(layer.get_submodule(path), "bias", None) is not None for path in norms)
 
 
 class InferenceModel:
@@ -60,7 +82,7 @@ class InferenceModel:
         decoder, layers, policy = find_decoder(self.base, config)
         if policy.is_encoder:
             raise UnsupportedModelError(f"{policy.layer_class} is an encoder's layer: there is nothing to generate")
-        self.policy, self.layer_class = policy, policy.layer_class
+        self.policy, self.layer_class = policy, layer_class_name(layers[0])
         self.layers = [InferenceLayer(policy, layer, config, index, parallel) for index, layer in enumerate(layers)]
         self._take_ends(policy, decoder, config)
         self._take_rotary(policy, decoder, config)
@@ -95,7 +117,7 @@ class InferenceModel:
         self.embedding_norm, self.final_norm = norm(policy.embedding_norm), norm(policy.final_norm)
         self.project_in, self.project_out = linear(policy.project_in), linear(policy.project_out)
         self.position_embedding = (
-            EmbeddingView(submodule(decoder, policy.position_embedding), self.parallel)
+            EmbeddingView(self._position_module(policy.position_embedding, decoder), self.parallel)
             if policy.position_embedding
             else None
         )
@@ -107,6 +129,9 @@ class InferenceModel:
         self.lm_head = TransposedLinear(head, "lm_head", self.parallel, columns=columns)
         self.lm_head_op, self.project = VectorMatMulOp(fp32_output=True), VectorMatMulOp()
         self.logit_softcap = config_value(config, policy.logit_softcap) if policy.logit_softcap else None
+
+    def _position_module(self, path: str, decoder: nn.Module) -> nn.Module:
+        return submodule(decoder if has_module(decoder, path) else self.base, path)
 
     def _take_rotary(self, policy: Policy, decoder: nn.Module, config: Any) -> None:
         """One set of angles, or one for each kind of layer; none where ALiBi takes their place."""

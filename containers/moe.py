@@ -7,11 +7,13 @@ adapted parameter (`ParamWrapper`, https://github.com/huggingface/peft, src/peft
 update is `scale * B_x A_x`, with A stored `[X r, in]` and B `[out, r X]`, the expert last.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from hybrid_engine.containers.expert_list import ExpertList
 from hybrid_engine.containers.linear import LoraAdapter, TransposedLinear, active_adapters
 from hybrid_engine.containers.moe_policy import MoEPolicy
 from hybrid_engine.containers.policy import UnsupportedModelError
@@ -81,6 +83,11 @@ class ParameterView:
     def shape(self) -> tuple[int, ...]:
         """Of the whole parameter, also while it is sharded."""
         return tuple(getattr(self.base, self.parameter).shape)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What a forward pass reads."""
+        return [self.tensor]
 
     def bind(self) -> None:
         """Points at the parameter as it lies in memory now; RuntimeError where it is not gathered."""
@@ -154,6 +161,30 @@ class MoEBlock:
         self.router = ParameterView(router, "weight", f"{name} {policy.router}", parallel)
         has_bias = getattr(router_base, "bias", None) is not None
         self.router_bias = view(router, policy.router, "bias" if has_bias else None)
+        if policy.is_list:
+            self._take_list(experts)
+        else:
+            self._take_stacked(experts, view)
+        activation = getattr(config, policy.activation) if policy.activation else CLAMPED_SWIGLU
+        if activation not in EXPERT_ACTIVATIONS:
+            raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(EXPERT_ACTIVATIONS)}")
+        self.shared = SharedExpert(policy, layer, activation, name, parallel) if policy.shared else None
+        self._check_shapes()
+        self._build_ops(config, activation, experts_base)
+
+    def _take_list(self, experts: nn.Module) -> None:
+        policy, parallel, name = self.policy, self.parallel, f"{self.name} {self.policy.experts}"
+        self.size = size = ExpertList(experts, policy.down, name).shape[2]
+        self.up: ParameterView | ExpertList = ExpertList(
+            experts, policy.up, name, parallel, columns=parallel.even(size)
+        )
+        self.down: ParameterView | ExpertList = ExpertList(
+            experts, policy.down, name, parallel, rows=parallel.even(size)
+        )
+        self.up_bias = self.down_bias = None
+
+    def _take_stacked(self, experts: nn.Module, view: Callable[..., ParameterView | None]) -> None:
+        policy, parallel, name = self.policy, self.parallel, self.name
         into, out = (1, 2) if policy.is_stored_transposed else (2, 1)
         self.size = size = ParameterView(experts, policy.down, f"{name} {policy.experts}").shape[into]
         # Every rank has its part of each expert, so that all have the same work whatever the router chooses.
@@ -167,12 +198,6 @@ class MoEBlock:
         self.down = ParameterView(experts, policy.down, f"{name} {policy.experts}", parallel, down_cut)
         self.up_bias = view(experts, policy.experts, policy.up_bias, cut(1, columns))
         self.down_bias = view(experts, policy.experts, policy.down_bias)
-        activation = getattr(config, policy.activation) if policy.activation else CLAMPED_SWIGLU
-        if activation not in EXPERT_ACTIVATIONS:
-            raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(EXPERT_ACTIVATIONS)}")
-        self.shared = SharedExpert(policy, layer, activation, name, parallel) if policy.shared else None
-        self._check_shapes()
-        self._build_ops(config, activation, experts_base)
 
     def _check_shapes(self) -> None:
         (num_experts, hidden), parts = self.router.shape, 1 if self.policy.layout == "plain" else 2
@@ -200,7 +225,7 @@ class MoEBlock:
         return [self.size, *([self.shared.size] if self.shared else [])]
 
     @property
-    def parts(self) -> list[ParameterView | TransposedLinear]:
+    def parts(self) -> list[ParameterView | ExpertList | TransposedLinear]:
         """Everything that binds and fuses."""
         views = [self.router, self.router_bias, self.up, self.up_bias, self.down, self.down_bias]
         return [*(view for view in views if view is not None), *(self.shared.linears if self.shared else [])]
@@ -219,13 +244,21 @@ class MoEBlock:
         for part in self.parts:
             part.unfuse_lora()
 
+    def _score(self, normed: torch.Tensor) -> torch.Tensor:
+        """The router's logits `[N, X]`."""
+        weight, bias = self.router.tensor.t(), None if self.router_bias is None else self.router_bias.tensor
+        if self.policy.is_router_fp32:
+            normed, weight, bias = normed.float(), weight.float(), None if bias is None else bias.float()
+        return self.vector_matmul(normed, weight, bias)
+
     def forward(self, normed: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`normed [N, E]` -> the block's output `[N, E]`, plus `residual [N, E]` where given."""
-        router_bias, up_bias, down_bias = (
-            None if view is None else view.tensor for view in (self.router_bias, self.up_bias, self.down_bias)
-        )
-        routing = self.gating(self.vector_matmul(normed, self.router.tensor.t(), router_bias))
+        routing = self.gating(self._score(normed))
         up, down = self.up.tensor, self.down.tensor
+        if isinstance(self.up, ExpertList) and isinstance(self.down, ExpertList):
+            up_bias, down_bias = self.up.bias, self.down.bias
+        else:
+            up_bias, down_bias = (None if view is None else view.tensor for view in (self.up_bias, self.down_bias))
         if not self.parallel.is_first:
             down_bias = None  # added once
         if not self.policy.is_stored_transposed:

@@ -17,12 +17,16 @@ class MoEPolicy:
     # Order of softmax and choice.
     normalizes: bool | str = True
     # The chosen weights are divided by their sum; a string names the config value that says so.
+    is_router_fp32: bool = False
+    # Its product is taken in fp32.
     fp32_weights: bool = False
     # Routing weights stay fp32 instead of being rounded to the dtype of the logits.
     top_k: str = "num_experts_per_tok"
     # Config attribute: experts per token.
     experts: str = "mlp.experts"
     # Module that holds the stacked experts.
+    is_list: bool = False
+    # `experts` is a list of modules instead, and `up` and `down` name linears of each.
     up: str = "gate_up_proj"
     # In `experts`: first weights of all experts, `[X, 2 I, E]` where gated.
     up_bias: str | None = None
@@ -58,4 +62,14 @@ GPT_OSS = MoEPolicy(
     is_stored_transposed=True,
     layout="interleaved",
     activation=None,
+)
+DEEPSPEED_MOE = MoEPolicy(
+    router="mlp.deepspeed_moe.gate.wg",
+    is_router_fp32=True,
+    normalizes="norm_topk_prob",
+    experts="mlp.deepspeed_moe.experts.deepspeed_experts",
+    is_list=True,
+    up="dense_h_to_4h",
+    down="dense_4h_to_h",
+    layout="plain",
 )

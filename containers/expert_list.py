@@ -1,0 +1,79 @@
+"""Experts that a model keeps as a list of modules, stacked into one tensor as the grouped product reads them.
+
+DeepSpeed's MoE layers have such lists (deepspeed/moe/experts.py). Their weights lie apart, so a view cannot
+stack them: what is bound is a copy, made anew at every `bind`, into the same buffer. X experts.
+"""
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers.linear import TransposedLinear
+from hybrid_engine.containers.policy import UnsupportedModelError
+from hybrid_engine.containers.tensor_parallel import ALONE, Ranges, TensorParallel
+from hybrid_engine.containers.views import submodule
+
+
+class ExpertList:
+    """`tensor [X, out, in]` and `bias [X, out]` or None: the linear at `path` of every expert, or this rank's part.
+
+    Raises UnsupportedModelError where an expert has no such linear or one of another shape.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        path: str,
+        name: str,
+        parallel: TensorParallel = ALONE,
+        columns: Ranges | None = None,
+        rows: Ranges | None = None,
+    ):
+        self.name, self.parallel = f"{name}.{path}", parallel
+        self.linears = [
+            TransposedLinear(submodule(expert, path), f"{name}.{index}.{path}", parallel, columns, rows)
+            for index, expert in enumerate(experts.children())
+        ]
+        sizes = {(linear.num_outputs, linear.num_inputs) for linear in self.linears}
+        if len(sizes) != 1:
+            raise UnsupportedModelError(f"{self.name} has linears of {len(sizes)} shapes; expected one")
+        self.shape = (len(self.linears), *sizes.pop())
+        self.tensor: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What a forward pass reads."""
+        return [tensor for tensor in (self.tensor, self.bias) if tensor is not None]
+
+    def bind(self) -> None:
+        """Copies the parameters as they are now, unfused."""
+        for linear in self.linears:
+            linear.bind()
+        self.parallel.wait()
+        self._copy()
+
+    def fuse_lora(self) -> int:
+        """Copies weights with the active adapters added; returns 0: the buffer is there already."""
+        if any(linear.fuse_lora() for linear in self.linears):
+            self._copy()
+            for linear in self.linears:
+                linear.unfuse_lora()
+        return 0
+
+    def unfuse_lora(self) -> None:
+        """Nothing to do: the parameters were never written to, and `bind` copies them again."""
+
+    def _copy(self) -> None:
+        weights, biases = zip(*(linear.pair for linear in self.linears), strict=True)
+        self.tensor = _stacked([weight.t() for weight in weights], self.tensor)
+        self.bias = None if biases[0] is None else _stacked(list(biases), self.bias)
+
+
+def _stacked(parts: list[torch.Tensor], buffer: torch.Tensor | None) -> torch.Tensor:
+    """The parts in `buffer`, so that its address stays, or in a new one where it does not fit."""
+    first = parts[0]
+    if buffer is None or buffer.dtype != first.dtype or buffer.device != first.device:
+        return torch.stack(parts)
+    for place, part in zip(buffer, parts, strict=True):
+        place.copy_(part)
+    return buffer
