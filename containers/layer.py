@@ -42,6 +42,8 @@ class InferenceLayer:
         self.mlp: MoEMLP | DenseMLP = mlp(policy, layer, config, index, self.mlp_norm if in_front else None, parallel)
         check_divides(heads, self.mlp.sizes)
 
+        self._first_norm = next(norm for norm in (self.attention_norm, self.attention_post_norm) if norm)
+
     @property
     def norms(self) -> list[NormView | HeadNormsView]:
         """All norms."""
@@ -89,7 +91,8 @@ class InferenceLayer:
         Raises:
             RuntimeError: the weights were gathered when they were bound and are not any more.
         """
-        if self.attention.output.pair[0].untyped_storage().nbytes() == 0:
+        # A norm is never fused into a buffer of its own, as a linear may be.
+        if self._first_norm.gamma.untyped_storage().nbytes() == 0:
             raise RuntimeError(
                 f"layer {self.index} reads weights that are not gathered; gather them around the rollout"
             )
