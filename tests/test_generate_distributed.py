@@ -4,6 +4,7 @@ import pytest
 import torch
 from distributed import run_distributed
 from models import BUILDERS, PAD, build_model, module_logprobs, padded_prompts
+from peft import LoraConfig, get_peft_model
 
 import hybrid_engine
 
@@ -67,7 +68,23 @@ def rollouts(rank, world_size):
             engine.eval()
             output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
             results[family, stage] = output.sequences, output.logprobs
+        engine = build_engine(adapted(family), world_size, 3)
+        assert engine.generator.fallback_reason is None, family
+        engine.eval()
+        output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+        results[family, "lora"] = output.sequences, output.logprobs
     return results
+
+
+def adapted(family):
+    """peft's LoRA on every linear, with adapters that do something."""
+    model = get_peft_model(build_model(family), LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model.eval()
 
 
 def refused_inputs(rank, world_size):
@@ -221,12 +238,14 @@ def test_pinned_weights_are_gathered_once_per_rollout_and_streamed_ones_on_every
     assert "layer by layer" in streamed["report"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3, "lora"])
 @pytest.mark.parametrize("family", BUILDERS)
 def test_every_family_answers_at_every_stage_with_the_models_own_logprobs(two_processes, family, stage):
+    """And at stage 3 with LoRA on every linear."""
     input_ids, mask = padded_prompts()
-    model = build_model(family)
-    expected = model.generate(input_ids, attention_mask=mask, **GREEDY)
+    model = adapted(family) if stage == "lora" else build_model(family)
+    expected = model.generate(input_ids=input_ids, attention_mask=mask, **GREEDY)
     sequences, logprobs = zip(*(part[0][family, stage] for part in two_processes), strict=True)
     assert torch.equal(joined(sequences), expected)
     trainer = module_logprobs(model, expected, mask).float()
