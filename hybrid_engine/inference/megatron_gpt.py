@@ -1,0 +1,227 @@
+"""Megatron-LM's GPT as a transformers model, its parameters under the names of Megatron's checkpoints.
+
+`load_megatron_gpt` in `megatron_checkpoint` makes one; containers know its layers by their names. The forward
+here is the plain one that training and parity checks use, without dropout. A layer's MLP may be
+DeepSpeed's mixture of experts: top-1 with the gate's own probability or top-2 normalised, without the capacity
+and the noise of its training, so that a token does not depend on the batch around it.
+
+B rows, P tokens of a row, N = B P, V vocabulary, H heads, D head dimension, E hidden size, I MLP size, X experts.
+Source: https://github.com/NVIDIA/Megatron-LM, megatron/model/{gpt_model,language_model,transformer}.py, and
+deepspeed/moe/{layer,experts,sharded_moe}.py.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hybrid_engine.ops.activation import ACTIVATIONS
+
+
+class MegatronGPTConfig(PreTrainedConfig):
+    """Sizes of one model.
+
+    Args:
+        num_experts: of each layer, 0 for a layer without a mixture; None: no layer has one.
+        num_experts_per_tok: 1 or 2; with 2 their weights are normalised, as DeepSpeed's gates do.
+    """
+
+    model_type = "megatron_gpt"
+
+    def __init__(
+        self,
+        vocab_size: int = 50304,
+        hidden_size: int = 1024,
+        num_hidden_layers: int = 24,
+        num_attention_heads: int = 16,
+        intermediate_size: int | None = None,
+        max_position_embeddings: int = 1024,
+        hidden_act: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        num_experts: list[int] | None = None,
+        num_experts_per_tok: int = 1,
+        tie_word_embeddings: bool = True,
+        **kwargs: Any,
+    ):
+        if num_experts_per_tok not in (1, 2):
+            raise ValueError(f"num_experts_per_tok={num_experts_per_tok} must be 1 or 2, which DeepSpeed's gates have")
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        self.intermediate_size = intermediate_size or 4 * hidden_size
+        self.max_position_embeddings, self.layer_norm_eps = max_position_embeddings, layer_norm_eps
+        self.hidden_act = hidden_act
+        self.num_experts = num_experts or [0] * num_hidden_layers
+        self.num_experts_per_tok, self.norm_topk_prob = num_experts_per_tok, num_experts_per_tok == 2
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
+
+
+class MegatronAttention(nn.Module):
+    """Causal self-attention; rows of the one projection are [H, 3, D]."""
+
+    def __init__(self, config: MegatronGPTConfig, index: int):
+        super().__init__()
+        self.num_heads, self.index = config.num_attention_heads, index
+        self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor, is_seen: torch.Tensor, past: Cache | None) -> torch.Tensor:
+        """`hidden [B, P, E]`, `is_seen [B, 1, P, C]` with the C tokens so far -> `[B, P, E]`; adds to `past`."""
+        heads = self.query_key_value(hidden).unflatten(2, (self.num_heads, 3, -1)).transpose(1, 2)  # [B, H, P, 3, D]
+        q, k, v = heads.unbind(3)
+        if past is not None:
+            k, v = past.update(k, v, self.index)
+        context = F.scaled_dot_product_attention(q, k, v, attn_mask=is_seen)
+        return self.dense(context.transpose(1, 2).flatten(2))
+
+
+class MegatronMLP(nn.Module):
+    """Up, activation, down; also one expert."""
+
+    def __init__(self, config: MegatronGPTConfig):
+        super().__init__()
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.dense_4h_to_h = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[..., E]` -> `[..., E]`."""
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
+
+
+class MegatronMoE(nn.Module):
+    """A mixture of experts under DeepSpeed's names: `deepspeed_moe.gate.wg`, `deepspeed_moe.experts...`."""
+
+    def __init__(self, config: MegatronGPTConfig, num_experts: int):
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        gate, experts = nn.Module(), nn.Module()
+        gate.wg = nn.Linear(config.hidden_size, num_experts, bias=False)
+        experts.deepspeed_experts = nn.ModuleList([MegatronMLP(config) for _ in range(num_experts)])
+        self.deepspeed_moe = nn.ModuleDict({"gate": gate, "experts": experts})
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[B, P, E]` -> `[B, P, E]`."""
+        tokens = hidden.flatten(0, 1)  # [N, E]
+        logits = F.linear(tokens.float(), self.deepspeed_moe["gate"].wg.weight.float())
+        weights, chosen = logits.softmax(-1).topk(self.top_k)  # [N, top_k]
+        if self.top_k == 2:
+            weights = weights / weights.sum(-1, keepdim=True)
+        output = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.deepspeed_moe["experts"].deepspeed_experts):
+            token, slot = (chosen == index).nonzero(as_tuple=True)
+            output = output.index_add(0, token, expert(tokens[token]) * weights[token, slot, None].to(hidden.dtype))
+        return output.view_as(hidden)
+
+
+class MegatronLayer(nn.Module):
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(self, config: MegatronGPTConfig, index: int):
+        super().__init__()
+        num_experts = config.num_experts[index]
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.self_attention = MegatronAttention(config, index)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mlp = MegatronMoE(config, num_experts) if num_experts else MegatronMLP(config)
+
+    def forward(self, hidden: torch.Tensor, is_seen: torch.Tensor, past: Cache | None) -> torch.Tensor:
+        """As its attention."""
+        hidden = hidden + self.self_attention(self.input_layernorm(hidden), is_seen, past)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class MegatronEmbedding(nn.Module):
+    """Words plus positions."""
+
+    def __init__(self, config: MegatronGPTConfig):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`[B, P]` and `[B, P]` -> `[B, P, E]`."""
+        return self.word_embeddings(tokens) + self.position_embeddings(positions)
+
+
+class MegatronEncoder(nn.Module):
+    """Megatron's name for the stack of layers and the norm after it."""
+
+    def __init__(self, config: MegatronGPTConfig):
+        super().__init__()
+        self.layers = nn.ModuleList([MegatronLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden: torch.Tensor, is_seen: torch.Tensor, past: Cache | None) -> torch.Tensor:
+        """As the layers' attention."""
+        for layer in self.layers:
+            hidden = layer(hidden, is_seen, past)
+        return self.final_layernorm(hidden)
+
+
+class MegatronLanguageModel(nn.Module):
+    """Embedding, layers and the LM head, whose weight is the word embedding's unless it has its own."""
+
+    def __init__(self, config: MegatronGPTConfig):
+        super().__init__()
+        self.embedding = MegatronEmbedding(config)
+        self.encoder = MegatronEncoder(config)
+        self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+
+class MegatronGPT(PreTrainedModel, GenerationMixin):
+    """The causal language model."""
+
+    config_class = MegatronGPTConfig
+    base_model_prefix = "language_model"
+    _no_split_modules = ("MegatronLayer",)
+    _supports_sdpa = True
+    _tied_weights_keys = {  # noqa: RUF012 - transformers reads and never writes it
+        "language_model.output_layer.weight": "language_model.embedding.word_embeddings.weight"
+    }
+
+    def __init__(self, config: MegatronGPTConfig):
+        super().__init__(config)
+        self.language_model = MegatronLanguageModel(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The word embedding."""
+        return self.language_model.embedding.word_embeddings
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The LM head."""
+        return self.language_model.output_layer
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Logits `[B, P, V]`, and with `labels [B, P]` (-100: left out) the mean loss of the next tokens.
+
+        `attention_mask [B, C]` counts the tokens in `past_key_values` too. `use_cache` and `return_dict` are what
+        transformers' generate() passes.
+        """
+        (num_rows, length), past = input_ids.shape, past_key_values
+        total = length + (0 if past is None else past.get_seq_length())
+        mask = input_ids.new_ones(num_rows, total) if attention_mask is None else attention_mask
+        if position_ids is None:
+            position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+        is_own = torch.eye(total, dtype=torch.bool, device=input_ids.device)
+        # Padding sees itself: a row of a softmax must not be empty.
+        is_seen = (torch.ones_like(is_own).tril() & mask.bool()[:, None] | is_own)[:, None, -length:]
+        hidden = self.language_model.embedding(input_ids, position_ids)
+        logits = self.language_model.output_layer(self.language_model.encoder(hidden, is_seen, past))
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past)
