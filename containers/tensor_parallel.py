@@ -33,7 +33,7 @@ class Cut:
 
 def whole(parameter: torch.Tensor, name: str) -> torch.Tensor:
     """A detached alias of a parameter that must lie whole in memory; RuntimeError for a shard or freed storage."""
-    if isinstance(parameter, DTensor) or parameter.untyped_storage().nbytes() == 0:
+    if isinstance(parameter, DTensor) or parameter.is_meta or parameter.untyped_storage().nbytes() == 0:
         raise RuntimeError(f"{name} is not gathered; gather the weights before binding them")
     return parameter.detach()
 

@@ -12,6 +12,7 @@ from hybrid_engine.compat.distributed import init_distributed
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.entry import initialize
 from hybrid_engine.hybrid import HybridEngine
+from hybrid_engine.inference import InferenceEngine, init_inference
 
 DeepSpeedEngine = ZeroEngine
 DeepSpeedHybridEngine = HybridEngine
@@ -22,10 +23,12 @@ __all__ = [
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
     "HybridEngine",
+    "InferenceEngine",
     "ZeroEngine",
     "add_config_arguments",
     "enable_compat",
     "get_accelerator",
     "init_distributed",
+    "init_inference",
     "initialize",
 ]

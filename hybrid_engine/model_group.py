@@ -27,6 +27,8 @@ class ModelGroup:
     """Reads this rank's part of parameters that are sharded over the processes; None where nothing is shared."""
     has_same_prompts: bool = False
     """Every rank is given the same prompts and returns all rows, instead of its own prompts and rows."""
+    has_whole_module: bool = True
+    """Whether the module itself can run on every process, gathered where it is sharded."""
 
     @property
     def size(self) -> int:
@@ -38,6 +40,10 @@ class ModelGroup:
         """Their ranks among all processes."""
         first = get_rank() // self.size * self.size
         return range(first, first + self.size)
+
+    def without_module(self) -> "ModelGroup":
+        """The same group after its processes let go of all but their parts."""
+        return replace(self, has_whole_module=False)
 
     def gather_objects(self, value: Value) -> list[Value]:
         """`value` of every process of the group, in the order of ranks; collective."""

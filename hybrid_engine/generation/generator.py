@@ -58,11 +58,17 @@ class Generator:
     """Generates from the weights of `module`, sharded as `sharding` says, shared in `group` while it generates."""
 
     def __init__(
-        self, module: nn.Module, sharding: Sharding, config: HybridEngineConfig, group: ModelGroup | None = None
+        self,
+        module: nn.Module,
+        sharding: Sharding,
+        config: HybridEngineConfig,
+        group: ModelGroup | None = None,
+        device: torch.device | None = None,
     ):
+        """`device` is where it computes; None: where the parameters are."""
         self.module, self.sharding, self.config = module, sharding, config
         self.group = group or ModelGroup()
-        self.device = next(module.parameters()).device
+        self.device = device or next(module.parameters()).device
         self.gatherer = WeightGatherer(sharding, config.pin_parameters, self.group.slices)
         self.workspace = KVWorkspace()
         self.model: InferenceModel | None = None
@@ -85,10 +91,14 @@ class Generator:
         except UnsupportedModelError as error:
             self.model, self.native, self.fallback_reason = None, None, str(error)
             return None
-        self.model, self.fallback_reason = model, None
-        self.native = NativeBackend(model, self.gatherer, self.workspace, self.config)
+        self.use_containers(model)
         self.gatherer.count_bytes()  # no rollout's
         return difference
+
+    def use_containers(self, model: InferenceModel) -> None:
+        """Generates on `model` from now on; its weights must be bound, or have been."""
+        self.model, self.fallback_reason = model, None
+        self.native = NativeBackend(model, self.gatherer, self.workspace, self.config)
 
     def prepare(
         self,
@@ -115,7 +125,8 @@ class Generator:
             error = str(problem)
         is_native = request is not None and request.is_native
         if seed is None:  # greedy and foreign rollouts have no noise of ours and must not move torch's generator
-            is_sampled = is_native and request is not None and request.options.do_sample
+            draws = is_native or (self.group.has_same_prompts and self.group.size > 1)
+            is_sampled = draws and request is not None and request.options.do_sample
             seed = int(torch.randint(2**62, ()).item()) if is_sampled else 0
         share = Share(
             error=error,
@@ -134,6 +145,8 @@ class Generator:
                 error = str(problem)
         keys = self._agree_on_keys(share, error, shares)
         assert request is not None
+        if self.group.has_same_prompts and self.group.size > 1 and request.options.do_sample:
+            request.seed = shares[0].seed  # the model's own generate() must draw the same everywhere
         if request.plan is not None:
             for sequence, key in zip(request.plan.sequences, [key for row in keys for key in row], strict=True):
                 sequence.key = key
@@ -192,6 +205,11 @@ class Generator:
         longest = getattr(model_config, "max_position_embeddings", None)
         check_lengths(prompts, options, self.config, longest if self.model is None else self.model.max_positions)
         reason = self._reason_to_fall_back(merged)
+        if reason is not None and not self.group.has_whole_module:
+            raise ValueError(
+                f"generate(): {reason}, and this process holds only its part of the model; leave the option out or "
+                f"set {self.group.parallel.option}=1"
+            )
         if reason is not None:
             self._tell(f"generate() uses the model's own implementation: {reason}")
         kwargs = {"generation_config": generation_config, **kwargs}

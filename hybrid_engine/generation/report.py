@@ -35,7 +35,10 @@ def _containers(generator: Generator) -> str:
 
 
 def _gathering(generator: Generator) -> str:
-    gatherer = generator.gatherer
+    gatherer, group = generator.gatherer, generator.group
+    if group.size > 1:
+        how = "taken from its shards for each rollout" if group.slices is not None else "held"
+        return f"tensor parallelism: rank {group.parallel.rank} of {group.size}, its part of the weights {how}"
     if not generator.sharding.is_sharded:
         return "gathering: none, the weights are whole on this process"
     if gatherer.is_streamed:

@@ -1,0 +1,283 @@
+"""`init_inference`: from a model to an engine that generates, step by step.
+
+    engine = init_inference(model, dtype="bf16", tensor_parallel={"tp_size": 2}, max_out_tokens=2048)
+    tokens = engine.generate(input_ids, attention_mask=mask, max_new_tokens=64)
+
+Each step is one function below, in the order in which `build_engine` calls them. Whether containers are used is
+found from the model. What the containers do not cover runs as the model's own modules do.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.agreement import probe_containers
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.containers import InferenceEncoder, InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.attention import read_heads
+from hybrid_engine.containers.model import find_decoder
+from hybrid_engine.containers.policy import Policy
+from hybrid_engine.containers.tensor_parallel import Heads, check_divides
+from hybrid_engine.generation.generator import Generator, fused
+from hybrid_engine.inference.config import InferenceConfig, logger, read_config
+from hybrid_engine.inference.engine import InferenceEngine
+from hybrid_engine.inference.held_slices import HeldSlices
+from hybrid_engine.inference.linears import LinearPlan, check_layer, cut_layer, plan_by_names, plan_by_policy
+from hybrid_engine.model_group import ModelGroup, describe_group, join_model_group
+from hybrid_engine.zero.build import cast_parameters
+from hybrid_engine.zero.processes import default_device, get_rank, init_distributed
+from hybrid_engine.zero.sharding import Sharding, find_layers
+
+DEFAULT_MAX_OUT_TOKENS = 1024
+
+
+def init_inference(
+    model: nn.Module, config: dict[str, Any] | str | os.PathLike[str] | None = None, **kwargs: Any
+) -> InferenceEngine:
+    """An engine that runs `model` for inference; the arguments are those of `deepspeed.init_inference`.
+
+    Collective over all processes where `tensor_parallel.tp_size` is above 1; each then holds its part of the model.
+
+    Args:
+        model: a Hugging Face model or any module; changed in place (device, dtype, and what is shared).
+        config: options as a dict or the path of a JSON file, see `InferenceConfig`.
+        **kwargs: the same options by name.
+
+    Raises:
+        ValueError: for an option that is unknown, given twice differently, or that model or device cannot serve.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    return build_engine(model, read_config(config, kwargs))
+
+
+@torch.no_grad()
+def build_engine(model: nn.Module, config: InferenceConfig) -> InferenceEngine:
+    """All steps."""
+    device = default_device()
+    policy, reason = check_policy(model)
+    heads = read_model_heads(model, policy)
+    group = check_tensor_parallel(config, heads, device)
+    weights, reason = take_weights(model, policy, reason, group)
+    answer_old_flags(config, policy, reason)
+    convert_dtype(model, config, device)
+    layer_config = build_layer_config(model, config, weights)
+    engine = build_module(model, config, layer_config, weights, group, reason, device)
+    transpose_for_inference(engine, weights)
+    apply_tensor_parallelism(engine, weights, config)
+    return engine
+
+
+@dataclass
+class Weights:
+    """Where the containers find the model's weights: nothing is read yet."""
+
+    decoder: InferenceModel | None = None
+    encoder: InferenceEncoder | None = None
+    held: HeldSlices | None = None
+    """This rank's parts, where processes share the model."""
+
+
+def check_policy(model: nn.Module) -> tuple[Policy | None, str | None]:
+    """The policy of the model's layers, or why there is none."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(base, "config"):
+        return None, f"{type(base).__name__} has no config"
+    try:
+        return find_decoder(base, _text_config(base))[2], None
+    except UnsupportedModelError as error:
+        return None, str(error)
+
+
+def read_model_heads(model: nn.Module, policy: Policy | None) -> Heads | None:
+    """Numbers of heads, where a policy says how to read them."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return None if policy is None else read_heads(policy, _text_config(base))
+
+
+def check_tensor_parallel(config: InferenceConfig, heads: Heads | None, device: torch.device) -> ModelGroup:
+    """The processes that share the model. Raises ValueError where they cannot share its heads equally."""
+    option, size = "tensor_parallel.tp_size", config.tensor_parallel.size
+    if size == 1:
+        return ModelGroup(has_same_prompts=True)
+    init_distributed()
+    chosen = config.tensor_parallel.group
+    group = join_model_group(size, device, option) if chosen is None else describe_group(chosen, option)
+    if group.size != size:
+        raise ValueError(f"{option}={size} is not the size {group.size} of tp_group; leave tp_size or tp_group out")
+    if heads is not None:
+        check_divides(replace(heads, parallel=group.parallel), [])
+    return replace(group, has_same_prompts=True)
+
+
+def take_weights(
+    model: nn.Module, policy: Policy | None, reason: str | None, group: ModelGroup
+) -> tuple[Weights, str | None]:
+    """Finds attention, MLP and norm weights through the policy; nothing without one, or with the reason why."""
+    if policy is None:
+        return Weights(), reason
+    held = HeldSlices(default_device()) if group.size > 1 else None
+    parallel = group.parallel if held is None else replace(group.parallel, read=held.read)
+    try:
+        if policy.is_encoder:
+            return Weights(encoder=InferenceEncoder(model, parallel), held=held), None
+        return Weights(decoder=InferenceModel(model, parallel), held=held), None
+    except UnsupportedModelError as error:
+        return Weights(), str(error)
+
+
+def answer_old_flags(config: InferenceConfig, policy: Policy | None, reason: str | None) -> None:
+    """One line where a flag contradicts what was found in the model."""
+    lines = []
+    if config.replace_with_kernel_inject is True and reason is not None:
+        lines.append(f"replace_with_kernel_inject=True, but the model's own layers run: {reason}")
+    if config.replace_with_kernel_inject is False and reason is None and policy is not None:
+        lines.append(f"replace_with_kernel_inject=False, but {policy.layer_class} runs on containers")
+    if (config.injection_policy or config.injection_policy_tuple) and reason is None and policy is not None:
+        lines.append(f"injection_policy is not needed: {policy.layer_class} has a policy")
+    if not config.triangular_masking and policy is not None and not policy.is_encoder:
+        lines.append(f"triangular_masking=False, but {policy.layer_class} is causal")
+    for line in lines if get_rank() == 0 else []:
+        logger.warning(line)
+
+
+def convert_dtype(model: nn.Module, config: InferenceConfig, device: torch.device) -> None:
+    """Casts the parameters, where another dtype is asked for; ValueError where the device does not have it."""
+    if config.dtype is None:
+        return
+    if not _has_dtype(device, config.dtype):
+        raise ValueError(f"dtype={config.dtype}: {device} does not compute in it; use fp32, or fp16 on an older GPU")
+    cast_parameters(model, config.dtype)
+
+
+def build_layer_config(model: nn.Module, config: InferenceConfig, weights: Weights) -> HybridEngineConfig:
+    """The numbers generation runs with. Raises ValueError for more tokens than the model has positions."""
+    model_config = _text_config(model) if hasattr(model, "config") else None
+    positions = getattr(model_config, "max_position_embeddings", None)
+    if weights.decoder is not None:
+        positions = weights.decoder.max_positions
+    if config.max_out_tokens is not None and positions is not None and config.max_out_tokens > positions:
+        raise ValueError(
+            f"max_out_tokens={config.max_out_tokens} must not exceed the model's max_position_embeddings={positions}; "
+            "lower it"
+        )
+    default = min(DEFAULT_MAX_OUT_TOKENS, positions or DEFAULT_MAX_OUT_TOKENS)
+    return HybridEngineConfig(
+        enabled=True,
+        max_out_tokens=config.max_out_tokens or default,
+        inference_tp_size=config.tensor_parallel.size,
+        enable_cuda_graph=config.enable_cuda_graph,
+    )
+
+
+def build_module(
+    model: nn.Module,
+    config: InferenceConfig,
+    layer_config: HybridEngineConfig,
+    weights: Weights,
+    group: ModelGroup,
+    reason: str | None,
+    device: torch.device,
+) -> InferenceEngine:
+    """The engine around the model, which is moved to the device unless only a part of it will be."""
+    model.eval()
+    if group.size == 1 or weights.encoder is not None:
+        model.to(device)
+    generator = None
+    if hasattr(type(model), "generate") and weights.encoder is None:
+        sharding = Sharding(root=model, stage=0, world_size=1, rank=get_rank())
+        generator = Generator(model, sharding, layer_config, group, device)
+        generator.fallback_reason = reason
+    return InferenceEngine(model, config, generator, weights.encoder, group, reason)
+
+
+def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
+    """Binds the containers to [in, out] views of the weights, or to this rank's parts, and measures them once."""
+    if weights.encoder is not None:
+        weights.encoder.bind()
+    if weights.decoder is None or engine.generator is None:
+        return
+    model = weights.decoder
+    with fused(model):
+        is_in_one_place = next(engine.module.parameters()).device == model.device
+        try:
+            engine.logprob_difference = probe_containers(engine.module, model) if is_in_one_place else None
+        except UnsupportedModelError as error:
+            if weights.held is not None:
+                raise
+            engine.reason = engine.generator.fallback_reason = str(error)
+            return
+    engine.generator.use_containers(model)
+
+
+def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: InferenceConfig) -> None:
+    """Lets go of what other processes hold; cuts the linears of a model without a policy.
+
+    Experts need no step of their own: each process has its part of every one.
+    """
+    if engine.group.size == 1:
+        return
+    if weights.held is None:
+        engine.cut_linears = share_linears(engine.module, config, engine.group)
+        engine.module.to(default_device())
+        return
+    if weights.decoder is not None:
+        weights.held.let_go(engine.module)
+        engine.let_go()
+    if weights.encoder is not None:
+        weights.held.let_go(weights.encoder.own_layers)
+
+
+def share_linears(model: nn.Module, config: InferenceConfig, group: ModelGroup) -> int:
+    """Cuts the linears of a model without a policy; returns how many. ValueError where none can be."""
+    plans = [(layer, plan) for layer, plan in plan_layers(model, config) if plan is not None]
+    if not plans:
+        raise ValueError(
+            f"tensor_parallel.tp_size={group.size}: no linears of {type(model).__name__} are known by their names; "
+            "pass injection_policy={LayerClass: names of the linears whose outputs are added up}, or tp_size=1"
+        )
+    for layer, plan in plans:
+        check_layer(layer, plan, getattr(model, "config", None), group.parallel)
+    for layer, plan in plans:
+        cut_layer(layer, plan, group.parallel)
+    return sum(len(plan.rows) + len(plan.columns) for _, plan in plans)
+
+
+def plan_layers(model: nn.Module, config: InferenceConfig) -> list[tuple[nn.Module, LinearPlan | None]]:
+    """The layers that are shared: those that `injection_policy` names, or else the repeated ones."""
+    if config.injection_policy is None:
+        layers = find_layers(model)
+        if config.injection_policy_tuple is not None:
+            return [(layer, plan_by_policy(layer, config.injection_policy_tuple)) for layer in layers]
+        return [(layer, plan_by_names(layer)) for layer in layers]
+    named = {_class_name(kind): _names(names) for kind, names in config.injection_policy.items()}
+    found = [layer for layer in model.modules() if type(layer).__name__ in named]
+    if not found:
+        raise ValueError(f"injection_policy: {type(model).__name__} has no layer of class {', '.join(named)}")
+    return [(layer, plan_by_policy(layer, named[type(layer).__name__])) for layer in found]
+
+
+def _class_name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else kind.__name__
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = model.config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _has_dtype(device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type == "cuda" and dtype is torch.bfloat16:
+        return torch.cuda.get_device_capability(device) >= (8, 0)  # older ones only emulate it
+    try:
+        torch.nn.functional.linear(*torch.ones(2, 1, 1, dtype=dtype, device=device))
+    except (RuntimeError, TypeError):
+        return False
+    return True

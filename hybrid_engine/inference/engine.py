@@ -1,0 +1,156 @@
+"""The engine that `init_inference` returns: `forward` and `generate` without a training engine.
+
+B rows, P their padded length, N real tokens, V vocabulary.
+"""
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig
+from transformers.modeling_outputs import CausalLMOutput
+
+from hybrid_engine.agreement import LogprobDifference
+from hybrid_engine.containers import InferenceEncoder, InferenceModel
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.output import GenerateOutput
+from hybrid_engine.generation.prompts import check_prompts
+from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.inference.config import InferenceConfig
+from hybrid_engine.memory import format_bytes, num_bytes
+from hybrid_engine.model_group import ModelGroup
+from hybrid_engine.ops import PrefillBatch
+
+
+class InferenceEngine:
+    """A model for inference. `module` is the model that was passed; `logprob_difference` is how far the containers
+    are from its forward, None where they were not measured."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: InferenceConfig,
+        generator: Generator | None,
+        encoder: InferenceEncoder | None,
+        group: ModelGroup,
+        reason: str | None,
+    ):
+        """`reason` is why the model's own layers run; None: they do not."""
+        self.module, self.config, self.generator, self.encoder = module, config, generator, encoder
+        self.group, self.reason = group, reason
+        self.logprob_difference: LogprobDifference | None = None
+        self.cut_linears = 0
+
+    def let_go(self) -> None:
+        """Called when the module's own weights are gone and only this rank's parts are left."""
+        assert self.generator is not None
+        self.group = self.generator.group = self.group.without_module()
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output without gradients, for its own arguments.
+
+        Where processes share a decoder it takes `input_ids [B, P]` and `attention_mask [B, P]` (padding on the
+        left), and gives `logits [B, P, V]` fp32, zero at padding; all processes pass the same.
+
+        Raises:
+            ValueError: in that case, for any other argument.
+        """
+        if self.encoder is not None:
+            return self.encoder.forward(*args, **kwargs)
+        if self.group.has_whole_module:
+            return self.module(*args, **kwargs)
+        return self._forward_shared(*args, **kwargs)
+
+    __call__ = forward
+
+    def _forward_shared(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **others: Any
+    ) -> CausalLMOutput:
+        given = [
+            name for name, value in others.items() if value is not None and name not in ("use_cache", "return_dict")
+        ]
+        if given:
+            raise ValueError(
+                f"forward(): {given[0]} is not served where processes share the model; pass input_ids and "
+                "attention_mask, or set tensor_parallel.tp_size=1"
+            )
+        assert self.generator is not None and self.generator.model is not None
+        model = self.generator.model
+        mask = check_prompts(input_ids, attention_mask, model.vocab_size, None).to(model.device)
+        with torch.autocast(model.device.type, enabled=False):
+            packed = score(model, input_ids.to(model.device)[mask], mask.sum(1).tolist())
+        logits = packed.new_zeros(*mask.shape, packed.shape[-1])
+        logits[mask] = packed
+        return CausalLMOutput(logits=logits)
+
+    @torch.inference_mode(False)  # tensors made in inference mode would stay behind in the workspace
+    @torch.no_grad()
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | GenerateOutput:
+        """Generates with Hugging Face's options, meanings and shapes, as `HybridEngine.generate` does.
+
+        Where processes share the model all pass the same prompts and get all rows.
+
+        Raises:
+            ValueError: for a model without `generate()`, or any input or option that cannot work.
+        """
+        if self.generator is None:
+            raise ValueError(f"generate(): {type(self.module).__name__} does not generate; call forward()")
+        request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
+        with ExitStack() as release:
+            self.generator.gather(request, release)
+            return self.generator.run(request).output
+
+    def destroy(self) -> None:
+        """Gives the KV workspace's memory back; the next `generate()` takes it again."""
+        if self.generator is not None:
+            if self.generator.native is not None:
+                self.generator.native.steps.drop()
+            self.generator.workspace.release()
+
+    def report(self) -> str:
+        """Which layers run on containers, which do not, and why; dtype, device, sharing and memory."""
+        if self.encoder is not None:
+            lines = [f"containers: all {len(self.encoder.layers)} {self.encoder.policy.layer_class} layers"]
+        elif self.generator is not None:
+            lines = [describe_generation(self.generator, self.logprob_difference)]
+        else:
+            lines = [f"containers: none, the model's own layers run, because {self.reason}"]
+        if self.cut_linears:
+            lines.append(f"{self.cut_linears} linears found by their names or by injection_policy are shared")
+        parameter = next(self.module.parameters())
+        here = [parameter for parameter in self.module.parameters() if parameter.device.type != "meta"]
+        lines.append(
+            f"{type(self.module).__name__} in {parameter.dtype}, {format_bytes(num_bytes(here))} in the module"
+        )
+        return "\n".join(lines)
+
+
+def score(model: InferenceModel, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Logits `[N, V]` fp32 after every one of the packed `tokens [N]` of sequences of `lengths`."""
+    device, longest = model.device, max(lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    sizes = torch.tensor(lengths)
+    blocks = torch.arange(len(lengths)).repeat_interleave(sizes).to(device)
+    model.prepare_positions(longest)
+    batch = PrefillBatch(
+        tokens=tokens,
+        positions=positions,
+        write_blocks=blocks,
+        write_offsets=positions,
+        lengths=tuple(lengths),
+        starts=nn.functional.pad(sizes.cumsum(0), (1, 0)).int().to(device),
+        wanted=torch.arange(len(tokens), device=device),
+        row_lengths=sizes.repeat_interleave(sizes).to(device),
+    )
+    kv = torch.zeros(model.kv_shape(len(lengths), longest), dtype=model.dtype, device=device)
+    return model.forward(batch, kv, model.layers)

@@ -1,0 +1,115 @@
+"""Tensor parallelism for models without a policy: their own modules with linears cut, found by name.
+
+A column-parallel linear holds rows of its [out, in] weight, a row-parallel one columns, whose outputs are added up
+over the processes. Everything else runs as it is. Attention modules keep their code; the numbers of heads that they
+hold as attributes become those of this process.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers.tensor_parallel import Heads, TensorParallel, check_divides
+
+ROW_NAMES = (
+    "o_proj", "out_proj", "down_proj", "dense_4h_to_h", "fc2", "wo", "w2", "c_proj", "out_lin", "lin2", "proj_out",
+    "attention.dense", "self_attention.dense", "output.dense",
+)  # fmt: skip
+COLUMN_NAMES = (
+    "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1", "fc_in", "dense_h_to_4h", "c_fc", "wi", "wi_0", "wi_1",
+    "w1", "w3", "wq", "wk", "wv", "q", "k", "v", "query", "key", "value", "q_lin", "k_lin", "v_lin", "lin1",
+    "intermediate.dense",
+)  # fmt: skip
+# Their rows lie in an order that a name does not tell.
+FUSED_NAMES = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "gate_up_proj", "in_proj", "W_pack")
+HEAD_NUMBERS = (
+    "num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads", "n_kv_heads",
+    "all_head_size", "inner_dim",
+)  # fmt: skip
+
+
+class RowParallelLinear(nn.Module):
+    """A linear of which each process has columns of the weight [out, in]; the bias is added once, after the sum."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, parallel: TensorParallel):
+        super().__init__()
+        self.weight, self.bias, self.parallel = weight, bias, parallel
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`[..., in / size]` -> `[..., out]`, the same on every process."""
+        output = self.parallel.all_reduce(nn.functional.linear(input, self.weight))
+        return output if self.bias is None else output + self.bias
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """Which linears of one layer are cut how, by their paths in it."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+def plan_by_names(layer: nn.Module) -> LinearPlan | None:
+    """The linears that names tell; None where one is fused, or where outputs would stay cut."""
+    paths = [path for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
+    if any(path.rpartition(".")[2] in FUSED_NAMES for path in paths):
+        return None
+    rows = tuple(path for path in paths if _ends(path, ROW_NAMES))
+    columns = tuple(path for path in paths if path not in rows and _ends(path, COLUMN_NAMES))
+    return LinearPlan(rows, columns) if rows and columns else None
+
+
+def plan_by_policy(layer: nn.Module, rows: Iterable[str]) -> LinearPlan:
+    """The linears that a user named as row-parallel; all others of the layer are column-parallel.
+
+    Raises ValueError for a name that the layer does not have.
+    """
+    linears = {path for path, module in layer.named_modules() if isinstance(module, nn.Linear)}
+    rows = tuple(rows)
+    for path in rows:
+        if path not in linears:
+            raise ValueError(
+                f"injection_policy: {type(layer).__name__} has no linear {path!r}; it has {', '.join(sorted(linears))}"
+            )
+    return LinearPlan(rows, tuple(sorted(linears - set(rows))))
+
+
+def _ends(path: str, names: tuple[str, ...]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def check_layer(layer: nn.Module, plan: LinearPlan, config: Any, parallel: TensorParallel) -> None:
+    """Raises ValueError, with the sizes that work, where heads or outputs of the layer cannot be shared equally."""
+    num_heads = getattr(config, "num_attention_heads", None) or 1
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    widths = [layer.get_submodule(path).out_features for path in plan.columns]
+    if num_kv_heads < parallel.size:
+        num_heads = num_kv_heads  # the modules' own code does not hold one head in several processes
+    check_divides(Heads(num_heads, num_kv_heads, 1, parallel), widths)
+
+
+def cut_layer(layer: nn.Module, plan: LinearPlan, parallel: TensorParallel) -> None:
+    """Replaces the weights of one layer by this process's parts, in place."""
+    for path in plan.columns:
+        linear = layer.get_submodule(path)
+        linear.weight = _part(linear.weight, 0, parallel)
+        if linear.bias is not None:
+            linear.bias = _part(linear.bias, 0, parallel)
+        linear.out_features //= parallel.size
+    for path in plan.rows:
+        linear = layer.get_submodule(path)
+        layer.set_submodule(path, RowParallelLinear(_part(linear.weight, 1, parallel), linear.bias, parallel))
+    owners = {path.rpartition(".")[0] for path in plan.columns}
+    for owner in map(layer.get_submodule, owners):
+        for name in HEAD_NUMBERS:
+            number = owner.__dict__.get(name)
+            if isinstance(number, int) and number % parallel.size == 0:
+                setattr(owner, name, number // parallel.size)
+
+
+def _part(parameter: nn.Parameter, dim: int, parallel: TensorParallel) -> nn.Parameter:
+    part = parameter.detach().chunk(parallel.size, dim)[parallel.rank].clone()
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
