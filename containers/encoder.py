@@ -114,8 +114,12 @@ class InferenceEncoder:
             say_once(f"the encoder's own layers run: {reason}")
             return self.module(**kwargs)
         mask = kwargs.get("attention_mask")
-        with self._in_place(None if mask is None else mask.bool()):
-            return self.module(**kwargs)
+        self.fuse_lora()
+        try:
+            with self._in_place(None if mask is None else mask.bool()):
+                return self.module(**kwargs)
+        finally:
+            self.unfuse_lora()
 
     def _reason_to_fall_back(self, kwargs: dict[str, Any]) -> str | None:
         """Why the containers cannot give what is asked for; None: they can."""

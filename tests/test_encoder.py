@@ -4,6 +4,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -165,6 +166,24 @@ def test_new_weights_are_seen_without_binding_again():
             parameter.mul_(0.9)
         expected = model(input_ids, attention_mask=mask).pooler_output
     torch.testing.assert_close(encoder.forward(input_ids, mask).pooler_output, expected, atol=1e-5, rtol=0)
+
+
+def test_adapters_are_fused_as_they_are_at_the_time_of_the_call():
+    targets = ["query", "value", "intermediate.dense", "classifier"]
+    model = peft.get_peft_model(build(HEADS["bert-classifies"]), peft.LoraConfig(r=3, target_modules=targets)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+    encoder = on_containers(model)
+    input_ids, mask = rows("right")
+    with torch.no_grad():
+        adapted = model(input_ids, attention_mask=mask).logits
+        with model.disable_adapter():
+            plain = model(input_ids, attention_mask=mask).logits
+            torch.testing.assert_close(encoder.forward(input_ids, mask).logits, plain, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(encoder.forward(input_ids, mask).logits, adapted, atol=2e-5, rtol=1e-5)
+    assert (adapted - plain).abs().max() > 0.1
 
 
 def test_an_encoder_generates_nothing_and_a_decoder_of_its_class_has_no_policy():
