@@ -1,0 +1,73 @@
+"""Megatron's layers and encoders on two processes, sharded for training or cut for inference, give one's results."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from megatron_model import VOCAB, build_oracle, save_megatron
+from models import PAD, padded_prompts
+from test_encoder import BASES, build, rows
+
+import hybrid_engine
+from hybrid_engine.containers import InferenceEncoder
+from hybrid_engine.containers.tensor_parallel import ALONE
+from hybrid_engine.inference.megatron_checkpoint import load_megatron_gpt
+from hybrid_engine.model_group import describe_group
+
+GREEDY = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": PAD}
+
+
+def train_and_generate(rank, world_size, folder, tp_size):
+    """Two rollouts with a step of ZeRO-3 between them: this rank's tokens and how far the trainer is from them."""
+    config = {
+        "train_batch_size": 6,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "hybrid_engine": {"enabled": True, "inference_tp_size": tp_size},
+    }
+    engine = hybrid_engine.initialize(model=load_megatron_gpt(folder), config=config)[0].eval()
+    assert engine.generator.fallback_reason is None, engine.generator.fallback_reason
+    size = 6 // world_size
+    input_ids, mask = (tensor[rank * size : (rank + 1) * size] for tensor in padded_prompts())
+    first = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+    engine.train()
+    ids = torch.randint(3, VOCAB, (6, 9), generator=torch.Generator().manual_seed(0))[rank * size : (rank + 1) * size]
+    engine.backward(engine(input_ids=ids, labels=ids).loss)
+    engine.step()
+    engine.eval()
+    return first, engine.generate(input_ids, attention_mask=mask, **GREEDY), engine.logprob_difference.max
+
+
+def encode(family, parallel):
+    encoder = InferenceEncoder(build(BASES[family]), parallel)
+    encoder.bind()
+    return encoder.forward(*rows("right")).last_hidden_state
+
+
+def on_two(rank, world_size, folder):
+    parallel = describe_group(dist.group.WORLD, "tp_size").parallel
+    hidden = {family: encode(family, parallel) for family in BASES}
+    return hidden, {tp_size: train_and_generate(rank, world_size, folder, tp_size) for tp_size in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("megatron")
+    save_megatron(build_oracle(num_experts=(3, 0), top_k=2), folder, num_ranks=2)
+    return train_and_generate(0, 1, folder, 1), run_distributed(on_two, 2, folder)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_rollouts_before_and_after_a_step_are_those_of_one_process(results, tp_size):
+    (first, second, _), both = results
+    for index, expected in enumerate((first, second)):
+        assert torch.equal(torch.cat([ranks[tp_size][index] for _, ranks in both]), expected)
+    assert not torch.equal(first, second)
+    assert all(ranks[tp_size][2] < 1e-5 for _, ranks in both)
+
+
+@pytest.mark.parametrize("family", BASES)
+def test_an_encoder_cut_by_heads_gives_the_same_hidden_states_on_every_rank(results, family):
+    expected = encode(family, ALONE)
+    for hidden, _ in results[1]:
+        torch.testing.assert_close(hidden[family], expected, atol=1e-5, rtol=0)
