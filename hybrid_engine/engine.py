@@ -32,6 +32,7 @@ from hybrid_engine.observing.monitor import check_packages
 from hybrid_engine.observing.observer import Observer
 from hybrid_engine.random_state import seed_everything
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
+from hybrid_engine.zero.gathered_parameters import mark_parameters
 from hybrid_engine.zero.param_groups import name_groups
 from hybrid_engine.zero.processes import (
     broadcast_module,
@@ -95,7 +96,8 @@ class ZeroEngine(nn.Module):
         cast_parameters(model, config.dtype)
         # What is offloaded reaches the device layer by layer, while it is sharded: the whole might not fit there.
         broadcast_module(model if offloads_parameters(config) else model.to(self.device))
-        self.sharding = shard_module(model, config)
+        self.sharding = shard_module(model, config, trains)
+        mark_parameters(self.sharding)
         self.module = model
         self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)

@@ -44,6 +44,8 @@ def describe_memory(sharding: Sharding, optimizer: ZeroOptimizer | None, config:
 
 
 def _describe_sharding(sharding: Sharding) -> str:
+    if not sharding.is_sharded and sharding.world_size > 1:
+        return "whole on every process and unwrapped, nothing is trained"
     if not sharding.is_sharded:
         return "whole and unwrapped, a single process has nobody to share with"
     groups = f"{len(sharding.layers)} layers and the rest, {len(sharding.layers) + 1} FSDP groups"

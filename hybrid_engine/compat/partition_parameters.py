@@ -1,11 +1,5 @@
-"""`deepspeed.runtime.zero.partition_parameters`: what scripts ask about a parameter's place."""
+"""`deepspeed.runtime.zero.partition_parameters`: a parameter's place, and how to make it whole."""
 
-from enum import Enum
+from hybrid_engine.zero.gathered_parameters import GatheredParameters, ZeroParamStatus
 
-
-class ZeroParamStatus(Enum):
-    """Whether a sharded parameter is whole in this process."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+__all__ = ["GatheredParameters", "ZeroParamStatus"]

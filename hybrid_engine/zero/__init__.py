@@ -1,1 +1,5 @@
 """ZeRO on FSDP2: sharding, gathering, the optimizer shim, loss scaling and learning-rate schedules."""
+
+from hybrid_engine.zero.gathered_parameters import GatheredParameters
+
+__all__ = ["GatheredParameters"]

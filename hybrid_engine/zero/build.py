@@ -10,6 +10,7 @@ from hybrid_engine.config import EngineConfig, Fp16Config, OptimizerConfig
 from hybrid_engine.ops.adam import FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
 from hybrid_engine.ops.lion import FusedLion
+from hybrid_engine.zero.gathered_parameters import MasterLink
 from hybrid_engine.zero.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from hybrid_engine.zero.lr_schedules import build_scheduler
 from hybrid_engine.zero.optimizer import ZeroOptimizer, build_trained_parameters
@@ -79,6 +80,9 @@ def build_optimizer(
         master_device=torch.device("cpu") if config.zero_optimization.offloads_optimizer else None,
     )
     masters = {trained.name: trained.master for trained in parameters}
+    for trained in parameters:
+        if trained.has_master:
+            trained.param.ds_master = MasterLink(trained.master)
     if isinstance(optimizer, torch.optim.Optimizer):
         repoint_groups(optimizer, groups, masters)
         inner = optimizer

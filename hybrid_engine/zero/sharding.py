@@ -92,12 +92,15 @@ class Sharding:
         return [module for module in self.root.modules() if isinstance(module, FSDPModule)]
 
 
-def shard_module(module: nn.Module, config: EngineConfig) -> Sharding:
-    """Wraps `module` in place as the config says; its parameters become DTensors unless the process is alone."""
+def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -> Sharding:
+    """Wraps `module` in place as the config says; its parameters become DTensors unless the process is alone.
+
+    Below stage 3 a module that is only evaluated is not wrapped: it is whole everywhere and has no gradients.
+    """
     world_size, rank, stage = get_world_size(), get_rank(), config.zero_optimization.stage
     offloads = offloads_parameters(config)
-    if world_size == 1 and not offloads:
-        return Sharding(root=module, stage=stage, world_size=1, rank=0)
+    if (world_size == 1 and not offloads) or (stage < 3 and not trains):
+        return Sharding(root=module, stage=stage, world_size=world_size, rank=rank)
     if world_size == 1:
         join_alone()
     mesh = _build_mesh(config, world_size)

@@ -1,0 +1,154 @@
+"""Whole parameters for a block of code: `zero.GatheredParameters`, and the marks that scripts read on parameters.
+
+    with GatheredParameters(params, modifier_rank=0):
+        if rank == 0:
+            params[0].data.zero_()
+
+A sharded parameter is a DTensor, which no plain tensor can be combined with. Inside the block the very same object
+answers as a plain tensor: every torch function that meets it gets the whole value in its place. It belongs to another
+class meanwhile, whose `__torch_function__` does that; nothing of PyTorch is patched.
+
+At stage 3 parameters carry DeepSpeed's marks: `ds_id`, `ds_status`, `ds_shape`, `ds_numel`, `ds_tensor` (this
+process's shard).
+"""
+
+import itertools
+from collections.abc import Iterable
+from enum import Enum
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
+
+from hybrid_engine.zero.sharding import Sharding, local_tensor
+
+_numbers = itertools.count()
+
+
+class ZeroParamStatus(Enum):
+    """Whether a sharded parameter is whole in this process."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class WholeParameter(DTensor):
+    """A sharded parameter while it is gathered; its attribute `ds_whole` is what torch functions see."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_to_whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _to_whole(value: Any) -> Any:
+    return value.__dict__["ds_whole"] if type(value) is WholeParameter else value
+
+
+def mark_parameters(sharding: Sharding) -> None:
+    """Gives the parameters of a stage 3 model DeepSpeed's attributes; at other stages there are none."""
+    if sharding.stage != 3:
+        return
+    for param in sharding.root.parameters():
+        mark: Any = param
+        mark.ds_id = next(_numbers)
+        mark.ds_shape, mark.ds_numel = param.shape, param.numel()
+        mark.ds_tensor = local_tensor(param)
+        mark.ds_status = ZeroParamStatus.NOT_AVAILABLE if isinstance(param, DTensor) else ZeroParamStatus.AVAILABLE
+
+
+class MasterLink:
+    """A parameter's way to its fp32 master; a copy of the parameter has none, like a copy of it has no optimizer."""
+
+    def __init__(self, master: torch.Tensor) -> None:
+        self.master = master
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class GatheredParameters:
+    """Makes stage 3 parameters whole inside the block; collective, entered and left by every process.
+
+    Args:
+        params: a parameter or several; those without `ds_id` are left alone.
+        modifier_rank: the process whose changes reach the parameters, and their fp32 masters, everywhere. None
+            discards all changes.
+        fwd_module: has no meaning here.
+        enabled: False does nothing.
+
+    Raises:
+        ValueError: on entering, for a parameter that another block has gathered and not left yet.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: Any = None,
+        enabled: bool = True,
+    ) -> None:
+        entries = [params] if isinstance(params, torch.Tensor) else list(params)
+        marked = {id(p): p for p in entries if hasattr(p, "ds_id")} if enabled else {}
+        self.params: list[Any] = sorted(marked.values(), key=lambda p: p.ds_id)
+        self.modifier_rank = modifier_rank
+        self._kept: list[torch.Tensor | None] = []
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        for param in self.params:
+            if "ds_whole" in param.__dict__ or "ds_gathered" in param.__dict__:
+                raise ValueError(
+                    f"GatheredParameters: a parameter of shape {tuple(param.ds_shape)} is gathered already by a block "
+                    f"around this one; gather each parameter once"
+                )
+        for param in self.params:
+            if isinstance(param, DTensor):
+                whole = nn.Parameter(param.full_tensor().detach().clone(), requires_grad=param.requires_grad)
+                param.ds_whole, param.ds_status = whole, ZeroParamStatus.AVAILABLE
+                param.__class__ = WholeParameter
+            else:
+                param.ds_gathered = None if self.modifier_rank is not None else param.detach().clone()
+
+    @torch.no_grad()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for param in self.params:
+            if type(param) is WholeParameter:
+                whole = param.__dict__.pop("ds_whole").detach()
+                param.__class__, param.ds_status = DTensor, ZeroParamStatus.NOT_AVAILABLE
+                # After an error the others may never come to a collective.
+                if self.modifier_rank is not None and error is None:
+                    _write_back(param, whole, self.modifier_rank)
+            else:
+                kept = param.__dict__.pop("ds_gathered")
+                if kept is not None:
+                    param.copy_(kept)
+            if self.modifier_rank is not None and error is None:
+                _renew_master(param)
+
+
+def _write_back(param: DTensor, whole: torch.Tensor, modifier_rank: int) -> None:
+    """Gives every process its shard of the modifier's value."""
+    if whole.shape != param.shape:
+        raise ValueError(
+            f"GatheredParameters: a parameter of shape {tuple(param.shape)} has become one of shape "
+            f"{tuple(whole.shape)}; change values only, or resize the model before initialize()"
+        )
+    whole = whole.to(device=param.device, dtype=param.dtype).contiguous()
+    dist.broadcast(whole, src=modifier_rank)
+    shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+    local_tensor(param).copy_(local_tensor(shard))
+
+
+def _renew_master(param: Any) -> None:
+    """The optimizer's fp32 copy follows, or its next step would undo the change."""
+    link = param.__dict__.get("ds_master")
+    if link is not None:
+        local_tensor(link.master).copy_(local_tensor(param))
