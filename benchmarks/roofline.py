@@ -11,7 +11,9 @@ B prompts, P prompt length, L layers, H query heads, K key/value heads, D head d
 from dataclasses import dataclass
 
 from common import Ceilings
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
+
+from hybrid_engine.zero.sharding import find_layers
 
 
 @dataclass(frozen=True)
@@ -26,16 +28,19 @@ class Pass:
         return max(self.num_bytes / ceilings.bytes_per_second, self.flops / ceilings.flops_per_second)
 
 
-def rollout_passes(model: LlamaForCausalLM, num_prompts: int, prompt_tokens: int, lengths: list[int]) -> list[Pass]:
+def rollout_passes(model: PreTrainedModel, num_prompts: int, prompt_tokens: int, lengths: list[int]) -> list[Pass]:
     """The prefill of B prompts, then one decode pass per further token of the answers `lengths [B*G]`."""
     config = model.config
-    layers = sum(p.numel() for p in model.model.layers.parameters() if p.dim() == 2)
+    layers = sum(p.numel() for layer in find_layers(model) for p in layer.parameters() if p.dim() == 2)
     head = model.get_output_embeddings().weight.numel()
     element = model.dtype.itemsize
     weight_bytes = (layers + head) * element
-    kv_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element  # of one token
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_bytes = 2 * config.num_hidden_layers * kv_heads * head_dim * element  # of one token
     # Of one query and one key: a product for the score and one for the weighted value.
-    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    attention = 4 * config.num_hidden_layers * heads * head_dim
     causal_pairs = prompt_tokens * (prompt_tokens + 1) / 2
     prefill = Pass(
         weight_bytes + num_prompts * prompt_tokens * kv_bytes,
