@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hybrid_engine.containers import InferenceEncoder, InferenceModel, UnsupportedModelError
+from hybrid_engine.inference import init_inference
 from hybrid_engine.ops import EncoderBatch, SoftmaxContextOp
 
 VOCAB, PAD = 99, 1
@@ -168,13 +169,18 @@ def test_new_weights_are_seen_without_binding_again():
     torch.testing.assert_close(encoder.forward(input_ids, mask).pooler_output, expected, atol=1e-5, rtol=0)
 
 
-def test_adapters_are_fused_as_they_are_at_the_time_of_the_call():
-    targets = ["query", "value", "intermediate.dense", "classifier"]
+def build_adapted():
+    targets = ["query", "value", "attention.output.dense", "intermediate.dense", "classifier"]
     model = peft.get_peft_model(build(HEADS["bert-classifies"]), peft.LoraConfig(r=3, target_modules=targets)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def test_adapters_are_fused_as_they_are_at_the_time_of_the_call():
+    model = build_adapted()
     encoder = on_containers(model)
     input_ids, mask = rows("right")
     with torch.no_grad():
@@ -281,3 +287,14 @@ def test_real_sentences_have_the_models_own_embeddings():
     similar = F.normalize(summed / inputs["attention_mask"].sum(1, keepdim=True), dim=1)
     similarity = similar @ similar.t()
     assert similarity[0, 3] > 0.5 > similarity[0, 2]  # sentences about eating are close, the girl with the baby is not
+
+
+def test_init_inference_finds_an_encoder_by_itself():
+    engine = init_inference(build(HEADS["bert-classifies"]))
+    assert engine.report().startswith("containers: all 2 BertLayer layers")
+    input_ids, mask = rows("right")
+    with torch.no_grad():
+        expected = build(HEADS["bert-classifies"])(input_ids, attention_mask=mask).logits
+    torch.testing.assert_close(engine(input_ids, attention_mask=mask).logits, expected, atol=2e-5, rtol=0)
+    with pytest.raises(ValueError, match="BertForSequenceClassification does not generate"):
+        engine.generate(input_ids, attention_mask=mask)

@@ -6,11 +6,12 @@ import torch.distributed as dist
 from distributed import run_distributed
 from megatron_model import VOCAB, build_oracle, save_megatron
 from models import PAD, padded_prompts
-from test_encoder import BASES, build, rows
+from test_encoder import BASES, build, build_adapted, rows
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.containers.tensor_parallel import ALONE
+from hybrid_engine.inference import init_inference
 from hybrid_engine.inference.megatron_checkpoint import load_megatron_gpt
 from hybrid_engine.model_group import describe_group
 
@@ -44,9 +45,19 @@ def encode(family, parallel):
     return encoder.forward(*rows("right")).last_hidden_state
 
 
+def infer(world_size, folder):
+    """An adapted encoder's logits and a checkpoint's tokens by `init_inference`."""
+    shared = {"tensor_parallel": {"tp_size": world_size}}
+    logits = init_inference(build_adapted(), **shared)(*rows("right")).logits
+    input_ids, mask = padded_prompts()
+    engine = init_inference(load_megatron_gpt(folder), **shared)
+    return logits, engine.generate(input_ids, attention_mask=mask, **GREEDY)
+
+
 def on_two(rank, world_size, folder):
     parallel = describe_group(dist.group.WORLD, "tp_size").parallel
     hidden = {family: encode(family, parallel) for family in BASES}
+    hidden["init_inference"] = infer(world_size, folder)
     return hidden, {tp_size: train_and_generate(rank, world_size, folder, tp_size) for tp_size in (1, 2)}
 
 
@@ -54,16 +65,23 @@ def on_two(rank, world_size, folder):
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
     save_megatron(build_oracle(num_experts=(3, 0), top_k=2), folder, num_ranks=2)
-    return train_and_generate(0, 1, folder, 1), run_distributed(on_two, 2, folder)
+    return (*train_and_generate(0, 1, folder, 1), infer(1, folder)), run_distributed(on_two, 2, folder)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_rollouts_before_and_after_a_step_are_those_of_one_process(results, tp_size):
-    (first, second, _), both = results
+    (first, second, *_), both = results
     for index, expected in enumerate((first, second)):
         assert torch.equal(torch.cat([ranks[tp_size][index] for _, ranks in both]), expected)
     assert not torch.equal(first, second)
     assert all(ranks[tp_size][2] < 1e-5 for _, ranks in both)
+
+
+def test_processes_that_share_a_model_infer_what_one_infers(results):
+    (logits, tokens), both = results[0][-1], results[1]
+    for hidden, _ in both:
+        torch.testing.assert_close(hidden["init_inference"][0], logits, atol=2e-5, rtol=1e-5)
+        assert torch.equal(hidden["init_inference"][1], tokens)
 
 
 @pytest.mark.parametrize("family", BASES)
