@@ -62,7 +62,8 @@ def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) 
         logits = logits.masked_fill(logits < threshold, float("-inf"))
     if top_p < 1.0:
         values, masses = _masses_from_top(logits)
-        first = (masses >= top_p).int().argmax(-1, keepdim=True)  # the largest value whose mass reaches top_p
+        # The largest value whose mass reaches top_p; of the sum as rounded, which may be short of 1.
+        first = (masses >= top_p * masses[:, -1:]).int().argmax(-1, keepdim=True)
         logits = logits.masked_fill(logits < values.gather(-1, first), float("-inf"))
     if min_p > 0.0:
         threshold = logits.amax(-1, keepdim=True) + math.log(min_p)

@@ -123,6 +123,12 @@ def test_logits_that_are_not_finite_stay_in_the_vocabulary(kernels):
         assert logprobs[:2].isnan().all() and tokens[2] == 0 and logprobs[2] == 0
 
 
+def test_a_top_p_just_below_one_keeps_all_though_the_rounded_sum_stays_below_one():
+    torch.manual_seed(0)
+    kept = filter_logits(torch.randn(4, 1000) * 0.5, top_k=0, top_p=1 - 2**-24, min_p=0.0).isfinite()
+    assert (kept.sum(1) >= 999).all()
+
+
 def test_two_launches_without_filters(kernels):
     from tape import count_launches
 
