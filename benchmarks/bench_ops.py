@@ -1,0 +1,429 @@
+"""Every op: its Triton kernel against its torch reference and against the best PyTorch way to do the same.
+
+    python benchmarks/bench_ops.py               # real shapes on a GPU, small ones on a CPU
+    python benchmarks/bench_ops.py --only linear
+
+Correctness comes first: kernel and PyTorch way must be as near to an fp64 reference as the reference in the timed
+dtype is, within a factor of four. Then all ways take turns; the table gives the median microseconds of one call, the
+ratio of the best PyTorch way to ours, and our share of the roofline: the larger of the op's bytes and operations (see
+each op's docstring) over what a copy and a matrix product reach in the same run. On a CPU the kernels would be
+interpreted and are left out: "ours" is the reference, which is what runs there. On a GPU calls are timed by events,
+over inputs that together exceed the second-level cache.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from common import DTYPES, Ceilings, append_rows, base_parser, environment, measure_ceilings, synchronize
+from rich.console import Console
+from rich.table import Table
+
+from hybrid_engine.ops import (
+    NORM_OPS,
+    BlockCopyOp,
+    DecodeBatch,
+    MLPGemmOp,
+    PrefillBatch,
+    QKVGemmOp,
+    SampleOp,
+    SoftmaxContextOp,
+    VectorMatMulOp,
+    token_logprobs,
+)
+from hybrid_engine.ops.expert_gemm import ExpertGemmOp
+from hybrid_engine.ops.moe_gating import MoEGatingOp
+from hybrid_engine.ops.rotary import apply_rotary, rotary_table
+
+# Bytes of input sets that are rotated on a GPU, so that no call finds its input in the second-level cache.
+ROTATED_BYTES = 2**28
+
+
+@dataclass
+class Case:
+    """One op on one shape. Ways take an input set; the first is ours, `reference` its definition."""
+
+    name: str
+    make: Callable[[], tuple]
+    ours: Callable
+    reference: Callable
+    rivals: dict[str, Callable]
+    num_bytes: float
+    flops: float
+    output: Callable = field(default=lambda result: result)  # the tensor that is compared
+    is_compared: bool = True  # rivals that draw other random numbers, or work in place, are not
+
+
+def linear_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
+    """Output projections, norm with query-key-value, and the MLP, of a Llama 8B on a GPU."""
+    hidden, mlp, kv = (256, 512, 128) if is_small else (4096, 14_336, 1024)
+    cases = []
+    for rows in (1, 16, 64):
+
+        def randn(*shape):
+            return (torch.randn(*shape, device=device) / shape[-1] ** 0.5).to(dtype)
+
+        def linear_inputs(rows=rows):
+            return randn(rows, hidden), randn(hidden, hidden).t()
+
+        element = dtype.itemsize
+        op = VectorMatMulOp()
+        cases.append(
+            Case(
+                f"linear, {rows} rows", linear_inputs, op, op.reference if hasattr(op, "reference") else op,
+                {"F.linear": lambda x, w: F.linear(x, w.t()), "torch.mm": torch.mm},
+                hidden * hidden * element, 2 * rows * hidden * hidden,
+            )
+        )  # fmt: skip
+
+        def qkv_inputs(rows=rows):
+            weights = [randn(size, hidden).t() for size in (hidden, kv, kv)]
+            return randn(rows, hidden), weights, torch.ones(hidden, device=device, dtype=dtype)
+
+        qkv = QKVGemmOp("rms", 1e-6, hidden // 64, kv // 64, 64)
+
+        def qkv_torch(x, weights, gamma):
+            normed = F.rms_norm(x, (x.shape[-1],), gamma, 1e-6)
+            return [F.linear(normed, weight.t()) for weight in weights]
+
+        cases.append(
+            Case(
+                f"norm and qkv, {rows} rows", qkv_inputs,
+                lambda x, w, g, op=qkv: op(x, w, [None] * 3, g, None)[0][0].flatten(1),
+                lambda x, w, g, op=qkv: op.reference(x, w, [None] * 3, g, None)[0][0].flatten(1),
+                {"F.rms_norm, F.linear": lambda *given: qkv_torch(*given)[0]},
+                hidden * (hidden + 2 * kv) * element, 2 * rows * hidden * (hidden + 2 * kv),
+            )
+        )  # fmt: skip
+
+        def mlp_inputs(rows=rows):
+            return (
+                randn(rows, hidden), randn(mlp, hidden).t(), randn(mlp, hidden).t(), randn(hidden, mlp).t(),
+                torch.ones(hidden, device=device, dtype=dtype),
+            )  # fmt: skip
+
+        gemm = MLPGemmOp("rms", 1e-6, "silu", adds_residual=True)
+
+        def mlp_call(call):
+            return lambda x, gate, up, down, gamma: call(
+                x, None, (gate, None), (up, None), (down, None), gamma, None
+            )[0]  # fmt: skip
+
+        def mlp_torch(x, gate, up, down, gamma):
+            normed = F.rms_norm(x, (x.shape[-1],), gamma, 1e-6)
+            return x + F.linear(F.silu(F.linear(normed, gate.t())) * F.linear(normed, up.t()), down.t())
+
+        cases.append(
+            Case(
+                f"MLP, {rows} rows", mlp_inputs, mlp_call(gemm), mlp_call(gemm.reference), {"F.linear": mlp_torch},
+                3 * hidden * mlp * element, 6 * rows * hidden * mlp,
+            )
+        )  # fmt: skip
+    return cases
+
+
+def attention_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
+    """Decode over a paged workspace and packed prefill, grouped heads."""
+    heads, kv_heads, dim = (4, 2, 32) if is_small else (32, 8, 128)
+    block_size, element = 64, dtype.itemsize
+    op = SoftmaxContextOp(heads, kv_heads, dim, dim**-0.5)
+    cases = []
+
+    def split(rows):
+        q = torch.randn(rows, kv_heads, heads // kv_heads, dim, device=device).to(dtype)
+        return q, *(torch.randn(rows, kv_heads, dim, device=device).to(dtype) for _ in range(2))
+
+    for rows, context in ((1, 128), (4, 128)) if is_small else ((1, 2048), (32, 2048), (64, 2048)):
+        num_blocks = rows * context // block_size
+
+        def inputs(rows=rows, context=context, num_blocks=num_blocks):
+            cache = torch.randn(2, num_blocks, kv_heads, block_size, dim, device=device).to(dtype)
+            batch = DecodeBatch(
+                tokens=torch.zeros(rows, dtype=torch.int64, device=device),
+                positions=torch.full((rows,), context - 1, device=device),
+                block_tables=torch.randperm(num_blocks, device=device).view(rows, -1),
+                context=context,
+                is_identity=False,
+            )
+            q, k, v = split(rows)
+            newest = batch.block_tables[:, -1]  # SDPA reads the workspace as it lies; ours writes the newest token
+            cache[0, newest, :, -1], cache[1, newest, :, -1] = k, v
+            return q, k, v, cache, batch
+
+        def sdpa(q, k, v, cache, batch):
+            gathered = (part[batch.block_tables].transpose(1, 2).flatten(2, 3) for part in cache)
+            return F.scaled_dot_product_attention(
+                q.flatten(1, 2).unsqueeze(2), *gathered, scale=dim**-0.5, enable_gqa=True
+            ).flatten(1)
+
+        cases.append(
+            Case(
+                f"decode attention, {rows} x {context}", inputs,
+                lambda q, k, v, c, b: op(q, k, v, None, *c, b),
+                lambda q, k, v, c, b: op.reference(q, k, v, None, *c, b),
+                {"gather, SDPA": sdpa}, 2 * rows * context * kv_heads * dim * element,
+                4 * rows * context * heads * dim,
+            )
+        )  # fmt: skip
+    lengths = (48, 64) if is_small else (512, 1024, 768, 2048)
+    total = sum(lengths)
+
+    def prefill_inputs():
+        ends = torch.tensor(lengths).cumsum(0)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        cache = torch.zeros(2, total // block_size + 1, kv_heads, block_size, dim, device=device, dtype=dtype)
+        places = torch.arange(total, device=device)
+        batch = PrefillBatch(
+            tokens=places, positions=positions, write_blocks=places // block_size,
+            write_offsets=places % block_size, lengths=lengths, starts=F.pad(ends, (1, 0)).int().to(device),
+            wanted=(ends - 1).to(device), row_lengths=positions + 1,
+        )  # fmt: skip
+        return *split(total), cache, batch
+
+    def one_by_one(q, k, v, cache, batch):
+        parts = zip(*(x.split(lengths) for x in (q.flatten(1, 2), k, v)), strict=True)
+        contexts = [
+            F.scaled_dot_product_attention(
+                *(x.transpose(0, 1) for x in part), is_causal=True, scale=dim**-0.5, enable_gqa=True
+            ).transpose(0, 1)
+            for part in parts
+        ]
+        return torch.cat(contexts).flatten(1)
+
+    cases.append(
+        Case(
+            f"prefill attention, {total} tokens", prefill_inputs, lambda q, k, v, c, b: op(q, k, v, None, *c, b),
+            lambda q, k, v, c, b: op.reference(q, k, v, None, *c, b), {"SDPA one by one": one_by_one},
+            total * (2 * heads + 4 * kv_heads) * dim * element, sum(2 * n * n * heads * dim for n in lengths),
+        )
+    )  # fmt: skip
+    return cases
+
+
+def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
+    """Norms, rotary, sampling, block copies, experts."""
+    hidden, vocab, rows = (256, 4096, 32) if is_small else (4096, 128_256, 32)
+    element = dtype.itemsize
+    cases = []
+    for kind in ("rms", "layer"):
+        op = NORM_OPS[kind](1e-6)
+
+        def norm_inputs(kind=kind):
+            gamma = torch.ones(hidden, device=device, dtype=dtype)
+            return torch.randn(rows, hidden, device=device).to(dtype), gamma, gamma * 0 if kind == "layer" else None
+
+        def norm_torch(x, gamma, beta, kind=kind):
+            if kind == "layer":
+                return F.layer_norm(x, (hidden,), gamma, beta, 1e-6)
+            return F.rms_norm(x, (hidden,), gamma, 1e-6)
+
+        cases.append(
+            Case(
+                f"{kind} norm, {rows} rows",
+                norm_inputs,
+                op,
+                op.reference,
+                {"torch": norm_torch},
+                2 * rows * hidden * element,
+                5 * rows * hidden,
+            )
+        )
+
+    cos, sin = (row.to(device) for row in rotary_table(torch.rand(32), 1.0, rows, dtype))
+
+    def halves(x):
+        first, second = x.chunk(2, dim=-1)
+        c, s = cos[:, None, :32], sin[:, None, 32:]
+        return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+    cases.append(
+        Case(
+            f"rotary, {rows} rows", lambda: (torch.randn(rows, 6, 64, device=device).to(dtype),),
+            lambda x: apply_rotary(x, cos, sin), lambda x: apply_rotary(x, cos, sin), {"halves": halves},
+            2 * rows * 6 * 64 * element, 4 * rows * 6 * 64,
+        )
+    )  # fmt: skip
+    for name, options in (("plain", {}), ("top-k 50, top-p 0.9", {"top_k": 50, "top_p": 0.9})):
+        sample = SampleOp(True, **options)
+        keys, draws = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
+
+        def multinomial(x, options=options):
+            if options:
+                values, order = x.sort(descending=True)
+                kept = (values.softmax(-1).cumsum(-1) - values.softmax(-1) < 0.9) & (
+                    torch.arange(x.shape[-1], device=x.device) < 50
+                )
+                x = torch.full_like(x, float("-inf")).scatter(-1, order, values.masked_fill(~kept, float("-inf")))
+            tokens = torch.multinomial(x.softmax(-1), 1).squeeze(-1)
+            return tokens, token_logprobs(x, tokens)
+
+        cases.append(
+            Case(
+                f"sample {name}, {rows} rows", lambda: (torch.randn(rows, vocab, device=device) * 3,),
+                lambda x, op=sample, k=keys, d=draws: op(x, k, d),
+                lambda x, op=sample, k=keys, d=draws: op.reference(x, k, d), {"softmax, multinomial": multinomial},
+                rows * vocab * 4, 3 * rows * vocab, output=lambda result: result[1], is_compared=False,
+            )
+        )  # fmt: skip
+    layers, tokens = (2, 64) if is_small else (32, 64)
+    numbers = torch.tensor([[0, 1, 2], [5, 6, 7], [tokens] * 3], device=device)
+    copy = BlockCopyOp()
+
+    def block_by_block(workspace):
+        for source, target in ((0, 5), (1, 6), (2, 7)):
+            workspace[:, :, target].copy_(workspace[:, :, source])
+        return workspace
+
+    def copied(workspace):
+        copy(workspace, *numbers)
+        return workspace
+
+    def copied_reference(workspace):
+        copy.reference(workspace, *numbers)
+        return workspace
+
+    cases.append(
+        Case(
+            "copy of 3 blocks", lambda: (torch.randn(layers, 2, 8, 8, tokens, 64, device=device).to(dtype),),
+            copied, copied_reference, {"one by one": block_by_block}, 2 * 3 * 2 * layers * 8 * tokens * 64 * element, 0,
+        )
+    )  # fmt: skip
+    experts, top_k, mlp = (8, 2, 512) if is_small else (64, 8, 1024)
+    gating, gemm = MoEGatingOp(experts, top_k), ExpertGemmOp("silu", "halves")
+
+    def expert_inputs():
+        return (
+            torch.randn(rows, hidden, device=device).to(dtype), torch.randn(rows, experts, device=device).to(dtype),
+            (torch.randn(experts, 2 * mlp, hidden, device=device) / hidden**0.5).to(dtype),
+            (torch.randn(experts, hidden, mlp, device=device) / mlp**0.5).to(dtype),
+        )  # fmt: skip
+
+    def run(gate, product):
+        return lambda x, logits, up, down: product(
+            x, gate(logits), up.transpose(1, 2), None, down.transpose(1, 2), None
+        ).sum(1)  # fmt: skip
+
+    def loop(x, logits, up, down):
+        weights, chosen = logits.float().softmax(-1).topk(top_k)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        output = torch.zeros_like(x)
+        for expert in range(experts):
+            token, slot = torch.where(chosen == expert)
+            gate, inner = F.linear(x[token], up[expert]).chunk(2, dim=-1)
+            product = F.linear(F.silu(gate) * inner, down[expert]) * weights[token, slot, None]
+            output.index_add_(0, token, product)
+        return output
+
+    cases.append(
+        Case(
+            f"experts, {rows} rows, {top_k} of {experts}", expert_inputs, run(gating, gemm),
+            run(gating.reference, gemm.reference), {"a loop over experts": loop},
+            min(experts, rows * top_k) * 3 * hidden * mlp * element, 6 * rows * top_k * hidden * mlp,
+        )
+    )  # fmt: skip
+    return cases
+
+
+def check(case: Case, ways: dict[str, Callable], dtype: torch.dtype) -> None:
+    """Raises RuntimeError where a way is further from fp64 than four times the reference's own error."""
+    given = case.make()
+
+    def copies(convert):
+        def one(value):
+            if isinstance(value, torch.Tensor):
+                return convert(value.clone()) if value.is_floating_point() else value.clone()
+            return [one(item) for item in value] if isinstance(value, list) else value
+
+        return tuple(one(value) for value in given)
+
+    exact = case.output(case.reference(*copies(lambda tensor: tensor.double())))
+    own = (case.output(case.reference(*copies(lambda tensor: tensor))).double() - exact).abs().max()
+    for name, way in ways.items():
+        if not case.is_compared and name not in ("ours", "reference"):
+            continue
+        error = (case.output(way(*copies(lambda tensor: tensor))).double() - exact).abs().max()
+        floor = torch.finfo(dtype).eps * exact.abs().max()
+        if not error <= 4 * own + floor:
+            raise RuntimeError(f"{case.name}, {name}: error {error:.3g}, the reference's own is {own:.3g}")
+
+
+def microseconds(way: Callable, inputs: list[tuple], device: str) -> float:
+    """Of one call, by events on a GPU; each call takes the next input."""
+    calls = 20
+    for given in inputs[:3]:
+        way(*given)
+    synchronize(device)
+    if torch.device(device).type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for call in range(calls):
+            way(*inputs[call % len(inputs)])
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / calls * 1e3
+    start = time.perf_counter()
+    for call in range(calls):
+        way(*inputs[call % len(inputs)])
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def measure(case: Case, args: argparse.Namespace, ceilings: Ceilings) -> dict:
+    """One row."""
+    ways = {"ours": case.ours, "reference": case.reference, **case.rivals}
+    with torch.no_grad():
+        check(case, ways, DTYPES[args.dtype])
+        sets = min(32, max(1, int(ROTATED_BYTES // max(case.num_bytes, 1)))) if args.device != "cpu" else 1
+        inputs = [case.make() for _ in range(sets)]
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(args.repeats):
+            for name, way in ways.items():
+                times[name].append(microseconds(way, inputs, args.device))
+    median = {name: statistics.median(values) for name, values in times.items()}
+    rival = min(case.rivals, key=lambda name: median[name])
+    roof = max(case.num_bytes / ceilings.bytes_per_second, case.flops / ceilings.flops_per_second) * 1e6
+    return {
+        "op": case.name, "dtype": args.dtype, "ours_us": round(median["ours"], 2),
+        "reference_us": round(median["reference"], 2), "best_torch": rival, "best_torch_us": round(median[rival], 2),
+        "times_best_torch": round(median[rival] / median["ours"], 2),
+        "share_of_roofline": round(roof / median["ours"], 3),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    is_cuda = torch.cuda.is_available()
+    parser.add_argument("--only", default="", help="ops whose name contains this")
+    parser.add_argument("--small", action="store_true", help="small shapes and few repeats")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if is_cuda else "float32")
+    common = {action.dest: action for action in base_parser(None)._actions}
+    for name in ("repeats", "threads", "device", "csv"):
+        action = common[name]
+        parser.add_argument(action.option_strings[0], type=action.type, default=action.default, help=action.help)
+    args = parser.parse_args()
+    args.repeats = args.repeats or (2 if args.small else 11)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    dtype, is_small = DTYPES[args.dtype], args.small or args.device == "cpu"
+    ceilings = measure_ceilings(args.device, dtype, args.small)
+    torch.manual_seed(0)
+    builders = (linear_cases, attention_cases, small_cases)
+    cases = [case for build in builders for case in build(dtype, args.device, is_small) if args.only in case.name]
+    rows = []
+    for case in cases:
+        rows.append(measure(case, args, ceilings))
+        print(rows[-1], flush=True)
+    table = Table(*(column.replace("_", " ") for column in rows[0]))
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=160).print(table)
+    print(f"ceilings: {ceilings.bytes_per_second / 1e9:.1f} GB/s, {ceilings.flops_per_second / 1e12:.2f} TFLOP/s")
+    append_rows(args.csv, [row | environment(args.device) for row in rows])
+
+
+if __name__ == "__main__":
+    main()
