@@ -17,8 +17,9 @@ from hybrid_engine.containers.expert_list import ExpertList
 from hybrid_engine.containers.linear import LoraAdapter, TransposedLinear, active_adapters
 from hybrid_engine.containers.moe_policy import MoEPolicy
 from hybrid_engine.containers.policy import UnsupportedModelError
+from hybrid_engine.containers.residual_moe import ResidualMLP
 from hybrid_engine.containers.tensor_parallel import ALONE, Cut, TensorParallel, cut, join
-from hybrid_engine.containers.views import submodule
+from hybrid_engine.containers.views import has_module, submodule
 from hybrid_engine.ops.expert_gemm import CLAMPED_SWIGLU, EXPERT_ACTIVATIONS, ExpertGemmOp
 from hybrid_engine.ops.expert_sum import ExpertSumOp
 from hybrid_engine.ops.mlp_gemm import MLPGemmOp
@@ -169,6 +170,9 @@ class MoEBlock:
         if activation not in EXPERT_ACTIVATIONS:
             raise UnsupportedModelError(f"activation {activation!r}; known are {', '.join(EXPERT_ACTIVATIONS)}")
         self.shared = SharedExpert(policy, layer, activation, name, parallel) if policy.shared else None
+        self.residual: ResidualMLP | None = None
+        if policy.residual and has_module(layer, policy.residual[2]):
+            self.residual = ResidualMLP(policy.residual, layer, activation, name, parallel)
         self._check_shapes()
         self._build_ops(config, activation, experts_base)
 
@@ -222,13 +226,14 @@ class MoEBlock:
     @property
     def sizes(self) -> list[int]:
         """MLP sizes of the whole experts."""
-        return [self.size, *([self.shared.size] if self.shared else [])]
+        return [self.size, *(dense.size for dense in (self.shared, self.residual) if dense)]
 
     @property
     def parts(self) -> list[ParameterView | ExpertList | TransposedLinear]:
         """Everything that binds and fuses."""
         views = [self.router, self.router_bias, self.up, self.up_bias, self.down, self.down_bias]
-        return [*(view for view in views if view is not None), *(self.shared.linears if self.shared else [])]
+        dense = [linear for mlp in (self.shared, self.residual) if mlp for linear in mlp.linears]
+        return [*(view for view in views if view is not None), *dense]
 
     def bind(self) -> None:
         """Points all views at the parameters as they lie in memory now, unfused."""
@@ -264,6 +269,10 @@ class MoEBlock:
         if not self.policy.is_stored_transposed:
             up, down = up.transpose(1, 2), down.transpose(1, 2)
         outputs = self.expert_gemm(normed, routing, up, up_bias, down, down_bias)
+        if self.residual:
+            mixed = self.residual.forward(normed, self.expert_sum(outputs, normed.dtype, None, None, None))
+            mixed = self.parallel.all_reduce(mixed)
+            return mixed if residual is None else residual + mixed
         shared, shared_logit = self.shared.forward(normed) if self.shared else (None, None)
         if self.parallel.size == 1:
             return self.expert_sum(outputs, normed.dtype, shared, shared_logit, residual)

@@ -45,6 +45,9 @@ class MoEPolicy:
     # Gate, up and down linear of an expert that sees every token.
     shared_gate: str | None = None
     # Linear [1, E] whose sigmoid weighs that expert.
+    residual: tuple[str, str, str] | None = None
+    # Up and down linear of a dense MLP beside the experts, in layers that have the third: the linear [2, E] whose
+    # softmax weighs experts and MLP.
 
 
 QWEN3_MOE = MoEPolicy(normalizes="norm_topk_prob")
@@ -72,4 +75,5 @@ DEEPSPEED_MOE = MoEPolicy(
     up="dense_h_to_4h",
     down="dense_4h_to_h",
     layout="plain",
+    residual=("mlp.mlp.dense_h_to_4h", "mlp.mlp.dense_4h_to_h", "mlp.coefficient"),
 )

@@ -25,9 +25,11 @@ class ParallelMLP(nn.Module):
 class MoE(nn.Module):
     """DeepSpeed's layer without capacity and noise: token by token."""
 
-    def __init__(self, num_experts, top_k):
+    def __init__(self, num_experts, top_k, is_residual):
         super().__init__()
-        self.top_k = top_k
+        self.top_k, self.is_residual = top_k, is_residual
+        if is_residual:
+            self.mlp, self.coefficient = ParallelMLP(), nn.Linear(HIDDEN, 2)
         self.deepspeed_moe = nn.Module()
         self.deepspeed_moe.gate = nn.Module()
         self.deepspeed_moe.gate.wg = nn.Linear(HIDDEN, num_experts, bias=False)
@@ -40,7 +42,11 @@ class MoE(nn.Module):
             gates = self.deepspeed_moe.gate.wg(token).softmax(-1)
             chosen = gates.argsort(descending=True)[: self.top_k].tolist()
             total = sum(gates[i] for i in chosen) if self.top_k == 2 else 1.0
-            rows.append(sum(gates[i] / total * experts[i](token) for i in chosen))
+            row = sum(gates[i] / total * experts[i](token) for i in chosen)
+            if self.is_residual:
+                experts_share, mlp_share = self.coefficient(token).softmax(-1)
+                row = experts_share * row + mlp_share * self.mlp(token)
+            rows.append(row)
         return torch.stack(rows).view_as(x)
 
 
@@ -62,12 +68,12 @@ class ParallelAttention(nn.Module):
 class ParallelLayer(nn.Module):
     """A name of its own: the policy must know it by the names inside."""
 
-    def __init__(self, num_experts, top_k, attention_name):
+    def __init__(self, num_experts, top_k, is_residual, attention_name):
         super().__init__()
         self.attention_name = attention_name
         self.input_layernorm, self.post_attention_layernorm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         setattr(self, attention_name, ParallelAttention())
-        self.mlp = MoE(num_experts, top_k) if num_experts else ParallelMLP()
+        self.mlp = MoE(num_experts, top_k, is_residual) if num_experts else ParallelMLP()
 
     def forward(self, x):
         x = x + getattr(self, self.attention_name)(self.input_layernorm(x))
@@ -77,7 +83,7 @@ class ParallelLayer(nn.Module):
 class OracleGPT(nn.Module):
     """`num_experts`: of each layer, 0 for none. Old names are those of Megatron-LM before its second release."""
 
-    def __init__(self, num_experts=(0, 0), top_k=1, has_old_names=False):
+    def __init__(self, num_experts=(0, 0), top_k=1, is_residual=False, has_old_names=False):
         super().__init__()
         self.num_experts, self.top_k, self.has_old_names = num_experts, top_k, has_old_names
         self.language_model = nn.Module()
@@ -86,7 +92,7 @@ class OracleGPT(nn.Module):
         self.language_model.embedding.position_embeddings = nn.Embedding(LENGTH, HIDDEN)
         stack, attention = ("transformer", "attention") if has_old_names else ("encoder", "self_attention")
         self.stack = nn.Module()
-        self.stack.layers = nn.ModuleList(ParallelLayer(n, top_k, attention) for n in num_experts)
+        self.stack.layers = nn.ModuleList(ParallelLayer(n, top_k, is_residual, attention) for n in num_experts)
         self.stack.final_layernorm = nn.LayerNorm(HIDDEN)
         setattr(self.language_model, stack, self.stack)
         del self.stack

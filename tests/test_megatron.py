@@ -16,6 +16,7 @@ FORMS = {
     "old names": {"has_old_names": True},
     "experts, the best one": {"num_experts": (3, 0), "top_k": 1},
     "experts, the best two": {"num_experts": (0, 4), "top_k": 2},
+    "experts beside a dense MLP": {"num_experts": (3, 2), "is_residual": True},
 }
 NEW_TOKENS = 7
 

@@ -64,7 +64,7 @@ def on_two(rank, world_size, folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron")
-    save_megatron(build_oracle(num_experts=(3, 0), top_k=2), folder, num_ranks=2)
+    save_megatron(build_oracle(num_experts=(3, 0), top_k=2, is_residual=True), folder, num_ranks=2)
     return (*train_and_generate(0, 1, folder, 1), infer(1, folder)), run_distributed(on_two, 2, folder)
 
 

@@ -90,6 +90,7 @@ class MegatronCheckpoint:
             layer_norm_eps=self.arguments.get("layernorm_epsilon", 1e-5),
             num_experts=[routers.get(f"{layers}{i}.mlp.deepspeed_moe.{ROUTER}", 0) for i in range(num_layers)],
             num_experts_per_tok=self.arguments.get("topk", 1) if routers else 1,
+            is_moe_residual=any(name.endswith("mlp.coefficient.weight") for name in self.names),
             tie_word_embeddings="language_model.output_layer.weight" not in self.shards[0],
         )
 

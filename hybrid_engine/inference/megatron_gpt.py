@@ -28,6 +28,7 @@ class MegatronGPTConfig(PreTrainedConfig):
     Args:
         num_experts: of each layer, 0 for a layer without a mixture; None: no layer has one.
         num_experts_per_tok: 1 or 2; with 2 their weights are normalised, as DeepSpeed's gates do.
+        is_moe_residual: layers with experts have a dense MLP beside them (DeepSpeed's `use_residual`).
     """
 
     model_type = "megatron_gpt"
@@ -44,6 +45,7 @@ class MegatronGPTConfig(PreTrainedConfig):
         layer_norm_eps: float = 1e-5,
         num_experts: list[int] | None = None,
         num_experts_per_tok: int = 1,
+        is_moe_residual: bool = False,
         tie_word_embeddings: bool = True,
         **kwargs: Any,
     ):
@@ -56,6 +58,7 @@ class MegatronGPTConfig(PreTrainedConfig):
         self.hidden_act = hidden_act
         self.num_experts = num_experts or [0] * num_hidden_layers
         self.num_experts_per_tok, self.norm_topk_prob = num_experts_per_tok, num_experts_per_tok == 2
+        self.is_moe_residual = is_moe_residual
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
 
 
@@ -102,6 +105,8 @@ class MegatronMoE(nn.Module):
         gate.wg = nn.Linear(config.hidden_size, num_experts, bias=False)
         experts.deepspeed_experts = nn.ModuleList([MegatronMLP(config) for _ in range(num_experts)])
         self.deepspeed_moe = nn.ModuleDict({"gate": gate, "experts": experts})
+        self.mlp = MegatronMLP(config) if config.is_moe_residual else None
+        self.coefficient = nn.Linear(config.hidden_size, 2) if config.is_moe_residual else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[B, P, E]` -> `[B, P, E]`."""
@@ -114,7 +119,11 @@ class MegatronMoE(nn.Module):
         for index, expert in enumerate(self.deepspeed_moe["experts"].deepspeed_experts):
             token, slot = (chosen == index).nonzero(as_tuple=True)
             output = output.index_add(0, token, expert(tokens[token]) * weights[token, slot, None].to(hidden.dtype))
-        return output.view_as(hidden)
+        output = output.view_as(hidden)
+        if self.mlp is None or self.coefficient is None:
+            return output
+        coefficients = self.coefficient(hidden).softmax(-1)
+        return output * coefficients[..., :1] + self.mlp(hidden) * coefficients[..., 1:]
 
 
 class MegatronLayer(nn.Module):

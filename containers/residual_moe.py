@@ -1,0 +1,48 @@
+"""DeepSpeed's residual mixture: a dense MLP beside the experts, mixed with them by two coefficients per token.
+
+Source: deepspeed/moe/layer.py (`use_residual`); column 0 of the coefficients weighs the experts. N packed tokens,
+E hidden size.
+"""
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers.linear import TransposedLinear
+from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
+from hybrid_engine.containers.views import submodule
+from hybrid_engine.ops.mlp_gemm import MLPGemmOp
+from hybrid_engine.ops.moe_res_matmul import MoEResMatmulOp
+from hybrid_engine.ops.vector_matmul import VectorMatMulOp
+
+
+class ResidualMLP:
+    """The dense MLP of a layer, or this rank's part of it, and the linear that makes the coefficients."""
+
+    def __init__(
+        self,
+        paths: tuple[str, str, str],
+        layer: nn.Module,
+        activation: str,
+        name: str,
+        parallel: TensorParallel = ALONE,
+    ):
+        """`paths` are those of up, down and coefficients. UnsupportedModelError where `layer` has no such linears."""
+        up, down, coefficient = ((submodule(layer, path), f"{name} {path}", parallel) for path in paths)
+        self.size = TransposedLinear(*down).num_inputs
+        part = parallel.even(self.size)
+        self.linears = [
+            TransposedLinear(*up, columns=part),
+            TransposedLinear(*down, rows=part),
+            TransposedLinear(*coefficient),
+        ]
+        self.mlp_gemm, self.vector_matmul, self.mix = (
+            MLPGemmOp(None, 0.0, activation),
+            VectorMatMulOp(),
+            MoEResMatmulOp(),
+        )
+
+    def forward(self, normed: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """`normed [N, E]` and the experts' output `[N, E]` -> both mixed; the rank's part of a sum as both are."""
+        up, down, coefficient = self.linears
+        dense, _ = self.mlp_gemm(normed, None, None, up.pair, down.pair, None, None)
+        return self.mix(experts, self.vector_matmul(normed, *coefficient.pair).softmax(-1), dense)
