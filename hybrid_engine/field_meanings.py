@@ -11,7 +11,6 @@ def field_meanings(config_class: type) -> dict[str, str]:
     assert isinstance(definition, ast.ClassDef), config_class
     meanings = {}
     for node, following in zip(definition.body, definition.body[1:], strict=False):
-        is_field = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        if is_field and isinstance(following, ast.Expr):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
             meanings[node.target.id] = inspect.cleandoc(ast.literal_eval(following.value))
     return meanings

@@ -228,14 +228,17 @@ def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> Engi
     _rename(top, "", "bfloat16", "bf16")
     _merge_data_types(top, without_effect)
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    batch_sizes = solve_batch_sizes(*(top.pop(name, None) for name in sizes), world_size)
-    blocks = {name: _build(cls, child_block(top, name), name, without_effect) for name, cls in SIMPLE_BLOCKS.items()}
+    train, micro, steps = (top.pop(name, None) for name in sizes)
+    values: dict[str, Any] = {**solve_batch_sizes(train, micro, steps, world_size)}
+    blocks: dict[str, Any] = {
+        name: _build(cls, child_block(top, name), name, without_effect) for name, cls in SIMPLE_BLOCKS.items()
+    }
     blocks["zero_optimization"] = _build_zero(child_block(top, "zero_optimization"), without_effect)
     blocks["optimizer"] = build_optimizer_config(child_block(top, "optimizer"), without_effect)
     blocks["scheduler"] = build_scheduler_config(child_block(top, "scheduler"), without_effect)
     # Null stands for the default.
-    plain = {name: value for name, value in top.items() if name not in blocks and value is not None}
-    result = EngineConfig(**batch_sizes, **blocks, **plain)
+    values |= {name: value for name, value in top.items() if name not in blocks and value is not None}
+    result = EngineConfig(**values, **blocks)
     if world_size % (result.zero_optimization.shard_size or 1):
         raise ValueError(
             f"zero_optimization: {result.zero_optimization.shard_size} processes to a copy of the model do not divide "

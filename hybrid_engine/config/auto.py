@@ -69,11 +69,9 @@ def resolve_auto(config: dict[str, Any], arguments: Any = None) -> dict[str, Any
         ValueError: for an "auto" that nobody but the user can fill in.
     """
     resolved = _resolve_block(config, "", arguments)
-    schedule = resolved.get("scheduler")
-    was_auto = isinstance(schedule, dict) and _is_auto(config, "scheduler", "params", "warmup_max_lr")
     rate = ((resolved.get("optimizer") or {}).get("params") or {}).get("lr")
-    if was_auto and "warmup_max_lr" not in schedule["params"] and rate is not None:
-        schedule["params"]["warmup_max_lr"] = rate
+    if _is_auto(config, "scheduler", "params", "warmup_max_lr") and rate is not None:
+        resolved["scheduler"]["params"].setdefault("warmup_max_lr", rate)
     sizes = [name for name in BATCH_SIZES[:2] if config.get(name) == "auto"]
     if sizes and not any(name in resolved for name in BATCH_SIZES[:2]):
         raise ValueError(_explain(sizes[0]))
