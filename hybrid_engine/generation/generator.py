@@ -33,6 +33,7 @@ from hybrid_engine.generation.shares import Share, find_disagreement
 from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.memory import usable_memory_bytes
 from hybrid_engine.model_group import ModelGroup
+from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 
@@ -66,6 +67,7 @@ class Generator:
         device: torch.device | None = None,
     ):
         """`device` is where it computes; None: where the parameters are."""
+        fallback_forced()  # a switch with a value nobody knows is an error now, not in the middle of a rollout
         self.module, self.sharding, self.config = module, sharding, config
         self.group = group or ModelGroup()
         self.device = device or next(module.parameters()).device
