@@ -1,6 +1,7 @@
 """`init_inference`: the model's own answers, alone and shared by two processes; options and their errors."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import BertConfig, BertModel, GraniteConfig, GraniteForCausalL
 import hybrid_engine
 from hybrid_engine.inference.config import read_config
 
+CHECKPOINTS = ["llama", "tied", "gpt-neox", "gemma2", "qwen2-moe"]
 FAMILIES = ["llama", "one key/value head for two ranks", "tied", "gpt2", "gpt-neox", "gemma2", "qwen2-moe"]
 
 
@@ -78,6 +80,45 @@ def share_others(rank):
     return results
 
 
+def load(folder):
+    """Checkpoints straight into the parts: greedy tokens, bytes read as a share of the model, what stays unloaded."""
+    from hybrid_engine.inference.checkpoint import CheckpointReader
+
+    input_ids, mask = padded_prompts()
+    results, read = {}, CheckpointReader.read
+    for family in [*CHECKPOINTS, "granite"]:
+        model = on_meta(family)
+        num_bytes = []
+
+        def counted(self, *args, num_bytes=num_bytes):
+            num_bytes.append(read(self, *args))
+            return num_bytes[-1]
+
+        CheckpointReader.read = counted
+        try:
+            engine = hybrid_engine.init_inference(model, mp_size=2, checkpoint=f"{folder}/{family}")
+        finally:
+            CheckpointReader.read = read
+        whole = sum(p.nbytes for p in build(family).parameters())
+        greedy = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+        results[family] = greedy, sum(part.nbytes for part in num_bytes) / whole
+    return results
+
+
+def build(family):
+    return build_granite() if family == "granite" else build_family(family)
+
+
+def on_meta(family):
+    with torch.device("meta"):
+        return type(build(family))(build(family).config).eval()
+
+
+def save(folder):
+    for family in [*CHECKPOINTS, "granite"]:
+        build(family).save_pretrained(f"{folder}/{family}", max_shard_size="60KB")
+
+
 def refuse(rank):
     def share(size, **sizes):
         model = LlamaForCausalLM(LlamaConfig(**(_SIZES | sizes)))
@@ -103,13 +144,20 @@ def message(action):
     return ""
 
 
-def everything(rank, world_size):
-    return share_families(rank), share_others(rank), refuse(rank)
+def everything(rank, world_size, folder):
+    return share_families(rank), share_others(rank), refuse(rank), load(folder)
 
 
 @pytest.fixture(scope="module")
-def shared():
-    return run_distributed(everything, 2)
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def shared(folder):
+    return run_distributed(everything, 2, folder)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -296,3 +344,59 @@ def test_a_dtype_that_the_device_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
     with pytest.raises(ValueError, match=r"dtype=torch.float16: cpu does not compute in it"):
         hybrid_engine.init_inference(build_model(), dtype="fp16")
+
+
+@pytest.mark.parametrize("family", [*CHECKPOINTS, "granite"])
+def test_a_checkpoint_is_read_into_the_parts_and_no_process_reads_the_whole(shared, family):
+    input_ids, mask = padded_prompts()
+    expected = build(family).generate(input_ids, attention_mask=mask, **GREEDY)
+    for part in shared:
+        greedy, share = part[3][family]
+        assert torch.equal(greedy, expected)
+        assert share < (0.8 if family == "granite" else 0.56)  # without a policy the vocabulary stays whole
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "gemma2", "qwen2-moe", "granite"])
+@pytest.mark.parametrize("form", ["folder", "index", "list", "deepspeed's"])
+def test_one_process_reads_a_checkpoint_whole(folder, family, form):
+    path = Path(folder) / family
+    files = [file.name for file in sorted(path.glob("*.safetensors"))]
+    assert len(files) > 1
+    options = {
+        "folder": {"checkpoint": path},
+        "index": {"checkpoint": path / "model.safetensors.index.json"},
+        "list": {"checkpoint": files, "base_dir": str(path)},
+        "deepspeed's": {"checkpoint": {"type": "ds_model", "checkpoints": files}, "base_dir": str(path)},
+    }
+    input_ids, mask = padded_prompts()
+    engine = hybrid_engine.init_inference(on_meta(family), dtype="bf16", **options[form])
+    expected = build(family).to(torch.bfloat16)
+    logits = engine(input_ids, attention_mask=mask).logits.float()
+    torch.testing.assert_close(logits, expected(input_ids, attention_mask=mask).logits.float(), atol=0.1, rtol=0.05)
+    for name, parameter in engine.module.named_parameters():
+        assert torch.equal(parameter, expected.get_parameter(name))
+
+
+def test_a_checkpoint_that_does_not_fit_lists_what_and_loads_nothing(folder):
+    sizes = {**_SIZES, "num_hidden_layers": 4, "intermediate_size": 64}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, attention_bias=True, tie_word_embeddings=True))
+    with pytest.raises(ValueError) as error:
+        hybrid_engine.init_inference(model, checkpoint=f"{folder}/llama")
+    text = str(error.value)
+    assert "26 missing: model.layers.2.self_attn.q_proj.weight" in text and ", ...;" in text
+    assert "6 extra: " in text and "mlp.down_proj.bias" in text
+    assert "6 misshapen: " in text and "model.layers.0.mlp.gate_proj.weight [80, 48] instead of [64, 48]" in text
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_checkpoint_that_is_not_there_or_cannot_be_used_is_named(folder, tmp_path):
+    with pytest.raises(ValueError, match="is on the meta device and has no weights"):
+        hybrid_engine.init_inference(on_meta("llama"))
+    with pytest.raises(ValueError, match="this one has weights"):
+        hybrid_engine.init_inference(build_model(), checkpoint=f"{folder}/llama")
+    with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
+        hybrid_engine.init_inference(on_meta("llama"), checkpoint=tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+        hybrid_engine.init_inference(on_meta("llama"), checkpoint=tmp_path)

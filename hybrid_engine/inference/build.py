@@ -20,8 +20,9 @@ from hybrid_engine.containers import InferenceEncoder, InferenceModel, Unsupport
 from hybrid_engine.containers.attention import read_heads
 from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import Policy
-from hybrid_engine.containers.tensor_parallel import Heads, check_divides
+from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_whole
 from hybrid_engine.generation.generator import Generator, fused
+from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, find_files
 from hybrid_engine.inference.config import InferenceConfig, logger, read_config
 from hybrid_engine.inference.engine import InferenceEngine
 from hybrid_engine.inference.held_slices import HeldSlices
@@ -61,10 +62,12 @@ def build_engine(model: nn.Module, config: InferenceConfig) -> InferenceEngine:
     policy, reason = check_policy(model)
     heads = read_model_heads(model, policy)
     group = check_tensor_parallel(config, heads, device)
-    weights, reason = take_weights(model, policy, reason, group)
+    checkpoint = open_checkpoint(model, config)
+    weights, reason = take_weights(model, policy, reason, group, checkpoint)
     answer_old_flags(config, policy, reason)
     convert_dtype(model, config, device)
     layer_config = build_layer_config(model, config, weights)
+    fill_module(weights, group, device)
     engine = build_module(model, config, layer_config, weights, group, reason, device)
     transpose_for_inference(engine, weights)
     apply_tensor_parallelism(engine, weights, config)
@@ -79,6 +82,8 @@ class Weights:
     encoder: InferenceEncoder | None = None
     held: HeldSlices | None = None
     """This rank's parts, where processes share the model."""
+    checkpoint: CheckpointReader | None = None
+    """Where the weights are read from; None: they are in the model."""
 
 
 def check_policy(model: nn.Module) -> tuple[Policy | None, str | None]:
@@ -113,20 +118,48 @@ def check_tensor_parallel(config: InferenceConfig, heads: Heads | None, device: 
     return replace(group, has_same_prompts=True)
 
 
+def open_checkpoint(model: nn.Module, config: InferenceConfig) -> CheckpointReader | None:
+    """A reader of the checkpoint, whose tensors are the model's; ValueError where they are not."""
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
+    checkpoint = config.checkpoint or config.checkpoint_config.get("checkpoint_dir")
+    if is_empty and checkpoint is None:
+        raise ValueError(
+            "model is on the meta device and has no weights; pass checkpoint=, the folder of its safetensors"
+        )
+    if checkpoint is None:
+        return None
+    if not is_empty:
+        raise ValueError(
+            "checkpoint fills a model that is on the meta device, and this one has weights; build it under "
+            'torch.device("meta"), or leave checkpoint out'
+        )
+    base_dir = config.base_dir or config.checkpoint_config.get("base_dir") or ""
+    reader = CheckpointReader(model, find_files(checkpoint, base_dir))
+    compute_buffers(model, default_device())
+    return reader
+
+
 def take_weights(
-    model: nn.Module, policy: Policy | None, reason: str | None, group: ModelGroup
+    model: nn.Module,
+    policy: Policy | None,
+    reason: str | None,
+    group: ModelGroup,
+    checkpoint: CheckpointReader | None,
 ) -> tuple[Weights, str | None]:
     """Finds attention, MLP and norm weights through the policy; nothing without one, or with the reason why."""
     if policy is None:
-        return Weights(), reason
-    held = HeldSlices(default_device()) if group.size > 1 else None
-    parallel = group.parallel if held is None else replace(group.parallel, read=held.read)
+        return Weights(checkpoint=checkpoint), reason
+    held = None
+    parallel = group.parallel
+    if group.size > 1:
+        held = HeldSlices(default_device(), read_whole if checkpoint is None else checkpoint.read)
+        parallel = replace(parallel, read=held.read)
     try:
         if policy.is_encoder:
-            return Weights(encoder=InferenceEncoder(model, parallel), held=held), None
-        return Weights(decoder=InferenceModel(model, parallel), held=held), None
+            return Weights(encoder=InferenceEncoder(model, parallel), held=held, checkpoint=checkpoint), None
+        return Weights(decoder=InferenceModel(model, parallel), held=held, checkpoint=checkpoint), None
     except UnsupportedModelError as error:
-        return Weights(), str(error)
+        return Weights(checkpoint=checkpoint), str(error)
 
 
 def answer_old_flags(config: InferenceConfig, policy: Policy | None, reason: str | None) -> None:
@@ -173,6 +206,12 @@ def build_layer_config(model: nn.Module, config: InferenceConfig, weights: Weigh
     )
 
 
+def fill_module(weights: Weights, group: ModelGroup, device: torch.device) -> None:
+    """Reads the checkpoint into the model where one process has all of it."""
+    if weights.checkpoint is not None and group.size == 1:
+        weights.checkpoint.fill(device)
+
+
 def build_module(
     model: nn.Module,
     config: InferenceConfig,
@@ -184,7 +223,7 @@ def build_module(
 ) -> InferenceEngine:
     """The engine around the model, which is moved to the device unless only a part of it will be."""
     model.eval()
-    if group.size == 1 or weights.encoder is not None:
+    if group.size == 1 or (weights.encoder is not None and weights.checkpoint is None):
         model.to(device)
     generator = None
     if hasattr(type(model), "generate") and weights.encoder is None:
@@ -198,11 +237,13 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
     """Binds the containers to [in, out] views of the weights, or to this rank's parts, and measures them once."""
     if weights.encoder is not None:
         weights.encoder.bind()
+        weights.encoder.fuse_lora()  # reads this rank's part of the adapters while all is there
+        weights.encoder.unfuse_lora()
     if weights.decoder is None or engine.generator is None:
         return
     model = weights.decoder
     with fused(model):
-        is_in_one_place = next(engine.module.parameters()).device == model.device
+        is_in_one_place = all(parameter.device == model.device for parameter in engine.module.parameters())
         try:
             engine.logprob_difference = probe_containers(engine.module, model) if is_in_one_place else None
         except UnsupportedModelError as error:
@@ -221,7 +262,12 @@ def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: 
     if engine.group.size == 1:
         return
     if weights.held is None:
-        engine.cut_linears = share_linears(engine.module, config, engine.group)
+        group = engine.group
+        if weights.checkpoint is not None:
+            group = replace(group, parallel=replace(group.parallel, read=weights.checkpoint.read))
+        engine.cut_linears = share_linears(engine.module, config, group)
+        if weights.checkpoint is not None:
+            weights.checkpoint.fill(default_device())
         engine.module.to(default_device())
         return
     if weights.decoder is not None:
@@ -229,6 +275,10 @@ def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: 
         engine.let_go()
     if weights.encoder is not None:
         weights.held.let_go(weights.encoder.own_layers)
+        if weights.checkpoint is not None:
+            weights.checkpoint.fill(default_device())
+    if weights.checkpoint is not None:
+        weights.checkpoint.close()
 
 
 def share_linears(model: nn.Module, config: InferenceConfig, group: ModelGroup) -> int:

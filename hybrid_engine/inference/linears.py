@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.containers.tensor_parallel import Heads, TensorParallel, check_divides
+from hybrid_engine.containers.tensor_parallel import Heads, TensorParallel, check_divides, cut
 
 ROW_NAMES = (
     "o_proj", "out_proj", "down_proj", "dense_4h_to_h", "fc2", "wo", "w2", "c_proj", "out_lin", "lin2", "proj_out",
@@ -111,5 +111,5 @@ def cut_layer(layer: nn.Module, plan: LinearPlan, parallel: TensorParallel) -> N
 
 
 def _part(parameter: nn.Parameter, dim: int, parallel: TensorParallel) -> nn.Parameter:
-    part = parameter.detach().chunk(parallel.size, dim)[parallel.rank].clone()
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part = parallel.take(parameter, cut(dim, parallel.even(parameter.shape[dim])), "a linear")
+    return nn.Parameter(part.clone(), requires_grad=parameter.requires_grad)

@@ -1,0 +1,197 @@
+"""Weights from sharded safetensors straight into a process's part of a model on the meta device.
+
+Only headers are read before everything has been compared: a checkpoint that does not fit changes nothing. One file
+is open at a time, and of each tensor only what this process holds is read from it.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from hybrid_engine.containers.tensor_parallel import Cut, read_whole
+from hybrid_engine.inference.stored import Joined, OpenFile, Source, Stacked, Stored, read_part
+
+NUM_LISTED = 10
+# Buffers that older releases of transformers saved and newer ones compute.
+COMPUTED = re.compile(r"(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias)$")
+
+
+def find_files(checkpoint: Any, base_dir: str = "") -> list[Path]:
+    """The safetensors files of a folder, an index, a list of files, or DeepSpeed's {"checkpoints": [...]}.
+
+    Raises ValueError where there are none, or where a file is no safetensors file.
+    """
+    if isinstance(checkpoint, Mapping):
+        files = _listed(checkpoint, Path(base_dir))
+    elif isinstance(checkpoint, list | tuple):
+        files = [Path(base_dir) / name for name in checkpoint]
+    else:
+        path = Path(base_dir) / checkpoint
+        if path.is_dir():
+            files = sorted(path.glob("*.safetensors"))
+        elif path.suffix == ".json":
+            files = _listed(json.loads(path.read_text()), Path(base_dir) if base_dir else path.parent)
+        else:
+            files = [path]
+    if not files:
+        raise ValueError(f"checkpoint={checkpoint!r} has no *.safetensors; give their folder, index or list")
+    for file in files:
+        if file.suffix != ".safetensors" or not file.is_file():
+            raise ValueError(f"checkpoint: {file} is no safetensors file; give a folder, index or list of such files")
+    return files
+
+
+def _listed(content: Mapping[str, Any], folder: Path) -> list[Path]:
+    names = content.get("checkpoints") or sorted(set(content.get("weight_map", {}).values()))
+    return [folder / name for name in names]
+
+
+class CheckpointReader:
+    """Reads the tensors of `model`, which is on the meta device, or parts of them.
+
+    Names that older releases of transformers gave, and experts stored one by one, are found as `from_pretrained` does.
+
+    Raises ValueError, which lists the first of each kind, where tensors are missing, too many or of another shape.
+    """
+
+    def __init__(self, model: nn.Module, files: Iterable[Path]):
+        self.model, self._file = model, OpenFile()
+        stored = {key: Stored(self._file, path, key) for path in files for key in self._file.get(path).keys()}  # noqa: SIM118
+        self._file.close()
+        self._sources: dict[int, Source] = {}
+        self._match(find_sources(model, stored))
+
+    def _match(self, sources: dict[str, Source]) -> None:
+        """Finds each tensor under one of its names: tied ones have several."""
+        names: dict[int, list[str]] = {}
+        shapes: dict[int, tuple[int, ...]] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), []).append(name)
+            shapes[id(tensor)] = tuple(tensor.shape)
+        missing, misshapen = [], []
+        for key, aliases in names.items():
+            found = [name for name in aliases if name in sources]
+            if not found:
+                missing.append(aliases[0])
+                continue
+            self._sources[key] = sources[found[0]]
+            if sources[found[0]].shape != shapes[key]:
+                misshapen.append(f"{found[0]} {list(sources[found[0]].shape)} instead of {list(shapes[key])}")
+        known = {name for aliases in names.values() for name in aliases}
+        extra = [name for name in sources if name not in known and not self._may_be_extra(name)]
+        problems = [
+            f"{len(found)} {kind}: {', '.join(found[:NUM_LISTED])}{', ...' if len(found) > NUM_LISTED else ''}"
+            for kind, found in (("missing", missing), ("extra", extra), ("misshapen", misshapen))
+            if found
+        ]
+        if problems:
+            raise ValueError(f"checkpoint does not fit {type(self.model).__name__}; tensors {'; '.join(problems)}")
+
+    def _may_be_extra(self, name: str) -> bool:
+        patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        return bool(COMPUTED.search(name)) or any(re.search(pattern, name) for pattern in patterns)
+
+    def read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
+        """The part of `rank` of a parameter, in the parameter's dtype, on the CPU."""
+        if not parameter.is_meta or id(parameter) not in self._sources:
+            return read_whole(parameter, cut, rank, name)
+        return read_part(self._sources[id(parameter)], cut, rank).to(parameter.dtype)
+
+    def close(self) -> None:
+        """Lets go of the file that is open."""
+        self._file.close()
+
+    def fill(self, device: torch.device) -> None:
+        """Gives whatever of the model is still on the meta device its values, whole."""
+        loaded: dict[int, torch.Tensor] = {}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if tensor.is_meta and id(tensor) in self._sources:
+                loaded[id(tensor)] = self.read(tensor, None, 0, "").to(device)
+        self.close()
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) in loaded:
+                    whole = loaded[id(parameter)]
+                    if not isinstance(whole, nn.Parameter):
+                        whole = loaded[id(parameter)] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                    module._parameters[name] = whole
+            for name, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) in loaded:
+                    module._buffers[name] = loaded[id(buffer)]
+
+
+def find_sources(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Source]:
+    """The stored tensors under the names that the model gives them.
+
+    Raises ValueError for a tensor that `from_pretrained` would compute from others in a way not known here.
+    """
+    mapping = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    own, prefix = model.state_dict(), getattr(model, "base_model_prefix", None) or None
+    sources: dict[str, Source] = {}
+    pieces: dict[str, dict[str, list[Stored]]] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        if name not in own and key in own:
+            name, pattern = key, None
+        if pattern is None:
+            sources[name] = stored[key]
+        else:
+            pieces.setdefault(name, {}).setdefault(pattern, []).append(stored[key])
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    for name, found in pieces.items():
+        sources[name] = _put_together(name, by_pattern[next(iter(found))], found)
+    return sources
+
+
+def _put_together(name: str, converter: WeightConverter, pieces: dict[str, list[Stored]]) -> Source:
+    parts = [Stacked(pieces[pattern]) for pattern in converter.source_patterns if pattern in pieces]
+    match converter.operations:
+        case [MergeModulelist(dim=0)] if len(parts) == 1:
+            return parts[0]
+        case [MergeModulelist(dim=0), Concatenate(dim=dim)]:
+            return Joined(parts, dim)
+    steps = ", ".join(type(step).__name__ for step in converter.operations)
+    raise ValueError(
+        f"checkpoint: {name} is made of {sum(map(len, pieces.values()))} stored tensors by {steps}, which is not built "
+        "here; load the model with from_pretrained() instead"
+    )
+
+
+@torch.no_grad()
+def compute_buffers(model: nn.Module, device: torch.device) -> None:
+    """Gives buffers that are not saved (rotary frequencies) their values, as transformers does.
+
+    Raises ValueError for one that transformers leaves without.
+    """
+    unsaved = set(dict(model.named_buffers())) - set(model.state_dict())
+    for path, module in model.named_modules():
+        names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        names = [name for name in names if f"{path}.{name}".removeprefix(".") in unsaved]
+        for name in names:
+            empty = torch.empty_like(module._buffers[name], device=device)
+            module._buffers[name] = empty.fill_(float("nan")) if empty.is_floating_point() else empty
+        if names and isinstance(model, PreTrainedModel):
+            model._init_weights(module)
+        for name in names:
+            if module._buffers[name].isnan().any():
+                raise ValueError(
+                    f"checkpoint: buffer {path}.{name} is neither saved nor computed by {type(model).__name__}; build "
+                    "the model with its buffers on the CPU"
+                )

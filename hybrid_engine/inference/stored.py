@@ -1,0 +1,116 @@
+"""Tensors as a checkpoint stores them: whole, one file's, or in pieces that the model holds stacked or joined.
+
+Reading a part reads nothing else. One file is open at a time.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hybrid_engine.containers.tensor_parallel import Cut
+
+Bounds = tuple[tuple[int, int], ...]
+
+
+class Source(Protocol):
+    """Where a tensor's values are."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """Those ranges of dimension `dim`, on the CPU, in the stored dtype."""
+
+
+def read_part(source: Source, cut: Cut | None, rank: int) -> torch.Tensor:
+    """What `rank` holds; all of it without a cut."""
+    if cut is None:
+        return source.read(0, ((0, source.shape[0]),) if source.shape else ())
+    return source.read(cut.dim, cut.ranges[rank])
+
+
+class OpenFile:
+    """The one file of a checkpoint that is open."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: Any = None
+
+    def get(self, path: Path) -> Any:
+        """`path`, opened. Raises ValueError where it is no safetensors file."""
+        if self._path != path:
+            self.close()
+            try:
+                self._file = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"checkpoint: {path} cannot be read: {error}; write it again") from error
+            self._path = path
+        return self._file
+
+    def close(self) -> None:
+        """Lets go of it."""
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+        self._path = self._file = None
+
+
+class Stored:
+    """One tensor of one file."""
+
+    def __init__(self, opened: OpenFile, path: Path, key: str):
+        self.opened, self.path, self.key = opened, path, key
+        self.shape = tuple(opened.get(path).get_slice(key).get_shape())
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """See `Source`."""
+        file = self.opened.get(self.path)
+        if not self.shape:
+            return file.get_tensor(self.key)
+        stored = file.get_slice(self.key)
+        before = (slice(None),) * dim
+        return _joined([stored[(*before, slice(start, stop))] for start, stop in ranges], dim)
+
+
+class Stacked:
+    """Tensors of one shape that the model holds along a new first dimension: experts."""
+
+    def __init__(self, parts: Sequence[Source]):
+        self.parts = parts
+        self.shape = (len(parts), *parts[0].shape)
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """See `Source`."""
+        if dim > 0:
+            return torch.stack([part.read(dim - 1, ranges) for part in self.parts])
+        return torch.stack([read_part(self.parts[i], None, 0) for start, stop in ranges for i in range(start, stop)])
+
+
+class Joined:
+    """Tensors that the model holds side by side along `dim`: gate and up."""
+
+    def __init__(self, parts: Sequence[Source], dim: int):
+        self.parts, self.dim = parts, dim
+        first = parts[0].shape
+        self.shape = (*first[:dim], sum(part.shape[dim] for part in parts), *first[dim + 1 :])
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """See `Source`."""
+        if dim != self.dim:
+            return _joined([part.read(dim, ranges) for part in self.parts], self.dim)
+        pieces = []
+        for start, stop in ranges:
+            offset = 0
+            for part in self.parts:
+                bound = max(0, start - offset), min(part.shape[dim], stop - offset)
+                if bound[0] < bound[1]:
+                    pieces.append(part.read(dim, (bound,)))
+                offset += part.shape[dim]
+        return _joined(pieces, dim)
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
