@@ -134,7 +134,7 @@ class Generator:
             error=error,
             seed=seed,
             prompts=request.prompts if request is not None and is_native else [],
-            options=request and request.options,
+            options=None if request is None else request.options,
             is_native=is_native,
             spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self.gatherer.resident_bytes),
         )

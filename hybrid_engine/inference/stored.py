@@ -71,8 +71,8 @@ class Stored:
         if not self.shape:
             return file.get_tensor(self.key)
         stored = file.get_slice(self.key)
-        before = (slice(None),) * dim
-        return _joined([stored[(*before, slice(start, stop))] for start, stop in ranges], dim)
+        parts = [stored[(slice(None),) * dim + (slice(start, stop),)] for start, stop in ranges]
+        return _joined(parts, dim)
 
 
 class Stacked:
