@@ -12,13 +12,25 @@ Moves the S x V logits once in the kernels, and from the second-level cache a fe
 """
 
 import math
+from typing import Any
 
 import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, use_triton
 from hybrid_engine.ops.log_prob import token_logprobs
-from hybrid_engine.ops.sample_kernels import CANDIDATES, CHUNK, MAX_CHUNKS, SEARCH_CHUNK, draw_kernel, scan_kernel
+from hybrid_engine.ops.sample_kernels import (
+    CHUNK,
+    MAX_CHUNKS,
+    SHIFTS,
+    TILE,
+    WAYS,
+    draw_kernel,
+    greedy_kernel,
+    keep_kernel,
+    narrow_kernel,
+    scan_kernel,
+)
 
 # splitmix64 (Steele, Lea & Flood 2014): a bijective mix of 64 bits, in int64 arithmetic that wraps.
 _GOLDEN_GAMMA = -7046029254386353131
@@ -78,6 +90,28 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
     """
     penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalized, logits)
+
+
+class _Rows:
+    """How S rows of V logits are cut into chunks, and launches over them."""
+
+    def __init__(self, num_rows: int, vocab: int, device: torch.device):
+        self.num_rows, self.num_chunks, self.device = num_rows, -(-vocab // CHUNK), device
+        self.width = next_power_of_2(self.num_chunks)
+        self.sizes = (vocab, num_rows, self.num_chunks)
+
+    def stats(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Room for two numbers of each chunk, `[2, S, C]`."""
+        return torch.empty(2, self.num_rows, self.num_chunks, dtype=dtype, device=self.device)
+
+    def launch_chunks(self, kernel: Any, *args: Any, **meta: Any) -> None:
+        """A program for each chunk of each row."""
+        grid = (self.num_rows, self.num_chunks)
+        dispatch.launch(kernel, grid, *args, device=self.device, CHUNK=CHUNK, num_warps=8, **meta)
+
+    def launch_rows(self, kernel: Any, *args: Any, **meta: Any) -> None:
+        """A program for each row."""
+        dispatch.launch(kernel, (self.num_rows,), *args, device=self.device, CHUNKS=self.width, num_warps=8, **meta)
 
 
 class SampleOp:
@@ -140,42 +174,95 @@ class SampleOp:
         seen: torch.Tensor | None,
         slots: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check(logits, keys, draws, seen, slots)
+        (num_rows, vocab), device = logits.shape, logits.device
+        row = _Rows(num_rows, vocab, device)
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
+        result = (tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
+        filters = [("top-k", float(self.top_k))] if 0 < self.top_k < vocab else []
+        filters += [("top-p", float(self.top_p))] if self.top_p < 1.0 else []
+        is_filtered = self.do_sample and (bool(filters) or self.min_p > 0.0)
+        is_adjusted = self.repetition_penalty != 1.0 or (self.min_new_tokens > 0 and bool(self.eos_token_ids))
+        raw = row.stats()
+        own = row.stats() if self.do_sample and (is_filtered or is_adjusted) else None
+        adjusted = None if own is None else torch.empty(num_rows, vocab, dtype=torch.float32, device=device)
+        best = None if self.do_sample else row.stats(torch.int32)
+        self._scan(row, logits, draws, seen, slots, raw, own, adjusted, best)
+        if best is not None:
+            row.launch_rows(greedy_kernel, logits, logits.stride(0), raw, best, *result, *row.sizes)
+            return result
+        floors = None
+        if own is not None and adjusted is not None and is_filtered:
+            own, floors = self._filter(row, adjusted, own, filters)
+        drawn = (logits, logits.stride(0), self.temperature) if adjusted is None else (adjusted, vocab, 1.0)
+        stats = (raw, raw if own is None else own, floors)
+        noise = (keys, draws)
+        given = (logits, logits.stride(0), float(self.temperature))
+        row.launch_rows(draw_kernel, *given, *drawn, *stats, *noise, *result, *row.sizes, CHUNK=CHUNK)
+        return result
+
+    def _check(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        draws: torch.Tensor,
+        seen: torch.Tensor | None,
+        slots: torch.Tensor | None,
+    ) -> None:
         num_rows, vocab = logits.shape
         check_tensor("logits", logits, dtype=torch.float32, is_dense_last=True)
         for name, numbers in (("keys", keys), ("draws", draws)):
             check_tensor(name, numbers, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
-        has_penalty = self.repetition_penalty != 1.0
-        if has_penalty:
+        if self.repetition_penalty != 1.0:
             assert seen is not None and slots is not None
             check_tensor("seen", seen, like=logits, dtype=torch.bool, shape=(None, vocab), is_dense_last=True)
             check_tensor("slots", slots, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
-        has_ends = self.min_new_tokens > 0 and bool(self.eos_token_ids)
-        ends = self.banned(logits.device) if has_ends else keys
-        num_chunks = -(-vocab // CHUNK)
-        floats = torch.empty(num_rows, 4, num_chunks, dtype=torch.float32, device=logits.device)
-        places = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
-        tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-        logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
-        seen_bytes = seen.view(torch.uint8) if has_penalty and seen is not None else logits
-        adjusting = (
-            *(seen_bytes, seen_bytes.stride(0), slots if has_penalty else keys),
-            *(ends, len(self.eos_token_ids) if has_ends else 0, self.min_new_tokens),
-            *(float(self.repetition_penalty), float(self.temperature)),
-        )
-        dispatch.launch(
-            scan_kernel, (num_rows, num_chunks), logits, logits.stride(0), draws, *adjusting, floats, places, vocab,
-            num_chunks, HAS_PENALTY=has_penalty, HAS_ENDS=has_ends, CHUNK=CHUNK, num_warps=8, device=logits.device,
+
+    def _scan(
+        self,
+        row: "_Rows",
+        logits: torch.Tensor,
+        draws: torch.Tensor,
+        seen: torch.Tensor | None,
+        slots: torch.Tensor | None,
+        *outputs: torch.Tensor | None,
+    ) -> None:
+        """`outputs`: raw, own, adjusted, best as `scan_kernel` has them."""
+        marks: tuple = (None, 0, None)
+        if self.repetition_penalty != 1.0 and seen is not None:
+            marks = (seen.view(torch.uint8), seen.stride(0), slots)
+        ends: tuple = (None, 0, 0)
+        if self.min_new_tokens > 0 and self.eos_token_ids:
+            ends = (self.banned(logits.device), len(self.eos_token_ids), self.min_new_tokens)
+        numbers = (float(self.repetition_penalty), float(self.temperature))
+        row.launch_chunks(scan_kernel, logits, logits.stride(0), draws, *marks, *ends, *numbers, *outputs, *row.sizes)
+
+    def _filter(
+        self, row: "_Rows", adjusted: torch.Tensor, own: torch.Tensor, filters: list[tuple[str, float]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums `[2, S, C]` over what is kept, and the smallest kept logit of each row `[S]` in order as int32."""
+        # A pass reads what the last one wrote, while its own programs write.
+        sums = [torch.empty(row.num_rows, row.num_chunks, WAYS, device=adjusted.device) for _ in range(2)]
+        bases, floors = torch.empty(2, 2, row.num_rows, dtype=torch.int32, device=adjusted.device)
+        last: tuple = (None, bases[0], floors[0])
+        amount, last_shift, counted = 0.0, 0, False
+        for number, (kind, wanted) in enumerate(filters):
+            for index, shift in enumerate(SHIFTS):
+                side = (number * len(SHIFTS) + index) % 2
+                now = (sums[side], bases[side], floors[side])
+                row.launch_chunks(
+                    narrow_kernel, adjusted, own, *last, *now, amount, last_shift, shift, *row.sizes,
+                    LAST_COUNTS=counted, COUNTS=kind == "top-k", STARTS=index == 0, TILE=TILE, WAYS=WAYS,
+                    CHUNKS=row.width,
+                )  # fmt: skip
+                last, amount, last_shift, counted = now, wanted, shift, kind == "top-k"
+        kept, threshold = row.stats(), torch.empty(row.num_rows, dtype=torch.int32, device=adjusted.device)
+        log_min_p = math.log(self.min_p) if self.min_p > 0.0 else 0.0
+        row.launch_chunks(
+            keep_kernel, adjusted, own, *last[:2], amount, log_min_p, kept, threshold, *row.sizes,
+            LAST_COUNTS=counted, HAS_MIN_P=self.min_p > 0.0, WAYS=WAYS, CHUNKS=row.width,
         )  # fmt: skip
-        log_min_p = math.log(self.min_p) if self.min_p > 0 else 0.0
-        filters = self.do_sample, 0 < self.top_k < vocab, self.top_p < 1.0, self.min_p > 0.0
-        dispatch.launch(
-            draw_kernel, (num_rows,), logits, logits.stride(0), keys, draws, *adjusting, floats, places, tokens,
-            logprobs, vocab, num_chunks, float(self.top_k), float(self.top_p), log_min_p,
-            **dict(zip(("DO_SAMPLE", "HAS_TOP_K", "HAS_TOP_P", "HAS_MIN_P"), filters, strict=True)),
-            HAS_PENALTY=has_penalty, HAS_ENDS=has_ends, CHUNK=CHUNK, NUM_CHUNKS=next_power_of_2(num_chunks),
-            SEARCH_CHUNK=SEARCH_CHUNK, CANDIDATES=CANDIDATES, num_warps=8, device=logits.device,
-        )  # fmt: skip
-        return tokens, logprobs
+        return kept, threshold
 
     def reference(
         self,

@@ -1,26 +1,35 @@
-"""The Triton kernels of `SampleOp`; the maths is told in `sample.py`.
+"""The Triton kernels of `SampleOp`; the maths is told in `sample.py`. S rows, V vocabulary, C chunks of a row.
 
-The first kernel reads the logits once, a chunk of a row per program, and leaves for each chunk the maximum, its
-place and the sum of exponentials. The second has one program per row: it merges the chunks, and finds the drawn
-token inside the one chunk where the cumulative distribution passes the noise. So logits are read once, and one
-chunk twice: 4 V + 4 CHUNK bytes per row.
+The logits are cut into chunks, one program each, so that a single row keeps many programs busy too:
 
-Under a filter the second kernel first searches the smallest logit that is kept, on the bits of fp32 in an order
-that integers share, sixteen candidates at a time: eight passes over the row for top-k and eight for top-p, out of
-the second-level cache, and two to draw. No sort, and no number of tokens that must fit anywhere.
+    scan     each chunk's maximum and sum of exponentials; the likeliest token of the chunk when greedy
+    narrow   under top-k or top-p, eight times for each: four more bits of the smallest logit that is kept
+    keep     under any filter: each chunk's sum over what is kept
+    draw     one program per row merges the chunks and looks for its token inside one of them only
+    greedy   one program per row merges the chunks
+
+Without filters that is two launches, which move 4 V + 16 C bytes per row and, to draw, one chunk again. Where
+what is drawn from is not the logits (filters, penalty, banned tokens), the scan also writes it, 4 V bytes, and each
+pass of a filter reads it once, as a rule from the second-level cache. Nothing is sorted.
+
+A threshold is searched on the bits of fp32 in an order that integers share. With w = 1 for top-k and exp(x - max)
+for top-p, a pass sums w over the tokens that reach each of 16 thresholds, chunk by chunk; the next pass adds up the
+chunks and goes on between two of them. Sums of one fixed order never fall when a term is added, so rounding cannot
+make the search go astray. Everything a row draws depends on that row alone, to the bit.
 """
 
 from hybrid_engine.ops.dispatch import tl, triton
 
-CHUNK = 4096  # logits of one program of the first kernel
-SEARCH_CHUNK = 1024  # logits compared with all candidates at once
-CANDIDATES = 16  # per pass: four bits of the threshold
+CHUNK = 4096  # logits of one program
+TILE = 512  # logits compared with all thresholds at once
+WAYS = 16  # thresholds of a pass: four bits
+SHIFTS = tuple(range(28, -1, -4))  # of the four bits that each pass settles
 MAX_CHUNKS = 1024  # of a row, whose results one program merges
 
 
 @triton.jit
-def _mix(x):
-    """splitmix64's finaliser on int64, which wraps; `&` makes the shifts logical."""
+def mix(x):
+    """splitmix64's step on int64, which wraps; `&` makes the shifts logical."""
     x = x + (-7046029254386353131)
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * (-4658895280553007687)
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * (-7723592293110705685)
@@ -28,255 +37,283 @@ def _mix(x):
 
 
 @triton.jit
-def _ordered(x):
-    """int32 that compare as the fp32 `x` do; -0.0 counts as 0.0."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+def noise(key, draw):
+    """What `keyed_uniform` gives, rounded to fp32."""
+    bits = mix(mix(key) ^ draw)
+    # 53 bits times a power of two: the conversion to fp32 is the only rounding.
+    return ((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float32) * 1.1102230246251565e-16
 
 
 @triton.jit
-def _scaled(
-    row_ptr,
-    tokens,
-    is_token,
-    seen_ptr,
-    ends_ptr,
-    num_ends,
-    is_early,
-    penalty,
-    temperature,
-    HAS_PENALTY: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
-):
-    """The row's logits as they are reported and as they are drawn from, both over the temperature; -inf beyond V."""
-    raw = tl.load(row_ptr + tokens, mask=is_token, other=float("-inf"))
-    drawn = raw
-    if HAS_PENALTY:
-        seen = tl.load(seen_ptr + tokens, mask=is_token, other=0) != 0
-        drawn = tl.where(seen, tl.where(raw > 0, raw / penalty, raw * penalty), raw)
-    if HAS_ENDS:
-        for index in range(num_ends):
-            end = tl.load(ends_ptr + index)
-            drawn = tl.where((tokens == end) & is_early, float("-inf"), drawn)
-    return raw / temperature, drawn / temperature
+def ordered(x):
+    """int32 in the order of the fp32 `x`: -0.0 is 0.0, NaN is above all, as for torch's argmax and topk."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+
+
+@triton.jit
+def top_and_sum(x):
+    """Maximum of x and the sum of exp(x - maximum), 0 where nothing is above -inf; NaN makes the sum NaN."""
+    top = tl.max(x, 0)
+    return top, tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - top)), 0)
+
+
+@triton.jit
+def merge(stats_ptr, row, num_rows, num_chunks, CHUNKS: tl.constexpr):
+    """A row's maximum and its chunks' sums `[CHUNKS]` relative to it, from `[2, S, C]` maxima and sums."""
+    chunks = tl.arange(0, CHUNKS)
+    places = stats_ptr + row * num_chunks + chunks
+    tops = tl.load(places, mask=chunks < num_chunks, other=float("-inf"))
+    sums = tl.load(places + num_rows * num_chunks, mask=chunks < num_chunks, other=0.0)
+    top = tl.max(tops, 0)
+    return top, tl.where(sums == 0.0, 0.0, sums * tl.exp(tops - top))
+
+
+@triton.jit
+def store_result(
+    token, row, logits_ptr, logits_stride, temperature, raw_ptr, tokens_ptr, logprobs_ptr, num_rows, num_chunks,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The token and its log-probability under the logits as they were given."""
+    top, masses = merge(raw_ptr, row, num_rows, num_chunks, CHUNKS)
+    chosen = tl.div_rn(tl.load(logits_ptr + row * logits_stride + token), temperature)
+    tl.store(tokens_ptr + row, token.to(tl.int64))
+    tl.store(logprobs_ptr + row, chosen - (top + tl.log(tl.sum(masses, 0))))
 
 
 @triton.jit
 def scan_kernel(
     logits_ptr,
-    logits_row,
+    logits_stride,
     draws_ptr,
-    seen_ptr,
-    seen_row,
+    seen_ptr,  # [., V] uint8 or None
+    seen_stride,
     slots_ptr,
-    ends_ptr,
+    ends_ptr,  # [num_ends] int64 or None
     num_ends,
     min_new_tokens,
     penalty,
     temperature,
-    floats_ptr,  # [S, 4, num_chunks] fp32: maximum and sum of the reported, maximum and sum of the drawn logits
-    places_ptr,  # [S, num_chunks] int64: token of the drawn maximum
+    raw_ptr,  # [2, S, C]: maxima and sums of the logits over the temperature
+    own_ptr,  # the same of what is drawn from, or None where that is no other or greedy
+    adjusted_ptr,  # [S, V] what is drawn from, or None
+    best_ptr,  # [2, S, C] int32: likeliest tokens and their logits in order; None where tokens are drawn
     vocab,
+    num_rows,
     num_chunks,
-    HAS_PENALTY: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
+    """Program 0 is the row, program 1 the chunk."""
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    slot = row
-    if HAS_PENALTY:
-        slot = tl.load(slots_ptr + row)
-    is_early = tl.load(draws_ptr + row) < min_new_tokens
-    raw, drawn = _scaled(
-        logits_ptr + row * logits_row, tokens, tokens < vocab, seen_ptr + slot * seen_row, ends_ptr, num_ends,
-        is_early, penalty, temperature, HAS_PENALTY, HAS_ENDS,
-    )  # fmt: skip
-    floats = floats_ptr + row * 4 * num_chunks + chunk
-    top = tl.max(raw, axis=0)
-    # A chunk of nothing but -inf has no sum; NaN goes through.
-    tl.store(floats, top)
-    tl.store(floats + num_chunks, tl.sum(tl.where(raw == float("-inf"), 0.0, tl.exp(raw - top)), axis=0))
-    top = tl.max(drawn, axis=0)
-    place = tl.min(tl.where(drawn == top, tokens, vocab - 1), axis=0)
-    tl.store(floats + 2 * num_chunks, top)
-    tl.store(floats + 3 * num_chunks, tl.sum(tl.where(drawn == float("-inf"), 0.0, tl.exp(drawn - top)), axis=0))
-    tl.store(places_ptr + row * num_chunks + chunk, place.to(tl.int64))
+    tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    is_token = tokens < vocab
+    logits = tl.load(logits_ptr + row * logits_stride + tokens, mask=is_token, other=float("-inf"))
+    place = row * num_chunks + tl.program_id(1)
+    top, total = top_and_sum(tl.div_rn(logits, temperature))
+    tl.store(raw_ptr + place, top)
+    tl.store(raw_ptr + num_rows * num_chunks + place, total)
+    if seen_ptr is not None:
+        seen = tl.load(seen_ptr + tl.load(slots_ptr + row) * seen_stride + tokens, mask=is_token, other=0) != 0
+        penalized = tl.where(logits > 0.0, tl.div_rn(logits, penalty), logits * penalty)
+        logits = tl.where(seen, penalized, logits)
+    if ends_ptr is not None:
+        is_early = tl.load(draws_ptr + row) < min_new_tokens
+        for index in range(num_ends):
+            logits = tl.where((tokens == tl.load(ends_ptr + index)) & is_early, float("-inf"), logits)
+    if best_ptr is not None:
+        image = tl.where(is_token, ordered(logits), -2147483648)
+        best = tl.max(image, 0)
+        first = tl.min(tl.where((image == best) & is_token, tokens, vocab), 0)
+        tl.store(best_ptr + place, first)
+        tl.store(best_ptr + num_rows * num_chunks + place, best)
+    if adjusted_ptr is not None:
+        logits = tl.div_rn(logits, temperature)
+        tl.store(adjusted_ptr + row * vocab + tokens, logits, mask=is_token)
+        top, total = top_and_sum(logits)
+        tl.store(own_ptr + place, top)
+        tl.store(own_ptr + num_rows * num_chunks + place, total)
 
 
 @triton.jit
-def _search(
-    row_ptr,
-    seen_ptr,
-    ends_ptr,
-    num_ends,
-    is_early,
-    penalty,
-    temperature,
+def greedy_kernel(
+    logits_ptr,
+    logits_stride,
+    raw_ptr,
+    best_ptr,
+    tokens_ptr,
+    logprobs_ptr,
     vocab,
-    top,
-    floor,
-    wanted,
-    COUNTS: tl.constexpr,
-    HAS_PENALTY: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
-    SEARCH_CHUNK: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    num_rows,
+    num_chunks,
+    CHUNKS: tl.constexpr,
 ):
-    """The largest key that tokens of at least `wanted` number (or mass) reach, of those whose key reaches `floor`."""
-    lowest = tl.full([], -2147483648, tl.int64)
-    candidates = tl.arange(0, CANDIDATES)
-    for digit in range(8):
-        step = tl.full([], 1, tl.int64) << (28 - 4 * digit)
-        keys = lowest + candidates.to(tl.int64) * step  # [CANDIDATES]
-        reached = tl.zeros([CANDIDATES], tl.float32)
-        for start in range(0, vocab, SEARCH_CHUNK):
-            tokens = start + tl.arange(0, SEARCH_CHUNK)
-            is_token = tokens < vocab
-            _, drawn = _scaled(
-                row_ptr, tokens, is_token, seen_ptr, ends_ptr, num_ends, is_early, penalty, temperature,
-                HAS_PENALTY, HAS_ENDS,
-            )  # fmt: skip
-            key = _ordered(drawn).to(tl.int64)
-            amount = tl.full([SEARCH_CHUNK], 1.0, tl.float32) if COUNTS else tl.exp(drawn - top)
-            amount = tl.where(is_token & (key >= floor), amount, 0.0)
-            reached += tl.sum(tl.where(key[:, None] >= keys[None, :], amount[:, None], 0.0), axis=0)
-        best = tl.max(tl.where(reached >= wanted, candidates, 0), axis=0)
-        lowest = lowest + best.to(tl.int64) * step
-    return lowest
+    """Program 0 is the row. The first of equally likely tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    places = best_ptr + row * num_chunks + chunks
+    firsts = tl.load(places, mask=chunks < num_chunks, other=vocab)
+    images = tl.load(places + num_rows * num_chunks, mask=chunks < num_chunks, other=-2147483648)
+    token = tl.min(tl.where(images == tl.max(images, 0), firsts, vocab), 0)
+    store_result(
+        token, row, logits_ptr, logits_stride, 1.0, raw_ptr, tokens_ptr, logprobs_ptr, num_rows, num_chunks, CHUNKS
+    )
+
+
+@triton.jit
+def advance(parts_ptr, bases_ptr, row, amount, shift, num_chunks, COUNTS: tl.constexpr, CHUNKS: tl.constexpr,
+            WAYS: tl.constexpr):  # fmt: skip
+    """The largest threshold of the last pass that `amount` tokens (or that share of the mass) reach."""
+    chunks = tl.arange(0, CHUNKS)
+    ways = tl.arange(0, WAYS)
+    places = parts_ptr + (row * num_chunks + chunks[:, None]) * WAYS + ways[None, :]
+    sums = tl.sum(tl.load(places, mask=(chunks < num_chunks)[:, None], other=0.0), 0)
+    goal = amount
+    if not COUNTS:
+        goal = amount * tl.sum(tl.where(ways == 0, sums, 0.0), 0)
+    digit = tl.sum(((sums >= goal) & (ways > 0)).to(tl.int32), 0)
+    return tl.load(bases_ptr + row) + (digit << shift)
+
+
+@triton.jit
+def narrow_kernel(
+    adjusted_ptr,
+    own_ptr,
+    parts_in_ptr,  # [S, C, WAYS] of the last pass, None in the first
+    bases_in_ptr,  # [S] int32 what thresholds are counted from
+    floors_in_ptr,  # [S] int32 what earlier filters keep starts here
+    parts_ptr,
+    bases_ptr,
+    floors_ptr,
+    last_amount,  # of the filter that the last pass was for: k, or the share of the mass
+    last_shift,
+    shift,
+    vocab,
+    num_rows,
+    num_chunks,
+    LAST_COUNTS: tl.constexpr,
+    COUNTS: tl.constexpr,  # top-k
+    STARTS: tl.constexpr,  # the first pass of a filter
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    TILE: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """Program 0 is the row, program 1 the chunk. Way 0 sums over all that earlier filters keep."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    base = tl.full([], -2147483648, tl.int32)
+    floor = base
+    if parts_in_ptr is not None:
+        reached = advance(
+            parts_in_ptr, bases_in_ptr, row, last_amount, last_shift, num_chunks, LAST_COUNTS, CHUNKS, WAYS
+        )
+        if STARTS:
+            floor = reached
+        else:
+            base = reached
+            floor = tl.load(floors_in_ptr + row)
+    if chunk == 0:
+        tl.store(bases_ptr + row, base)
+        tl.store(floors_ptr + row, floor)
+    top, _ = merge(own_ptr, row, num_rows, num_chunks, CHUNKS)
+    ways = tl.arange(0, WAYS)
+    thresholds = tl.where(ways == 0, floor, tl.maximum(base + (ways << shift), floor))
+    sums = tl.zeros([WAYS], tl.float32)
+    for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, vocab), TILE):
+        tokens = start + tl.arange(0, TILE)
+        is_token = tokens < vocab
+        x = tl.load(adjusted_ptr + row * vocab + tokens, mask=is_token, other=float("-inf"))
+        weight = is_token.to(tl.float32)
+        if not COUNTS:
+            weight = tl.where(x == float("-inf"), 0.0, tl.exp(x - top))
+        sums += tl.sum(tl.where(ordered(x)[:, None] >= thresholds[None, :], weight[:, None], 0.0), 0)
+    tl.store(parts_ptr + (row * num_chunks + chunk) * WAYS + ways, sums)
+
+
+@triton.jit
+def keep_kernel(
+    adjusted_ptr,
+    own_ptr,
+    parts_ptr,  # of the last narrowing pass; None where there was none
+    bases_ptr,
+    last_amount,
+    log_min_p,
+    kept_ptr,  # [2, S, C]: the row's maximum and the sums over what is kept
+    floors_ptr,  # [S] int32: the smallest logit that is kept
+    vocab,
+    num_rows,
+    num_chunks,
+    LAST_COUNTS: tl.constexpr,
+    HAS_MIN_P: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WAYS: tl.constexpr,
+):
+    """Program 0 is the row, program 1 the chunk."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    top, _ = merge(own_ptr, row, num_rows, num_chunks, CHUNKS)
+    floor = tl.full([], -2147483648, tl.int32)
+    if parts_ptr is not None:
+        floor = advance(parts_ptr, bases_ptr, row, last_amount, 0, num_chunks, LAST_COUNTS, CHUNKS, WAYS)
+    if HAS_MIN_P:
+        floor = tl.maximum(floor, ordered(top + log_min_p))
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(adjusted_ptr + row * vocab + tokens, mask=tokens < vocab, other=float("-inf"))
+    masses = tl.where((ordered(x) >= floor) & (x != float("-inf")), tl.exp(x - top), 0.0)
+    place = row * num_chunks + chunk
+    tl.store(kept_ptr + place, top)
+    tl.store(kept_ptr + num_rows * num_chunks + place, tl.sum(masses, 0))
+    if chunk == 0:
+        tl.store(floors_ptr + row, floor)
 
 
 @triton.jit
 def draw_kernel(
     logits_ptr,
-    logits_row,
+    logits_stride,
+    temperature,
+    drawn_ptr,  # [S, V] what is drawn from: the logits, or what the scan wrote
+    drawn_stride,
+    drawn_temperature,
+    raw_ptr,
+    own_ptr,
+    floors_ptr,  # None without filters
     keys_ptr,
     draws_ptr,
-    seen_ptr,
-    seen_row,
-    slots_ptr,
-    ends_ptr,
-    num_ends,
-    min_new_tokens,
-    penalty,
-    temperature,
-    floats_ptr,
-    places_ptr,
-    tokens_ptr,  # [S] int64
-    logprobs_ptr,  # [S] fp32
+    tokens_ptr,
+    logprobs_ptr,
     vocab,
+    num_rows,
     num_chunks,
-    top_k,
-    top_p,
-    log_min_p,
-    DO_SAMPLE: tl.constexpr,
-    HAS_TOP_K: tl.constexpr,
-    HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    HAS_PENALTY: tl.constexpr,
-    HAS_ENDS: tl.constexpr,
     CHUNK: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    SEARCH_CHUNK: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):
+    """Program 0 is the row. Rounding may put the target beyond the last sum: the last that has any mass then."""
     row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, NUM_CHUNKS)
-    is_chunk = chunks < num_chunks
-    floats = floats_ptr + row * 4 * num_chunks + chunks
-    raw_tops = tl.load(floats, mask=is_chunk, other=float("-inf"))
-    raw_sums = tl.load(floats + num_chunks, mask=is_chunk, other=0.0)
-    tops = tl.load(floats + 2 * num_chunks, mask=is_chunk, other=float("-inf"))
-    sums = tl.load(floats + 3 * num_chunks, mask=is_chunk, other=0.0)
-    places = tl.load(places_ptr + row * num_chunks + chunks, mask=is_chunk, other=0)
-    raw_top = tl.max(raw_tops, axis=0)
-    lse = raw_top + tl.log(tl.sum(raw_sums * tl.exp(raw_tops - raw_top), axis=0))
-    top = tl.max(tops, axis=0)
-    first_chunk = tl.min(tl.where((tops == top) & is_chunk, chunks, NUM_CHUNKS - 1), axis=0)
-    token = tl.sum(tl.where(chunks == first_chunk, places, 0), axis=0)
+    top, masses = merge(own_ptr, row, num_rows, num_chunks, CHUNKS)
+    chunks = tl.arange(0, CHUNKS)
+    total = tl.sum(masses, 0)
+    target = noise(tl.load(keys_ptr + row), tl.load(draws_ptr + row)) * total
+    first = tl.min(tl.where((tl.cumsum(masses, 0) > target) & (masses > 0.0), chunks, CHUNKS), 0)
+    last = tl.max(tl.where(masses > 0.0, chunks, 0), 0)
+    chunk = tl.where(first < CHUNKS, first, last)
 
-    row_ptr = logits_ptr + row * logits_row
-    if DO_SAMPLE:
-        draw = tl.load(draws_ptr + row)
-        bits = _mix(_mix(tl.load(keys_ptr + row)) ^ draw)
-        noise = (((bits >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16).to(tl.float32)
-        is_early = draw < min_new_tokens
-        slot = row
-        if HAS_PENALTY:
-            slot = tl.load(slots_ptr + row)
-        row_seen = seen_ptr + slot * seen_row
-        if HAS_TOP_K or HAS_TOP_P or HAS_MIN_P:
-            floor = tl.full([], -2147483648, tl.int64)
-            if HAS_TOP_K:
-                floor = _search(
-                    row_ptr, row_seen, ends_ptr, num_ends, is_early, penalty, temperature, vocab, top, floor,
-                    top_k, True, HAS_PENALTY, HAS_ENDS, SEARCH_CHUNK, CANDIDATES,
-                )  # fmt: skip
-            if HAS_TOP_P:
-                considered = tl.zeros([], tl.float32)
-                for start in range(0, vocab, SEARCH_CHUNK):
-                    tokens = start + tl.arange(0, SEARCH_CHUNK)
-                    _, drawn = _scaled(
-                        row_ptr, tokens, tokens < vocab, row_seen, ends_ptr, num_ends, is_early, penalty,
-                        temperature, HAS_PENALTY, HAS_ENDS,
-                    )  # fmt: skip
-                    is_kept = (tokens < vocab) & (_ordered(drawn).to(tl.int64) >= floor)
-                    considered += tl.sum(tl.where(is_kept, tl.exp(drawn - top), 0.0), axis=0)
-                nucleus = _search(
-                    row_ptr, row_seen, ends_ptr, num_ends, is_early, penalty, temperature, vocab, top, floor,
-                    top_p * considered, False, HAS_PENALTY, HAS_ENDS, SEARCH_CHUNK, CANDIDATES,
-                )  # fmt: skip
-                floor = tl.maximum(floor, nucleus)
-            if HAS_MIN_P:
-                floor = tl.maximum(floor, _ordered(top + log_min_p).to(tl.int64))
-            floor = tl.minimum(floor, _ordered(top).to(tl.int64))  # the likeliest token always stays
-            kept = tl.zeros([], tl.float32)
-            for start in range(0, vocab, SEARCH_CHUNK):
-                tokens = start + tl.arange(0, SEARCH_CHUNK)
-                _, drawn = _scaled(
-                    row_ptr, tokens, tokens < vocab, row_seen, ends_ptr, num_ends, is_early, penalty, temperature,
-                    HAS_PENALTY, HAS_ENDS,
-                )  # fmt: skip
-                is_kept = (tokens < vocab) & (_ordered(drawn).to(tl.int64) >= floor)
-                kept += tl.sum(tl.where(is_kept, tl.exp(drawn - top), 0.0), axis=0)
-            target = noise * kept
-            before = tl.zeros([], tl.float32)
-            found = tl.full([], -1, tl.int64)
-            last = token
-            for start in range(0, vocab, SEARCH_CHUNK):
-                tokens = start + tl.arange(0, SEARCH_CHUNK)
-                _, drawn = _scaled(
-                    row_ptr, tokens, tokens < vocab, row_seen, ends_ptr, num_ends, is_early, penalty, temperature,
-                    HAS_PENALTY, HAS_ENDS,
-                )  # fmt: skip
-                is_kept = (tokens < vocab) & (_ordered(drawn).to(tl.int64) >= floor)
-                mass = tl.where(is_kept, tl.exp(drawn - top), 0.0)
-                cdf = before + tl.cumsum(mass, axis=0)
-                here = tl.min(tl.where((cdf > target) & (mass > 0), tokens, vocab), axis=0).to(tl.int64)
-                found = tl.where((found < 0) & (here < vocab), here, found)
-                latest = tl.max(tl.where(mass > 0, tokens, -1), axis=0).to(tl.int64)
-                last = tl.where(latest >= 0, latest, last)
-                before += tl.sum(mass, axis=0)
-            token = tl.where(found >= 0, found, last)  # rounding may leave the target at the very end
-        else:
-            masses = tl.where(sums > 0, sums * tl.exp(tops - top), 0.0)
-            cdf = tl.cumsum(masses, axis=0)
-            target = noise * tl.sum(masses, axis=0)
-            chosen = tl.min(tl.where((cdf > target) & (masses > 0), chunks, NUM_CHUNKS), axis=0)
-            last_chunk = tl.max(tl.where(masses > 0, chunks, 0), axis=0)
-            chosen = tl.where(chosen < NUM_CHUNKS, chosen, last_chunk)
-            before = tl.sum(tl.where(chunks < chosen, masses, 0.0), axis=0)
-            tokens = chosen * CHUNK + tl.arange(0, CHUNK)
-            _, drawn = _scaled(
-                row_ptr, tokens, tokens < vocab, row_seen, ends_ptr, num_ends, is_early, penalty, temperature,
-                HAS_PENALTY, HAS_ENDS,
-            )  # fmt: skip
-            mass = tl.where(tokens < vocab, tl.exp(drawn - top), 0.0)
-            inner = before + tl.cumsum(mass, axis=0)
-            here = tl.min(tl.where((inner > target) & (mass > 0), tokens, vocab), axis=0)
-            latest = tl.max(tl.where(mass > 0, tokens, 0), axis=0)
-            token = tl.where(here < vocab, here, latest).to(tl.int64)
-    token = tl.minimum(tl.maximum(token, 0), vocab - 1)
-    tl.store(tokens_ptr + row, token)
-    tl.store(logprobs_ptr + row, tl.load(row_ptr + token) / temperature - lse)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    is_token = tokens < vocab
+    x = tl.load(drawn_ptr + row * drawn_stride + tokens, mask=is_token, other=float("-inf"))
+    x = tl.div_rn(x, drawn_temperature)
+    is_kept = x != float("-inf")
+    if floors_ptr is not None:
+        is_kept = is_kept & (ordered(x) >= tl.load(floors_ptr + row))
+    inside = tl.where(is_kept, tl.exp(x - top), 0.0)
+    reached = tl.sum(tl.where(chunks < chunk, masses, 0.0), 0) + tl.cumsum(inside, 0)
+    first = tl.min(tl.where((reached > target) & (inside > 0.0), tokens, vocab), 0)
+    last = tl.max(tl.where(inside > 0.0, tokens, 0), 0)
+    token = tl.where(first < vocab, first, last)
+    # NaN, or nothing that may be drawn: the last token, as in the reference.
+    token = tl.where(total > 0.0, token, vocab - 1)
+    store_result(
+        token, row, logits_ptr, logits_stride, temperature, raw_ptr, tokens_ptr, logprobs_ptr, num_rows, num_chunks,
+        CHUNKS,
+    )  # fmt: skip

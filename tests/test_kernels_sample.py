@@ -10,7 +10,7 @@ import torch
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hybrid_engine.ops import SampleOp, token_logprobs
-from hybrid_engine.ops.sample import filter_logits
+from hybrid_engine.ops.sample import filter_logits, keyed_uniform
 
 OPTIONS = {
     "greedy": {"do_sample": False},
@@ -45,9 +45,16 @@ def poisoned(monkeypatch):
 
     def fill(*args, **kwargs):
         made = empty(*args, **kwargs)
-        return made.fill_(float("nan") if made.is_floating_point() else 2**40)
+        return made.fill_(float("nan") if made.is_floating_point() else torch.iinfo(made.dtype).max)
 
     monkeypatch.setattr(torch, "empty", fill)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Rows of a hundred tokens have two chunks, and a chunk two tiles."""
+    monkeypatch.setattr("hybrid_engine.ops.sample.CHUNK", 64)
+    monkeypatch.setattr("hybrid_engine.ops.sample.TILE", 32)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -75,19 +82,52 @@ def test_a_row_alone_draws_what_it_draws_in_a_batch(name, kernels):
         assert alone[0].item() == tokens[row].item() and alone[1].item() == logprobs[row].item()
 
 
-def test_kernels_follow_the_filtered_distribution(kernels):
-    vocab, num_rows = 12, 2000 if kernels.type == "cuda" else 300
-    torch.manual_seed(0)
+FILTERS = {
+    "none": {},
+    "min-p": {"temperature": 0.8, "min_p": 0.1},
+    "all": {"temperature": 0.8, "top_k": 10, "top_p": 0.9, "min_p": 0.03},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_kernels_follow_the_filtered_distribution(name, kernels, small_chunks):
+    """Pearson's chi-square, with the tokens expected fewer than five times together."""
+    vocab, num_rows = 12, 20_000 if kernels.type == "cuda" else 40 if name == "all" else 200
+    torch.manual_seed(1)
     logits = torch.randn(1, vocab, device=kernels)
-    op = SampleOp(True, temperature=0.8, top_k=8, top_p=0.9, min_p=0.02)
     keys = torch.randint(-(2**62), 2**62, (num_rows,), device=kernels)
-    tokens, _ = op(logits.expand(num_rows, -1).contiguous(), keys, torch.zeros_like(keys))
-    probs = filter_logits(logits / 0.8, 8, 0.9, 0.02).softmax(-1)[0].double().cpu()
+    options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | FILTERS[name]
+    tokens, _ = SampleOp(True, **options)(logits.expand(num_rows, -1).contiguous(), keys, torch.zeros_like(keys))
+    temperature = options.pop("temperature")
+    probs = filter_logits(logits / temperature, **options).softmax(-1)[0].double().cpu()
     counts = torch.bincount(tokens.cpu(), minlength=vocab).double()
     assert counts[probs == 0].sum() == 0
-    kept = probs > 0
-    chi_square = ((counts - num_rows * probs)[kept] ** 2 / (num_rows * probs[kept])).sum()
-    assert chi_square < 4 * int(kept.sum())  # 7 degrees of freedom pass 28 with a chance of 2 in 10 000
+    common = probs * num_rows >= 5
+    expected = torch.cat([probs[common], probs[~common].sum()[None]]) * num_rows
+    observed = torch.cat([counts[common], counts[~common].sum()[None]])
+    chi_square = ((observed - expected) ** 2 / expected.clamp(min=1)).sum()
+    freedom = len(expected) - 1
+    assert freedom >= 2 and chi_square < freedom + 4 * (2 * freedom) ** 0.5 + 6
+
+
+def cdf_distance(probs, token, target):
+    """How far `target` lies outside the token's part of the cumulative distribution, in fp64."""
+    end = probs[: token + 1].sum()
+    return max(float(end - probs[token] - target), float(target - end), 0.0)
+
+
+@pytest.mark.parametrize("name", ["plain", "top-p", "all filters", "penalty and ends"])
+def test_tokens_differ_from_exact_ones_at_boundaries_only(name, kernels, small_chunks):
+    op = SampleOp(**OPTIONS[name])
+    num_rows = 2000 if kernels.type == "cuda" else 10
+    logits, keys, draws, seen, slots = inputs(num_rows, 100, kernels, scale=2.0)
+    tokens, _ = op(logits, keys, draws, seen, slots)
+    differ = tokens != op.reference(logits, keys, draws, seen, slots)[0]
+    assert differ.sum() <= num_rows // 1000
+    scaled = op._adjust(logits, draws, seen, slots) / op.temperature
+    probs = filter_logits(scaled, op.top_k, op.top_p, op.min_p).double().softmax(-1).cpu()
+    for row, (token, target) in enumerate(zip(tokens.tolist(), keyed_uniform(keys, draws).tolist(), strict=True)):
+        assert probs[row, token] > 0 and cdf_distance(probs[row], token, target) < 1e-6
 
 
 @pytest.mark.parametrize("top_k, top_p, min_p", [(5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (30, 0.8, 0.03)])
@@ -104,8 +144,8 @@ def test_filters_keep_what_transformers_keeps(top_k, top_p, min_p):
 
 
 def test_equal_logits_stay_or_go_together_and_the_first_is_the_likeliest(kernels):
-    logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 2.0]], device=kernels).expand(64, -1).contiguous()
-    keys, draws = torch.arange(64, device=kernels), torch.zeros(64, dtype=torch.int64, device=kernels)
+    logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 2.0]], device=kernels).expand(16, -1).contiguous()
+    keys, draws = torch.arange(16, device=kernels), torch.zeros(16, dtype=torch.int64, device=kernels)
     for op in (SampleOp(True, top_k=1), SampleOp(True, top_p=1e-6), SampleOp(True, min_p=1.0)):
         assert set(op(logits, keys, draws)[0].tolist()) == set(op.reference(logits, keys, draws)[0].tolist()) == {1, 2}
     assert SampleOp(False)(logits, keys, draws)[0].unique().tolist() == [1]
@@ -121,6 +161,16 @@ def test_logits_that_are_not_finite_stay_in_the_vocabulary(kernels):
         tokens, logprobs = SampleOp(**options)(logits, keys, draws)
         assert ((tokens >= 0) & (tokens < 50)).all()
         assert logprobs[:2].isnan().all() and tokens[2] == 0 and logprobs[2] == 0
+
+
+def test_rows_of_which_nothing_may_be_drawn_give_the_references_token(kernels):
+    keys, draws = torch.arange(2, device=kernels), torch.zeros(2, dtype=torch.int64, device=kernels)
+    logits = torch.zeros(2, 3, device=kernels)
+    for options in ({"do_sample": False}, {"do_sample": True}, {"do_sample": True, "top_k": 2, "top_p": 0.5}):
+        op = SampleOp(**options, min_new_tokens=1, eos_token_ids=(0, 1, 2))
+        tokens, logprobs = op(logits, keys, draws)
+        assert tokens.tolist() == op.reference(logits, keys, draws)[0].tolist()
+        torch.testing.assert_close(logprobs, -torch.tensor([3.0, 3.0], device=kernels).log())
 
 
 def test_a_top_p_just_below_one_keeps_all_though_the_rounded_sum_stays_below_one():
@@ -171,4 +221,5 @@ def test_the_kernels_compile_for_an_h100():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert {"scan_kernel", "draw_kernel", "block_copy_kernel"} <= set(result.stdout.split())
+    names = {"scan_kernel", "greedy_kernel", "narrow_kernel", "keep_kernel", "draw_kernel", "block_copy_kernel"}
+    assert names <= set(result.stdout.split())
