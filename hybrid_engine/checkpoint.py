@@ -33,8 +33,14 @@ StoredTensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def save(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | int | None, client_state: Any) -> Path:
-    """Writes the checkpoint `tag` (default `global_step<n>`) and makes it the latest; collective.
+def save(
+    engine: "ZeroEngine",
+    directory: str | os.PathLike[str],
+    tag: str | int | None,
+    client_state: Any,
+    is_latest: bool = True,
+) -> Path:
+    """Writes the checkpoint `tag` (default `global_step<n>`) and makes it the latest if asked to; collective.
 
     When it returns, the checkpoint is on disk; until then an older one of the same tag stays. The client state is
     rank 0's.
@@ -55,7 +61,7 @@ def save(engine: "ZeroEngine", directory: str | os.PathLike[str], tag: str | int
 
     def finish() -> None:
         (writing / STATE_FILE).write_bytes(serialized)
-        checkpoint_folder.publish(writing, folder, tag, _build_manifest(engine))
+        checkpoint_folder.publish(writing, folder, tag, _build_manifest(engine), is_latest)
 
     on_rank_zero(finish)
     return folder / tag

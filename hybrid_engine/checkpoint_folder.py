@@ -46,8 +46,8 @@ def begin(directory: Path, tag: str) -> Path:
     return folder
 
 
-def publish(folder: Path, directory: Path, tag: str, manifest: dict[str, Any]) -> None:
-    """Makes the written `folder` the checkpoint `tag` and the latest one.
+def publish(folder: Path, directory: Path, tag: str, manifest: dict[str, Any], is_latest: bool = True) -> None:
+    """Makes the written `folder` the checkpoint `tag` and, unless that is not wanted, the latest one.
 
     `manifest` is stored with the names and sizes of all files. Each step is on disk before the next begins.
     """
@@ -61,9 +61,10 @@ def publish(folder: Path, directory: Path, tag: str, manifest: dict[str, Any]) -
         target.rename(replaced)
     folder.rename(target)
     _sync(directory)
-    _write(directory / f".{LATEST}.writing_file", tag)
-    (directory / f".{LATEST}.writing_file").replace(directory / LATEST)
-    _sync(directory)
+    if is_latest:
+        _write(directory / f".{LATEST}.writing_file", tag)
+        (directory / f".{LATEST}.writing_file").replace(directory / LATEST)
+        _sync(directory)
     if replaced.exists():
         shutil.rmtree(replaced)
 

@@ -255,11 +255,18 @@ class ZeroEngine(nn.Module):
         return self.config.train_micro_batch_size_per_gpu
 
     def save_checkpoint(
-        self, save_dir: str | os.PathLike[str], tag: str | int | None = None, client_state: Any = None
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
     ) -> Path:
-        """Saves everything needed to go on, on disk when it returns; collective. See `checkpoint.save`."""
+        """Saves everything needed to go on, on disk when it returns; collective. See `checkpoint.save`.
+
+        `save_latest=False` leaves the tag that is loaded by default as it is.
+        """
         tag = choose_tag(tag, self.config.checkpoint.tag_validation)
-        return checkpoint.save(self, save_dir, tag, client_state)
+        return checkpoint.save(self, save_dir, tag, client_state, save_latest)
 
     def load_checkpoint(
         self,

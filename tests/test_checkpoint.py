@@ -449,3 +449,11 @@ def test_a_checkpoint_of_deepspeed_is_recognised_and_its_consolidated_weights_lo
     model.load_state_dict(torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config())
     assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), tiny_llama(seed=3).parameters(), strict=True))
+
+
+def test_a_checkpoint_may_be_saved_beside_the_latest(tmp_path):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config())
+    engine.save_checkpoint(tmp_path, "first")
+    engine.save_checkpoint(tmp_path, "aside", save_latest=False)
+    assert engine.load_checkpoint(tmp_path)[0].endswith("first")
+    assert engine.load_checkpoint(tmp_path, "aside")[0].endswith("aside")
