@@ -54,7 +54,7 @@ class ExpertList:
 
     def fuse_lora(self) -> int:
         """Copies weights with the active adapters added; returns 0: the buffer is there already."""
-        if any(linear.fuse_lora() for linear in self.linears):
+        if sum(linear.fuse_lora() for linear in self.linears) > 0:
             self._copy()
             for linear in self.linears:
                 linear.unfuse_lora()

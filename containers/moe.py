@@ -154,14 +154,12 @@ class MoEBlock:
         """Raises UnsupportedModelError where policy and layer do not fit."""
         self.policy, self.name, self.parallel = policy, name, parallel
         router, experts = submodule(layer, policy.router), submodule(layer, policy.experts)
-        router_base, experts_base = unwrap(router, f"{name} {policy.router}")[0], unwrap(experts, name)[0]
+        experts_base = unwrap(experts, name)[0]
 
         def view(module: nn.Module, path: str, parameter: str | None, part: Cut | None = None) -> ParameterView | None:
             return ParameterView(module, parameter, f"{name} {path}", parallel, part) if parameter else None
 
-        self.router = ParameterView(router, "weight", f"{name} {policy.router}", parallel)
-        has_bias = getattr(router_base, "bias", None) is not None
-        self.router_bias = view(router, policy.router, "bias" if has_bias else None)
+        self.router = self._take_router(router)
         if policy.is_list:
             self._take_list(experts)
         else:
@@ -175,6 +173,21 @@ class MoEBlock:
             self.residual = ResidualMLP(policy.residual, layer, activation, name, parallel)
         self._check_shapes()
         self._build_ops(config, activation, experts_base)
+
+    def _take_router(self, module: nn.Module) -> tuple[ParameterView, ParameterView | None] | TransposedLinear:
+        """Weight and bias of a module of the family's own, or a linear."""
+        name = f"{self.name} {self.policy.router}"
+        if isinstance(getattr(module, "base_layer", module), nn.Linear):
+            return TransposedLinear(module, name, self.parallel)
+        has_bias = getattr(unwrap(module, name)[0], "bias", None) is not None
+        bias = ParameterView(module, "bias", name, self.parallel) if has_bias else None
+        return ParameterView(module, "weight", name, self.parallel), bias
+
+    @property
+    def num_experts(self) -> int:
+        """X."""
+        router = self.router
+        return router.num_outputs if isinstance(router, TransposedLinear) else router[0].shape[0]
 
     def _take_list(self, experts: nn.Module) -> None:
         policy, parallel, name = self.policy, self.parallel, f"{self.name} {self.policy.experts}"
@@ -204,7 +217,9 @@ class MoEBlock:
         self.down_bias = view(experts, policy.experts, policy.down_bias)
 
     def _check_shapes(self) -> None:
-        (num_experts, hidden), parts = self.router.shape, 1 if self.policy.layout == "plain" else 2
+        router, parts = self.router, 1 if self.policy.layout == "plain" else 2
+        hidden = router.num_inputs if isinstance(router, TransposedLinear) else router[0].shape[1]
+        num_experts = self.num_experts
         swap = (0, 1, 2) if self.policy.is_stored_transposed else (0, 2, 1)
         up, down = (tuple(view.shape[i] for i in swap) for view in (self.up, self.down))
         size = down[1]
@@ -218,7 +233,7 @@ class MoEBlock:
         policy = self.policy
         normalizes = policy.normalizes if isinstance(policy.normalizes, bool) else getattr(config, policy.normalizes)
         top_k = getattr(config, policy.top_k)
-        self.gating = MoEGatingOp(self.router.shape[0], top_k, policy.scoring, bool(normalizes), policy.fp32_weights)
+        self.gating = MoEGatingOp(self.num_experts, top_k, policy.scoring, bool(normalizes), policy.fp32_weights)
         numbers = {key: getattr(experts, key) for key in ("alpha", "limit") if activation == CLAMPED_SWIGLU}
         self.expert_gemm = ExpertGemmOp(activation, policy.layout, **numbers)
         self.expert_sum, self.vector_matmul = ExpertSumOp(), VectorMatMulOp()
@@ -231,7 +246,8 @@ class MoEBlock:
     @property
     def parts(self) -> list[ParameterView | ExpertList | TransposedLinear]:
         """Everything that binds and fuses."""
-        views = [self.router, self.router_bias, self.up, self.up_bias, self.down, self.down_bias]
+        router = [self.router] if isinstance(self.router, TransposedLinear) else self.router
+        views = [*router, self.up, self.up_bias, self.down, self.down_bias]
         dense = [linear for mlp in (self.shared, self.residual) if mlp for linear in mlp.linears]
         return [*(view for view in views if view is not None), *dense]
 
@@ -251,10 +267,12 @@ class MoEBlock:
 
     def _score(self, normed: torch.Tensor) -> torch.Tensor:
         """The router's logits `[N, X]`."""
-        weight, bias = self.router.tensor.t(), None if self.router_bias is None else self.router_bias.tensor
-        if self.policy.is_router_fp32:
-            normed, weight, bias = normed.float(), weight.float(), None if bias is None else bias.float()
-        return self.vector_matmul(normed, weight, bias)
+        if isinstance(self.router, TransposedLinear):
+            weight, bias = self.router.pair
+        else:
+            view, bias_view = self.router
+            weight, bias = view.tensor.t(), None if bias_view is None else bias_view.tensor
+        return self.vector_matmul(normed.to(weight.dtype), weight, bias)
 
     def forward(self, normed: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`normed [N, E]` -> the block's output `[N, E]`, plus `residual [N, E]` where given."""

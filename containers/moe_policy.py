@@ -12,13 +12,11 @@ class MoEPolicy:
     """One family's block. Sizes, and what the config names, are read off the modules and the config."""
 
     router: str = "mlp.gate"
-    # Module with the router's `weight [X, E]` and, where it has one, `bias [X]`.
+    # Module with the router's `weight [X, E]` and, where it has one, `bias [X]`; its product is in their dtype.
     scoring: Literal["softmax_then_topk", "topk_then_softmax"] = "softmax_then_topk"
     # Order of softmax and choice.
     normalizes: bool | str = True
     # The chosen weights are divided by their sum; a string names the config value that says so.
-    is_router_fp32: bool = False
-    # Its product is taken in fp32.
     fp32_weights: bool = False
     # Routing weights stay fp32 instead of being rounded to the dtype of the logits.
     top_k: str = "num_experts_per_tok"
@@ -68,7 +66,6 @@ GPT_OSS = MoEPolicy(
 )
 DEEPSPEED_MOE = MoEPolicy(
     router="mlp.deepspeed_moe.gate.wg",
-    is_router_fp32=True,
     normalizes="norm_topk_prob",
     experts="mlp.deepspeed_moe.experts.deepspeed_experts",
     is_list=True,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from megatron_model import VOCAB, build_oracle, oracle_generate, save_megatron
 from models import PAD, padded_prompts
+from test_lora import adapt
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel
@@ -40,13 +41,15 @@ class Wrapped(torch.nn.Module):
 
 def forced_logits(containers, row):
     """Logits `[P, V]` of every place of one row by prefill alone."""
-    places = torch.arange(len(row))
+    places = torch.arange(len(row), device=row.device)
     batch = PrefillBatch(
         tokens=row, positions=places, write_blocks=torch.zeros_like(places), write_offsets=places,
-        lengths=(len(row),), starts=torch.tensor([0, len(row)], dtype=torch.int32), wanted=places,
+        lengths=(len(row),), starts=torch.tensor([0, len(row)], dtype=torch.int32, device=row.device), wanted=places,
         row_lengths=torch.full_like(places, len(row)),
     )  # fmt: skip
-    return containers.forward(batch, torch.zeros(containers.kv_shape(1, len(row))), containers.layers)
+    return containers.forward(
+        batch, torch.zeros(containers.kv_shape(1, len(row)), device=row.device), containers.layers
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -149,6 +152,31 @@ def test_rollouts_of_a_checkpoint_equal_greedy_search_by_the_plain_forward(tmp_p
         tokens, logprobs = oracle_generate(oracle, prompt[mask[row].bool()].tolist(), NEW_TOKENS)
         assert output.sequences[row, input_ids.shape[1] :].tolist() == tokens
         torch.testing.assert_close(output.logprobs[row], torch.tensor(logprobs), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["wg", "dense_4h_to_h", "query_key_value"]], ids=str)
+def test_adapters_on_experts_and_routers_reach_the_rollout(tmp_path, targets):
+    oracle = build_oracle(num_experts=(3, 0), top_k=2, is_residual=True)
+    model = adapt(load_megatron_gpt(save(tmp_path, oracle)), targets)
+    input_ids, mask = padded_prompts()
+    greedy = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": PAD}
+    expected = model.generate(input_ids=input_ids, attention_mask=mask, **greedy)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    engine = engine_of(model)
+    assert engine.logprob_difference.max < 1e-4
+    assert torch.equal(engine.generate(input_ids, attention_mask=mask, **greedy), expected)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+@torch.no_grad()
+def test_layers_with_experts_on_kernels_equal_the_plain_forward(kernels):
+    oracle = build_oracle(num_experts=(2,), top_k=2, is_residual=True)
+    model, row = Wrapped(oracle), torch.tensor([5, 9, 17, 2])
+    expected = oracle(row[None])[0].log_softmax(-1)
+    containers = InferenceModel(model.to(kernels))
+    containers.bind()
+    logits = forced_logits(containers, row.to(kernels)).cpu()
+    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=2e-5, rtol=0)
 
 
 def test_the_models_own_generate_and_training_work(tmp_path):

@@ -111,8 +111,9 @@ class MegatronMoE(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[B, P, E]` -> `[B, P, E]`."""
         tokens = hidden.flatten(0, 1)  # [N, E]
-        logits = F.linear(tokens.float(), self.deepspeed_moe["gate"].wg.weight.float())
-        weights, chosen = logits.softmax(-1).topk(self.top_k)  # [N, top_k]
+        gate = self.deepspeed_moe["gate"].wg
+        logits = gate(tokens.to(gate.weight.dtype))
+        weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.top_k)  # [N, top_k]
         if self.top_k == 2:
             weights = weights / weights.sum(-1, keepdim=True)
         output = torch.zeros_like(tokens)
@@ -151,9 +152,9 @@ class MegatronEmbedding(nn.Module):
         self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """`[B, P]` and `[B, P]` -> `[B, P, E]`."""
-        return self.word_embeddings(tokens) + self.position_embeddings(positions)
+    def forward(self, words: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`words [B, P, E]` that were looked up, `positions [B, P]` -> `[B, P, E]`."""
+        return words + self.position_embeddings(positions)
 
 
 class MegatronEncoder(nn.Module):
@@ -207,28 +208,38 @@ class MegatronGPT(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
     ) -> CausalLMOutputWithPast:
         """Logits `[B, P, V]`, and with `labels [B, P]` (-100: left out) the mean loss of the next tokens.
 
-        `attention_mask [B, C]` counts the tokens in `past_key_values` too. `use_cache` and `return_dict` are what
-        transformers' generate() passes.
+        `inputs_embeds [B, P, E]` are words without positions, in the place of `input_ids [B, P]`. `attention_mask
+        [B, C]` counts the tokens in `past_key_values` too. `use_cache` and `return_dict` are what transformers'
+        generate() passes. Raises ValueError for a wish for what happens inside the layers.
         """
-        (num_rows, length), past = input_ids.shape, past_key_values
+        if output_attentions or output_hidden_states:
+            raise ValueError("output_attentions and output_hidden_states are not built for MegatronGPT; leave them out")
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        (num_rows, length, _), past, device = inputs_embeds.shape, past_key_values, inputs_embeds.device
         total = length + (0 if past is None else past.get_seq_length())
-        mask = input_ids.new_ones(num_rows, total) if attention_mask is None else attention_mask
+        mask = (
+            torch.ones(num_rows, total, dtype=torch.int64, device=device) if attention_mask is None else attention_mask
+        )
         if position_ids is None:
             position_ids = (mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
-        is_own = torch.eye(total, dtype=torch.bool, device=input_ids.device)
+        is_own = torch.eye(total, dtype=torch.bool, device=device)
         # Padding sees itself: a row of a softmax must not be empty.
         is_seen = (torch.ones_like(is_own).tril() & mask.bool()[:, None] | is_own)[:, None, -length:]
-        hidden = self.language_model.embedding(input_ids, position_ids)
+        hidden = self.language_model.embedding(inputs_embeds, position_ids)
         logits = self.language_model.output_layer(self.language_model.encoder(hidden, is_seen, past))
         loss = None
         if labels is not None:
