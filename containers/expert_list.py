@@ -37,13 +37,13 @@ class ExpertList:
         if len(sizes) != 1:
             raise UnsupportedModelError(f"{self.name} has linears of {len(sizes)} shapes; expected one")
         self.shape = (len(self.linears), *sizes.pop())
-        self.tensor: torch.Tensor | None = None
+        self.tensor = torch.empty(0)  # until `bind`
         self.bias: torch.Tensor | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What a forward pass reads."""
-        return [tensor for tensor in (self.tensor, self.bias) if tensor is not None]
+        return [self.tensor] if self.bias is None else [self.tensor, self.bias]
 
     def bind(self) -> None:
         """Copies the parameters as they are now, unfused."""
@@ -72,7 +72,7 @@ class ExpertList:
 def _stacked(parts: list[torch.Tensor], buffer: torch.Tensor | None) -> torch.Tensor:
     """The parts in `buffer`, so that its address stays, or in a new one where it does not fit."""
     first = parts[0]
-    if buffer is None or buffer.dtype != first.dtype or buffer.device != first.device:
+    if buffer is None or not buffer.numel() or buffer.dtype != first.dtype or buffer.device != first.device:
         return torch.stack(parts)
     for place, part in zip(buffer, parts, strict=True):
         place.copy_(part)

@@ -198,7 +198,8 @@ class MoEBlock:
         self.down: ParameterView | ExpertList = ExpertList(
             experts, policy.down, name, parallel, rows=parallel.even(size)
         )
-        self.up_bias = self.down_bias = None
+        self.up_bias: ParameterView | None = None
+        self.down_bias: ParameterView | None = None
 
     def _take_stacked(self, experts: nn.Module, view: Callable[..., ParameterView | None]) -> None:
         policy, parallel, name = self.policy, self.parallel, self.name

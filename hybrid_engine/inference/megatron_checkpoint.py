@@ -23,8 +23,10 @@ from hybrid_engine.inference.megatron_gpt import MegatronGPT, MegatronGPTConfig
 RANK_FOLDER = re.compile(r"mp_rank_(\d+)$")
 RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt$")
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
-CUT_BY_ROWS = ("query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias")
-CUT_BY_ROWS += ("word_embeddings.weight", "output_layer.weight")
+CUT_BY_ROWS = (
+    *(f"{name}.{part}" for name in ("query_key_value", "dense_h_to_4h") for part in ("weight", "bias")),
+    *("word_embeddings.weight", "output_layer.weight"),
+)
 CUT_BY_COLUMNS = ("self_attention.dense.weight", "dense_4h_to_h.weight")
 ROUTER = "gate.wg.weight"
 NUM_LISTED = 10
