@@ -20,7 +20,7 @@ def test_the_kernel_equals_the_reference_to_the_bit(block_size, head_dim, dtype,
 def test_numbers_that_do_not_fit_are_named(kernels):
     workspace = torch.zeros(1, 2, 4, 1, 2, 2, device=kernels)
     ones = torch.ones(2, dtype=torch.int64, device=kernels)
-    with pytest.raises(ValueError, match="targets is .*int32; expected"):
+    with pytest.raises(ValueError, match=r"targets is .*int32; expected"):
         BlockCopyOp()(workspace, ones, ones.int(), ones)
     with pytest.raises(ValueError, match="workspace has strides"):
         BlockCopyOp()(workspace.transpose(1, 2), ones, ones, ones)
