@@ -22,15 +22,15 @@ from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_whole
 from hybrid_engine.generation.generator import Generator, fused
-from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, find_files
+from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.config import InferenceConfig, logger, read_config
 from hybrid_engine.inference.engine import InferenceEngine
 from hybrid_engine.inference.held_slices import HeldSlices
-from hybrid_engine.inference.linears import LinearPlan, check_layer, cut_layer, plan_by_names, plan_by_policy
+from hybrid_engine.inference.linears import share_linears
 from hybrid_engine.model_group import ModelGroup, describe_group, join_model_group
 from hybrid_engine.zero.build import cast_parameters
 from hybrid_engine.zero.processes import default_device, get_rank, init_distributed
-from hybrid_engine.zero.sharding import Sharding, find_layers
+from hybrid_engine.zero.sharding import Sharding
 
 DEFAULT_MAX_OUT_TOKENS = 1024
 
@@ -134,7 +134,7 @@ def open_checkpoint(model: nn.Module, config: InferenceConfig) -> CheckpointRead
             'torch.device("meta"), or leave checkpoint out'
         )
     base_dir = config.base_dir or config.checkpoint_config.get("base_dir") or ""
-    reader = CheckpointReader(model, find_files(checkpoint, base_dir))
+    reader = open_checkpoint_of(model, checkpoint, base_dir)
     compute_buffers(model, default_device())
     return reader
 
@@ -265,7 +265,7 @@ def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: 
         group = engine.group
         if weights.checkpoint is not None:
             group = replace(group, parallel=replace(group.parallel, read=weights.checkpoint.read))
-        engine.cut_linears = share_linears(engine.module, config, group)
+        engine.cut_linears = share_linears(engine.module, config, group.parallel)
         if weights.checkpoint is not None:
             weights.checkpoint.fill(default_device())
         engine.module.to(default_device())
@@ -279,43 +279,6 @@ def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: 
             weights.checkpoint.fill(default_device())
     if weights.checkpoint is not None:
         weights.checkpoint.close()
-
-
-def share_linears(model: nn.Module, config: InferenceConfig, group: ModelGroup) -> int:
-    """Cuts the linears of a model without a policy; returns how many. ValueError where none can be."""
-    plans = [(layer, plan) for layer, plan in plan_layers(model, config) if plan is not None]
-    if not plans:
-        raise ValueError(
-            f"tensor_parallel.tp_size={group.size}: no linears of {type(model).__name__} are known by their names; "
-            "pass injection_policy={LayerClass: names of the linears whose outputs are added up}, or tp_size=1"
-        )
-    for layer, plan in plans:
-        check_layer(layer, plan, getattr(model, "config", None), group.parallel)
-    for layer, plan in plans:
-        cut_layer(layer, plan, group.parallel)
-    return sum(len(plan.rows) + len(plan.columns) for _, plan in plans)
-
-
-def plan_layers(model: nn.Module, config: InferenceConfig) -> list[tuple[nn.Module, LinearPlan | None]]:
-    """The layers that are shared: those that `injection_policy` names, or else the repeated ones."""
-    if config.injection_policy is None:
-        layers = find_layers(model)
-        if config.injection_policy_tuple is not None:
-            return [(layer, plan_by_policy(layer, config.injection_policy_tuple)) for layer in layers]
-        return [(layer, plan_by_names(layer)) for layer in layers]
-    named = {_class_name(kind): _names(names) for kind, names in config.injection_policy.items()}
-    found = [layer for layer in model.modules() if type(layer).__name__ in named]
-    if not found:
-        raise ValueError(f"injection_policy: {type(model).__name__} has no layer of class {', '.join(named)}")
-    return [(layer, plan_by_policy(layer, named[type(layer).__name__])) for layer in found]
-
-
-def _class_name(kind: Any) -> str:
-    return kind if isinstance(kind, str) else kind.__name__
-
-
-def _names(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _text_config(model: nn.Module) -> Any:

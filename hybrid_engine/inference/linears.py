@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from hybrid_engine.containers.tensor_parallel import Heads, TensorParallel, check_divides, cut
+from hybrid_engine.inference.config import InferenceConfig
+from hybrid_engine.zero.sharding import find_layers
 
 ROW_NAMES = (
     "o_proj", "out_proj", "down_proj", "dense_4h_to_h", "fc2", "wo", "w2", "c_proj", "out_lin", "lin2", "proj_out",
@@ -50,6 +52,43 @@ class LinearPlan:
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
+
+
+def share_linears(model: nn.Module, config: InferenceConfig, parallel: TensorParallel) -> int:
+    """Cuts the linears of a model without a policy; returns how many. ValueError where none can be."""
+    plans = [(layer, plan) for layer, plan in plan_layers(model, config) if plan is not None]
+    if not plans:
+        raise ValueError(
+            f"tensor_parallel.tp_size={parallel.size}: no linears of {type(model).__name__} are known by their names; "
+            "pass injection_policy={LayerClass: names of the linears whose outputs are added up}, or tp_size=1"
+        )
+    for layer, plan in plans:
+        check_layer(layer, plan, getattr(model, "config", None), parallel)
+    for layer, plan in plans:
+        cut_layer(layer, plan, parallel)
+    return sum(len(plan.rows) + len(plan.columns) for _, plan in plans)
+
+
+def plan_layers(model: nn.Module, config: InferenceConfig) -> list[tuple[nn.Module, LinearPlan | None]]:
+    """The layers that are shared: those that `injection_policy` names, or else the repeated ones."""
+    if config.injection_policy is None:
+        layers = find_layers(model)
+        if config.injection_policy_tuple is not None:
+            return [(layer, plan_by_policy(layer, config.injection_policy_tuple)) for layer in layers]
+        return [(layer, plan_by_names(layer)) for layer in layers]
+    named = {_class_name(kind): _names(names) for kind, names in config.injection_policy.items()}
+    found = [layer for layer in model.modules() if type(layer).__name__ in named]
+    if not found:
+        raise ValueError(f"injection_policy: {type(model).__name__} has no layer of class {', '.join(named)}")
+    return [(layer, plan_by_policy(layer, named[type(layer).__name__])) for layer in found]
+
+
+def _class_name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else kind.__name__
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def plan_by_names(layer: nn.Module) -> LinearPlan | None:
