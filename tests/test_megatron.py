@@ -8,7 +8,7 @@ from test_lora import adapt
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel
-from hybrid_engine.inference.megatron_checkpoint import load_megatron_gpt
+from hybrid_engine.inference.megatron import load_megatron_gpt
 from hybrid_engine.inference.megatron_gpt import MegatronGPT, MegatronGPTConfig
 from hybrid_engine.ops import PrefillBatch
 
@@ -234,9 +234,9 @@ def widen_a_norm(content):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_final_norm, r"1 tensors: language_model.encoder.final_layernorm.weight is missing"),
-        (rename_all_of_a_layer, r"in 24 tensors: .*; \.\.\.$"),
-        (widen_a_norm, r"final_layernorm.weight is \[50\], expected \[48\]"),
+        (drop_final_norm, "1 missing: language_model.encoder.final_layernorm.weight"),
+        (rename_all_of_a_layer, "12 missing: .*, ...; 12 extra: .*rotten_input_layernorm.weight"),
+        (widen_a_norm, r"1 misshapen: .*final_layernorm.weight \[50\] instead of \[48\]"),
         (lambda content: content.pop("args"), "needs .* args with num_attention_heads"),
         (lambda content: content.pop("model"), "needs the weights under model or module"),
         (lambda content: content["model"]["language_model"]["embedding"].pop("position_embeddings"), "learned pos"),
@@ -255,6 +255,13 @@ def test_folders_without_all_ranks_are_refused(tmp_path):
     save_megatron(build_oracle(), tmp_path, num_ranks=2)
     (tmp_path / "mp_rank_00").rename(tmp_path / "mp_rank_02")
     with pytest.raises(ValueError, match=r"ranks \[1, 2\]"):
+        load_megatron_gpt(tmp_path)
+    (tmp_path / "mp_rank_02").rename(tmp_path / "mp_rank_00")
+    edit(tmp_path / "mp_rank_01" / "model_optim_rng.pt", drop_final_norm)
+    with pytest.raises(ValueError, match=r"only one of ranks 0 and 1 has .*final_layernorm.weight"):
+        load_megatron_gpt(tmp_path)
+    (tmp_path / "mp_rank_01" / "model_optim_rng.pt").write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="is not a file of tensors"):
         load_megatron_gpt(tmp_path)
     (tmp_path / "mp_rank_00_001").mkdir()
     with pytest.raises(ValueError, match="pipeline-parallel"):

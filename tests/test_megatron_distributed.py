@@ -12,7 +12,7 @@ import hybrid_engine
 from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.containers.tensor_parallel import ALONE
 from hybrid_engine.inference import init_inference
-from hybrid_engine.inference.megatron_checkpoint import load_megatron_gpt
+from hybrid_engine.inference.megatron import build_empty_megatron_gpt, load_megatron_gpt
 from hybrid_engine.model_group import describe_group
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": PAD}
@@ -50,7 +50,11 @@ def infer(world_size, folder):
     shared = {"tensor_parallel": {"tp_size": world_size}}
     logits = init_inference(build_adapted(), **shared)(*rows("right")).logits
     input_ids, mask = padded_prompts()
-    engine = init_inference(load_megatron_gpt(folder), **shared)
+    if world_size == 1:
+        engine = init_inference(load_megatron_gpt(folder))
+    else:
+        engine = init_inference(build_empty_megatron_gpt(folder), checkpoint=str(folder), **shared)
+        assert all(parameter.is_meta for parameter in engine.module.parameters())  # parts are held, nothing whole
     return logits, engine.generate(input_ids, attention_mask=mask, **GREEDY)
 
 

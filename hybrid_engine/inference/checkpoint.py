@@ -1,12 +1,13 @@
-"""Weights from sharded safetensors straight into a process's part of a model on the meta device.
+"""Weights from sharded safetensors, or Megatron-LM's files, straight into a process's part of a model on meta.
 
 Only headers are read before everything has been compared: a checkpoint that does not fit changes nothing. One file
 is open at a time, and of each tensor only what this process holds is read from it.
 """
 
 import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from hybrid_engine.containers.tensor_parallel import Cut, read_whole
+from hybrid_engine.inference.megatron_checkpoint import MegatronCheckpoint, is_megatron_checkpoint
 from hybrid_engine.inference.stored import Joined, OpenFile, Source, Stacked, Stored, read_part
 
 NUM_LISTED = 10
@@ -64,19 +66,16 @@ def _listed(content: Mapping[str, Any], folder: Path) -> list[Path]:
 class CheckpointReader:
     """Reads the tensors of `model`, which is on the meta device, or parts of them.
 
-    Names that older releases of transformers gave, and experts stored one by one, are found as `from_pretrained` does.
-
     Raises ValueError, which lists the first of each kind, where tensors are missing, too many or of another shape.
     """
 
-    def __init__(self, model: nn.Module, files: Iterable[Path]):
-        self.model, self._file = model, OpenFile()
-        stored = {key: Stored(self._file, path, key) for path in files for key in self._file.get(path).keys()}  # noqa: SIM118
-        self._file.close()
+    def __init__(self, model: nn.Module, sources: Mapping[str, Source], opened: OpenFile | None = None):
+        """`sources` have the model's names; `opened` is what they read from."""
+        self.model, self._file = model, opened or OpenFile()
         self._sources: dict[int, Source] = {}
-        self._match(find_sources(model, stored))
+        self._match(sources)
 
-    def _match(self, sources: dict[str, Source]) -> None:
+    def _match(self, sources: Mapping[str, Source]) -> None:
         """Finds each tensor under one of its names: tied ones have several."""
         names: dict[int, list[str]] = {}
         shapes: dict[int, tuple[int, ...]] = {}
@@ -133,6 +132,20 @@ class CheckpointReader:
             for name, buffer in module._buffers.items():
                 if buffer is not None and id(buffer) in loaded:
                     module._buffers[name] = loaded[id(buffer)]
+
+
+def open_checkpoint_of(model: nn.Module, checkpoint: Any, base_dir: str = "") -> CheckpointReader:
+    """A reader of a Megatron-LM folder, or of what `find_files` takes.
+
+    In safetensors, names that older releases of transformers gave, and experts stored one by one, are found as
+    `from_pretrained` does. Raises ValueError where files are missing or do not fit the model.
+    """
+    if isinstance(checkpoint, str | os.PathLike) and is_megatron_checkpoint(Path(base_dir) / checkpoint):
+        return CheckpointReader(model, MegatronCheckpoint(Path(base_dir) / checkpoint).sources)
+    opened, files = OpenFile(), find_files(checkpoint, base_dir)
+    stored = {key: Stored(opened, path, key) for path in files for key in opened.get(path).keys()}  # noqa: SIM118
+    opened.close()
+    return CheckpointReader(model, find_sources(model, stored), opened)
 
 
 def find_sources(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Source]:

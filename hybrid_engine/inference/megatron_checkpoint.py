@@ -1,4 +1,4 @@
-"""Reads a checkpoint of Megatron-LM's GPT, or DeepSpeed's of one with experts, into a `MegatronGPT`.
+"""Reads a checkpoint of Megatron-LM's GPT, or DeepSpeed's of one with experts, under the names of `MegatronGPT`.
 
 The folder holds one file per tensor-parallel rank, `mp_rank_XX/model_optim_rng.pt` (Megatron-LM) or
 `mp_rank_XX_model_states.pt` (DeepSpeed, beside files `layer_L_expert_X_mp_rank_XX_model_states.pt`). Files are
@@ -14,11 +14,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
-from hybrid_engine.inference.megatron_gpt import MegatronGPT, MegatronGPTConfig
+from hybrid_engine.inference.megatron_gpt import MegatronGPTConfig
+from hybrid_engine.inference.stored import Joined, Source
 
 RANK_FOLDER = re.compile(r"mp_rank_(\d+)$")
 RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt$")
@@ -29,11 +31,10 @@ CUT_BY_ROWS = (
 )
 CUT_BY_COLUMNS = ("self_attention.dense.weight", "dense_4h_to_h.weight")
 ROUTER = "gate.wg.weight"
-NUM_LISTED = 10
 
 
 class MegatronCheckpoint:
-    """The parameters of a checkpoint under the names of `MegatronGPT`, whole, one at a time.
+    """`config` of the model, and `sources` of its parameters by their names in `MegatronGPT`, whole or in part.
 
     Raises:
         ValueError: a folder without such files or with pipeline-parallel ones, or files that lack what is needed.
@@ -49,37 +50,28 @@ class MegatronCheckpoint:
         for rank, shard in enumerate(self.shards):
             for path in sorted(self.folder.glob(f"layer_*_expert_*_mp_rank_{rank:02d}_model_states.pt")):
                 shard.update(_named_tensors(_load(path)))
+            if unshared := sorted(shard.keys() ^ self.shards[0].keys()):
+                raise ValueError(f"checkpoint={self.folder}: only one of ranks 0 and {rank} has {unshared[0]}")
+        self.sources = {name: self._source(name) for name in self.shards[0]}
         self.config = self._read_config()
 
-    @property
-    def names(self) -> list[str]:
-        """Of all parameters."""
-        return list(self.shards[0])
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole parameter, without reading it."""
-        shape, dim = list(self.shards[0][name].shape), _cut_dim(name)
-        if dim is not None:
-            shape[dim] = sum(shard[name].shape[dim] for shard in self.shards)
-        return tuple(shape)
-
-    def read(self, name: str) -> torch.Tensor:
-        """The whole parameter, as a tensor of its own."""
+    def _source(self, name: str) -> Source:
         parts, dim = [shard[name] for shard in self.shards], _cut_dim(name)
-        if "query_key_value" in name:
-            parts = [interleave_heads(part, self.version, self.num_heads // len(parts)) for part in parts]
-        return parts[0].clone() if dim is None else torch.cat(parts, dim)
+        num_heads = self.num_heads // len(parts) if "query_key_value" in name and self.version < 2 else None
+        mapped = [Mapped(part, self.version, num_heads) for part in parts]
+        return mapped[0] if dim is None else Joined(mapped, dim)
 
     def _read_config(self) -> MegatronGPTConfig:
         """Sizes from the shapes, the rest from the arguments that the training was started with."""
+        shapes = {name: source.shape for name, source in self.sources.items()}
         embedding, layers = "language_model.embedding.", "language_model.encoder.layers."
         for needed in (f"{embedding}word_embeddings.weight", f"{embedding}position_embeddings.weight"):
-            if needed not in self.shards[0]:
+            if needed not in shapes:
                 raise ValueError(f"checkpoint={self.folder} has no {needed}; only GPT with learned positions is read")
-        vocab_size, hidden_size = self.shape(f"{embedding}word_embeddings.weight")
-        indices = [int(name.removeprefix(layers).split(".")[0]) for name in self.names if name.startswith(layers)]
-        up = next((self.shape(name)[0] for name in self.names if name.endswith("dense_h_to_4h.weight")), None)
-        routers = {name: self.shape(name)[0] for name in self.names if name.endswith(ROUTER)}
+        vocab_size, hidden_size = shapes[f"{embedding}word_embeddings.weight"]
+        indices = [int(name.removeprefix(layers).split(".")[0]) for name in shapes if name.startswith(layers)]
+        up = next((shape[0] for name, shape in shapes.items() if name.endswith("dense_h_to_4h.weight")), None)
+        routers = {name: shape[0] for name, shape in shapes.items() if name.endswith(ROUTER)}
         num_layers = max(indices, default=-1) + 1
         return MegatronGPTConfig(
             vocab_size=vocab_size,
@@ -87,56 +79,37 @@ class MegatronCheckpoint:
             num_hidden_layers=num_layers,
             num_attention_heads=self.num_heads,
             intermediate_size=up,
-            max_position_embeddings=self.shape(f"{embedding}position_embeddings.weight")[0],
+            max_position_embeddings=shapes[f"{embedding}position_embeddings.weight"][0],
             hidden_act=_activation(self.arguments),
             layer_norm_eps=self.arguments.get("layernorm_epsilon", 1e-5),
             num_experts=[routers.get(f"{layers}{i}.mlp.deepspeed_moe.{ROUTER}", 0) for i in range(num_layers)],
             num_experts_per_tok=self.arguments.get("topk", 1) if routers else 1,
-            is_moe_residual=any(name.endswith("mlp.coefficient.weight") for name in self.names),
-            tie_word_embeddings="language_model.output_layer.weight" not in self.shards[0],
+            is_moe_residual=any(name.endswith("mlp.coefficient.weight") for name in shapes),
+            tie_word_embeddings="language_model.output_layer.weight" not in shapes,
         )
 
 
-def load_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> MegatronGPT:
-    """The model of a checkpoint on the CPU, in evaluation mode.
+class Mapped:
+    """A rank's tensor in a mapped file; `num_heads` where the rows of its heads must be put in order."""
 
-    Args:
-        folder: the checkpoint's, or the one above with `latest_checkpointed_iteration.txt` or `latest` in it.
-        dtype: of the parameters but routers, which stay fp32; None: the checkpoint's own.
+    def __init__(self, tensor: torch.Tensor, version: float, num_heads: int | None):
+        self.tensor, self.version, self.num_heads = tensor, version, num_heads
+        self.shape = tuple(tensor.shape)
 
-    Raises:
-        ValueError: as `MegatronCheckpoint`, or tensors that are missing, unknown or of another shape; it lists them.
-    """
-    checkpoint = MegatronCheckpoint(folder)
-    with torch.device("meta"):
-        model = MegatronGPT(checkpoint.config)
-    check_fits(model, checkpoint)
-    state = {name: checkpoint.read(name) for name in checkpoint.names}
-    if dtype is not None:
-        state = {name: tensor if name.endswith(ROUTER) else tensor.to(dtype) for name, tensor in state.items()}
-    model.load_state_dict(state, strict=False, assign=True)  # not strict: a tied head has no tensor of its own
-    model.tie_weights()
-    return model.eval()
+    def read(self, dim: int, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """See `Source`; a tensor of its own."""
+        tensor = self.tensor
+        if self.num_heads is not None:
+            tensor = interleave_heads(tensor, self.version, self.num_heads)
+        return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
 
 
-def check_fits(model: MegatronGPT, checkpoint: MegatronCheckpoint) -> None:
-    """Raises ValueError with the tensors, the first ten and how many, that are not as `model` has them."""
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del expected["language_model.output_layer.weight"]
-    found = {name: checkpoint.shape(name) for name in checkpoint.names}
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is unknown" for name in found if name not in expected]
-    problems += [
-        f"{name} is {list(found[name])}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    if problems:
-        raise ValueError(
-            f"checkpoint={checkpoint.folder} does not fit in {len(problems)} tensors: "
-            f"{'; '.join(problems[:NUM_LISTED])}{'; ...' if len(problems) > NUM_LISTED else ''}"
-        )
+def is_megatron_checkpoint(folder: Path) -> bool:
+    """Whether `folder`, or its latest iteration, has files of Megatron-LM's ranks."""
+    folder = find_iteration(folder)
+    return folder.is_dir() and any(
+        RANK_FOLDER.match(path.name) or RANK_FILE.match(path.name) for path in folder.iterdir()
+    )
 
 
 def interleave_heads(tensor: torch.Tensor, version: float, num_heads: int) -> torch.Tensor:
@@ -178,8 +151,12 @@ def _rank_files(folder: Path) -> list[Path]:
 
 def _load(path: Path) -> dict[str, Any]:
     # Megatron keeps its command line in the file. Nothing else than tensors and numbers is let in.
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"checkpoint: {path} is not a file of tensors from torch.save: {reason}") from error
 
 
 def _arguments(content: dict[str, Any], folder: Path) -> dict[str, Any]:
