@@ -3,5 +3,12 @@
 from hybrid_engine.inference.build import init_inference
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.inference.engine import InferenceEngine
+from hybrid_engine.inference.megatron import build_empty_megatron_gpt, load_megatron_gpt
 
-__all__ = ["InferenceConfig", "InferenceEngine", "init_inference"]
+__all__ = [
+    "InferenceConfig",
+    "InferenceEngine",
+    "build_empty_megatron_gpt",
+    "init_inference",
+    "load_megatron_gpt",
+]
