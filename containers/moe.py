@@ -100,6 +100,7 @@ class ParameterView:
             (*self._cut(*expert_update(wrapper, adapter, self.view.dim(), self.parallel)), adapter.scale)
             for wrapper in self.wrappers
             for adapter in active_adapters(wrapper, self.name)
+            if isinstance(adapter, LoraAdapter)  # a parameter carries no other kind
         ]
         if not updates:
             return 0
