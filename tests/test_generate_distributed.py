@@ -83,7 +83,7 @@ def adapted(family):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
+                parameter.copy_(torch.randn_like(parameter) * 0.15)
     return model.eval()
 
 
@@ -185,7 +185,7 @@ def lora_rollouts(rank, world_size):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
-                    parameter.copy_(torch.randn_like(parameter) * 0.2)
+                    parameter.copy_(torch.randn_like(parameter) * 0.15)
         engine = build_engine(model, world_size, 3, pinned)
         before = weights(engine)
         engine.eval()

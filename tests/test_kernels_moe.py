@@ -234,8 +234,10 @@ def test_a_row_alone_equals_the_row_in_a_batch(kernels, monkeypatch, family, way
     block.bind()
     hidden = torch.randn(21, config.hidden_size, device=kernels)
     together = block.forward(hidden)
+    # A library's product of one row may add up in another order than that of many: a few units of fp32's rounding.
+    rounding = 16 * torch.finfo(torch.float32).eps * float(together.abs().max()) if way == "reference" else 1e-6
     for row in (0, 20):
-        torch.testing.assert_close(block.forward(hidden[row : row + 1])[0], together[row], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(block.forward(hidden[row : row + 1])[0], together[row], atol=rounding, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
