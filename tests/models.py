@@ -1,5 +1,7 @@
 """Small random models of every family with a policy, and what tests of rollouts share."""
 
+from collections.abc import Callable
+
 import torch
 from model_families import BUILDERS, VOCAB
 from transformers import PreTrainedModel
@@ -8,9 +10,14 @@ PAD = 0
 
 
 def build_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
+    """A family's model."""
+    return randomised(BUILDERS[family], seed)
+
+
+def randomised(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
     """A model whose next-token distributions are peaked enough for greedy ties not to occur."""
     torch.manual_seed(seed)
-    model = BUILDERS[family]()
+    model = build()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2).add_(torch.randn_like(parameter) * 0.05)
