@@ -54,7 +54,7 @@ def kernels_noted_by(note):
         run()
         note(run)
 
-    modules = [m for m in list(sys.modules.values()) if getattr(m, "launch", None) is start]
+    modules = [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get("launch") is start]
     for module in modules:
         module.launch = launch
     try:
