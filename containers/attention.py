@@ -20,7 +20,7 @@ WINDOWED_KINDS = ("sliding_attention", "local")
 
 def layer_kind(policy: Policy, config: Any, index: int) -> str | None:
     """What the config calls layer `index`; None where it knows one kind only."""
-    kinds = getattr(config, policy.layer_kinds, None)
+    kinds = getattr(config, policy.layer_kinds, None) if policy.layer_kinds else None
     return None if kinds is None else kinds[index]
 
 
@@ -103,11 +103,12 @@ class Attention:
             qk_norm_eps=self.q_norm.eps if self.q_norm and self.is_norm_in_op else 0.0,
             is_interleaved=policy.is_interleaved,
             softcap=config_value(config, policy.softcap) if policy.softcap else None,
+            alibi_rounds=policy.is_alibi_rounded,
         )
         if policy.alibi and getattr(config, policy.alibi, True):
             first = self.parallel.rank * self.num_heads
             slopes = alibi_slopes(self.heads.num_heads)[first : first + self.num_heads]
-            self.alibi = slopes * float(scale) if policy.is_alibi_scaled else slopes
+            self.alibi = slopes
         self.vector_matmul = VectorMatMulOp()
 
     @property

@@ -8,4 +8,5 @@ from hybrid_engine.containers.policy import register_policy
 
 MISTRAL = register_policy(replace(LLAMA, layer_class="MistralDecoderLayer", window="sliding_window"))
 
-MIXTRAL = register_policy(replace(MISTRAL, layer_class="MixtralDecoderLayer", moe=moe_policy.MIXTRAL))
+# Its layers are all of one kind, whatever the config calls them.
+MIXTRAL = register_policy(replace(MISTRAL, layer_class="MixtralDecoderLayer", moe=moe_policy.MIXTRAL, layer_kinds=None))

@@ -67,8 +67,9 @@ class Policy:
     # Name of the soft-capping of attention's scores.
     window: str | None = None
     # Name of the sliding window.
-    layer_kinds: str = "layer_types"
-    # Name of the list of layer kinds, of which "sliding_attention" and "local" have the window; without one, all have.
+    layer_kinds: str | None = "layer_types"
+    # Name of the list of layer kinds, of which "sliding_attention" and "local" have the window; None, or a config
+    # without the list: all have.
 
     rotary: str | None = None
     # In the decoder: the rotary embedding, where the family has one.
@@ -82,8 +83,8 @@ class Policy:
     # Where longrope's frequencies switch, the keys of the tokens before are computed anew with the long ones.
     alibi: str | None = None
     # Name of the switch of ALiBi biases, which is on where the config has none; they replace rotary embedding.
-    is_alibi_scaled: bool = False
-    # The biases are multiplied by `scale` like the scores.
+    is_alibi_rounded: bool = False
+    # The biases are rounded to bf16 and multiplied by `scale`.
     position_embedding: str | None = None
     # In the decoder, or in the model: the table of learned positions, where the family has one.
     position_offset: int = 0

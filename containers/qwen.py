@@ -15,4 +15,7 @@ QWEN3 = register_policy(
     replace(QWEN2, layer_class="Qwen3DecoderLayer", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 )
 
-QWEN3_MOE = register_policy(replace(QWEN3, layer_class="Qwen3MoeDecoderLayer", moe=moe_policy.QWEN3_MOE))
+# Its layers are all of one kind, whatever the config calls them.
+QWEN3_MOE = register_policy(
+    replace(QWEN3, layer_class="Qwen3MoeDecoderLayer", moe=moe_policy.QWEN3_MOE, layer_kinds=None)
+)

@@ -56,6 +56,8 @@ class SoftmaxContextOp:
         qk_norm_eps: its eps.
         is_interleaved: rotary pairs are neighbours (GPT-J) instead of halves (Llama).
         softcap: c of the soft-capping; None: none.
+        alibi_rounds: ALiBi's biases are bf16(bf16(slope_h) bf16(j)) * scale, as transformers' Falcon was trained;
+            only in torch, for every dtype.
     """
 
     def __init__(
@@ -70,10 +72,11 @@ class SoftmaxContextOp:
         qk_norm_eps: float = 0.0,
         is_interleaved: bool = False,
         softcap: float | None = None,
+        alibi_rounds: bool = False,
     ):
         assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.scale, self.window, self.softcap = scale, window, softcap
+        self.scale, self.window, self.softcap, self.alibi_rounds = scale, window, softcap, alibi_rounds
         self.norm_kind, self.qk_norm_eps = qk_norm, qk_norm_eps
         self.qk_norm = None if qk_norm is None else NORM_OPS[qk_norm](qk_norm_eps)
         self.is_interleaved = is_interleaved
@@ -110,6 +113,9 @@ class SoftmaxContextOp:
             return False
         if self.head_dim > kernels.MAX_HEAD_DIM:
             say_once(f"attention: no kernel for heads of {self.head_dim}, more than {kernels.MAX_HEAD_DIM}; in torch")
+            return False
+        if self.alibi_rounds:
+            say_once("attention: no kernel for ALiBi biases rounded to bf16; in torch")
             return False
         if self.norm_kind not in kernels.NORM_KINDS:
             say_once(f"attention: no kernel for q/k norm {self.norm_kind!r}; in torch")
@@ -211,7 +217,8 @@ class SoftmaxContextOp:
         k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
         scores = self._cap(q @ k.transpose(2, 3) * self.scale).float()
         if alibi is not None:
-            scores = scores - alibi[:, None, None] * distance
+            bias = self._linear_bias(alibi, distance, places)  # [n, H, n], or [H, n]
+            scores = scores + (bias.transpose(0, 1) if bias.dim() == 3 else bias[:, None])
         scores = scores.masked_fill(hidden, float("-inf"))
         return (self._softmax(scores, sinks).to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
@@ -241,6 +248,12 @@ class SoftmaxContextOp:
             probs = self._softmax(by_head, sinks).view(scores.shape)
         return torch.bmm(probs.to(v.dtype), v[:, : batch.context]).reshape(num_rows, -1)
 
+    def _linear_bias(self, alibi: torch.Tensor, distance: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """`[..., H, n]` fp32 for keys at `places [n]`, `distance [..., n]` behind their query."""
+        if self.alibi_rounds:  # of the place itself: softmax takes away what the query's own would add
+            return (alibi.bfloat16()[:, None] * places.bfloat16()).float() * self.scale
+        return -alibi[:, None] * distance[..., None, :]
+
     def _bias(self, batch: DecodeBatch, dtype: torch.dtype, alibi: torch.Tensor | None) -> torch.Tensor:
         """What is added to the scores, -inf where a row may not look: `[S*K, 1 or G, context]`."""
         key = ("bias", self.window, self.num_kv_heads, dtype)
@@ -249,9 +262,11 @@ class SoftmaxContextOp:
             hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
             bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
             if alibi is not None:
-                bias = -alibi[:, None] * distance[:, None].clamp(min=0)  # [S, H, context]
+                places = torch.arange(batch.context, device=hidden.device)
+                bias = self._linear_bias(alibi, distance.clamp(min=0), places)
+                bias = bias.expand(len(hidden), -1, -1)  # [S, H, context]
                 hidden = hidden[:, None]
-            bias = bias.masked_fill_(hidden, float("-inf"))
+            bias = bias.masked_fill(hidden, float("-inf"))
             if alibi is None:
                 bias = bias.repeat_interleave(self.num_kv_heads, 0).unsqueeze(1)
             batch.made[key] = bias if alibi is None else bias.unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)

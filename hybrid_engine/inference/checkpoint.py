@@ -30,7 +30,7 @@ from hybrid_engine.inference.stored import Joined, OpenFile, Source, Stacked, St
 
 NUM_LISTED = 10
 # Buffers that older releases of transformers saved and newer ones compute.
-COMPUTED = re.compile(r"(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias)$")
+COMPUTED = re.compile(r"(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias|embeddings\.position_ids)$")
 
 
 def find_files(checkpoint: Any, base_dir: str = "") -> list[Path]:
