@@ -31,6 +31,13 @@ def sliding_window(policy: Policy, config: Any, index: int) -> int | None:
     return config_value(config, policy.window)
 
 
+def soft_capping(policy: Policy, config: Any) -> float | None:
+    """What caps the scores in the model's own attention, of which transformers' SDPA leaves the capping out."""
+    if policy.softcap is None or getattr(config, "_attn_implementation", None) == "sdpa":
+        return None
+    return config_value(config, policy.softcap)
+
+
 def alibi_slopes(num_heads: int) -> torch.Tensor:
     """`[H]` fp32 slopes of ALiBi (Press et al. 2022, arXiv 2108.12409, section 3), as its authors extend them.
 
@@ -102,7 +109,7 @@ class Attention:
             qk_norm=policy.norm if self.is_norm_in_op else None,
             qk_norm_eps=self.q_norm.eps if self.q_norm and self.is_norm_in_op else 0.0,
             is_interleaved=policy.is_interleaved,
-            softcap=config_value(config, policy.softcap) if policy.softcap else None,
+            softcap=soft_capping(policy, config),
             alibi_rounds=policy.is_alibi_rounded,
         )
         if policy.alibi and getattr(config, policy.alibi, True):
