@@ -21,7 +21,17 @@ import statistics
 from functools import partial
 
 import torch
-from common import DTYPES, Ceilings, append_rows, base_parser, environment, measure_ceilings, synchronize, timed
+from common import (
+    DTYPES,
+    RESULTS,
+    Ceilings,
+    append_rows,
+    base_parser,
+    environment,
+    measure_ceilings,
+    synchronize,
+    timed,
+)
 from decode_shapes import GOALS, SHAPES, Goal
 from rich.console import Console
 from rich.table import Table
@@ -56,6 +66,8 @@ def parse_arguments() -> argparse.Namespace:
     args.repeats = args.repeats or (2 if args.small else 5)
     if args.small:
         args.shapes, args.batch, args.context, args.new_tokens = ["opt-3m"], [1, 3], [16], 8
+    if args.csv is None and not args.small:
+        args.csv = RESULTS / "decode.csv"
     if args.threads:
         torch.set_num_threads(args.threads)
     return args

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from common import DTYPES, Ceilings, append_rows, base_parser, environment, measure_ceilings, synchronize
+from common import DTYPES, RESULTS, Ceilings, append_rows, base_parser, environment, measure_ceilings, synchronize
 from rich.console import Console
 from rich.table import Table
 
@@ -406,6 +406,8 @@ def main() -> None:
         parser.add_argument(action.option_strings[0], type=action.type, default=action.default, help=action.help)
     args = parser.parse_args()
     args.repeats = args.repeats or (2 if args.small else 11)
+    if args.csv is None and not args.small:
+        args.csv = RESULTS / "ops.csv"
     if args.threads:
         torch.set_num_threads(args.threads)
     dtype, is_small = DTYPES[args.dtype], args.small or args.device == "cpu"
