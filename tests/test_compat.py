@@ -39,8 +39,8 @@ assert {root}.initialize is hybrid_engine.initialize and FusedAdam is hybrid_eng
 """
 
 
-def run_python(source):
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False)
+def run_python(source, environment=None):
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, env=environment)
 
 
 def test_every_import_of_the_scripts_works_below_our_name():
@@ -81,21 +81,34 @@ def test_arguments_are_added_and_the_local_rank_comes_from_torchrun(monkeypatch)
     assert parser.parse_args([]).local_rank == 3 and parser.parse_args(["--local_rank", "1"]).local_rank == 1
 
 
-def test_collectives_of_a_single_process_without_a_group_are_what_they_come_to():
+COLLECTIVES_ALONE = """
+import hybrid_engine as deepspeed, torch
+if {joins}:
     deepspeed.init_distributed()
-    comm = deepspeed.comm
-    tensor, out = torch.arange(4.0), torch.empty(4)
-    assert not comm.is_initialized() and (comm.get_rank(), comm.get_world_size()) == (0, 1)
-    comm.barrier()
-    comm.all_reduce(tensor)
-    comm.broadcast(tensor, 0)
-    comm.all_gather([out], tensor)
-    assert torch.equal(out, tensor)
-    comm.all_gather_into_tensor(out.zero_(), tensor)
-    assert torch.equal(out, torch.arange(4.0))
-    comm.reduce_scatter_tensor(out.zero_(), tensor, op=comm.ReduceOp.SUM)
-    assert torch.equal(out, torch.arange(4.0))
-    assert comm.new_group([0]) is None
+    assert torch.distributed.get_rank() == 0 and torch.distributed.get_world_size() == 1
+    torch.distributed.barrier()
+comm = deepspeed.comm
+tensor, out = torch.arange(4.0), torch.empty(4)
+assert comm.is_initialized() is {joins} and (comm.get_rank(), comm.get_world_size()) == (0, 1)
+comm.barrier()
+comm.all_reduce(tensor)
+comm.broadcast(tensor, 0)
+comm.all_gather([out], tensor)
+assert torch.equal(out, tensor)
+comm.all_gather_into_tensor(out.zero_(), tensor)
+assert torch.equal(out, torch.arange(4.0))
+comm.reduce_scatter_tensor(out.zero_(), tensor, op=comm.ReduceOp.SUM)
+assert torch.equal(out, torch.arange(4.0))
+assert (comm.new_group([0]) is None) is not {joins}
+"""
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_collectives_of_a_single_process_are_what_they_come_to(joins):
+    """Before init_distributed() there is no group; after it torch.distributed's own functions answer too."""
+    environment = {**_clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
+    result = run_python(COLLECTIVES_ALONE.format(joins=joins), environment)
+    assert result.returncode == 0, result.stderr
 
 
 def _collectives(rank, world_size):

@@ -22,8 +22,9 @@ def init_distributed(
 ) -> None:
     """Joins the process group that the environment of torchrun, MPI or SLURM describes.
 
-    A single process joins nothing, and a group that exists already is kept. The arguments are DeepSpeed's, of which
-    `auto_mpi_discovery`, `verbose` and `config` have no meaning here.
+    A single process gets a group of its own: scripts go on with torch.distributed.get_rank() and barrier(). A group
+    that exists already is kept. The arguments are DeepSpeed's, of which `auto_mpi_discovery`, `verbose` and `config`
+    have no meaning here.
 
     Args:
         dist_backend: "nccl" or "gloo"; None, and "nccl" where there is no GPU, choose by the device.
@@ -44,3 +45,4 @@ def init_distributed(
     # With gloo besides, which parameters offloaded to the CPU need.
     backend = None if dist_backend == "nccl" and not torch.cuda.is_available() else dist_backend
     processes.init_distributed(distributed_port, "cpu:gloo,cuda:nccl" if backend == "nccl" else backend, timeout)
+    processes.join_alone()

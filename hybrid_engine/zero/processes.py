@@ -44,7 +44,8 @@ def init_distributed(port: int = 29500, backend: str | None = None, timeout: tim
 def join_alone() -> None:
     """Makes a process group of this process alone, if there is none."""
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def get_world_size() -> int:
