@@ -29,6 +29,9 @@ from {root}.runtime.zero.partition_parameters import ZeroParamStatus
 from {root}.runtime.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from {root}.runtime.activation_checkpointing import checkpointing
 from {root}.compression.helper import recursive_getattr, recursive_setattr
+from {root}.runtime.rollout import HybridEngineRollout, RolloutConfig, SamplingConfig, build_rollout
+from {root}.runtime.rollout.base import RolloutBatch, RolloutEngine, RolloutRequest
+from {root}.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutConfig
 from {root}.utils import logger, log_dist
 from {root}.utils.logging import logger
 assert {root}.runtime.zero.partition_parameters.ZeroParamStatus.NOT_AVAILABLE is ZeroParamStatus.NOT_AVAILABLE

@@ -25,15 +25,7 @@ def check_prompts(
     if 0 in input_ids.shape:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; pass at least one prompt of one token or more")
     mask = _mask(input_ids, attention_mask, pad_token_id)
-    empty = (~mask.any(1)).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"attention_mask has no token in rows {empty[:10]}; every prompt needs at least one token")
-    padded_right = (mask[:, :-1] & ~mask[:, 1:]).any(1).nonzero().flatten().tolist()
-    if padded_right:
-        raise ValueError(
-            f"attention_mask has padding after a token in rows {padded_right[:10]}; prompts must be padded on the "
-            "left: set tokenizer.padding_side='left'"
-        )
+    check_left_padded("attention_mask", mask)
     outside = ((input_ids < 0) | (input_ids >= vocab_size)) & mask
     if outside.any():
         row, column = outside.nonzero()[0].tolist()
@@ -42,6 +34,19 @@ def check_prompts(
             "use the tokenizer of this model"
         )
     return mask
+
+
+def check_left_padded(name: str, mask: torch.Tensor) -> None:
+    """Raises ValueError unless each row of `mask [B, P]`, True for tokens, is padding and then at least one token."""
+    empty = (~mask.any(1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"{name} has no token in rows {empty[:10]}; every prompt needs at least one token")
+    padded_right = (mask[:, :-1] & ~mask[:, 1:]).any(1).nonzero().flatten().tolist()
+    if padded_right:
+        raise ValueError(
+            f"{name} has padding after a token in rows {padded_right[:10]}; prompts must be padded on the left: set "
+            "tokenizer.padding_side='left'"
+        )
 
 
 def _mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor:
