@@ -117,7 +117,7 @@ class ZeroEngine(nn.Module):
         except AttributeError:
             if name == "module" or "names" not in self.__dict__:
                 raise
-        return getattr(self.names if hasattr(EngineNames, name) else self.module, name)
+        return getattr(self.names if hasattr(type(self.names), name) else self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from hybrid_engine.agreement import LogprobDifference, compare_logprobs
+from hybrid_engine.compat.hybrid_names import HybridNames
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.engine import ZeroEngine
@@ -69,6 +70,7 @@ class HybridEngine(ZeroEngine):
                 "pass one, or leave hybrid_engine out of the config"
             )
         super().__init__(model, config, **kwargs)
+        self.names = HybridNames(self)
         group = share_sharded_model(config.hybrid_engine.inference_tp_size, self.sharding, self.device)
         self.generator = Generator(self.module, self.sharding, config.hybrid_engine, group)
         self.latency = LatencyStats(self.sharding.world_size)
