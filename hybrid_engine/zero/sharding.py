@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.config import EngineConfig
@@ -75,6 +76,7 @@ class Sharding:
         copies stay, and the next forward pass would use them instead of gathering the new values.
         """
         for module in self._fsdp_modules():
+            _end_passes(module)
             module.reshard()
 
     def drop_pending_gradients(self) -> None:
@@ -149,6 +151,20 @@ def _fully_shard(
     fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=offload)
     # Averages are then a sum and a division; gloo has no reduction with a factor.
     part.set_force_sum_reduction_for_comms(True)
+
+
+def _end_passes(module: FSDPModule) -> None:
+    """Ends the forward or backward pass in which an error left `module`: FSDP2 frees no weights that are in use.
+
+    Private, for lack of a public way: torch 2.13's `reset_iter_state` drops gradients too. These names hold from torch
+    2.11 to 2.13.
+    """
+    state = module._get_fsdp_state()
+    state._training_state = TrainingState.IDLE
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    if state._fsdp_param_group is not None:
+        state._fsdp_param_group._training_state = TrainingState.IDLE
 
 
 def _register_forward_methods(module: nn.Module) -> None:
