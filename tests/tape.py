@@ -2,10 +2,13 @@
 
 `TapeRecorder.capture` notes every operator with its arguments and results; a replay runs the operators again
 on those very tensors and writes into those very results. Python does not run again, so whatever the host
-computed is frozen, and reading a tensor on the host while recording is an error, as it is on a GPU.
+computed is frozen, and reading a tensor on the host while recording is an error, as it is on a GPU. So is making one of
+the host's numbers (`torch.tensor(...)`, `tensor[index] = True`): a GPU would wait for the copy. Once all recordings
+that share a pool are gone, the pool cannot be used again (CUDACachingAllocator.cpp: `use_count > 0`).
 """
 
 import sys
+import weakref
 from contextlib import contextmanager
 
 import torch
@@ -14,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybrid_engine.ops import dispatch
 
+HOST_WRITES = ("lift_fresh",)
 HOST_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
 
 
@@ -26,6 +30,8 @@ class _Tape(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in HOST_READS:
             raise RuntimeError(f"{name} reads the device inside a graph")
+        if name in HOST_WRITES:
+            raise RuntimeError(f"{name} copies from the host inside a graph")
         result = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, result))
         return result
@@ -88,8 +94,13 @@ class TapeRecorder:
 
     def __init__(self):
         self.tapes = []
+        self.renew()
+
+    def renew(self):
+        self._pool, self._was_used = weakref.WeakSet(), False
 
     def capture(self, run):
+        assert self._pool or not self._was_used, "the pool of graphs that are gone is used again"
         with _Tape() as tape, kernels_noted_by(lambda kernel: tape.calls.append((kernel, (), {}, None))):
             run()
         self.tapes.append(tape.calls)
@@ -103,4 +114,6 @@ class TapeRecorder:
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
+        self._pool.add(replay)
+        self._was_used = True
         return replay

@@ -83,9 +83,16 @@ class SlotTables:
     def enter(self, sequence: Sequence) -> None:
         """Marks what a sequence that starts has seen; its first token follows by a draw."""
         if self.seen is not None:
-            known = torch.tensor(sequence.prompt.tokens + sequence.tokens, device=self.seen.device)
-            self.seen[sequence.slot] = False
-            self.seen[sequence.slot, known] = True
+            known = send_to_device(torch.tensor(sequence.prompt.tokens + sequence.tokens), self.seen.device)
+            self.seen[sequence.slot].fill_(False).index_fill_(0, known, True)
+
+
+def send_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values`, which the host made, on `device`; the host does not wait for what the device has to do before."""
+    if device.type != "cuda":
+        return values.to(device)
+    # A pinned tensor of its own for each copy: the allocator keeps it until the copy is through.
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:
@@ -167,7 +174,7 @@ class DecodeStep:
         for sequence in sequences:
             self.tables.enter(sequence)
         numbers = [[s.slot for s in sequences], [s.key for s in sequences], [len(s.tokens) for s in sequences]]
-        slots, keys, draws = torch.tensor(numbers, dtype=torch.int64).to(logits.device, non_blocking=True)
+        slots, keys, draws = send_to_device(torch.tensor(numbers, dtype=torch.int64), logits.device)
         self._draw(logits, slots, keys, draws)
         return send_to_host(self._results[:, : len(sequences)])
 
@@ -198,7 +205,8 @@ class DecodeStep:
         tokens, logprobs = self.sample(logits, keys, draws, self.tables.seen, slots)
         self.tables.tokens[slots] = tokens
         if self.tables.seen is not None:
-            self.tables.seen[slots, tokens] = True
+            # A plain True would be copied from the host, which a graph cannot hold.
+            self.tables.seen[slots, tokens] = torch.ones_like(tokens, dtype=torch.bool)
         ends = (tokens[:, None] == self._ends).any(1)
         for row, values in enumerate((tokens, logprobs, ends)):
             self._results[row, : len(slots)] = values

@@ -40,6 +40,10 @@ class CudaGraphs:
     """Records functions as CUDA graphs that share one memory pool."""
 
     def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """The next graphs get a pool of their own: once all graphs of a pool are gone, PyTorch may not use it again."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:

@@ -52,6 +52,8 @@ class DecodeSteps:
     def drop(self) -> None:
         """Forgets every step; their graphs and memory go."""
         self._kept.clear()
+        if self.recorder is not None:
+            self.recorder.renew()
 
     def _build(
         self, plan: Plan, kv: torch.Tensor, num_slots: int, num_columns: int, graphs: StepGraphs | None
