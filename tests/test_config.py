@@ -214,12 +214,65 @@ def test_a_feature_that_is_not_supported_is_refused_while_it_is_on(on, path, rem
         ({"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9}}}, "scheduler.params.total_num_steps is "),
         ({"optimizer": {"type": "AdmW"}}, "optimizer.type='AdmW' is not known; did you mean AdamW?"),
         ({"scheduler": {"type": "WarmupCosinLR"}}, "did you mean WarmupCosineLR?"),
-        ({"qqqqqq": 1}, "qqqqqq is not a known option; the options read in the config are"),
+        ({"zero_optimization": {"qqqqqq": 1}}, "zero_optimization.qqqqqq is not a known option; the options read in"),
     ],
 )
 def test_a_misspelt_option_is_named_in_full_with_its_nearest_neighbour(wrong, message):
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         load_config(BATCH | wrong, world_size=1)
+
+
+def test_an_unknown_key_that_resembles_none_is_reported_at_the_top_level_where_deepspeed_reads_past_it(caplog):
+    with caplog.at_level(logging.INFO, logger="hybrid_engine"):
+        config = load_config(BATCH | {"qqqqqq": {"a": 1}}, world_size=1)
+    assert config == load_config(BATCH, world_size=1)
+    assert "without effect in this engine: qqqqqq (unknown to DeepSpeed too)" in caplog.text
+
+
+def test_comments_are_read_past_everywhere_without_a_word(caplog):
+    comments = {"_comment": "ours", "//": 1, "#stage": 2, "comment": "theirs"}
+    with caplog.at_level(logging.INFO, logger="hybrid_engine"):
+        config = load_config(BATCH | comments | {"zero_optimization": {"stage": 1, **comments}}, world_size=1)
+    assert config == load_config(BATCH | {"zero_optimization": {"stage": 1}}, world_size=1) and not caplog.records
+
+
+TRAINING_ARGUMENTS = SimpleNamespace(
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=4,
+    max_grad_norm=1.0,
+    learning_rate=1e-4,
+    adam_beta1=0.9,
+    adam_beta2=0.99,
+    adam_epsilon=1e-8,
+    weight_decay=0.0,
+    warmup_steps=5,
+    max_steps=100,
+    fp16=False,
+    fp16_full_eval=False,
+    bf16=True,
+    bf16_full_eval=False,
+)
+REAL_FILES = json.loads((DATA / "real_ds_configs.json").read_text())
+
+
+@pytest.mark.parametrize("name", REAL_FILES)
+def test_the_files_that_people_have_load(name):
+    entry = REAL_FILES[name]
+    config = load_config(entry["config"], world_size=8, arguments=TRAINING_ARGUMENTS)
+    assert (config.train_batch_size, config.zero_optimization.stage, str(config.dtype)) == tuple(entry["expected"])
+
+
+def test_the_config_answers_like_the_dict_that_deepspeeds_engines_keep():
+    given = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "overlap_comm": True}}
+    config = load_config(given, world_size=1)
+    assert config["zero_optimization"]["overlap_comm"] is True and config.get("zero_optimization", {}).get("stage") == 3
+    assert "train_batch_size" in config and "fp16" not in config and config.get("fp16", {}) == {}
+    with pytest.raises(KeyError):
+        config["fp16"]
+
+
+def test_infinitely_many_steps_per_print_print_nothing():
+    assert load_config(BATCH | {"steps_per_print": float("inf")}, world_size=1).steps_per_print == 0
 
 
 @pytest.mark.parametrize(

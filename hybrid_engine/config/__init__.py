@@ -4,7 +4,7 @@
     config.train_micro_batch_size_per_gpu, config.zero_optimization.stage, config.dtype
 
 Names, defaults and meanings are DeepSpeed's. Every key of a block is either a field of its dataclass or a
-row of `keys.py`; anything else is an error, so a misspelt option cannot be silently dropped.
+row of `keys.py`; anything else is an error or reported, so a misspelt option cannot be silently dropped.
 `docs/config.md` lists them all and is written by `python -m hybrid_engine.config.docs`.
 """
 
@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -125,7 +126,7 @@ class EngineConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving."""
     steps_per_print: int = 0
-    """Optimizer steps between two progress lines; 0 or null prints none."""
+    """Optimizer steps between two progress lines; 0, null or infinity prints none."""
     wall_clock_breakdown: bool = False
     """Whether progress lines are followed by the milliseconds of forward, backward and step, the device waited for."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
@@ -140,9 +141,24 @@ class EngineConfig:
     """Operations of one step."""
     hybrid_engine: HybridEngineConfig = field(default_factory=HybridEngineConfig)
     """Generation inside the training engine."""
+    given: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The config as it was given, "auto" resolved. `config["zero_optimization"]["stage"]` and `config.get(...)` read it:
+    in DeepSpeed `engine.config` is that dict."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.given[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.given
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value at the top-level `key` of the config as it was given."""
+        return self.given.get(key, default)
 
     def __post_init__(self) -> None:
         check_number("gradient_clipping", self.gradient_clipping, 0)
+        # Infinity is how accelerate says that nothing is to be printed.
+        object.__setattr__(self, "steps_per_print", 0 if self.steps_per_print == inf else self.steps_per_print)
         check_integer("steps_per_print", self.steps_per_print, 0)
         for name in ("prescale_gradients", "wall_clock_breakdown"):
             check_flag(name, getattr(self, name))
@@ -219,12 +235,9 @@ def load_config(
 
 def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> EngineConfig:
     without_effect: list[str] = []
-    top = read_block(
-        resolve_auto(whole, arguments),
-        "",
-        [*(entry.name for entry in fields(EngineConfig)), "bfloat16", "data_types"],
-        without_effect,
-    )
+    given = resolve_auto(whole, arguments)
+    known = [entry.name for entry in fields(EngineConfig) if entry.name != "given"]
+    top = read_block(given, "", [*known, "bfloat16", "data_types"], without_effect)
     _rename(top, "", "bfloat16", "bf16")
     _merge_data_types(top, without_effect)
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -238,7 +251,7 @@ def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> Engi
     blocks["scheduler"] = build_scheduler_config(child_block(top, "scheduler"), without_effect)
     # Null stands for the default.
     values |= {name: value for name, value in top.items() if name not in blocks and value is not None}
-    result = EngineConfig(**values, **blocks)
+    result = EngineConfig(**values, **blocks, given=given)
     if world_size % (result.zero_optimization.shard_size or 1):
         raise ValueError(
             f"zero_optimization: {result.zero_optimization.shard_size} processes to a copy of the model do not divide "

@@ -29,6 +29,8 @@ WORKING: dict[str, Any] = {
     **SIMPLE_BLOCKS,
 }
 """The dataclass that reads each block."""
+NOT_KEYS = ("block", "given")
+"""Fields that no key of the config sets: an OffloadConfig's own name, and the config as it was given."""
 PARAMS = {"optimizer.params": OPTIMIZER_PARAMS, "scheduler.params": SCHEDULER_PARAMS}
 BLOCKS = [*WORKING, *PARAMS, *(path for path in {**NO_MEANING, **NOT_SUPPORTED} if path not in {**WORKING, **PARAMS})]
 HEADER = """# The config
@@ -37,7 +39,9 @@ Written by `python -m hybrid_engine.config.docs`; edit the dataclasses and table
 
 `initialize(config=...)` takes DeepSpeed's ds_config: a dict, the path of a JSON file, or its content in URL-safe
 base64. Each key *works*, is *accepted* because what it tunes has no meaning here, or is *not supported*: an error
-while it is switched on. Any other key is an error that names the nearest known one.
+while it is switched on. Any other key is an error that names the nearest known one; at the top level, where DeepSpeed
+reads past it, only if there is one, and else a warning. Keys that begin with `_`, `#` or `//` and "comment" are
+comments.
 """
 
 
@@ -64,7 +68,7 @@ def _working_rows(path: str) -> Iterator[str]:
     if path in WORKING:
         meanings = field_meanings(WORKING[path])
         for entry in fields(WORKING[path]):
-            if entry.name != "block":  # an OffloadConfig's own name
+            if entry.name not in NOT_KEYS:
                 text = meanings[entry.name]
                 if entry.name in WORKING and not path:
                     text += " See the block below."

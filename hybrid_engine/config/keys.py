@@ -2,7 +2,7 @@
 
 A key of DeepSpeed's ds_config either is a field of a dataclass and *works*; or is accepted, because what it
 tunes has *no meaning here*; or would change what is computed, saved or where, and is *not supported* while
-it is switched on. Anything else is unknown and refused with its nearest neighbour. To teach the engine a
+it is switched on. Anything else is unknown: `reading.py` says when that is an error. To teach the engine a
 key, delete its row here and give it a field there. `docs/config.md` is written from these tables.
 
 Source of the names and neutral values: DeepSpeed 0.19, `runtime/config.py`, `runtime/zero/config.py`,
@@ -54,6 +54,7 @@ def block(why: str) -> NotSupported:
 
 FSDP2_BUCKETS = "FSDP2 moves one transformer layer at a time, there are no buckets"
 FSDP2_PREFETCH = "FSDP2 gathers the next layer while one computes, there is nothing to tune"
+OTHER_NAME = "the name inside DeepSpeed of {}"
 PIPELINES = "there is no pipeline engine whose options these are"
 NVME = "there is no offloading to NVMe, which it tunes"
 COMPRESSION = "weights are never quantised or pruned during training"
@@ -79,18 +80,26 @@ NO_MEANING: dict[str, dict[str, str]] = {
     "zero_optimization": {
         "allgather_bucket_size": FSDP2_BUCKETS,
         "allgather_partitions": FSDP2_BUCKETS,
+        "allgather_sequential": OTHER_NAME.format("stage3_allgather_sequential"),
         "contiguous_gradients": "FSDP2 reduces a layer's gradients from one buffer",
         "cpu_offload_use_pin_memory": "the old name of offload_param.pin_memory",
+        "elastic_checkpoint": "every checkpoint loads on another number of processes",
         "enable_sanity_checks": "checks that matter are always on",
         "ignore_unused_parameters": "parameters without a gradient are left alone",
         "leaf_module": "the groups are the transformer layers",
         "legacy_stage1": "there is one implementation",
         "log_trace_cache_warnings": "there is no trace of the order of layers",
+        "max_live_parameters": OTHER_NAME.format("stage3_max_live_parameters"),
+        "max_reuse_distance": OTHER_NAME.format("stage3_max_reuse_distance"),
         "memory_efficient_linear": "autograd of torch.nn.Linear keeps no copies",
         "mics_hierarchical_params_gather": "the process group's backend chooses its algorithm",
+        "model_persistence_threshold": OTHER_NAME.format("stage3_model_persistence_threshold"),
+        "module_granularity_threshold": OTHER_NAME.format("stage3_module_granularity_threshold"),
         "override_module_apply": "sharding happens after the model is built",
         "overlap_comm": "FSDP2 always overlaps communication and computation",
+        "param_persistence_threshold": OTHER_NAME.format("stage3_param_persistence_threshold"),
         "pipeline_loading_checkpoint": "checkpoints are read in shards",
+        "prefetch_bucket_size": OTHER_NAME.format("stage3_prefetch_bucket_size"),
         "reduce_bucket_size": FSDP2_BUCKETS,
         "reduce_scatter": "FSDP2 always reduces and scatters",
         "round_robin_gradients": "each gradient is sharded over all processes, the balance is even",
@@ -105,6 +114,7 @@ NO_MEANING: dict[str, dict[str, str]] = {
         "stage3_prefetch_bucket_size": FSDP2_PREFETCH,
         "stage3_use_all_reduce_for_fetch_params": "FSDP2 gathers a layer in one collective",
         "sub_group_size": "the fused optimizers take all parameters at once",
+        "use_all_reduce_for_fetch_params": OTHER_NAME.format("stage3_use_all_reduce_for_fetch_params"),
         "use_multi_rank_bucket_allreduce": FSDP2_BUCKETS,
     },
     "zero_optimization.offload_optimizer": {
@@ -162,6 +172,7 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
         "elasticity": block("a checkpoint loads on any number of processes instead"),
         "expert_parallel": block("experts are sharded like every other parameter"),
         "gradient_allreduce_op": NotSupported("gradients are averaged", off=("avg", "mean")),
+        "msamp": block("parameters and optimizer state are never in fp8"),
         "managed_gradient_accumulation": NotSupported("the engine counts the micro-batches", off=(True,)),
         "nebula": block("checkpoints are folders"),
         "progressive_layer_drop": block("the model's layers are its own"),
@@ -180,7 +191,6 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
         "param_dtype": NotSupported("fp16 and bf16 choose the dtype of parameters", off=(None,)),
     },
     "zero_optimization": {
-        "elastic_checkpoint": NotSupported("every checkpoint loads on another number of processes"),
         "load_from_fp32_weights": NotSupported("fp32 masters are always what is loaded", off=(True,)),
         "zenflow": NotSupported("all gradients are applied at once"),
         "zero_quantized_gradients": NotSupported("collectives carry what communication_data_type says"),

@@ -1,4 +1,9 @@
-"""Reading blocks of a DeepSpeed-format config against the tables of `keys.py`."""
+"""Reading blocks of a DeepSpeed-format config against the tables of `keys.py`.
+
+A key that no table has is an error, as it is in DeepSpeed's blocks. At the top level DeepSpeed reads past it, and
+large files carry notes of their own there: such a key is reported with those that have no effect, unless it looks like
+a misspelt one. A key that begins with `_`, `#` or `//`, or is called "comment", is a comment everywhere.
+"""
 
 import base64
 import binascii
@@ -23,10 +28,11 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
         block: the JSON object found at `path`, without "auto"; not changed.
         path: its full name, empty for the whole config.
         fields: the keys that are read here.
-        without_effect: receives the full names of keys that are accepted, switched on and have no meaning here.
+        without_effect: receives the full names of keys that are accepted, switched on and have no meaning here, or
+            are unknown to DeepSpeed too.
 
     Raises:
-        ValueError: for an unknown key, or a feature that is not supported and switched on.
+        ValueError: for an unknown key (see above), or a feature that is not supported and switched on.
     """
     refused = NOT_SUPPORTED.get(path, {})
     ignored = NO_MEANING.get(path, {})
@@ -39,7 +45,7 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
             if value not in (False, None):
                 without_effect.append(name)
         elif key not in refused:
-            raise ValueError(f"{name} is not a known option; {_advise(str(key), path, fields)}")
+            without_effect.extend(_read_unknown(str(key), path, fields))
         elif not refused[key].is_off(value):
             raise ValueError(
                 f"{name}={as_json(value)} is not supported: {refused[key].why}; {refused[key].remedy(name)}"
@@ -47,19 +53,26 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
     return found
 
 
+def _read_unknown(key: str, path: str, fields: Collection[str]) -> list[str]:
+    """How to report a key that no table has; nothing for a comment."""
+    if key.startswith(("_", "#", "//")) or key.lower() == "comment":
+        return []
+    close = find_nearest(key, [*fields, *NO_MEANING.get(path, ()), *NOT_SUPPORTED.get(path, ())])
+    if close:
+        raise ValueError(f"{join(path, key)} is not a known option; did you mean {join(path, close)}?")
+    if path:
+        raise ValueError(
+            f"{join(path, key)} is not a known option; the options read in {path} are "
+            f"{', '.join(sorted(fields)) or 'none'}"
+        )
+    return [f"{key} (unknown to DeepSpeed too)"]
+
+
 def find_nearest(word: str, known: Collection[str]) -> str | None:
     """The entry of `known` that looks most like `word`, whatever its letter case; None when none is close."""
     by_lower_case = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), list(by_lower_case), n=1)
     return by_lower_case[close[0]] if close else None
-
-
-def _advise(key: str, path: str, fields: Collection[str]) -> str:
-    """What a user who wrote `key` in the block `path` probably meant."""
-    close = find_nearest(key, [*fields, *NO_MEANING.get(path, ()), *NOT_SUPPORTED.get(path, ())])
-    if close:
-        return f"did you mean {join(path, close)}?"
-    return f"the options read in {path or 'the config'} are {', '.join(sorted(fields)) or 'none'}"
 
 
 def child_block(parent: dict[str, Any], key: str, path: str = "") -> dict[str, Any]:
