@@ -52,13 +52,16 @@ class LatencyStats:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Adds the time inside to the iteration's `<phase>_seconds`."""
+        """Adds the time inside to the iteration's `<phase>_seconds`, and to no other phase's."""
         self.iteration = self.iteration or Iteration()
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(f"{phase}_seconds", time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            self.add(f"{phase}_seconds", seconds)
+            if self._training_mark is not None:
+                self._training_mark += seconds
 
     def add(self, figure: str, amount: float) -> None:
         """Adds to a figure of the iteration."""

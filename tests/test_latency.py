@@ -50,6 +50,53 @@ def test_the_line_is_printed_from_the_second_eval_on_and_adds_up(engine, capsys)
     assert parts == pytest.approx(seconds["e2e"], abs=0.03)  # each figure is rounded to 0.01
 
 
+def shares(line):
+    """The four percentages of a line."""
+    found = [float(share) for share in re.findall(r"\(([\d.]+)%\)", line)]
+    assert len(found) == 4
+    return found
+
+
+def test_every_rollout_of_an_iteration_counts_and_the_shares_add_to_100(engine, capsys, monkeypatch):
+    input_ids, mask = padded_prompts()
+    original = engine.generator.run
+    monkeypatch.setattr(engine.generator, "run", lambda request: (time.sleep(0.1), original(request))[1])
+    engine.eval()
+    for num_prompts in (6, 2, 4):
+        engine.generate(input_ids[:num_prompts], attention_mask=mask[:num_prompts], max_new_tokens=4)
+    engine.train()
+    for _ in range(2):
+        engine.backward(engine(input_ids=input_ids, attention_mask=mask, labels=input_ids).loss)
+        engine.step()
+    stats = engine.latency_stats()
+    assert stats["num_samples"] == 12 and stats["generate_seconds"] >= 0.3
+    engine.eval()
+    line = capsys.readouterr().out.strip()
+    seconds = {name: float(value) for name, value in LINE.match(line).groupdict().items()}
+    assert seconds["generate"] >= 0.3
+    assert sum(shares(line)) == pytest.approx(100, abs=0.03)  # each is rounded to 0.01
+    rate = float(re.search(r"CurSamplesPerSec=([\d.]+)", line).group(1))
+    assert rate == pytest.approx(12 / seconds["e2e"], rel=0.05)
+
+
+def test_a_rollout_between_train_and_step_is_not_training_too(engine, capsys, monkeypatch):
+    """As where a script switches the module instead of the engine."""
+    input_ids, mask = padded_prompts()
+    original = engine.generator.run
+    monkeypatch.setattr(engine.generator, "run", lambda request: (time.sleep(0.3), original(request))[1])
+    engine.train()
+    engine.module.eval()
+    engine.module.generate(input_ids, attention_mask=mask, max_new_tokens=4)
+    engine.module.train()
+    engine.backward(engine(input_ids=input_ids, attention_mask=mask, labels=input_ids).loss)
+    engine.step()
+    stats = engine.latency_stats()
+    phases = ("gather", "generate", "training", "others")
+    assert sum(stats[f"{phase}_seconds"] for phase in phases) == pytest.approx(stats["e2e_seconds"])
+    engine.eval()
+    assert sum(shares(capsys.readouterr().out)) == pytest.approx(100, abs=0.03)
+
+
 def test_training_before_the_first_eval_is_part_of_the_first_iteration(engine, capsys):
     input_ids, mask = padded_prompts()
     engine.train()
@@ -59,8 +106,7 @@ def test_training_before_the_first_eval_is_part_of_the_first_iteration(engine, c
     stats = engine.latency_stats()
     assert 0 < stats["training_seconds"] <= stats["e2e_seconds"]
     engine.eval()
-    shares = [float(share) for share in re.findall(r"\(([\d.]+)%\)", capsys.readouterr().out)]
-    assert len(shares) == 4 and sum(shares) == pytest.approx(100, abs=0.1)
+    assert sum(shares(capsys.readouterr().out)) == pytest.approx(100, abs=0.03)
 
 
 def test_seconds_are_charged_to_the_phase_they_were_spent_in(engine, monkeypatch):
