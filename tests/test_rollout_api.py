@@ -1,6 +1,8 @@
 """DeepSpeed's rollout API: what comes out is what transformers generates, cut at the end-of-sequence token."""
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -243,3 +245,13 @@ def test_other_engines_plug_into_the_interface():
     assert Echo().generate(request(), GREEDY).seq_len == 9
     with pytest.raises(TypeError, match="abstract"):
         RolloutEngine()
+
+
+def test_the_example_of_the_documentation_runs():
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parent.parent / "docs/rollout.md").read_text(), re.DOTALL
+    )
+    names = {}
+    exec(compile(example, "rollout.md", "exec"), names)
+    assert names["batch"].batch_size == 8 and names["engine"].global_steps == 1
+    assert names["request"].prompt_attention_mask.tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
