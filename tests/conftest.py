@@ -29,7 +29,7 @@ def kernels(monkeypatch):
 
 
 # `from distributed import run_distributed`: spawned processes find a worker by its module, so the path must reach them.
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "compat")]
 
 # The tests' tensors are tiny: more threads than cores only make them wait for each other.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(2, os.cpu_count() or 1))))

@@ -1,0 +1,152 @@
+"""A script in DeepSpeed's calling style (compat/step3_like.py) against the same algorithm in plain PyTorch."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import plain_ppo
+import pytest
+import step3_like
+import torch
+from distributed import run_distributed
+from tiny_models import ValueModel, prompt_batch
+from transformers import LlamaForCausalLM
+
+
+def stages(actor, critic):
+    return ["--actor_zero_stage", str(actor), "--critic_zero_stage", str(critic)]
+
+
+LORA = ["--actor_lora_dim", "4", "--enable_ema"]
+FP16 = ["--dtype", "fp16", "--initial_scale_power", "8", "--loss_scale_window", "4"]
+ALONE = {
+    "stage 0, micro-batches": [*LORA, "--gradient_accumulation_steps", "2"],
+    "stage 3": [*LORA, *stages(3, 3), "--offload"],
+}
+ON_TWO = {
+    "stage 0, micro-batches": [*LORA, "--gradient_accumulation_steps", "2"],
+    "stage 1, recomputed": [*LORA, *stages(1, 1), "--actor_gradient_checkpointing", "--critic_gradient_checkpointing"],
+    "stage 2, offloaded": [*LORA, *stages(2, 2), "--offload"],
+    "stage 3, offloaded": [*LORA, *stages(3, 3), "--offload", "--offload_reference_model"],
+    "stage 3, only LoRA, streamed": [*LORA, *stages(3, 2), "--only_optimize_lora", "--unpin_actor_parameters"],
+    "stage 3, sampled": ["--enable_ema", *stages(3, 3), "--do_sample", "--release_inference_cache"],
+}
+OVERFLOWS = [2, 3]
+FP16_ON_TWO = {
+    "aligned": [*LORA, *stages(3, 2), *FP16, "--align_overflow", "--inject_overflow_at", *map(str, OVERFLOWS)],
+    "not aligned": [*stages(1, 0), *FP16, "--inject_overflow_at", *map(str, OVERFLOWS)],
+}
+
+
+def run_cases(rank, world_size, cases, folder):
+    return {name: step3_like.main([*argv, "--output_dir", str(folder / name)]) for name, argv in cases.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("step3")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    return run_distributed(run_cases, 2, {**ON_TWO, **FP16_ON_TWO}, folder)
+
+
+def assert_is_plain_run(argv, records, folder):
+    """Every process's losses and sequences, and the saved weights, are those of plain PyTorch."""
+    args = step3_like.parse_args(argv)
+    rollouts = zip(*(record["sequences"] for record in records), strict=True)
+    sequences = [[torch.tensor(rows) for rows in rollout] for rollout in rollouts]
+    plain = plain_ppo.run(args, len(records), sequences if args.do_sample else None)
+    for shard, record in enumerate(records):
+        losses = [(row["actor_loss"], row["critic_loss"]) for row in record["training"]]
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain.losses[shard]), rtol=1e-5, atol=1e-6)
+        assert record["sequences"] == [rollout[shard].tolist() for rollout in plain.sequences]
+    assert set(plain.weights) == {path.name for path in folder.iterdir() if path.is_dir()}
+    for name, weights in plain.weights.items():
+        saved = torch.load(folder / name / "pytorch_model.bin")
+        torch.testing.assert_close(saved, weights, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_on_one_process_losses_and_weights_are_those_of_plain_pytorch(name, folder):
+    argv, output = ALONE[name], folder / "alone" / name
+    assert_is_plain_run(argv, [step3_like.main([*argv, "--output_dir", str(output)])], output)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_on_two_processes_losses_and_weights_are_those_of_plain_pytorch(name, two_ranks, folder):
+    assert_is_plain_run(ON_TWO[name], [results[name] for results in two_ranks], folder / name)
+
+
+def test_saved_models_load_with_from_pretrained_and_give_the_logits_of_plain_pytorch(two_ranks, folder):
+    """Below stage 3 from the state dict of rank 0, at stage 3 from parameters gathered one at a time."""
+    prompts, _ = prompt_batch(step=9, rank=0, num_prompts=3)
+    for name in ("stage 2, offloaded", "stage 3, offloaded"):
+        args = step3_like.parse_args(ON_TWO[name])
+        plain = plain_ppo.run(args, num_shards=2)
+        for role in ("actor", "actor_ema"):
+            model, loading = LlamaForCausalLM.from_pretrained(folder / name / role, output_loading_info=True)
+            assert not any(loading.values())
+            expected = torch.func.functional_call(model, plain.weights[role], prompts).logits
+            torch.testing.assert_close(model(prompts).logits, expected, rtol=1e-5, atol=2e-5)
+        ValueModel(seed=0).load_state_dict(torch.load(folder / name / "critic" / "pytorch_model.bin"))
+
+
+def calls(records, name):
+    """A column of each process's training calls."""
+    return [[row[name] for row in record["training"]] for record in records]
+
+
+@pytest.mark.parametrize("name", FP16_ON_TWO)
+def test_an_overflow_on_one_rank_skips_the_step_on_every_rank_and_halves_the_scale_that_then_grows(name, two_ranks):
+    records = [results[name] for results in two_ranks]
+    skipped = [call in OVERFLOWS for call in range(12)]
+    assert calls(records, "actor_overflow") == [skipped, skipped]
+    # The first overflow is forgiven; four clean steps later, and again after four more, the scale is doubled.
+    scales = [2.0**8] * 3 + [2.0**7] * 4 + [2.0**8] * 4 + [2.0**9]
+    assert calls(records, "actor_scale") == [scales, scales]
+    assert_moved_unless(skipped, calls(records, "actor_norm"))
+    is_aligned = name == "aligned"
+    critic_skipped = skipped if is_aligned else [False] * 12
+    assert calls(records, "critic_overflow") == [critic_skipped, critic_skipped]
+    assert_moved_unless(critic_skipped, calls(records, "critic_norm"))
+    assert all(scale >= 2.0**8 for scale in calls(records, "critic_scale")[0])  # the critic has not overflowed
+
+
+def assert_moved_unless(skipped, norms):
+    """The weights, of which both ranks see the same norm, changed at every call but the skipped ones."""
+    assert norms[0] == norms[1]
+    stayed = [before == after for before, after in itertools.pairwise(norms[0])]
+    assert stayed == skipped[1:]
+
+
+def start_script(argv):
+    """With torchrun on two processes, as a user starts it; returns torchrun's exit status and what it wrote."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*command, step3_like.__file__, *argv], capture_output=True, text=True, env=environment, check=False
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_a_run_that_is_killed_goes_on_with_the_losses_it_would_have_had(two_ranks, folder):
+    name = "stage 3, offloaded"
+    argv = [*ON_TWO[name], "--checkpoint_dir", str(folder / "checkpoints"), "--output_dir", str(folder / "resumed")]
+    status, output = start_script([*argv, "--crash_at", "1"])
+    assert status != 0 and "SIGKILL" in output
+    assert not (folder / "resumed").exists()
+    status, output = start_script([*argv, "--resume"])
+    assert status == 0, output
+    for rank, uninterrupted in enumerate(results[name] for results in two_ranks):
+        record = json.loads((folder / "resumed" / f"record_{rank}.json").read_text())
+        assert record["first_step"] == 1
+        assert record["sequences"] == uninterrupted["sequences"][1:]
+        assert record["training"] == uninterrupted["training"][4:]
+    for role in ("actor", "critic", "actor_ema"):
+        weights, expected = (torch.load(folder / run / role / "pytorch_model.bin") for run in ("resumed", name))
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
