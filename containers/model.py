@@ -158,6 +158,11 @@ class InferenceModel:
         """Where the weights are."""
         return self.embedding.weight.device
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has a mixture of experts."""
+        return any(isinstance(layer.mlp, MoEMLP) for layer in self.layers)
+
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of the KV workspace: `[L, 2, num_blocks, K, block_size, D]`."""
         attention = self.layers[0].attention

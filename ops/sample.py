@@ -136,7 +136,8 @@ class SampleOp:
         eos_token_ids: tuple[int, ...] = (),
     ):
         self.do_sample = do_sample
-        self.temperature = temperature if do_sample else 1.0
+        # An integer would compile kernels of its own.
+        self.temperature = float(temperature) if do_sample else 1.0
         self.top_k, self.top_p, self.min_p = top_k, top_p, min_p
         self.repetition_penalty, self.min_new_tokens = repetition_penalty, min_new_tokens
         self.eos_token_ids = eos_token_ids
@@ -197,7 +198,7 @@ class SampleOp:
         drawn = (logits, logits.stride(0), self.temperature) if adjusted is None else (adjusted, vocab, 1.0)
         stats = (raw, raw if own is None else own, floors)
         noise = (keys, draws)
-        given = (logits, logits.stride(0), float(self.temperature))
+        given = (logits, logits.stride(0), self.temperature)
         row.launch_rows(draw_kernel, *given, *drawn, *stats, *noise, *result, *row.sizes, CHUNK=CHUNK)
         return result
 
@@ -234,7 +235,7 @@ class SampleOp:
         ends: tuple = (None, 0, 0)
         if self.min_new_tokens > 0 and self.eos_token_ids:
             ends = (self.banned(logits.device), len(self.eos_token_ids), self.min_new_tokens)
-        numbers = (float(self.repetition_penalty), float(self.temperature))
+        numbers = (float(self.repetition_penalty), self.temperature)
         row.launch_chunks(scan_kernel, logits, logits.stride(0), draws, *marks, *ends, *numbers, *outputs, *row.sizes)
 
     def _filter(

@@ -10,6 +10,8 @@ from peft import LoraConfig, get_peft_model
 from tape import TapeRecorder
 
 import hybrid_engine
+from hybrid_engine.containers import InferenceModel
+from hybrid_engine.generation import backend
 from hybrid_engine.generation.graph import batch_bucket, context_bucket
 
 CUDA = torch.cuda.is_available()
@@ -149,3 +151,13 @@ def test_graphs_are_switched_off_by_the_config():
 def test_batches_are_padded_to_the_buckets():
     assert [batch_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 255, 256)] == [1, 2, 4, 4, 8, 8, 16, 24, 256, 256]
     assert [context_bucket(n, 4000) for n in (1, 512, 513, 1025, 3000)] == [512, 512, 1024, 2048, 4000]
+
+
+@pytest.mark.parametrize(("family", "is_recorded"), [("llama", True), ("mixtral", False)])
+def test_experts_on_their_reference_are_not_recorded_because_it_reads_the_device(family, is_recorded, monkeypatch):
+    engine = build(family)
+    monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "1")
+    monkeypatch.setattr(InferenceModel, "device", torch.device("cuda"))
+    monkeypatch.setattr(backend, "CudaGraphs", TapeRecorder)
+    engine.generator.use_containers(engine.generator.model)
+    assert (engine.generator.native.steps.recorder is not None) == is_recorded

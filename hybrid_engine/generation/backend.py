@@ -23,6 +23,7 @@ from hybrid_engine.generation.rollout import Plan
 from hybrid_engine.generation.steps import DecodeSteps
 from hybrid_engine.generation.text import TextGeneration
 from hybrid_engine.generation.workspace import KVWorkspace
+from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.zero.gathering import WeightGatherer
 
 # Options under which a row may end without an end-of-sequence token, or its logits are not one row's own.
@@ -59,7 +60,9 @@ class NativeBackend:
     ):
         self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
         is_cuda = model.device.type == "cuda"
-        recorder = CudaGraphs() if is_cuda and config.enable_cuda_graph else None
+        # The experts' reference reads their numbers of tokens on the host.
+        is_on_device = use_triton(model.embedding.weight) or not model.has_experts
+        recorder = CudaGraphs() if is_cuda and config.enable_cuda_graph and is_on_device else None
         self.steps = DecodeSteps(model, config.max_out_tokens, recorder)
         self.lag = 1 if is_cuda else 0  # turns whose tokens are read late, so that the host need not wait
 
@@ -157,7 +160,9 @@ class ModuleBackend:
         kwargs: dict[str, Any],
     ) -> RolloutResult:
         """`seed` holds for this call alone; None draws from torch's generators as transformers does."""
-        with torch.random.fork_rng(enabled=seed is not None):
+        # This process's GPU alone: looking at the generators of others would take memory there.
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices, enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
             output = self._generate(input_ids, mask.to(input_ids.dtype), options, kwargs)

@@ -58,7 +58,11 @@ def _decoding(generator: Generator, native: NativeBackend) -> str:
         why = "HYBRID_ENGINE_FALLBACK=1" if fallback_forced() else f"the weights are on {weight.device.type}"
         ops = f"torch references, because {why}"
     if native.steps.recorder is None:
-        why = "enable_cuda_graph is false" if weight.is_cuda else "there is no GPU"
+        config = generator.config
+        off = (
+            "enable_cuda_graph is false" if not config.enable_cuda_graph else "the experts' reference reads the device"
+        )
+        why = off if weight.is_cuda else "there is no GPU"
         graphs = f"each step launched by itself, because {why}"
     elif generator.gatherer.is_streamed:
         graphs = "each step launched by itself, because layers are gathered one by one"

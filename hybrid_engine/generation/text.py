@@ -16,7 +16,7 @@ import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.decode import DecodeStep, Draw
+from hybrid_engine.generation.decode import DecodeStep, Draw, send_to_device
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.scheduler import Admission, Copy, Prefill, Scheduler
 from hybrid_engine.generation.sequence import PENDING, Prompt, Sequence
@@ -60,15 +60,16 @@ class TextGeneration:
         if admission.prefills:
             with self.prefill_time.measure():
                 self._prefill(admission)
-            self._read(self.lag)
+                self._read(self.lag)
             return
+        # Reading counts too: where the host is the slower one, the device waits for it until the next turn.
         with self.decode_time.measure():
             self._enter(admission)
             if self.scheduler.running:
                 self._decode()
             else:
                 self.idle()
-        self._read(self.lag if self.scheduler.running else 0)
+            self._read(self.lag if self.scheduler.running else 0)
 
     def _recompute(self) -> None:
         """Sends those back whose keys belong to other frequencies from their next token on."""
@@ -139,8 +140,9 @@ class TextGeneration:
 
     def _copy(self, copies: list[Copy]) -> None:
         if copies:
-            numbers = [[copy.source, copy.target, copy.num_tokens] for copy in copies]
-            self.copy_blocks(self.kv, *torch.tensor(numbers, device=self.kv.device).t().contiguous())
+            numbers = [[copy.source for copy in copies], [copy.target for copy in copies]]
+            numbers.append([copy.num_tokens for copy in copies])
+            self.copy_blocks(self.kv, *send_to_device(torch.tensor(numbers), self.kv.device))
 
     def _prefill_batch(self, prefills: list[Prefill]) -> PrefillBatch:
         size, device = self.scheduler.block_size, self.kv.device
@@ -150,14 +152,18 @@ class TextGeneration:
         # What was prefilled anew was fed as it would have been had it never left.
         whole = self.model.recompute_length is not None
         fed = torch.tensor([len(p.tokens) if whole else len(p.prompt.tokens) for p in prefills])
-        ends = torch.tensor(lengths).cumsum(0)
+        fed = fed.repeat_interleave(torch.tensor(lengths), output_size=len(positions))
+        tokens = torch.tensor([token for prefill in prefills for token in prefill.tokens])
+        by_token = (tokens, positions, torch.cat(blocks), positions % size, torch.maximum(positions + 1, fed))
+        tokens, positions, write_blocks, write_offsets, row_lengths = send_to_device(torch.stack(by_token), device)
+        starts = send_to_device(torch.tensor((0, *lengths)).cumsum(0), device)
         return PrefillBatch(
-            tokens=torch.tensor([token for prefill in prefills for token in prefill.tokens], device=device),
-            positions=positions.to(device),
-            write_blocks=torch.cat(blocks).to(device),
-            write_offsets=(positions % size).to(device),
+            tokens=tokens,
+            positions=positions,
+            write_blocks=write_blocks,
+            write_offsets=write_offsets,
             lengths=lengths,
-            starts=torch.nn.functional.pad(ends, (1, 0)).int().to(device),
-            wanted=(ends - 1).to(device),
-            row_lengths=torch.maximum(positions + 1, fed.repeat_interleave(torch.tensor(lengths))).to(device),
+            starts=starts.int(),
+            wanted=starts[1:] - 1,
+            row_lengths=row_lengths,
         )
