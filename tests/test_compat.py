@@ -91,18 +91,48 @@ if {joins}:
     assert torch.distributed.get_rank() == 0 and torch.distributed.get_world_size() == 1
     torch.distributed.barrier()
 comm = deepspeed.comm
-tensor, out = torch.arange(4.0), torch.empty(4)
 assert comm.is_initialized() is {joins} and (comm.get_rank(), comm.get_world_size()) == (0, 1)
+assert comm.get_global_rank(comm.get_world_group(), 0) == 0 and comm.get_all_ranks_from_group() == [0]
+assert (comm.new_group(ranks=[0]) is None) is not {joins}
+mine = torch.arange(4.0)
+
+
+def arrives(collective, make, *args, **kwargs):
+    for is_async in (False, True):
+        out = make()
+        handle = collective(out, *args, **kwargs, async_op=is_async)
+        assert (handle is not None) is is_async and (not is_async or handle.wait() is not False)
+        assert torch.equal(out[0] if isinstance(out, list) else out, mine), collective
+
+
+def empty():
+    return torch.zeros(4)
+
+
 comm.barrier()
-comm.all_reduce(tensor)
-comm.broadcast(tensor, 0)
-comm.all_gather([out], tensor)
-assert torch.equal(out, tensor)
-comm.all_gather_into_tensor(out.zero_(), tensor)
-assert torch.equal(out, torch.arange(4.0))
-comm.reduce_scatter_tensor(out.zero_(), tensor, op=comm.ReduceOp.SUM)
-assert torch.equal(out, torch.arange(4.0))
-assert (comm.new_group([0]) is None) is not {joins}
+comm.barrier(group=None)
+arrives(comm.all_reduce, mine.clone, op=comm.ReduceOp.SUM, group=None, prof=False, log_name="name", debug=None)
+arrives(comm.reduce, mine.clone, dst=0)
+arrives(comm.broadcast, mine.clone, src=0)
+arrives(comm.all_gather, lambda: [empty()], tensor=mine)
+arrives(comm.all_gather_into_tensor, empty, tensor=mine)
+arrives(comm.allgather_fn, empty, mine)
+arrives(comm.reduce_scatter, empty, [mine])
+arrives(comm.reduce_scatter_tensor, empty, tensor=mine, op=comm.ReduceOp.SUM)
+arrives(comm.all_to_all_single, empty, tensor=mine)
+out = empty()
+comm.reduce_scatter_tensor(output_tensor=out, tensor=mine)
+assert torch.equal(out, mine)
+arrives(comm.scatter, empty, scatter_list=[mine], src=0)
+parts = [empty()]
+comm.gather(mine, gather_list=parts, dst=0)
+assert torch.equal(parts[0], mine)
+objects = [None]
+comm.all_gather_object(objects, {{"a": 1}})
+assert objects == [{{"a": 1}}]
+comm.broadcast_object_list(objects, src=0)
+comm.destroy_process_group()
+assert not comm.is_initialized()
 """
 
 
@@ -118,14 +148,28 @@ def _collectives(rank, world_size):
     comm = deepspeed.comm
     deepspeed.init_distributed("nccl")  # on a machine without GPU, as scripts write it
     mine = torch.full((2,), float(rank + 1))
+    results = {"numbers": (comm.get_rank(), comm.get_world_size(), comm.get_local_rank())}
     total = mine.clone()
-    comm.all_reduce(total, op=comm.ReduceOp.SUM)
-    gathered, scattered = torch.empty(4), torch.empty(1)
-    comm.all_gather_into_tensor(gathered, mine)
-    comm.reduce_scatter_tensor(scattered, mine)
+    comm.all_reduce(total, op=comm.ReduceOp.SUM, async_op=True, log_name="total").wait()
+    results["all_reduce"] = total
+    results["all_gather_into_tensor"] = torch.empty(4)
+    comm.all_gather_into_tensor(results["all_gather_into_tensor"], tensor=mine)
+    results["reduce_scatter_tensor"] = torch.empty(1)
+    comm.reduce_scatter_tensor(output_tensor=results["reduce_scatter_tensor"], tensor=mine, op=comm.ReduceOp.SUM)
+    group = comm.new_group(ranks=[0, 1])
     pieces = [torch.empty(2) for _ in range(2)]
-    comm.all_gather(pieces, mine, group=comm.new_group([0, 1]))
-    return total, gathered, scattered, pieces, (comm.get_rank(), comm.get_world_size(), comm.get_local_rank())
+    comm.all_gather(tensor_list=pieces, tensor=mine, group=group)
+    results["all_gather"] = torch.cat(pieces)
+    results["broadcast"] = mine.clone()
+    comm.broadcast(tensor=results["broadcast"], src=1, group=group)
+    results["all_to_all_single"] = torch.empty(2)
+    comm.all_to_all_single(results["all_to_all_single"], tensor=mine * torch.tensor([1.0, 10.0]))
+    objects = [None, None]
+    comm.all_gather_object(objects, rank)
+    results["objects"] = torch.tensor(objects)
+    alone = [comm.new_group(ranks=[r]) for r in range(2)][rank]
+    results["ranks"] = torch.tensor([*comm.get_all_ranks_from_group(alone), comm.get_global_rank(alone, 0)])
+    return results
 
 
 def _overflow_of_one_of_two_engines(rank, world_size):
@@ -140,13 +184,13 @@ def _overflow_of_one_of_two_engines(rank, world_size):
         if step < actor.gradient_accumulation_steps() - 1:
             actor.step()
             critic.step()
-    before = [p.to_local().clone() for p in actor.parameters()]
+    before = [p.detach().clone() for p in actor.parameters()]
     found = [engine.optimizer.check_overflow(external=True) for engine in (actor, critic)]
     if found[1] and not found[0]:
         actor.optimizer.skip_step = True
     actor.step()
     critic.step()
-    kept = all(torch.equal(p.to_local(), b) for p, b in zip(actor.parameters(), before, strict=True))
+    kept = all(torch.equal(p.detach(), b) for p, b in zip(actor.parameters(), before, strict=True))
     scales = actor.optimizer.cur_scale, critic.optimizer.cur_scale
     skipped = actor.skipped_steps, critic.skipped_steps, actor.was_step_applied()
     training = train_engine(actor, 1)
@@ -162,10 +206,19 @@ def two_ranks():
     return run_distributed(_two_processes, 2)
 
 
-def test_collectives_are_those_of_torch(two_ranks):
-    for rank, ((total, gathered, scattered, pieces, numbers), _) in enumerate(two_ranks):
-        assert total.tolist() == [3, 3] and gathered.tolist() == [1, 1, 2, 2] and scattered.tolist() == [3]
-        assert [p.tolist() for p in pieces] == [[1, 1], [2, 2]] and numbers == (rank, 2, rank)
+def test_collectives_are_those_of_torch_under_deepspeeds_names_of_arguments(two_ranks):
+    for rank, (results, _) in enumerate(two_ranks):
+        assert results.pop("numbers") == (rank, 2, rank)
+        assert {name: tensor.tolist() for name, tensor in results.items()} == {
+            "all_reduce": [3, 3],
+            "all_gather_into_tensor": [1, 1, 2, 2],
+            "reduce_scatter_tensor": [3],
+            "all_gather": [1, 1, 2, 2],
+            "broadcast": [2, 2],
+            "all_to_all_single": [1, 2] if rank == 0 else [10, 20],
+            "objects": [0, 1],
+            "ranks": [rank, rank],
+        }
 
 
 def test_engines_whose_overflows_are_aligned_skip_together_and_only_the_overflowing_scale_falls(two_ranks):

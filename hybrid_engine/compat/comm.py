@@ -1,5 +1,10 @@
-"""`deepspeed.comm`: torch.distributed, whose functions also answer in a single process without a process group."""
+"""`deepspeed.comm`: torch.distributed under DeepSpeed's names of arguments, also for a process without a group.
 
+The collectives take DeepSpeed's arguments too: `tensor` is the input wherever there is one, and `prof`, `log_name` and
+`debug`, which its profiler reads, mean nothing. Without a process group each does what it comes to for one process.
+"""
+
+import inspect
 import os
 from collections.abc import Callable
 from functools import wraps
@@ -7,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, irecv, isend, monitored_barrier, recv, send
 
 from hybrid_engine.compat.distributed import init_distributed
 
@@ -17,22 +22,53 @@ __all__ = [
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
     "barrier",
     "broadcast",
     "broadcast_object_list",
     "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
     "get_global_rank",
     "get_local_rank",
     "get_rank",
     "get_world_group",
     "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
     "init_distributed",
+    "irecv",
     "is_available",
     "is_initialized",
+    "isend",
+    "monitored_barrier",
     "new_group",
+    "recv",
     "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
     "reduce_scatter_tensor",
+    "scatter",
+    "send",
 ]
+
+PROFILING = ("prof", "log_name", "debug")
+"""Arguments of DeepSpeed's collectives that only its profiler reads."""
+
+
+class Done:
+    """The handle of a collective that had nothing to wait for."""
+
+    def wait(self) -> bool:
+        """Returns at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
 
 
 def is_available() -> bool:
@@ -65,9 +101,14 @@ def get_world_group() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def get_global_rank(group: Any, group_rank: int) -> int:
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     """The number among all processes of number `group_rank` in `group`."""
-    return dist.get_global_rank(group, group_rank) if dist.is_initialized() else group_rank
+    return dist.get_global_rank(group, group_rank) if dist.is_initialized() and group is not None else group_rank
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The numbers among all processes of those in `group`."""
+    return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
 
 def new_group(ranks: list[int] | None = None) -> Any:
@@ -75,38 +116,75 @@ def new_group(ranks: list[int] | None = None) -> Any:
     return dist.new_group(ranks) if dist.is_initialized() else None
 
 
-def _or_alone(collective: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:
-    """`collective`, or without a process group what it comes to for one process."""
+def destroy_process_group(group: Any = None) -> None:
+    """Ends a group, or all of them; nothing without a process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
 
-    @wraps(collective)
+
+def has_all_gather_into_tensor() -> bool:
+    """PyTorch has it."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """PyTorch has it."""
+    return True
+
+
+def _collective(function: Callable[..., Any], target: str = "", source: str = "") -> Callable[..., Any]:
+    """`function` of torch.distributed with DeepSpeed's arguments.
+
+    Args:
+        function: the collective.
+        target: the argument that one process alone copies into; empty when its tensor stays as it is.
+        source: the argument that it copies from, DeepSpeed's `tensor` where that is PyTorch's name of the input.
+    """
+    signature = inspect.signature(function)
+    is_renamed = "tensor" not in signature.parameters
+
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return collective(*args, **kwargs) if dist.is_initialized() else alone(*args, **kwargs)
+        given = {name: value for name, value in kwargs.items() if name not in PROFILING}
+        if is_renamed and "tensor" in given:
+            given[source] = given.pop("tensor")
+        if target == "output" and "output_tensor" in given:
+            given["output"] = given.pop("output_tensor")
+        if dist.is_initialized():
+            return function(*args, **given)
+        arguments = signature.bind(*args, **given).arguments
+        if target:
+            _copy(arguments[target], arguments[source])
+        return Done() if arguments.get("async_op") else None
 
     return call
 
 
-def _copy_whole(output: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    output.copy_(tensor.view_as(output))
-
-
-def _copy_first(outputs: list[Any], value: Any, *args: Any, **kwargs: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        outputs[0].copy_(value)
+def _copy(target: Any, value: Any) -> None:
+    """What arrives at the only process: its own part, the first of a list."""
+    value = value[0] if isinstance(value, list) else value
+    if isinstance(target, torch.Tensor):
+        target.copy_(value.view_as(target))
+    elif isinstance(value, torch.Tensor):
+        target[0].copy_(value)
     else:
-        outputs[0] = value
+        target[0] = value
 
 
-def _leave(*args: Any, **kwargs: Any) -> None:
-    """What a reduction or a broadcast over one process does to its tensor."""
-
-
-barrier = _or_alone(dist.barrier, _leave)
-all_reduce = _or_alone(dist.all_reduce, _leave)
-reduce = _or_alone(dist.reduce, _leave)
-broadcast = _or_alone(dist.broadcast, _leave)
-broadcast_object_list = _or_alone(dist.broadcast_object_list, _leave)
-all_gather = _or_alone(dist.all_gather, _copy_first)
-all_gather_object = _or_alone(dist.all_gather_object, _copy_first)
-all_gather_into_tensor = _or_alone(dist.all_gather_into_tensor, _copy_whole)
-reduce_scatter_tensor = _or_alone(dist.reduce_scatter_tensor, _copy_whole)
-destroy_process_group = _or_alone(dist.destroy_process_group, _leave)
+barrier = _collective(dist.barrier)
+all_reduce = _collective(dist.all_reduce)
+inference_all_reduce = all_reduce
+reduce = _collective(dist.reduce)
+broadcast = _collective(dist.broadcast)
+broadcast_object_list = _collective(dist.broadcast_object_list)
+all_gather = _collective(dist.all_gather, "tensor_list", "tensor")
+all_gather_object = _collective(dist.all_gather_object, "object_list", "obj")
+all_gather_into_tensor = _collective(dist.all_gather_into_tensor, "output_tensor", "input_tensor")
+allgather_fn = all_gather_into_tensor
+reduce_scatter = _collective(dist.reduce_scatter, "output", "input_list")
+reduce_scatter_tensor = _collective(dist.reduce_scatter_tensor, "output", "input")
+reduce_scatter_fn = reduce_scatter_tensor
+all_to_all = _collective(dist.all_to_all, "output_tensor_list", "input_tensor_list")
+all_to_all_single = _collective(dist.all_to_all_single, "output", "input")
+gather = _collective(dist.gather, "gather_list", "tensor")
+scatter = _collective(dist.scatter, "tensor", "scatter_list")

@@ -142,7 +142,7 @@ class EngineConfig:
     hybrid_engine: HybridEngineConfig = field(default_factory=HybridEngineConfig)
     """Generation inside the training engine."""
     given: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """The config as it was given, "auto" resolved. `config["zero_optimization"]["stage"]` and `config.get(...)` read it:
+    """The config as given, "auto" resolved; `config["zero_optimization"]["stage"]` and `config.get(...)` read from it:
     in DeepSpeed `engine.config` is that dict."""
 
     def __getitem__(self, key: str) -> Any:
