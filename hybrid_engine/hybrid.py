@@ -72,8 +72,8 @@ class HybridEngine(ZeroEngine):
         super().__init__(model, config, **kwargs)
         self.names = HybridNames(self)
         group = share_sharded_model(config.hybrid_engine.inference_tp_size, self.sharding, self.device)
-        self.generator = Generator(self.module, self.sharding, config.hybrid_engine, group)
-        self.latency = LatencyStats(self.sharding.world_size)
+        self.generator = Generator(self.module, self.sharding, config.hybrid_engine, group, self.device)
+        self.latency = LatencyStats(self.sharding.world_size, self.device)
         self.logprob_difference: LogprobDifference | None = None
         self._is_generating = False
         self.create_inference_containers()
@@ -136,7 +136,8 @@ class HybridEngine(ZeroEngine):
         """ZeroEngine's step; raises ValueError inside `generate()`."""
         self._check_not_generating("step()")
         super().step()
-        self.latency.add_training()
+        if self.num_pending_micro_batches == 0:  # an optimizer step: waiting for the device is cheap there
+            self.latency.add_training()
 
     def create_inference_containers(self) -> None:
         """Builds the containers anew, as after a change of the module's structure, and measures them."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass
 class Iteration:
@@ -30,10 +32,10 @@ class Iteration:
 
 
 class LatencyStats:
-    """Collects an iteration's figures. `world_size` scales samples to all processes."""
+    """Collects an iteration's figures. `world_size` scales samples to all processes; clocks wait for a GPU `device`."""
 
-    def __init__(self, world_size: int):
-        self.world_size = world_size
+    def __init__(self, world_size: int, device: torch.device):
+        self.world_size, self.device = world_size, device
         self.iteration: Iteration | None = None
         self._training_mark: float | None = None
         self._total_seconds, self._total_samples = 0.0, 0
@@ -46,19 +48,25 @@ class LatencyStats:
             line = self._line(stats)
             self._total_seconds += stats["e2e_seconds"]
             self._total_samples += self.iteration.num_samples * self.world_size
-        self.iteration = Iteration()
+        self.iteration = Iteration(self._now())
         self._training_mark = None
         return line
+
+    def _now(self) -> float:
+        """Once the device has done what it was given: else its work would count where the host waits for it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
         """Adds the time inside to the iteration's `<phase>_seconds`, and to no other phase's."""
         self.iteration = self.iteration or Iteration()
-        start = time.perf_counter()
+        start = self._now()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
+            seconds = self._now() - start
             self.add(f"{phase}_seconds", seconds)
             if self._training_mark is not None:
                 self._training_mark += seconds
@@ -76,11 +84,11 @@ class LatencyStats:
     def mark_training(self) -> None:
         """Training starts counting here, at `train()`; before the first `eval()` that begins an iteration."""
         self.iteration = self.iteration or Iteration()
-        self._training_mark = time.perf_counter()
+        self._training_mark = self._now()
 
     def add_training(self) -> None:
         """Adds the time since the last mark, at `step()`, and marks again."""
-        now = time.perf_counter()
+        now = self._now()
         if self._training_mark is not None:
             self.add("training_seconds", now - self._training_mark)
         self.iteration = self.iteration or Iteration()
@@ -89,7 +97,7 @@ class LatencyStats:
     def stats(self) -> dict[str, float]:
         """The figures of the iteration under way, up to now; times in seconds."""
         iteration = self.iteration or Iteration()
-        elapsed = time.perf_counter() - iteration.start
+        elapsed = self._now() - iteration.start
         busy = iteration.gather_seconds + iteration.generate_seconds + iteration.training_seconds
         samples = iteration.num_samples * self.world_size
         total_seconds = self._total_seconds + elapsed

@@ -8,6 +8,7 @@ import torch
 from models import build_model, padded_prompts
 
 import hybrid_engine
+from hybrid_engine.latency import LatencyStats
 
 LINE = re.compile(
     r"^\|E2E latency=(?P<e2e>[\d.]+)s \|Gather latency=(?P<gather>[\d.]+)s \([\d.]+%\) "
@@ -159,3 +160,24 @@ def test_the_report_says_what_runs_where_and_why(engine):
     assert "all 2 LlamaDecoderLayer layers" in report
     assert "whole on this process" in report
     assert "KV workspace" in report and "apart" in report
+
+
+def test_clocks_wait_for_the_device(monkeypatch):
+    # A device that does its work when the host waits for it: read early, clocks would charge it to the next phase.
+    now, queued = [0.0], [0.0]
+
+    def synchronize(device):
+        now[0], queued[0] = now[0] + queued[0], 0.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    latency = LatencyStats(1, torch.device("cuda"))
+    latency.begin()
+    for phase, seconds in (("gather", 2.0), ("generate", 5.0)):
+        with latency.measure(phase):
+            queued[0] += seconds
+    latency.mark_training()
+    queued[0] += 7.0
+    latency.add_training()
+    stats = latency.stats()
+    assert [stats[f"{phase}_seconds"] for phase in ("gather", "generate", "training", "others")] == [2, 5, 7, 0]
