@@ -23,12 +23,12 @@ from functools import partial
 import torch
 from common import (
     DTYPES,
-    RESULTS,
     Ceilings,
     append_rows,
-    base_parser,
     environment,
     measure_ceilings,
+    parse_run,
+    run_options,
     synchronize,
     timed,
 )
@@ -47,7 +47,7 @@ ROUNDING = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; on a CPU small shapes and fp32 are the defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run_options(__doc__)
     is_cuda = torch.cuda.is_available()
     parser.add_argument("--goals", action="store_true", help="the shapes, batches and contexts that have goals")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen-0.5b"] if is_cuda else ["llama-16m"])
@@ -57,19 +57,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if is_cuda else "float32")
     parser.add_argument("--rivals", action="store_true", help="also transformers' generate(), eager and compiled")
     parser.add_argument("--profile", action="store_true", help="prints the kernels of the last steps")
-    parser.add_argument("--small", action="store_true", help="checks that everything runs, in seconds")
-    common = {action.dest: action for action in base_parser(None)._actions}
-    for name in ("repeats", "threads", "device", "csv"):
-        action = common[name]
-        parser.add_argument(action.option_strings[0], type=action.type, default=action.default, help=action.help)
-    args = parser.parse_args()
-    args.repeats = args.repeats or (2 if args.small else 5)
+    args = parse_run(parser, "decode")
     if args.small:
         args.shapes, args.batch, args.context, args.new_tokens = ["opt-3m"], [1, 3], [16], 8
-    if args.csv is None and not args.small:
-        args.csv = RESULTS / "decode.csv"
-    if args.threads:
-        torch.set_num_threads(args.threads)
     return args
 
 

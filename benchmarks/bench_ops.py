@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from common import DTYPES, RESULTS, Ceilings, append_rows, base_parser, environment, measure_ceilings, synchronize
+from common import DTYPES, Ceilings, append_rows, environment, measure_ceilings, parse_run, run_options, synchronize
 from rich.console import Console
 from rich.table import Table
 
@@ -395,21 +395,11 @@ def measure(case: Case, args: argparse.Namespace, ceilings: Ceilings) -> dict:
 
 def main() -> None:
     """Measures, prints, writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = run_options(__doc__, repeats=11)
     is_cuda = torch.cuda.is_available()
     parser.add_argument("--only", default="", help="ops whose name contains this")
-    parser.add_argument("--small", action="store_true", help="small shapes and few repeats")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16" if is_cuda else "float32")
-    common = {action.dest: action for action in base_parser(None)._actions}
-    for name in ("repeats", "threads", "device", "csv"):
-        action = common[name]
-        parser.add_argument(action.option_strings[0], type=action.type, default=action.default, help=action.help)
-    args = parser.parse_args()
-    args.repeats = args.repeats or (2 if args.small else 11)
-    if args.csv is None and not args.small:
-        args.csv = RESULTS / "ops.csv"
-    if args.threads:
-        torch.set_num_threads(args.threads)
+    args = parse_run(parser, "ops")
     dtype, is_small = DTYPES[args.dtype], args.small or args.device == "cpu"
     ceilings = measure_ceilings(args.device, dtype, args.small)
     torch.manual_seed(0)

@@ -18,8 +18,6 @@ Before anything is timed, the weights are compared to the bit with what they wer
 import argparse
 import io
 import json
-import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -31,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from common import (
     DTYPES,
     Quantiles,
@@ -46,6 +43,7 @@ from common import (
     timed,
 )
 from peft import LoraConfig, get_peft_model
+from processes import run_fresh
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -182,30 +180,9 @@ def measure(args: argparse.Namespace, shape: Shape) -> Switch:
     )
 
 
-def measure_on_process(rank: int, args: argparse.Namespace, shape: Shape, port: int, folder: str) -> None:
-    """What one of several gloo processes does; `args.device` is the CPU."""
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": args.processes, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    torch.set_num_threads(args.threads or max(1, (os.cpu_count() or 1) // args.processes))
-    dist.init_process_group("gloo")
-    try:
-        (Path(folder) / f"{rank}.json").write_text(json.dumps(asdict(measure(args, shape))))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
 def measure_all(args: argparse.Namespace, shape: Shape) -> list[Switch]:
     """One result per process."""
-    if args.processes == 1:
-        return [measure(args, shape)]
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure_on_process, args=(args, shape, port, folder), nprocs=args.processes)
-        files = [Path(folder) / f"{rank}.json" for rank in range(args.processes)]
-        return [Switch(**json.loads(file.read_text())) for file in files]
+    return run_fresh(measure, args.processes, args.device, args.threads, args, shape)
 
 
 def worst(switches: list[Switch]) -> Switch:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
+ShapeT = TypeVar("ShapeT")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -43,35 +44,55 @@ SMALL = Shape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=
               new_tokens=24)  # fmt: skip
 
 
-def base_parser(description: str | None) -> argparse.ArgumentParser:
-    """Options every benchmark has. A shape option that is not given is that of `Shape`, or of `SMALL`."""
+def run_options(description: str | None, repeats: int = 5) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark; `repeats` is how often is timed unless the user says."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="tiny shapes: checks that everything runs, in seconds")
-    for field in dataclasses.fields(Shape):
-        option = f"--{field.name.replace('_', '-')}"
-        parser.add_argument(
-            option, type=int, help=f"default {field.default}, with --small {getattr(SMALL, field.name)}"
-        )
-    parser.add_argument("--repeats", type=int, help="timed runs of each (default 5, with --small 2)")
+    parser.add_argument("--repeats", type=int, help=f"timed runs of each (default {repeats}, with --small 2)")
+    parser.set_defaults(full_repeats=repeats)
     parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--csv", type=Path, help="rows are added here (default: results/, with --small nowhere)")
     return parser
 
 
+def base_parser(description: str | None) -> argparse.ArgumentParser:
+    """`run_options`, `--dtype` and a shape, whose options that are not given are those of `Shape`, or of `SMALL`."""
+    parser = run_options(description)
+    add_shape_options(parser, Shape(), SMALL)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    return parser
+
+
+def add_shape_options(parser: argparse.ArgumentParser, full: Any, small: Any) -> None:
+    """An option for each field of two instances of a dataclass of integers."""
+    for field in dataclasses.fields(full):
+        defaults = f"default {getattr(full, field.name)}, with --small {getattr(small, field.name)}"
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, help=defaults)
+
+
+def chosen_shape(args: argparse.Namespace, full: ShapeT, small: ShapeT) -> ShapeT:
+    """The shape for `args.small`, with the fields that were given on the command line."""
+    base = small if args.small else full
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(base)}
+    return dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
+
+
 def parse(parser: argparse.ArgumentParser, name: str) -> tuple[argparse.Namespace, Shape]:
     """Reads the command line, sets the threads, and fills in what was not given."""
+    args = parse_run(parser, name)
+    return args, chosen_shape(args, Shape(), SMALL)
+
+
+def parse_run(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """Reads the command line, sets the threads, and fills in what was not given of `run_options`."""
     args = parser.parse_args()
-    base = SMALL if args.small else Shape()
-    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Shape)}
-    shape = dataclasses.replace(base, **{name: value for name, value in given.items() if value is not None})
-    args.repeats = args.repeats or (2 if args.small else 5)
+    args.repeats = args.repeats or (2 if args.small else args.full_repeats)
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.csv is None and not args.small:
         args.csv = RESULTS / f"{name}.csv"
-    return args, shape
+    return args
 
 
 def llama_config(shape: Shape, **options: Any) -> transformers.LlamaConfig:
