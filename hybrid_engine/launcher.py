@@ -4,7 +4,7 @@
 
 All work is torchrun's. On several machines the same command runs once on each of them (DeepSpeed's launcher logs in
 to them by ssh; this one does not), and `--node_rank` or the order of the hostfile says which is which.
-A script that takes `--local_rank` finds it set by `add_config_arguments`, and in LOCAL_RANK.
+Like DeepSpeed's it passes `--local_rank` to the script, unless `--no_local_rank` is given; LOCAL_RANK has it too.
 """
 
 import argparse
@@ -18,6 +18,40 @@ from pathlib import Path
 
 import torch
 
+LOCAL_RANK = "--local_rank=${local_rank}"
+"""What each process gets before the script's own arguments; torchrun fills the number in."""
+SSH = "this launcher never logs in to another machine"
+NO_MEANING = {
+    "--bind_core_list": "OMP_NUM_THREADS and numactl say which cores are used",
+    "--bind_cores_to_rank": "OMP_NUM_THREADS and numactl say which cores are used",
+    "--force_multi": SSH,
+    "--launcher": SSH,
+    "--launcher_args": SSH,
+    "--no_ssh": SSH,
+    "--no_ssh_check": SSH,
+    "--save_pid": "the command itself waits for its processes",
+    "--ssh_port": SSH,
+    "--venv_script": SSH,
+}
+"""Flags of DeepSpeed's launcher that are accepted, and why they change nothing."""
+NOT_SUPPORTED = {
+    "--autotuning": "sizes are the caller's choice",
+    "--elastic_training": "a checkpoint loads on any number of processes instead",
+    "--max_elastic_nodes": "a checkpoint loads on any number of processes instead",
+    "--min_elastic_nodes": "a checkpoint loads on any number of processes instead",
+}
+"""Flags of DeepSpeed's launcher that are refused, and why."""
+WITH_VALUE = (
+    "--autotuning",
+    "--bind_core_list",
+    "--launcher",
+    "--launcher_args",
+    "--max_elastic_nodes",
+    "--min_elastic_nodes",
+    "--ssh_port",
+    "--venv_script",
+)
+"""Those of both that are followed by a value."""
 DEFAULT_HOSTFILE = "/job/hostfile"
 LOCALHOST = "localhost"
 
@@ -34,13 +68,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-i", "--include", default="", help="hosts and GPUs to use, e.g. host1@host2:0,2")
     parser.add_argument("-e", "--exclude", default="", help="hosts and GPUs to leave out, written alike")
     parser.add_argument("--num_nodes", type=int, default=-1, help="use that many machines of the hostfile")
-    parser.add_argument("--num_gpus", type=int, default=-1, help="processes per machine; default: one for each GPU")
+    parser.add_argument(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        default=-1,
+        help="processes per machine; default: one for each GPU",
+    )
     parser.add_argument("--node_rank", type=int, default=-1, help="this machine's number; default: from the hostfile")
     parser.add_argument("--master_addr", default="", help="the first machine; default: that of the hostfile")
     parser.add_argument("--master_port", type=int, default=29500, help="the port to meet at (default: 29500)")
     parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
     parser.add_argument("--no_python", action="store_true", help="run the script without python before it")
-    parser.add_argument("--no_local_rank", action="store_true", help="accepted; torchrun passes no --local_rank")
+    parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
+    parser.add_argument("--enable_each_rank_log", metavar="FOLDER", help="each process's output goes to files in it")
+    texts = {flag: f"no meaning here: {why}" for flag, why in NO_MEANING.items()}
+    texts |= {flag: f"not supported: {why}" for flag, why in NOT_SUPPORTED.items()}
+    for flag, text in texts.items():
+        parser.add_argument(flag, action="store" if flag in WITH_VALUE else "store_true", help=text)
     parser.add_argument("user_script", help="the script to start")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser
@@ -61,8 +106,12 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
     """torchrun's command line on this machine, and the variables to set for it.
 
     Raises:
-        ValueError: hosts or GPUs that there are not, contradicting flags, or several machines of which this is none.
+        ValueError: a flag that is not supported, hosts or GPUs that there are not, contradicting flags, or several
+            machines of which this is none.
     """
+    for flag, why in NOT_SUPPORTED.items():
+        if getattr(options, flag.removeprefix("--")):
+            raise ValueError(f"{flag} is not supported: {why}; leave it out")
     hosts = choose_hosts(options)
     names = list(hosts)
     node_rank = _node_rank(options.node_rank, names)
@@ -76,11 +125,11 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
     address = options.master_addr or (names[0] if names and names[0] != LOCALHOST else "127.0.0.1")
     flags = [f"--nnodes={num_nodes}", f"--node_rank={node_rank}", f"--nproc_per_node={num_processes}"]
     flags += [f"--master_addr={address}", f"--master_port={options.master_port}"]
-    if options.module:
-        flags.append("--module")
-    if options.no_python:
-        flags.append("--no_python")
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, options.user_script, *options.user_args]
+    flags += [f"--{name}" for name in ("module", "no_python") if getattr(options, name)]
+    if options.enable_each_rank_log is not None:
+        flags += [f"--log_dir={options.enable_each_rank_log}", "--redirects=3"]
+    script = [options.user_script, *([] if options.no_local_rank else [LOCAL_RANK]), *options.user_args]
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, *script]
     is_chosen = bool(options.include or options.exclude) and bool(slots)
     return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if is_chosen else {}
 

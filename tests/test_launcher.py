@@ -11,6 +11,8 @@ from distributed import free_port
 
 from hybrid_engine import launcher
 
+LOCAL_RANK = "--local_rank=${local_rank}"
+
 
 def command(text):
     words, environment = launcher.build_command(launcher.build_parser().parse_args(text.split()))
@@ -24,20 +26,30 @@ ONE = "--nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=127.0.0.1 --mas
 @pytest.mark.parametrize(
     ("flags", "expected", "devices"),
     [
-        ("--num_gpus 2 t.py --lr 1", f"{ONE}=29500 t.py --lr 1", None),
-        ("--num_gpus=2 --num_nodes=1 --master_port 7 t.py", f"{ONE}=7 t.py", None),
-        ("--include localhost:1,3 t.py --include x", f"{ONE}=29500 t.py --include x", "1,3"),
-        ("--num_gpus 2 --module a.b --no", f"{ONE}=29500 --module a.b --no", None),
+        ("--num_gpus 2 t.py --lr 1", f"{ONE}=29500 t.py RANK --lr 1", None),
+        ("--num_gpus=2 --num_nodes=1 --master_port 7 t.py", f"{ONE}=7 t.py RANK", None),
+        (
+            "--num_accelerators 2 --no_ssh --bind_cores_to_rank --bind_core_list 0-1 t.py",
+            f"{ONE}=29500 t.py RANK",
+            None,
+        ),
+        ("--launcher pdsh --force_multi --num_gpus 2 t.py", f"{ONE}=29500 t.py RANK", None),
+        ("--num_gpus 2 --enable_each_rank_log logs t.py", f"{ONE}=29500 --log_dir=logs --redirects=3 t.py RANK", None),
+        ("--include localhost:1,3 t.py --include x", f"{ONE}=29500 t.py RANK --include x", "1,3"),
+        ("--num_gpus 2 --module a.b --no", f"{ONE}=29500 --module a.b RANK --no", None),
         ("--no_local_rank --no_python --num_gpus 2 t.sh", f"{ONE}=29500 --no_python t.sh", None),
         (
             "--num_nodes 2 --node_rank 1 --master_addr head --num_gpus 4 t.py",
-            "--nnodes=2 --node_rank=1 --nproc_per_node=4 --master_addr=head --master_port=29500 t.py",
+            "--nnodes=2 --node_rank=1 --nproc_per_node=4 --master_addr=head --master_port=29500 t.py RANK",
             None,
         ),
     ],
 )
 def test_flags_become_torchruns(flags, expected, devices):
-    assert command(flags) == (expected, {"CUDA_VISIBLE_DEVICES": devices} if devices else {})
+    assert command(flags) == (
+        expected.replace("RANK", LOCAL_RANK),
+        {"CUDA_VISIBLE_DEVICES": devices} if devices else {},
+    )
 
 
 @pytest.fixture
@@ -60,13 +72,15 @@ def hostfile(tmp_path):
 def test_a_hostfile_says_which_machine_this_is_and_how_many_processes_it_has(hostfile, flags, expected, devices):
     flags = flags.replace("HERE", socket.gethostname())
     words, environment = command(f"--hostfile {hostfile} {flags} t.py")
-    assert words == f"{expected} --master_port=29500 t.py"
+    assert words == f"{expected} --master_port=29500 t.py {LOCAL_RANK}"
     assert environment == ({"CUDA_VISIBLE_DEVICES": devices} if devices else {})
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--elastic_training t.py", "--elastic_training is not supported: a checkpoint loads on any number"),
+        ("--autotuning run t.py", "--autotuning is not supported: sizes are the caller's choice"),
         ("--hostfile missing t.py", "--hostfile=missing is not a file"),
         ("--include localhost --exclude localhost t.py", "--include and --exclude contradict each other"),
         ("--include other:0 t.py", "there is no host 'other'; choose from localhost"),
@@ -87,31 +101,44 @@ def test_flags_that_cannot_be_meant_are_refused_with_what_to_do(hostfile, tmp_pa
         command(flags)
 
 
+def _launch(module, flags):
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
+    command = [sys.executable, "-m", *module, "--num_gpus", "2", "--master_port", str(free_port()), *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_the_command_starts_the_script_on_as_many_processes_with_its_arguments_and_its_local_rank(tmp_path):
+    """The script takes the rank as those written for DeepSpeed do: from the argument alone."""
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent("""
         import argparse, pathlib, sys
         import hybrid_engine as deepspeed
-        parser = argparse.ArgumentParser()
+        parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
         parser.add_argument("--local_rank", type=int, default=-1)
         parser.add_argument("--out", type=pathlib.Path)
-        args = deepspeed.add_config_arguments(parser).parse_args()
+        args = parser.parse_args()
+        assert args.deepspeed_config == "x.json"
         deepspeed.init_distributed()
         (args.out / str(args.local_rank)).write_text(str(deepspeed.comm.get_world_size()))
         """)
     )
-    flags = ["launch", "--num_gpus", "2", "--master_port", str(free_port()), str(script), "--out", str(tmp_path)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    result = subprocess.run(
-        [sys.executable, "-m", "hybrid_engine.cli", *flags],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = [str(script), "--deepspeed_config", "x.json", "--out", str(tmp_path)]
+    result = _launch(["hybrid_engine.launcher"], arguments)
     assert result.returncode == 0, result.stderr
     assert [(tmp_path / name).read_text() for name in ("0", "1")] == ["2", "2"]
+
+
+def test_each_process_may_have_files_of_its_own_for_its_output_and_no_local_rank(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nprint('argument', sys.argv[1:], os.environ['LOCAL_RANK'])")
+    flags = ["--no_local_rank", "--enable_each_rank_log", str(tmp_path / "logs"), str(script), "a"]
+    result = _launch(["hybrid_engine.cli", "launch"], flags)
+    assert result.returncode == 0 and "argument" not in result.stdout, result.stderr
+    texts = sorted(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
+    assert texts == [f"argument ['a'] {rank}\n" for rank in range(2)]
 
 
 def test_the_module_answers_like_the_command(capsys):
