@@ -149,8 +149,11 @@ class ZeroEngine(nn.Module):
         self._backward_was_called = True
         return loss
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the accumulation boundary the optimizer and the scheduler step.
+
+        Args:
+            lr_kwargs: what the scheduler's `step()` takes by name, such as `metrics` of ReduceLROnPlateau.
 
         Raises:
             ValueError: no `backward()` since the last `step()`; or a non-finite gradient norm outside fp16: nothing
@@ -165,14 +168,14 @@ class ZeroEngine(nn.Module):
         is_boundary = self.is_gradient_accumulation_boundary()
         with self.observer.step(is_boundary):
             if is_boundary:
-                self._step_optimizer()
+                self._step_optimizer(lr_kwargs or {})
             else:
                 self.num_pending_micro_batches += 1
         self.micro_steps += 1
         if is_boundary:
             self.observer.print_times(self.global_steps)
 
-    def _step_optimizer(self) -> None:
+    def _step_optimizer(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
         self.sharding.reshard()
         try:
@@ -186,7 +189,7 @@ class ZeroEngine(nn.Module):
         if self.optimizer.overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self.lr_scheduler.step(**lr_kwargs)
         self.observer.finish_step(self.optimizer, self.global_steps, self.global_samples, self.skipped_steps)
         self.zero_grad()
 

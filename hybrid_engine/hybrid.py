@@ -132,10 +132,10 @@ class HybridEngine(ZeroEngine):
             self.latency.mark_training()
         return self
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """ZeroEngine's step; raises ValueError inside `generate()`."""
         self._check_not_generating("step()")
-        super().step()
+        super().step(lr_kwargs)
         if self.num_pending_micro_batches == 0:  # an optimizer step: waiting for the device is cheap there
             self.latency.add_training()
 
