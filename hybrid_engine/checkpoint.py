@@ -9,7 +9,7 @@ running pickled code. How the files reach their place is in `checkpoint_folder.p
 import io
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,11 +39,13 @@ def save(
     tag: str | int | None,
     client_state: Any,
     is_latest: bool = True,
+    without_frozen: bool = False,
 ) -> Path:
     """Writes the checkpoint `tag` (default `global_step<n>`) and makes it the latest if asked to; collective.
 
     When it returns, the checkpoint is on disk; until then an older one of the same tag stays. The client state is
-    rank 0's.
+    rank 0's. `without_frozen` leaves parameters out that require no gradient, such as the base of adapters: an engine
+    that loads it keeps its own.
 
     Raises:
         ValueError: in the middle of an accumulation; a tag that is no folder name; a client state that is not made of
@@ -54,14 +56,17 @@ def save(
     _check_at_boundary(engine)
     state = {**_collect_state(engine), "client_state": client_state}
     serialized = on_rank_zero(lambda: _serialize(state))
-    engine.sharding.reshard()
+    left_out = _frozen_names(engine) if without_frozen else set()
     writing = on_rank_zero(lambda: checkpoint_folder.begin(folder, tag))
-    with _without_process_group_warning():
-        dcp.save(_collect_tensors(engine), storage_writer=dcp.FileSystemWriter(writing), no_dist=_is_alone(engine))
+    with _without_process_group_warning(), engine.sharding.as_shards():
+        tensors = {
+            key: t for key, t in _collect_tensors(engine).items() if key.removeprefix("weights.") not in left_out
+        }
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(writing), no_dist=_is_alone(engine))
 
     def finish() -> None:
         (writing / STATE_FILE).write_bytes(serialized)
-        checkpoint_folder.publish(writing, folder, tag, _build_manifest(engine), is_latest)
+        checkpoint_folder.publish(writing, folder, tag, _build_manifest(engine, left_out), is_latest)
 
     on_rank_zero(finish)
     return folder / tag
@@ -74,49 +79,56 @@ def load(
     *,
     module_only: bool = False,
     with_scheduler: bool = True,
+    is_strict: bool = True,
 ) -> tuple[Path, Any]:
     """Puts the engine where it was when the checkpoint was saved; collective. Returns its folder and client state.
 
     An engine without an optimizer, or under `module_only`, takes only the weights; without `with_scheduler` the
-    schedule stays where it is. Everything is checked before anything is loaded.
+    schedule stays where it is; unless `is_strict`, weights that only one side has stay as they are. Everything is
+    checked before anything is loaded.
 
     Raises:
         ValueError: no such checkpoint; an incomplete or damaged one, one of another model or of a newer format; one
             whose optimizer or scheduler is not this engine's. The engine is unchanged.
     """
     trains = engine.optimizer is not None and not module_only
-    folder, state, optimizer_tensors = on_rank_zero(lambda: _read_and_check(engine, Path(directory), tag, trains))
+    folder, state, stored = on_rank_zero(lambda: _read_and_check(engine, Path(directory), tag, trains, is_strict))
     engine.zero_grad()
-    engine.sharding.reshard()
-    tensors = _weights(engine)
-    optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
-    if trains:
-        assert engine.optimizer is not None
-        optimizer_state = _allocate_optimizer_state(engine.optimizer, optimizer_tensors)
-        tensors.update(_optimizer_keys(optimizer_state))
-    with _without_process_group_warning():
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=_is_alone(engine))
-    if trains:
-        _restore_training(engine, state, optimizer_state, with_scheduler)
-    elif engine.optimizer is not None:
-        engine.optimizer.write_masters_back()
+    with engine.sharding.as_shards():
+        optimizer_state = _load_tensors(engine, folder, stored, trains)
+        if trains:
+            _restore_training(engine, state, optimizer_state, with_scheduler)
+        elif engine.optimizer is not None:
+            engine.optimizer.write_masters_back()
     return folder, state["client_state"]
 
 
+def _load_tensors(
+    engine: "ZeroEngine", folder: Path, stored: StoredTensors, trains: bool
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Loads the weights that are stored, or their masters, in place; returns the optimizer's state if it `trains`."""
+    tensors = {key: tensor for key, tensor in _weights(engine).items() if key in stored}
+    optimizer_state: dict[str, dict[str, torch.Tensor]] = {}
+    if trains:
+        assert engine.optimizer is not None
+        of_optimizer = {key: entry for key, entry in stored.items() if key.startswith("optimizer.")}
+        optimizer_state = _allocate_optimizer_state(engine.optimizer, of_optimizer)
+        tensors.update(_optimizer_keys(optimizer_state))
+    with _without_process_group_warning():
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=_is_alone(engine))
+    return optimizer_state
+
+
 def _read_and_check(
-    engine: "ZeroEngine", directory: Path, tag: str | int | None, trains: bool
+    engine: "ZeroEngine", directory: Path, tag: str | int | None, trains: bool, is_strict: bool
 ) -> tuple[Path, dict[str, Any], StoredTensors]:
     folder = checkpoint_folder.find(directory, None if tag is None else str(tag))
     own = _build_manifest(engine)
-    check_manifest(folder, checkpoint_folder.read_manifest(folder), own if trains else {**own, "groups": None})
+    saved = checkpoint_folder.read_manifest(folder)
+    check_manifest(folder, saved, own if trains else {**own, "groups": None}, is_strict)
     state = _read_state(folder)
     metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    optimizer_tensors = {
-        key: (tuple(entry.size), entry.properties.dtype)
-        for key, entry in metadata.items()
-        if key.startswith("optimizer.")
-    }
-    return folder, state, optimizer_tensors
+    return folder, state, {key: (tuple(entry.size), entry.properties.dtype) for key, entry in metadata.items()}
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -155,6 +167,11 @@ def _weights(engine: "ZeroEngine") -> dict[str, torch.Tensor]:
     masters = {t.name: t.master for t in engine.optimizer.parameters} if engine.optimizer is not None else {}
     named = {**dict(engine.module.named_parameters()), **masters, **_persistent_buffers(engine.module)}
     return {f"weights.{name}": tensor.detach() for name, tensor in named.items()}
+
+
+def _frozen_names(engine: "ZeroEngine") -> set[str]:
+    trained = {t.name for t in engine.optimizer.parameters} if engine.optimizer is not None else set()
+    return {name for name, p in engine.module.named_parameters() if not p.requires_grad} - trained
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -251,14 +268,16 @@ def _find_unstorable(path: str, value: Any, outer: tuple[Any, ...]) -> tuple[str
     return path, value
 
 
-def _build_manifest(engine: "ZeroEngine") -> dict[str, Any]:
+def _build_manifest(engine: "ZeroEngine", left_out: Collection[str] = ()) -> dict[str, Any]:
     optimizer = engine.optimizer
+    shapes = {key.removeprefix("weights."): list(tensor.shape) for key, tensor in _weights(engine).items()}
     return {
         "format": FORMAT,
         "world_size": engine.sharding.world_size,
         "stage": engine.sharding.stage,
         "dtype": str(engine.config.dtype),
-        "shapes": {key.removeprefix("weights."): list(tensor.shape) for key, tensor in _weights(engine).items()},
+        "shapes": {name: shape for name, shape in shapes.items() if name not in left_out},
+        "left_out": {name: shape for name, shape in shapes.items() if name in left_out},
         "has_scheduler": engine.lr_scheduler is not None,
         "optimizer": None if optimizer is None else _describe_optimizer(optimizer.inner),
         "groups": None if optimizer is None else [group["names"] for group in _named_param_groups(optimizer)],

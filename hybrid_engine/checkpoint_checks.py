@@ -1,7 +1,8 @@
 """Whether a checkpoint may be loaded, decided from its manifest alone.
 
 A manifest says what a checkpoint holds: `format`, `files` (their sizes in bytes, by name), `shapes` (of every weight
-and persistent buffer, by name), `groups` (the names of the trained parameters in each optimizer group; None without an
+and persistent buffer, by name), `left_out` (the same of frozen parameters that are not in it; absent in the oldest
+checkpoints), `groups` (the names of the trained parameters in each optimizer group; None without an
 optimizer), `has_scheduler` and `optimizer` (its `class` and the names of its `options`; None without one, absent in
 the oldest checkpoints).
 """
@@ -57,21 +58,25 @@ def check_format(folder: Path, manifest: Any) -> None:
         raise ValueError(f"checkpoint {str(folder)!r} is damaged: its manifest {what}; load another tag")
 
 
-def check_manifest(folder: Path, saved: dict[str, Any], own: dict[str, Any]) -> None:
+def check_manifest(folder: Path, saved: dict[str, Any], own: dict[str, Any], is_strict: bool = True) -> None:
     """Compares the manifest of the checkpoint in `folder` with the one this engine would write.
+
+    Unless `is_strict`, either side may have weights that the other has not.
 
     Raises:
         ValueError: another model; another optimizer, other trained parameters or no scheduler, if
             this engine trains.
     """
-    _check_model(folder, saved["shapes"], own["shapes"])
+    _check_model(folder, saved["shapes"] | saved.get("left_out", {}), own["shapes"], is_strict)
     if own["groups"] is not None:
         _check_training(folder, saved, own)
 
 
-def _check_model(folder: Path, saved: dict[str, list[int]], own: dict[str, list[int]]) -> None:
-    differences = [f"{name} is not in the model" for name in saved if name not in own]
-    differences += [f"{name} is not in the checkpoint" for name in own if name not in saved]
+def _check_model(folder: Path, saved: dict[str, list[int]], own: dict[str, list[int]], is_strict: bool) -> None:
+    differences = []
+    if is_strict:
+        differences += [f"{name} is not in the model" for name in saved if name not in own]
+        differences += [f"{name} is not in the checkpoint" for name in own if name not in saved]
     differences += [
         f"{name} has shape {own[name]} in the model and {saved[name]} in the checkpoint"
         for name in own

@@ -100,6 +100,7 @@ class ZeroEngine(nn.Module):
         mark_parameters(self.sharding)
         self.module = model
         self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
+        self.sharding.settle()
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
         self.global_steps = 0
         self.micro_steps = 0
@@ -177,12 +178,13 @@ class ZeroEngine(nn.Module):
 
     def _step_optimizer(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
-        self.sharding.reshard()
         try:
-            self.optimizer.step()
-        except ValueError:
+            with self.sharding.as_shards():
+                self.optimizer.step()
+        except ValueError:  # on every process alike
             self.micro_steps -= self.num_pending_micro_batches
             self.zero_grad()
+            self.sharding.settle()
             raise
         self.global_steps += 1
         self.global_samples += self.config.train_batch_size
@@ -263,18 +265,21 @@ class ZeroEngine(nn.Module):
         tag: str | int | None = None,
         client_state: Any = None,
         save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> Path:
         """Saves everything needed to go on, on disk when it returns; collective. See `checkpoint.save`.
 
-        `save_latest=False` leaves the tag that is loaded by default as it is.
+        `save_latest=False` leaves the tag that is loaded by default as it is. With `exclude_frozen_parameters` it
+        goes on only where the model has them already, as the base of adapters.
         """
         tag = choose_tag(tag, self.config.checkpoint.tag_validation)
-        return checkpoint.save(self, save_dir, tag, client_state, save_latest)
+        return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
         tag: str | int | None = None,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
@@ -284,6 +289,7 @@ class ZeroEngine(nn.Module):
         Args:
             load_dir: where the run was saved.
             tag: which checkpoint; None is the latest.
+            load_module_strict: False leaves weights that only the model or only the checkpoint has as they are.
             load_optimizer_states: False takes only the weights, like `load_module_only`.
             load_lr_scheduler_states: False leaves the schedule where it is.
             load_module_only: takes only the weights; steps are counted on from where they are.
@@ -293,17 +299,28 @@ class ZeroEngine(nn.Module):
         """
         module_only = load_module_only or not load_optimizer_states
         path, client_state = checkpoint.load(
-            self, load_dir, tag, module_only=module_only, with_scheduler=load_lr_scheduler_states
+            self,
+            load_dir,
+            tag,
+            module_only=module_only,
+            with_scheduler=load_lr_scheduler_states,
+            is_strict=load_module_strict,
         )
         return str(path), client_state
 
-    def save_16bit_model(self, save_dir: str | os.PathLike[str], save_filename: str | None = None) -> Path | bool:
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path | bool:
         """Saves the weights in the precision they are computed in; collective.
 
         Args:
             save_dir: the folder. Of a model of transformers it becomes one for `from_pretrained`, adapters merged.
             save_filename: writes the module's state dict to this file in it instead, like DeepSpeed; None means
                 "pytorch_model.bin" for a module that is not of transformers.
+            exclude_frozen_parameters: leaves them out of that state dict, which is written in any case then.
 
         Returns:
             The folder; False when the config forbids to gather a stage 3 model, with a warning.
@@ -318,8 +335,8 @@ class ZeroEngine(nn.Module):
                 "is false"
             )
             return False
-        self.sharding.reshard()
-        return save_16bit_model(self.module, save_dir, save_filename)
+        self.sharding.settle()
+        return save_16bit_model(self.module, save_dir, save_filename, exclude_frozen_parameters)
 
     def report(self) -> str:
         """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process."""

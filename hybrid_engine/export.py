@@ -6,6 +6,7 @@ The weights are gathered to rank 0's memory and given to an empty model of the s
 import copy
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from hybrid_engine.containers.linear import active_adapters, carries_lora
 from hybrid_engine.zero.processes import get_rank, on_rank_zero
 from hybrid_engine.zero.sharding import full_tensor
 
@@ -22,39 +24,52 @@ WRITING = ".writing"
 STATE_DICT = "pytorch_model.bin"
 
 
-def save_16bit_model(module: nn.Module, save_dir: str | os.PathLike[str], filename: str | None = None) -> Path:
+def save_16bit_model(
+    module: nn.Module,
+    save_dir: str | os.PathLike[str],
+    filename: str | None = None,
+    without_frozen: bool = False,
+) -> Path:
     """Saves `module`, in the precision it computes in; collective.
 
-    A model of transformers becomes a Hugging Face folder: the active adapters of a `PeftModel` are merged into a copy
-    of the base weights, and the base model is saved. Files of an earlier save are replaced one by one when all new
-    ones are complete.
+    A model of transformers becomes a Hugging Face folder: the active adapters of a `PeftModel`, or those that linears
+    carry themselves, are merged into a copy of the base weights, and the base model is saved. Files of an earlier save
+    are replaced one by one when all new ones are complete.
 
     Args:
         module: the engine's module, sharded or not, with nothing gathered.
         save_dir: the folder; made if it does not exist.
         filename: writes the module's state dict, adapters apart, to this file of it instead; None does that only for
             a module that is not of transformers, under the name "pytorch_model.bin".
+        without_frozen: writes such a state dict in any case, and leaves parameters out that require no gradient.
     """
     base = module.get_base_model() if isinstance(module, PeftModel) else module
     folder = Path(save_dir)
-    weights = _gather_weights(module)
-    if filename is None and isinstance(base, PreTrainedModel):
+    left_out = {name for name, p in _named_parameters(module) if without_frozen and not p.requires_grad}
+    weights = _gather_weights(module, left_out)
+    if filename is None and not without_frozen and isinstance(base, PreTrainedModel):
         on_rank_zero(lambda: _write(_rebuild(module, base, weights), folder))
     else:
-        state = {name: weights.get(name) for name in module.state_dict()}
+        state = {name: weights.get(name) for name in module.state_dict() if name not in left_out}
         on_rank_zero(lambda: _write_state(state, folder, filename or STATE_DICT))
     return folder
 
 
-def _gather_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters and buffers by name, on the CPU of rank 0; empty on other processes.
+def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Tied ones under each of their names."""
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+def _gather_weights(module: nn.Module, left_out: Collection[str]) -> dict[str, torch.Tensor]:
+    """Copies of all other parameters and buffers by name, on the CPU of rank 0; empty on other processes.
 
     Tied parameters share one copy.
     """
     copies: dict[int, torch.Tensor] = {}
     weights = {}
-    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
+    for name, tensor in [*_named_parameters(module), *module.named_buffers(remove_duplicate=False)]:
+        if name in left_out:
+            continue
         if id(tensor) not in copies:
             whole = full_tensor(tensor)
             copies[id(tensor)] = whole.to("cpu", copy=True) if get_rank() == 0 else whole.new_empty(0)
@@ -65,8 +80,12 @@ def _gather_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
     """A plain model with these weights, outside of FSDP and without adapters."""
+    _merge_own_adapters(module, weights)
+    config, head = copy.deepcopy(base.config), base.get_output_embeddings()
+    if head is not None and carries_lora(head):
+        config.tie_word_embeddings = False  # the head's adapter is no part of the embedding
     with torch.device("meta"):
-        skeleton = _unsharded_class(base)(copy.deepcopy(base.config))
+        skeleton = _unsharded_class(base)(config)
         rebuilt = _add_adapters(skeleton, module) if isinstance(module, PeftModel) else skeleton
     # Buffers that are not saved are no part of a state dict, and stay on the meta device.
     rebuilt.load_state_dict({name: weights[name] for name in rebuilt.state_dict()}, assign=True)
@@ -76,6 +95,15 @@ def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.
     if isinstance(module, PeftModel):
         return rebuilt.merge_and_unload(adapter_names=_active_adapters(module))
     return skeleton
+
+
+def _merge_own_adapters(module: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Adds the adapters that linears carry themselves to those linears' weights."""
+    for name, linear in module.named_modules():
+        for adapter in active_adapters(linear, name) if carries_lora(linear) else []:
+            weight = weights[f"{name}.weight"]
+            left, right = (weights[f"{name}.lora_{side}_weight"].t().float() for side in ("left", "right"))
+            weights[f"{name}.weight"] = torch.addmm(weight.float(), left, right, alpha=adapter.scale).to(weight.dtype)
 
 
 def _unsharded_class(model: PreTrainedModel) -> Any:

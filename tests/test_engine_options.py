@@ -4,7 +4,15 @@ import pytest
 import torch
 from distributed import run_distributed
 from torch import nn
-from training_reference import batches, engine_config, relative_error, tiny_llama, train_engine, train_plainly
+from training_reference import (
+    batches,
+    engine_config,
+    relative_error,
+    tiny_llama,
+    train_engine,
+    train_plainly,
+    whole_weights,
+)
 
 import hybrid_engine
 
@@ -320,8 +328,7 @@ def _train_without_sync(rank, world_size, stage):
         engine.micro_steps += len(first)
         engine.backward(engine(input_ids=last, labels=last).loss)
         engine.step()
-    engine.sharding.reshard()
-    return {name: param.full_tensor().detach() for name, param in engine.module.named_parameters()}
+    return whole_weights(engine)
 
 
 def _save_with_other_tags(rank, folder, validation):

@@ -172,7 +172,9 @@ def _two_processes(rank, world_size):
         engine, *_ = hybrid_engine.initialize(model=tiny_llama(seed=rank), config=config)
         results["train", stage] = train_engine(engine, STEPS)
         results["layers", stage] = len(engine.sharding.layers)
-        results["local", stage] = sum(p.to_local().numel() for p in engine.module.parameters())
+        with engine.sharding.as_shards():
+            results["local", stage] = sum(p.to_local().numel() for p in engine.module.parameters())
+        results["between", stage] = _read_between_steps(rank, engine)
         results["tied"] = engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
         results["stale", stage] = _forward_between_backward_and_step(rank, world_size, stage)
         results["dropped", stage] = _drop_gradients_of_half_a_step(rank, world_size, stage)
@@ -183,6 +185,15 @@ def _two_processes(rank, world_size):
     results["evaluates"] = _evaluate_at_stage_3()
     results["refused"] = _other_architecture(rank)
     return results
+
+
+def _read_between_steps(rank, engine):
+    """What a script finds that gathers nothing, and reads the state dict on one process only."""
+    module = engine.module
+    is_plain = [not isinstance(p, DTensor) for p in module.parameters()]
+    copied = {name: param.data.cpu().clone() for name, param in module.named_parameters()} if all(is_plain) else {}
+    state = module.state_dict() if rank == 0 and copied else {}
+    return is_plain, copied, {name: tensor.clone() for name, tensor in state.items()}
 
 
 def _evaluate_at_stage_3():
@@ -284,6 +295,19 @@ def test_stage_0_replicates_and_the_others_keep_about_half_in_one_group_per_laye
         assert results["local", 0] == whole
         assert all(0.45 * whole < results["local", stage] < 0.55 * whole for stage in (1, 2, 3))
         assert all(results["layers", stage] == 2 for stage in range(4))
+
+
+def test_below_stage_3_parameters_are_whole_plain_tensors_between_steps(two_ranks):
+    for stage in range(3):
+        for results in two_ranks:
+            is_plain, copied, _ = results["between", stage]
+            expected = results["train", stage].weights
+            assert all(is_plain) and copied.keys() == expected.keys()
+            assert all(torch.equal(copied[name], expected[name]) for name in expected)
+        state = two_ranks[0]["between", stage][2]
+        assert state.keys() == tiny_llama().state_dict().keys()
+        assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert not any(two_ranks[0]["between", 3][0])
 
 
 def test_tied_weights_stay_tied_when_sharded(two_ranks):

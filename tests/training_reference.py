@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hybrid_engine.zero.sharding import full_tensor
+
 VOCABULARY = 65
 MICRO_BATCH = 2
 MICRO_BATCHES_PER_STEP = 4
@@ -106,11 +108,8 @@ def train_engine(engine: Any, num_steps: int, *, first_step: int = 0) -> Trainin
 
 def whole_weights(engine: Any) -> dict[str, torch.Tensor]:
     """Copies of all parameters by name, gathered; collective."""
-    engine.sharding.reshard()
-    return {
-        name: (param.full_tensor() if engine.sharding.is_sharded else param).detach().clone()
-        for name, param in engine.module.named_parameters()
-    }
+    engine.sharding.settle()
+    return {name: full_tensor(param).clone() for name, param in engine.module.named_parameters()}
 
 
 def relative_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import SliceReader
@@ -42,7 +41,7 @@ class WeightGatherer:
 
     def __init__(self, sharding: Sharding, is_pinned: bool, slices: SliceReader | None = None):
         self.sharding, self.is_pinned, self.slices = sharding, is_pinned, slices
-        self.can_stream = sharding.is_sharded and bool(sharding.layers) and slices is None
+        self.can_stream = sharding.is_sharded and not sharding.stays_whole and bool(sharding.layers) and slices is None
         self.is_streamed = self.can_stream and not is_pinned
         self._bytes_gathered = 0
         self._pending: Any = None
@@ -51,8 +50,8 @@ class WeightGatherer:
 
     @property
     def resident_bytes(self) -> int:
-        """Most bytes gathered at once: nothing in one process, everything, or the rest and two layers streaming."""
-        if not self.sharding.is_sharded:
+        """Most bytes gathered at once: nothing where weights stay whole, everything, or the rest and two layers."""
+        if not self.sharding.is_sharded or (self.sharding.stays_whole and self.slices is None):
             return 0
         if self.slices is not None:
             return sum(self._num_bytes.values()) // self.slices.size
@@ -85,16 +84,19 @@ class WeightGatherer:
 
     @contextmanager
     def _read_in_parts(self, slices: SliceReader) -> Iterator[None]:
-        self.sharding.reshard()  # what a forward pass left gathered would be taken for whole weights
+        self.sharding.settle()  # what a forward pass left gathered would be taken for whole weights
         try:
             yield
         finally:
             slices.release()
-            self.sharding.reshard()
 
     @contextmanager
     def _unsharded(self, is_whole: bool) -> Iterator[None]:
         if not self.sharding.is_sharded:
+            yield
+            return
+        if self.sharding.stays_whole:
+            self.sharding.settle()  # an error may have left shards
             yield
             return
         modules = [self.sharding.root, *self.sharding.layers] if is_whole else [self.sharding.root]
@@ -109,10 +111,7 @@ class WeightGatherer:
     @contextmanager
     def gathered_for_forward(self) -> Iterator[None]:
         """Everything gathered inside, and forward passes of the module leave it so."""
-        if not self.sharding.is_sharded:
-            yield
-            return
-        modules = [module for module in self.sharding.root.modules() if isinstance(module, FSDPModule)]
+        modules = self.sharding.fsdp_modules()
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
         try:
@@ -141,9 +140,9 @@ class WeightGatherer:
 
     def any_process(self, flag: bool) -> bool:
         """Whether `flag` is true on any process."""
-        if not self.sharding.is_sharded:
+        if self.sharding.mesh is None:
             return flag
-        flags = torch.tensor([int(flag)], device=next(self.sharding.root.parameters()).device)
+        flags = torch.tensor([int(flag)], device=self.sharding.mesh.device_type)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags.item())
 

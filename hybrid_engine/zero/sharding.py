@@ -9,10 +9,15 @@ ZeRO's stages are three switches of the same machinery:
 | 2     | ... and of the gradients   | whole                                   | at every micro-batch      |
 | 3     | ... and of the parameters  | its shard                               | at every micro-batch      |
 
+Below stage 3 the parameters are whole also between two calls of the engine: plain tensors, which scripts read and save
+without gathering anything. They are shards only while the optimizer steps and checkpoints are read or written.
+
 One process wraps nothing: gathering from oneself is still a copy. Only parameters that are offloaded from a GPU are
 wrapped there too, because they lie in the CPU's memory and are gathered from there.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -69,19 +74,46 @@ class Sharding:
         if isinstance(self.root, FSDPModule):
             self.root.set_requires_gradient_sync(is_boundary or self.stage >= 2)
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether the parameters are whole whenever the engine is not at work on their shards."""
+        return self.is_sharded and self.stage < 3
+
     def reshard(self) -> None:
         """Frees every gathered parameter, so that only the shards remain.
 
         Needed before the shards change: below stage 3, and after a forward pass without a backward, the gathered
         copies stay, and the next forward pass would use them instead of gathering the new values.
         """
-        for module in self._fsdp_modules():
+        for module in self.fsdp_modules():
             _end_passes(module)
             module.reshard()
 
+    def settle(self) -> None:
+        """Leaves the parameters as scripts expect them between two calls: whole below stage 3, else shards.
+
+        Collective where they are whole and were not.
+        """
+        if not self.stays_whole:
+            self.reshard()
+            return
+        for module in self.fsdp_modules():
+            module.unshard()
+            _keep_whole_in_state_dict(module)
+
+    @contextmanager
+    def as_shards(self) -> Iterator[None]:
+        """Inside, the parameters are this process's shards, and may be changed; collective.
+
+        After an error they stay so until the next forward pass: other processes may never come to a collective.
+        """
+        self.reshard()
+        yield
+        self.settle()
+
     def drop_pending_gradients(self) -> None:
         """Forgets the gradients that stages 0 and 1 hold unreduced between two boundaries."""
-        for module in self._fsdp_modules():
+        for module in self.fsdp_modules():
             # Private, for lack of a public way; these names hold from torch 2.11 to 2.13. A module without parameters
             # of its own has no group.
             group = module._get_fsdp_state()._fsdp_param_group
@@ -90,7 +122,8 @@ class Sharding:
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
 
-    def _fsdp_modules(self) -> list[FSDPModule]:
+    def fsdp_modules(self) -> list[FSDPModule]:
+        """What FSDP2 gathers one at a time; empty when nothing is wrapped."""
         return [module for module in self.root.modules() if isinstance(module, FSDPModule)]
 
 
@@ -149,8 +182,24 @@ def _fully_shard(
     # fp32 unless asked otherwise: adding up many ranks' gradients in 16 bits would round each sum.
     policy = MixedPrecisionPolicy(reduce_dtype=None if same else reduce_dtype)
     fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=offload)
+    part.set_reshard_after_backward(stage == 3)
     # Averages are then a sum and a division; gloo has no reduction with a factor.
     part.set_force_sum_reduction_for_comms(True)
+
+
+def _keep_whole_in_state_dict(module: FSDPModule) -> None:
+    """Takes FSDP2's hooks away that shard `module` whenever its state dict is read or loaded.
+
+    Private, for lack of a public way; these names hold from torch 2.11 to 2.13.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        for handles in (
+            group._module_to_pre_save_state_dict_hook_handle,
+            group._module_to_pre_load_state_dict_hook_handle,
+        ):
+            for handle in handles.values():
+                handle.remove()
 
 
 def _end_passes(module: FSDPModule) -> None:
@@ -195,4 +244,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of `tensor`, detached; collective when it is sharded."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    # What is offloaded to the CPU meets on the device: nccl reaches no further, and gloo is slow.
+    return tensor.detach().to(tensor.device_mesh.device_type).full_tensor()

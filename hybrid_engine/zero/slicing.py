@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.containers.tensor_parallel import Cut, read_whole
+from hybrid_engine.containers.tensor_parallel import Cut, whole
 from hybrid_engine.zero.sharding import Sharding
 
 
@@ -32,7 +32,7 @@ class SliceReader:
     def read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
         """The part of tensor-parallel rank `rank`, this process's; filled once `wait` returns."""
         if not isinstance(parameter, DTensor):
-            return read_whole(parameter, cut, rank, name)
+            return self._cut_local(whole(parameter, name), cut, rank)
         mesh = parameter.device_mesh
         local = parameter.detach().to_local().to(mesh.device_type)  # offloaded shards lie elsewhere
         group = mesh["shard"].get_group() if mesh.ndim > 1 else mesh.get_group()
@@ -43,13 +43,13 @@ class SliceReader:
         per_process = -(-length // num_processes)
         bounds = [(min(p * per_process, length), min((p + 1) * per_process, length)) for p in range(num_processes)]
         here = dist.get_rank(group)
-        whole = Cut(0, (((0, length),),) * self.size) if cut is None else cut
+        part = Cut(0, (((0, length),),) * self.size) if cut is None else cut
         ranks = [dist.get_global_rank(group, process) % self.size for process in range(num_processes)]
-        pieces = [_part_of_shard(local, bounds[here], whole, other).flatten() for other in ranks]
+        pieces = [_part_of_shard(local, bounds[here], part, other).flatten() for other in ranks]
         row = parameter.shape[1:].numel()
-        counts = [_num_elements(bound, whole, rank, row, parameter.shape) for bound in bounds]
+        counts = [_num_elements(bound, part, rank, row, parameter.shape) for bound in bounds]
         shape = list(parameter.shape)
-        shape[whole.dim] = sum(stop - start for start, stop in whole.ranges[rank])
+        shape[part.dim] = sum(stop - start for start, stop in part.ranges[rank])
         output = torch.empty(shape, dtype=local.dtype, device=local.device)
         self._exchange(output, counts, pieces, group)
         return output
