@@ -75,6 +75,13 @@ def carries_lora(module: nn.Module) -> bool:
     return hasattr(module, "lora_right_weight") and hasattr(module, "lora_left_weight")
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether `module` is a linear: plain, with peft's adapters around it, or with one of its own."""
+    base = getattr(module, "base_layer", module)
+    # Conv1D is transformers' GPT-2 linear, whose weight is stored [in, out].
+    return isinstance(base, nn.Linear) or type(base).__name__ == "Conv1D" or carries_lora(base)
+
+
 def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter] | list[OwnAdapter]:
     """The adapters that `module`'s own forward would add now; none for a module that has none."""
     if carries_lora(module):
@@ -106,7 +113,7 @@ class TransposedLinear:
     A parameter that is not gathered is a RuntimeError at `bind`, never silent garbage. With `columns` a rank holds
     those of the output; with `rows` those of the input, and the first rank the bias: outputs are to be added up.
 
-    Raises UnsupportedModelError for a module that is neither a linear nor peft LoRA on one.
+    Raises UnsupportedModelError for a module that is no linear, with or without LoRA.
     """
 
     def __init__(
@@ -120,9 +127,8 @@ class TransposedLinear:
         self.module, self.name, self.parallel = module, name, parallel
         self.columns, self.rows = columns, rows
         self.base = getattr(module, "base_layer", module)
-        # Conv1D is transformers' GPT-2 linear, whose weight is stored [in, out].
         self.is_stored_transposed = type(self.base).__name__ == "Conv1D"
-        if not (isinstance(self.base, nn.Linear) or self.is_stored_transposed or carries_lora(self.base)):
+        if not is_linear(module):
             raise UnsupportedModelError(f"{name} is a {type(self.base).__name__}, not a linear")
         if tuple(self.base.weight.shape) != self._shape() or not self.base.weight.is_floating_point():
             raise UnsupportedModelError(f"{name} packs its weight as {self.base.weight.dtype} {self.base.weight.shape}")

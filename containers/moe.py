@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.containers.expert_list import ExpertList
-from hybrid_engine.containers.linear import LoraAdapter, TransposedLinear, active_adapters
+from hybrid_engine.containers.linear import LoraAdapter, TransposedLinear, active_adapters, is_linear
 from hybrid_engine.containers.moe_policy import MoEPolicy
 from hybrid_engine.containers.policy import UnsupportedModelError
 from hybrid_engine.containers.residual_moe import ResidualMLP
@@ -178,7 +178,7 @@ class MoEBlock:
     def _take_router(self, module: nn.Module) -> tuple[ParameterView, ParameterView | None] | TransposedLinear:
         """Weight and bias of a module of the family's own, or a linear."""
         name = f"{self.name} {self.policy.router}"
-        if isinstance(getattr(module, "base_layer", module), nn.Linear):
+        if is_linear(module):
             return TransposedLinear(module, name, self.parallel)
         has_bias = getattr(unwrap(module, name)[0], "bias", None) is not None
         bias = ParameterView(module, "bias", name, self.parallel) if has_bias else None
