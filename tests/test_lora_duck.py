@@ -1,86 +1,183 @@
-"""LoRA as scripts for DeepSpeed write it themselves: linears with right and left weights of their own."""
+"""LoRA as scripts for DeepSpeed write it themselves, found by its attributes: see `lora_linear.LinearLoRA`."""
 
-import math
+import copy
 
 import pytest
 import torch
-from models import BUILDERS, PAD, build_model, padded_prompts
+from distributed import run_distributed
+from family_checks import check_training_step
+from lora_linear import LinearLoRA, adapters, randomise_adapters, replace_linears
+from megatron_model import build_oracle, save_megatron
+from models import BUILDERS, PAD, build_model, module_logprobs, padded_prompts
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import hybrid_engine
+from hybrid_engine import zero
+from hybrid_engine.inference.megatron import load_megatron_gpt
+
+GREEDY = {"do_sample": False, "max_new_tokens": 7, "pad_token_id": PAD, "eos_token_id": None}
 
 
-class LinearLoRA(nn.Module):
-    """What such scripts put in a linear's place with DeepSpeed-Chat's attributes."""
-
-    def __init__(self, linear, rank=3, scaling=2.0, dropout=0.2):
-        super().__init__()
-        is_transposed = type(linear).__name__ == "Conv1D"
-        assert not is_transposed
-        self.weight, self.bias = linear.weight, linear.bias
-        rows, columns = self.weight.shape
-        self.lora_right_weight = nn.Parameter(torch.zeros(columns, rank))
-        self.lora_left_weight = nn.Parameter(torch.zeros(rank, rows))
-        self.lora_scaling = scaling / rank
-        self.lora_dropout = nn.Dropout(dropout)
-        nn.init.kaiming_uniform_(self.lora_right_weight, a=math.sqrt(5))
-        nn.init.normal_(self.lora_left_weight, std=0.5)
-        self.weight.requires_grad = False
-        self.fuse_lora = False
-
-    def forward(self, input):
-        plain = nn.functional.linear(input, self.weight, self.bias)
-        update = self.lora_dropout(input) @ self.lora_right_weight @ self.lora_left_weight
-        return plain + update * self.lora_scaling
-
-
-def adapted(family):
-    model = build_model(family)
-    torch.manual_seed(4)
-    for parent in [m for m in model.modules() if any(isinstance(c, nn.Linear) for c in m.children())]:
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear) and name not in ("lm_head", "embed_out"):
-                setattr(parent, name, LinearLoRA(child))
-    return model.eval()
-
-
-FAMILIES = [name for name in BUILDERS if name != "gpt2"]  # its linears are Conv1D, which such scripts do not replace
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rollouts_see_the_adapters_and_leave_the_weights_as_they_were(family):
-    model = adapted(family)
-    input_ids, mask = padded_prompts()
-    greedy = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": PAD}
-    expected = model.generate(input_ids, attention_mask=mask, **greedy)
-    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "hybrid_engine": {"enabled": True}}
+def build_engine(model, *, stage=0, **hybrid_options):
+    config = {
+        "train_batch_size": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+        "hybrid_engine": {"enabled": True, **hybrid_options},
+    }
     engine, *_ = hybrid_engine.initialize(model=model, config=config)
     assert engine.generator.fallback_reason is None
-    before = {name: p.clone() for name, p in engine.module.named_parameters()}
-    assert engine.eval().generate(input_ids, attention_mask=mask, **greedy).tolist() == expected.tolist()
-    assert all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters())
-    base = build_model(family).generate(input_ids, attention_mask=mask, **greedy)
-    assert base.tolist() != expected.tolist()  # the adapters do something
+    return engine.eval()
 
 
-def test_training_moves_the_adapters_and_the_next_rollout_sees_them():
-    engine, *_ = hybrid_engine.initialize(
-        model=adapted("llama"),
-        config={
-            "train_batch_size": 1,
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
-            "hybrid_engine": {"enabled": True},
-        },
-    )
+def adapted(family="llama", **options):
+    """Adapters that do something on every linear, the LM head too."""
+    return randomise_adapters(replace_linears(build_model(family), **options)).eval()
+
+
+def generate(model, **options):
     input_ids, mask = padded_prompts()
-    greedy = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": PAD}
-    engine.eval()
-    first = engine.generate(input_ids, attention_mask=mask, **greedy)
-    engine.train()
-    engine.backward(engine(input_ids=input_ids[:1], labels=input_ids[:1]).loss)
-    engine.step()
-    engine.eval()
-    second = engine.generate(input_ids, attention_mask=mask, **greedy)
-    assert second.tolist() != first.tolist()
-    own = type(engine.module).generate(engine.module, input_ids, attention_mask=mask, **greedy)
-    assert second.tolist() == own.tolist()
+    return model.generate(input_ids=input_ids, attention_mask=mask, **GREEDY, **options)
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_a_new_adapter_changes_nothing_and_what_it_learns_reaches_the_next_rollout(family):
+    mask, own = padded_prompts()[1], adapted(family)
+    engine = build_engine(replace_linears(build_model(family)))
+    base = generate(engine)
+    assert torch.equal(base, generate(build_model(family)))
+    randomise_adapters(engine.module)
+    before = {name: parameter.clone() for name, parameter in engine.module.named_parameters()}
+    output = generate(engine, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, generate(own)) and not torch.equal(output.sequences, base)
+    logprobs = module_logprobs(own, output.sequences, mask).float()
+    torch.testing.assert_close(output.logprobs, logprobs, atol=5e-5, rtol=0)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in engine.module.named_parameters())
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_a_training_step_after_a_rollout_is_that_of_a_plain_loop_with_its_dropout(family):
+    check_training_step(lambda: adapted(family, dropout=0.5))
+
+
+def test_dropout_of_adapters_is_on_in_training_mode_and_off_in_every_rollout():
+    input_ids, mask = padded_prompts()
+    engine, expected = build_engine(adapted(dropout=0.9)), generate(adapted(dropout=0.0))
+    for _ in range(2):
+        assert torch.equal(generate(engine.eval()), expected)
+        engine.train()
+        assert all(adapter.lora_dropout.training for adapter in adapters(engine.module))
+        first, second = (engine(input_ids=input_ids, attention_mask=mask).logits for _ in range(2))
+        assert not torch.allclose(first, second)
+
+
+def test_a_scaling_of_zero_switches_adapters_off_and_another_scales_them():
+    engine, own = build_engine(adapted()), adapted()
+    answers = []
+    for scaling in (0, 0.0, 0.3, 2.0):
+        for model in (engine.module, own):
+            for adapter in adapters(model):
+                adapter.lora_scaling = scaling
+        answers.append(generate(engine))
+        assert torch.equal(answers[-1], generate(own))
+    assert torch.equal(answers[0], generate(build_model())) and torch.equal(answers[1], answers[0])
+    assert not torch.equal(answers[2], answers[0]) and not torch.equal(answers[3], answers[2])
+
+
+def test_adapters_that_the_script_fused_are_not_added_again():
+    engine, expected = build_engine(adapted()), generate(adapted())
+    some, *others = adapters(engine.module)
+    some.fuse_lora_weight()
+    assert torch.equal(generate(engine), expected)
+    for adapter in others:
+        adapter.fuse_lora_weight()
+    assert torch.equal(generate(engine), expected)
+    assert not any(linear.is_fused for linear in engine.convert_to_linear_transposed())
+    for adapter in adapters(engine.module):
+        adapter.unfuse_lora_weight()
+    assert torch.equal(generate(engine), expected)
+
+
+def test_the_flag_alone_gives_the_base_model():
+    engine = build_engine(adapted())
+    for adapter in adapters(engine.module):
+        adapter.fuse_lora = True
+    assert torch.equal(generate(engine), generate(build_model()))
+
+
+class SubclassedLoRA(nn.Linear):
+    """A linear with an adapter and neither dropout nor flag."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.weight, self.bias, self.lora_scaling = linear.weight, linear.bias, torch.tensor(0.5)
+        self.lora_right_weight = nn.Parameter(torch.randn(self.in_features, 2) * 0.3)
+        self.lora_left_weight = nn.Parameter(torch.randn(2, self.out_features) * 0.3)
+
+    def forward(self, input):
+        return super().forward(input) + input @ self.lora_right_weight @ self.lora_left_weight * self.lora_scaling
+
+
+def test_a_subclass_of_linear_and_adapters_without_dropout_or_flag_are_found():
+    model = build_model()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = SubclassedLoRA(layer.self_attn.q_proj)
+    expected = generate(copy.deepcopy(model))
+    assert not torch.equal(expected, generate(build_model()))
+    assert torch.equal(generate(build_engine(model)), expected)
+
+
+def test_adapters_on_experts_and_routers_that_are_linears_learn_and_reach_the_rollout(tmp_path):
+    save_megatron(build_oracle(num_experts=(3, 0), top_k=2, is_residual=True), tmp_path)
+    model = replace_linears(load_megatron_gpt(tmp_path))
+    assert any(isinstance(module, LinearLoRA) for name, module in model.named_modules() if name.endswith("gate.wg"))
+    engine = build_engine(model.eval())
+    base = generate(engine)
+    expected = generate(randomise_adapters(copy.deepcopy(model)))
+    randomise_adapters(engine.module)
+    assert torch.equal(generate(engine), expected) and not torch.equal(expected, base)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha-tied", "phi3"])
+def test_the_saved_model_has_the_adapters_merged_and_the_live_one_not(tmp_path, family):
+    mask, engine = padded_prompts()[1], build_engine(adapted(family))
+    adapters(engine.module)[0].fuse_lora_weight()  # this one is in the weight already
+    expected = generate(engine, return_dict_in_generate=True)
+    before = {name: parameter.clone() for name, parameter in engine.module.named_parameters()}
+    engine.save_16bit_model(tmp_path)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in engine.module.named_parameters())
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(generate(saved), expected.sequences)
+    logprobs = module_logprobs(saved, expected.sequences, mask).float()
+    torch.testing.assert_close(expected.logprobs, logprobs, atol=5e-5, rtol=0)
+
+
+def test_the_report_counts_them():
+    assert "LoRA on 14 linears" in build_engine(adapted()).report()
+
+
+def fuse_sharded(rank, world_size):
+    """Fuses and unfuses at stage 3 as scripts do, and saves."""
+    input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
+
+    def answer():
+        return engine.generate(input_ids, attention_mask=mask, **GREEDY)
+
+    engine = build_engine(adapted(), stage=3)
+    answers = [answer()]
+    for method in (LinearLoRA.fuse_lora_weight, LinearLoRA.unfuse_lora_weight):
+        for adapter in adapters(engine.module):
+            params = [adapter.weight, adapter.lora_left_weight, adapter.lora_right_weight]
+            with zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
+                method(adapter)
+        answers.append(answer())
+    return answers, [adapter.fuse_lora for adapter in adapters(engine.module)]
+
+
+def test_scripts_fuse_and_unfuse_sharded_weights_between_rollouts():
+    parts = run_distributed(fuse_sharded, 2)
+    expected = generate(adapted())
+    for answers in zip(*(part[0] for part in parts), strict=True):
+        assert torch.equal(torch.cat(answers), expected)
+    assert not any(flag for part in parts for flag in part[1])
