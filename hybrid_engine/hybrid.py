@@ -34,13 +34,22 @@ from hybrid_engine.model_group import share_sharded_model
 
 
 class ModuleGenerate:
-    """`engine.module.generate`: the engine's. A copy of the module generates by itself and knows of no engine."""
+    """`engine.module.generate`: the engine's, with the positions and names of the arguments that the model's has.
+
+    A copy of the module generates by itself and knows of no engine.
+    """
 
     def __init__(self, engine: "HybridEngine"):
         self.engine = engine
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine.generate(*args, **kwargs)
+    def __call__(
+        self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
+    ) -> Any:
+        if inputs is not None:
+            if kwargs.get("input_ids") is not None:
+                raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
+            kwargs["input_ids"] = inputs
+        return self.engine.generate(generation_config=generation_config, **kwargs)
 
     def __eq__(self, other: object) -> bool:
         return other is self or other == self.engine.generate

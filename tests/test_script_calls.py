@@ -6,6 +6,7 @@ import pytest
 import torch
 from distributed import run_distributed
 from models import PAD, build_model, padded_prompts
+from transformers import GenerationConfig
 
 import hybrid_engine as deepspeed
 
@@ -73,6 +74,22 @@ def test_the_modes_are_those_of_a_module():
     assert engine.eval() is engine and not engine.module.training
     assert engine.train() is engine and engine.module.training
     assert engine.train(False) is engine and not engine.module.training
+
+
+def test_the_modules_generate_has_the_arguments_of_transformers():
+    engine = build_engine(build_model()).eval()
+    input_ids, mask = padded_prompts()
+    config = GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=PAD)
+    expected = build_model().generate(input_ids, config, attention_mask=mask)
+    generate = engine.module.generate
+    for ours in (
+        generate(input_ids, config, attention_mask=mask),
+        generate(inputs=input_ids, generation_config=config, attention_mask=mask),
+        generate(input_ids=input_ids, attention_mask=mask, generation_config=config),
+    ):
+        assert torch.equal(ours, expected)
+    with pytest.raises(ValueError, match="two names of the prompts"):
+        generate(input_ids, input_ids=input_ids)
 
 
 @pytest.mark.parametrize("release", [False, True])
