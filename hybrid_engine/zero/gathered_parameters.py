@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from hybrid_engine.zero.sharding import Sharding, local_tensor
+from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 _numbers = itertools.count()
 
@@ -109,7 +109,7 @@ class GatheredParameters:
                 )
         for param in self.params:
             if isinstance(param, DTensor):
-                whole = nn.Parameter(param.full_tensor().detach().clone(), requires_grad=param.requires_grad)
+                whole = nn.Parameter(full_tensor(param).clone(), requires_grad=param.requires_grad)
                 param.ds_whole, param.ds_status = whole, ZeroParamStatus.AVAILABLE
                 param.__class__ = WholeParameter
             else:
@@ -141,7 +141,8 @@ def _write_back(param: DTensor, whole: torch.Tensor, modifier_rank: int) -> None
             f"GatheredParameters: a parameter of shape {tuple(param.shape)} has become one of shape "
             f"{tuple(whole.shape)}; change values only, or resize the model before initialize()"
         )
-    whole = whole.to(device=param.device, dtype=param.dtype).contiguous()
+    # An offloaded parameter lies on the CPU, which nccl does not reach.
+    whole = whole.to(device=param.device_mesh.device_type, dtype=param.dtype).contiguous()
     dist.broadcast(whole, src=modifier_rank)
     shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
     local_tensor(param).copy_(local_tensor(shard))

@@ -246,11 +246,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norms = torch._foreach_norm(grads, 2, torch.float32) if grads else [torch.zeros((), device=device)]
         squares = torch.stack(list(norms)).float().square().sum()
         if self.norm_group is not None:
-            # An offloaded optimizer's gradients are on the CPU, which nccl does not reach.
-            squares = squares.to(self.parameters[0].param.device)
+            squares = squares.to(self._collective_device)
             dist.all_reduce(squares, group=self.norm_group)
         # The one synchronisation with the device in a step.
         return squares.sqrt().item()
+
+    @property
+    def _collective_device(self) -> str:
+        """Where the processes meet: what is offloaded is on the CPU, which nccl does not reach."""
+        param: Any = self.parameters[0].param
+        return param.device_mesh.device_type
 
     def _rescale(self, grads: list[torch.Tensor]) -> None:
         assert self.grad_norm is not None
@@ -282,6 +287,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _names_of_non_finite(self) -> list[str]:
         flags = torch.stack([_has_non_finite(t.master) for t in self.parameters])
         if self.norm_group is not None:
+            flags = flags.to(self._collective_device)
             dist.all_reduce(flags, group=self.norm_group)
         return [t.name for t, flag in zip(self.parameters, flags.tolist(), strict=True) if flag > 0]
 

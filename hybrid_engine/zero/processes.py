@@ -110,4 +110,7 @@ def broadcast_module(module: nn.Module) -> None:
     if get_world_size() == 1:
         return
     for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor.data, src=0)
+        sent = tensor.data.to(default_device())  # what is offloaded lies where nccl does not reach
+        dist.broadcast(sent, src=0)
+        if sent.device != tensor.device:
+            tensor.data.copy_(sent)
