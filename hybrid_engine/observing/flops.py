@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid_engine.config.observing import FlopsProfilerConfig
@@ -15,9 +16,10 @@ class FlopsProfiler:
     Operations are those of matrix products, convolutions and attention, as FlopCounterMode knows them.
     """
 
-    def __init__(self, config: FlopsProfilerConfig, is_writer: bool) -> None:
-        """`is_writer` says whether this process writes; counting is local."""
+    def __init__(self, config: FlopsProfilerConfig, device: torch.device, is_writer: bool) -> None:
+        """`is_writer` says whether this process writes; counting is local. The clock waits for `device`."""
         self.config = config
+        self.device = device
         self.is_writer = is_writer
         self._counter: FlopCounterMode | None = None
         self._is_done = not config.enabled
@@ -29,18 +31,23 @@ class FlopsProfiler:
             return
         self._counter = FlopCounterMode(display=False)
         self._counter.__enter__()
-        self._start = time.perf_counter()
+        self._start = self._now()
 
     def stop(self) -> None:
         """Ends counting and writes what was counted, if it had begun."""
         if self._counter is None:
             return
-        seconds = time.perf_counter() - self._start
+        seconds = self._now() - self._start
         self._counter.__exit__(None, None, None)
         self._is_done = True
         if self.is_writer:
             self._write(self._describe(self._counter, seconds))
         self._counter = None
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _describe(self, counter: FlopCounterMode, seconds: float) -> str:
         total = counter.get_total_flops()

@@ -19,7 +19,7 @@ class Observer:
         self.config = config
         self.rank = rank
         self.timers = StepTimers(device, config.wall_clock_breakdown)
-        self.flops = FlopsProfiler(config.flops_profiler, is_writer=rank == 0)
+        self.flops = FlopsProfiler(config.flops_profiler, device, is_writer=rank == 0)
         self.monitor = Monitor(config, rank)
         self.throughput = ThroughputTimer(config.train_batch_size)
         self._loss_sum: torch.Tensor | None = None
