@@ -1,7 +1,6 @@
 """A script in DeepSpeed's calling style (compat/step3_like.py) against the same algorithm in plain PyTorch."""
 
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -40,6 +39,13 @@ FP16_ON_TWO = {
 }
 
 
+KILLED = "stage 3, offloaded"
+
+
+def checkpointed(folder):
+    return [*ON_TWO[KILLED], "--checkpoint_dir", str(folder / "checkpoints")]
+
+
 def run_cases(rank, world_size, cases, folder):
     return {name: step3_like.main([*argv, "--output_dir", str(folder / name)]) for name, argv in cases.items()}
 
@@ -50,8 +56,23 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder):
-    return run_distributed(run_cases, 2, {**ON_TWO, **FP16_ON_TWO}, folder)
+def killed(folder):
+    """What torchrun said of a run, started as a user does, that died in the middle of its second batch of prompts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    script = [step3_like.__file__, *checkpointed(folder), "--output_dir", str(folder / "killed"), "--crash_at", "1"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *script], capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(killed, folder):
+    """The records of all cases on each of two processes, which began by resuming the killed run."""
+    resumed = {"resumed": [*checkpointed(folder), "--resume"]}
+    return run_distributed(run_cases, 2, {**resumed, **ON_TWO, **FP16_ON_TWO}, folder)
+
+
+def load(file):
+    return torch.load(file, map_location="cpu")
 
 
 def assert_is_plain_run(argv, records, folder):
@@ -63,10 +84,11 @@ def assert_is_plain_run(argv, records, folder):
     for shard, record in enumerate(records):
         losses = [(row["actor_loss"], row["critic_loss"]) for row in record["training"]]
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain.losses[shard]), rtol=1e-5, atol=1e-6)
+        assert record["num_params"] == plain.num_params
         assert record["sequences"] == [rollout[shard].tolist() for rollout in plain.sequences]
     assert set(plain.weights) == {path.name for path in folder.iterdir() if path.is_dir()}
     for name, weights in plain.weights.items():
-        saved = torch.load(folder / name / "pytorch_model.bin")
+        saved = load(folder / name / "pytorch_model.bin")
         torch.testing.assert_close(saved, weights, rtol=1e-5, atol=2e-6)
 
 
@@ -81,6 +103,17 @@ def test_on_two_processes_losses_and_weights_are_those_of_plain_pytorch(name, tw
     assert_is_plain_run(ON_TWO[name], [results[name] for results in two_ranks], folder / name)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_in_16_bits_losses_are_those_of_fp32_up_to_rounding(name, dtype):
+    argv = [*LORA, *stages(2, 2), "--dtype", name, "--initial_scale_power", "8"]
+    record = step3_like.main(argv)
+    sequences = [[torch.tensor(rows)] for rows in record["sequences"]]
+    plain = plain_ppo.run(step3_like.parse_args(argv), num_shards=1, sequences=sequences)
+    losses = torch.tensor([(row["actor_loss"], row["critic_loss"]) for row in record["training"]])
+    tolerance = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(losses, torch.tensor(plain.losses[0]), rtol=tolerance, atol=tolerance)
+
+
 def test_saved_models_load_with_from_pretrained_and_give_the_logits_of_plain_pytorch(two_ranks, folder):
     """Below stage 3 from the state dict of rank 0, at stage 3 from parameters gathered one at a time."""
     prompts, _ = prompt_batch(step=9, rank=0, num_prompts=3)
@@ -92,7 +125,7 @@ def test_saved_models_load_with_from_pretrained_and_give_the_logits_of_plain_pyt
             assert not any(loading.values())
             expected = torch.func.functional_call(model, plain.weights[role], prompts).logits
             torch.testing.assert_close(model(prompts).logits, expected, rtol=1e-5, atol=2e-5)
-        ValueModel(seed=0).load_state_dict(torch.load(folder / name / "critic" / "pytorch_model.bin"))
+        ValueModel(seed=0).load_state_dict(load(folder / name / "critic" / "pytorch_model.bin"))
 
 
 def calls(records, name):
@@ -123,30 +156,15 @@ def assert_moved_unless(skipped, norms):
     assert stayed == skipped[1:]
 
 
-def start_script(argv):
-    """With torchrun on two processes, as a user starts it; returns torchrun's exit status and what it wrote."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, step3_like.__file__, *argv], capture_output=True, text=True, env=environment, check=False
-    )
-    return result.returncode, result.stdout + result.stderr
-
-
-def test_a_run_that_is_killed_goes_on_with_the_losses_it_would_have_had(two_ranks, folder):
-    name = "stage 3, offloaded"
-    argv = [*ON_TWO[name], "--checkpoint_dir", str(folder / "checkpoints"), "--output_dir", str(folder / "resumed")]
-    status, output = start_script([*argv, "--crash_at", "1"])
-    assert status != 0 and "SIGKILL" in output
-    assert not (folder / "resumed").exists()
-    status, output = start_script([*argv, "--resume"])
-    assert status == 0, output
-    for rank, uninterrupted in enumerate(results[name] for results in two_ranks):
-        record = json.loads((folder / "resumed" / f"record_{rank}.json").read_text())
-        assert record["first_step"] == 1
-        assert record["sequences"] == uninterrupted["sequences"][1:]
-        assert record["training"] == uninterrupted["training"][4:]
+def test_a_run_that_was_killed_goes_on_with_the_losses_it_would_have_had(killed, two_ranks, folder):
+    assert "SIGKILL" in killed.stderr and "step: 1" in killed.stdout, killed.stderr
+    assert not (folder / "killed").exists()
+    for record in two_ranks:
+        resumed, uninterrupted = record["resumed"], record[KILLED]
+        assert resumed["first_step"] == 1
+        assert resumed["sequences"] == uninterrupted["sequences"][1:]
+        assert resumed["training"] == uninterrupted["training"][4:]
     for role in ("actor", "critic", "actor_ema"):
-        weights, expected = (torch.load(folder / run / role / "pytorch_model.bin") for run in ("resumed", name))
+        weights, expected = (load(folder / run / role / "pytorch_model.bin") for run in ("resumed", KILLED))
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[key], expected[key]) for key in expected)

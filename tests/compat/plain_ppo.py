@@ -28,6 +28,8 @@ class PlainRun:
     """For each shard the losses of actor and critic at each training call."""
     sequences: list[list[torch.Tensor]] = field(default_factory=list)
     """For each batch of prompts the sequences of each shard, `[S, P + A]`."""
+    num_params: list[int] = field(default_factory=list)
+    """Of actor and critic, adapters included."""
     weights: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Of actor, critic and, if there is one, the moving average; adapters merged."""
 
@@ -210,6 +212,7 @@ def run(args, num_shards: int, sequences: list[list[torch.Tensor]] | None = None
                 result.losses[shard].append((loss.item(), value_loss.item()))
             if average is not None:
                 move(average, actor)
+    result.num_params = [sum(param.numel() for param in model.parameters()) for model in (actor, critic)]
     models = {"actor": actor, "critic": critic, "actor_ema": average}
     result.weights = {name: merged_weights(model) for name, model in models.items() if model is not None}
     return result

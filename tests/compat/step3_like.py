@@ -399,7 +399,7 @@ def advantages_and_returns(experience, start, mask):
     rewards.scatter_add_(1, last, experience["rewards"].clamp(-REWARD_CLIP, REWARD_CLIP)[:, None])
     old_values = experience["values"][:, start:] * mask
     rewards = rewards * mask
-    advantage, reversed_advantages = torch.zeros(len(rewards)), []
+    advantage, reversed_advantages = torch.zeros_like(rewards[:, 0]), []
     for t in reversed(range(length)):
         next_values = old_values[:, t + 1] if t + 1 < length else 0.0
         delta = rewards[:, t] + GAMMA * next_values - old_values[:, t]
@@ -435,6 +435,14 @@ def moving_average(engine, engine_ema, beta, zero_stage):
             # Without a modifier what is written inside would be discarded.
             with deepspeed.zero.GatheredParameters(params, modifier_rank=0, enabled=len(params) > 0):
                 param_ema.data.copy_(torch.lerp(param.data, param_ema.data, beta))
+
+
+def num_params(engine):
+    """Counted once and kept on the module, as the scripts' throughput figures do."""
+    if not hasattr(engine.module, "_num_params"):
+        params = list(engine.module.parameters())
+        engine.module._num_params = sum(p.ds_numel if hasattr(p, "ds_tensor") else p.nelement() for p in params)
+    return engine.module._num_params
 
 
 def model_norm(engine):
@@ -554,7 +562,8 @@ def main(argv=None):
         engines.actor.gradient_checkpointing_enable()
     trainer = PPOTrainer(engines, args)
     first_step = load_checkpoints(engines, args) if args.resume else 0
-    record = {"first_step": first_step, "training": [], "sequences": []}
+    counts = [num_params(engine) for engine in (engines.actor, engines.critic)]
+    record = {"first_step": first_step, "num_params": counts, "training": [], "sequences": []}
     for step in range(first_step, args.steps):
         prompts, mask = prompt_batch(step, args.global_rank, args.per_device_generation_batch_size)
         experience = trainer.generate_experience(prompts.to(device), mask.to(device))
