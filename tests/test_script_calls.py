@@ -1,6 +1,7 @@
 """The hybrid engine as scripts for DeepSpeed call it: modes, generate()'s arguments, and what changes between calls."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from models import PAD, build_model, padded_prompts
 from transformers import GenerationConfig
 
 import hybrid_engine as deepspeed
+from hybrid_engine.runtime.rollout import RolloutConfig, RolloutRequest, SamplingConfig, build_rollout
 
 ENDS = [7, 11, 23]
 
@@ -154,7 +156,9 @@ def prompts_of(rank):
 
 
 def uneven_ranks(rank, world_size):
-    """ZeRO-3, by containers and by the model's own generate() (under a bound that nothing reaches), around a step."""
+    """ZeRO-3, by containers, by the model's own generate() (under a bound that nothing reaches) and by the rollout API,
+    around a step; and whether the names of parameters by layer are those of the sharded ones.
+    """
     results = {}
     input_ids, mask, ends = prompts_of(rank)
     for pinned in (True, False):
@@ -166,8 +170,21 @@ def uneven_ranks(rank, world_size):
                 answers = generate(engine, input_ids, mask, 30, eos_token_id=ends, synced_gpus=True, **more)
                 results[pinned, turn, backend] = answers
             engine.train()
+            rollout = build_rollout(RolloutConfig(), engine, SimpleNamespace(eos_token_id=None, pad_token_id=PAD))
+            batch = rollout.generate(RolloutRequest(input_ids, mask), SamplingConfig(max_new_tokens=21, temperature=0))
+            results[pinned, turn, "rollout"] = batch.input_ids
             train_step(engine, input_ids, mask)
+            of_layers = [id(p) for params in engine.layer_params for p in params if p is not None]
+            results[pinned, turn, "names"] = of_layers == [id(p) for p in ordered_layer_params(engine.module)]
     return results
+
+
+def ordered_layer_params(model):
+    """As DeepSpeed orders them: the norms first."""
+    for layer in model.model.layers:
+        norms = [layer.post_attention_layernorm.weight, layer.input_layernorm.weight]
+        yield from norms
+        yield from (p for p in layer.parameters() if all(p is not norm for norm in norms))
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +202,20 @@ def test_ranks_whose_prompts_end_at_different_times_answer_as_alone(two_ranks, p
         assert torch.equal(two_ranks[rank][pinned, "before", backend], alone)
         widths.append(alone.shape[1])
     assert widths[0] <= 12 and widths[1] == 30
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "streamed"])
+def test_ranks_with_different_numbers_of_prompts_roll_out_as_alone(two_ranks, pinned):
+    for rank in (0, 1):
+        input_ids, mask, _ = prompts_of(rank)
+        assert torch.equal(
+            two_ranks[rank][pinned, "before", "rollout"], own_answers(build_model(), input_ids, mask, 30)
+        )
+
+
+def test_parameters_by_layer_are_the_models_own_also_while_they_are_sharded(two_ranks):
+    for results in two_ranks:
+        assert all(results[pinned, turn, "names"] for pinned in (True, False) for turn in ("before", "after"))
 
 
 def test_after_a_step_they_answer_alike_however_weights_are_gathered(two_ranks):
