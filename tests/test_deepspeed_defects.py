@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -505,3 +506,5 @@ def test_old_logprobs_are_without_dropout_in_eval_mode_and_with_it_in_training_m
     dropped = [module_logprobs(actor, sequences, mask) for _ in range(2)]
     assert (dropped[0] - logprobs).abs().max() > 0.01
     assert (dropped[0] - dropped[1]).abs().max() > 0.01
+    page = (Path(__file__).parent.parent / "docs" / "ppo.md").read_text()
+    assert "`engine.train()` switches it on for every forward pass until `engine.eval()`" in page
