@@ -3,7 +3,8 @@
     rollout = build_rollout(RolloutConfig(), student_engine=engine, tokenizer=tokenizer)
     batch = rollout.generate(RolloutRequest(prompt_ids, prompt_attention_mask), SamplingConfig(max_new_tokens=64))
 
-Names, defaults and meanings are DeepSpeed's (deepspeed/runtime/rollout/base.py and hybrid_engine_rollout.py, 0.19.8).
+Names, defaults and meanings are DeepSpeed's (deepspeed/runtime/rollout/base.py and hybrid_engine_rollout.py, 0.19.8 and
+the branch after it, which has `adaptive_prefill`).
 Ours differs where an option does nothing there: `top_k` filters, and an end-of-sequence token ends its sequence, whose
 place another one takes, instead of decoding all to `max_new_tokens`.
 
