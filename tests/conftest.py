@@ -11,13 +11,24 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Kernels are defined for Triton's interpreter where there is no GPU. Everything runs on the references all the
 # same, unless a test asks for kernels (the `kernels` fixture): interpreted they are a thousand times slower.
+import pytest
 import torch
 
-if not torch.cuda.is_available():
+HAS_GPU = torch.cuda.is_available()
+if HAS_GPU:
+    # This process has seen its GPU; those that tests start see none and run on the CPU.
+    torch.cuda.init()
+    torch.cuda.device_count()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+else:
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("HYBRID_ENGINE_FALLBACK", "1")
 
-import pytest
+
+def pytest_runtest_setup(item):
+    """Tests run on the CPU, where their tensors lie, unless they are marked `gpu` or ask for kernels."""
+    wants_gpu = item.get_closest_marker("gpu") is not None or "kernels" in item.fixturenames
+    torch.cuda.is_available = lambda: HAS_GPU and wants_gpu
 
 
 @pytest.fixture
@@ -25,7 +36,7 @@ def kernels(monkeypatch):
     """Ops run their Triton kernels in this test: compiled on a GPU, interpreted elsewhere."""
     pytest.importorskip("triton", reason="Triton does not exist for this platform")
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "0")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda" if HAS_GPU else "cpu")
 
 
 # `from distributed import run_distributed`: spawned processes find a worker by its module, so the path must reach them.

@@ -1,6 +1,6 @@
 """Decode steps recorded and replayed give what steps run one by one give, and are recorded once.
 
-Recorded on a tape (see tape.py), which freezes on a CPU what a CUDA graph freezes on a GPU.
+On a GPU as CUDA graphs, elsewhere on a tape (see tape.py), which freezes what a graph freezes.
 """
 
 import pytest
@@ -14,6 +14,7 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.generation import backend
 from hybrid_engine.generation.graph import batch_bucket, context_bucket
 
+pytestmark = pytest.mark.gpu
 CUDA = torch.cuda.is_available()
 
 
@@ -22,9 +23,12 @@ def build(family="llama", is_recorded=True, lag=1, model=None, **config):
     config = {"enabled": True, "max_out_tokens": 64, "kv_block_size": 4} | config
     ds_config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "hybrid_engine": config}
     engine, *_ = hybrid_engine.initialize(model=model or build_model(family), config=ds_config)
-    if not CUDA:
-        engine.generator.native.steps.recorder = TapeRecorder() if is_recorded else None
-        engine.generator.native.lag = lag
+    native = engine.generator.native
+    native.lag = lag
+    if not is_recorded:
+        native.steps.recorder = None
+    elif not CUDA:
+        native.steps.recorder = TapeRecorder()
     return engine.eval()
 
 
