@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from hybrid_engine.config import load_config
+from hybrid_engine.config import EngineConfig, load_config
 from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.zero.environment import describe_process
 from hybrid_engine.zero.optimizer import ZeroOptimizer
-from hybrid_engine.zero.processes import get_world_size, init_distributed
+from hybrid_engine.zero.processes import gather_objects, get_rank, get_world_size, init_distributed
 
 Initialized = tuple[ZeroEngine, ZeroOptimizer | None, TrainingDataLoader | None, LRScheduler | None]
 
@@ -60,14 +60,15 @@ def initialize(
         The engine (a `HybridEngine` if `hybrid_engine.enabled`), its optimizer, its dataloader, its scheduler.
 
     Raises:
-        ValueError: for an option that is missing, unknown, inconsistent or not built, before anything is changed.
+        ValueError: for an option that is missing, unknown, inconsistent, not built or not the same on all processes,
+            before anything is changed.
     """
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ValueError(f"{name} is known to DeepSpeed, not built yet here; remove it")
     chosen_config = _choose_config(args, config, config_params)
     _join_processes(dist_init_required, distributed_port)
-    engine_config = load_config(chosen_config, world_size=get_world_size(), arguments=args)
+    engine_config = _load_same_config(chosen_config, args)
     engine_class = HybridEngine if engine_config.hybrid_engine.enabled else ZeroEngine
     engine = engine_class(
         model,
@@ -93,6 +94,27 @@ def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
         found = " and ".join(given) or "nothing"
         raise ValueError(f"config: got {found}; pass exactly one config, a dict or the path of a JSON file")
     return next(iter(given.values()))
+
+
+def _load_same_config(config: Any, arguments: Any) -> EngineConfig:
+    """The checked config; collective. An error of one process is raised on all: none waits for another in vain."""
+    own: EngineConfig | ValueError
+    try:
+        own = load_config(config, world_size=get_world_size(), arguments=arguments)
+    except ValueError as error:
+        own = error
+    everywhere = gather_objects(own)
+    if isinstance(own, ValueError):
+        raise own
+    for rank, other in enumerate(everywhere):
+        if isinstance(other, ValueError):
+            raise ValueError(f"config of rank {rank}: {other}")
+        if differences := own.differences(other):
+            raise ValueError(
+                f"config: rank {get_rank()} and rank {rank} differ in {', '.join(differences)}; give all processes the "
+                f"same config"
+            )
+    return own
 
 
 def _join_processes(dist_init_required: bool | None, port: int) -> None:

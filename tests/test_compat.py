@@ -34,6 +34,17 @@ from {root}.runtime.rollout.base import RolloutBatch, RolloutEngine, RolloutRequ
 from {root}.runtime.rollout.hybrid_engine_rollout import HybridEngineRolloutConfig
 from {root}.utils import logger, log_dist
 from {root}.utils.logging import logger
+from {root}.comm.comm import all_reduce
+from {root}.ops.adam.cpu_adam import DeepSpeedCPUAdam as same_adam
+from {root}.ops.adam.fused_adam import FusedAdam
+from {root}.runtime.engine import DeepSpeedEngine
+from {root}.runtime.hybrid_engine import DeepSpeedHybridEngine
+from {root}.runtime.dataloader import RepeatingLoader
+from {root}.checkpoint.utils import clone_tensors_for_torch_save
+from {root}.utils import RepeatingLoader, instrument_w_nvtx, safe_get_full_fp32_param, safe_get_full_grad
+from {root}.utils import set_z3_leaf_modules
+assert same_adam is DeepSpeedCPUAdam and DeepSpeedEngine is {root}.DeepSpeedEngine
+assert "WarmupDecayLR" in {root}.runtime.lr_schedules.VALID_LR_SCHEDULES
 assert {root}.runtime.zero.partition_parameters.ZeroParamStatus.NOT_AVAILABLE is ZeroParamStatus.NOT_AVAILABLE
 assert {root}.get_accelerator().device_name() in ("cpu", "cuda")
 assert {root}.DeepSpeedEngine is not {root}.DeepSpeedHybridEngine
@@ -197,8 +208,45 @@ def _overflow_of_one_of_two_engines(rank, world_size):
     return found, kept, scales, skipped, actor.was_step_applied(), training.losses
 
 
+def _refusal(config):
+    try:
+        deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _configs_that_differ(rank, world_size):
+    """The config of rank 1 differs, is broken, or differs in what each process may choose alone."""
+    base = {"train_batch_size": 4, "zero_optimization": {"stage": 1}}
+    return (
+        _refusal({**base, "gradient_clipping": float(rank), "zero_optimization": {"stage": 1 + rank}}),
+        _refusal({**base, "steps_per_prin": 3} if rank == 1 else base),
+        _refusal({**base, "seed": rank, "steps_per_print": rank, "wall_clock_breakdown": rank == 0}),
+    )
+
+
+def _whole_values(rank, world_size):
+    """Parameters and gradients through DeepSpeed's helpers, and what accelerate saves."""
+    config = engine_config(3, world_size, bf16={"enabled": True}, train_batch_size=2, gradient_accumulation_steps=1)
+    config["train_micro_batch_size_per_gpu"] = 1
+    engine, *_ = deepspeed.initialize(model=tiny_llama(tie=False), config=config)
+    tokens = torch.arange(12).view(1, 12)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    weight = engine.module.model.layers[1].mlp.up_proj.weight
+    weight_and_grad = deepspeed.utils.safe_get_full_fp32_param(weight), deepspeed.utils.safe_get_full_grad(weight)
+    engine.module.model.embed_tokens.requires_grad_(False)
+    names = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    return *weight_and_grad, engine._zero3_consolidated_16bit_state_dict(), None if names is None else list(names)
+
+
 def _two_processes(rank, world_size):
-    return _collectives(rank, world_size), _overflow_of_one_of_two_engines(rank, world_size)
+    return (
+        _collectives(rank, world_size),
+        _overflow_of_one_of_two_engines(rank, world_size),
+        _configs_that_differ(rank, world_size),
+        _whole_values(rank, world_size),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +255,7 @@ def two_ranks():
 
 
 def test_collectives_are_those_of_torch_under_deepspeeds_names_of_arguments(two_ranks):
-    for rank, (results, _) in enumerate(two_ranks):
+    for rank, (results, *_) in enumerate(two_ranks):
         assert results.pop("numbers") == (rank, 2, rank)
         assert {name: tensor.tolist() for name, tensor in results.items()} == {
             "all_reduce": [3, 3],
@@ -222,9 +270,48 @@ def test_collectives_are_those_of_torch_under_deepspeeds_names_of_arguments(two_
 
 
 def test_engines_whose_overflows_are_aligned_skip_together_and_only_the_overflowing_scale_falls(two_ranks):
-    for _, (found, kept, scales, skipped, goes_on, _) in two_ranks:
+    for _, (found, kept, scales, skipped, goes_on, _), *_ in two_ranks:
         assert found == [False, True] and kept
         assert scales == (2.0**8, 2.0**7) and skipped == (1, 1, False) and goes_on
+
+
+def test_a_config_that_differs_or_is_wrong_on_one_process_is_an_error_on_all(two_ranks):
+    for rank, (_, _, (differ, wrong, may_differ), _) in enumerate(two_ranks):
+        assert f"config: rank {rank} and rank {1 - rank} differ in zero_optimization (" in differ
+        assert f"gradient_clipping ({float(rank)} and {float(1 - rank)})" in differ
+        assert wrong.startswith("config of rank 1: " if rank == 0 else "steps_per_prin is not a known option")
+        assert "did you mean steps_per_print?" in wrong and may_differ is None
+
+
+def test_whole_parameters_gradients_and_state_dicts_of_a_sharded_model(two_ranks):
+    plain = tiny_llama(tie=False).bfloat16()
+    tokens = torch.arange(12).view(1, 12)
+    plain(input_ids=tokens, labels=tokens).loss.backward()
+    weight = plain.model.layers[1].mlp.up_proj.weight
+    expected = {name: value.detach() for name, value in plain.state_dict().items()}
+    for rank, (*_, (param, grad, state, trained)) in enumerate(two_ranks):
+        assert param.dtype == grad.dtype == torch.float32
+        # The fp32 master was made of the bf16 parameter.
+        assert torch.equal(param, weight.detach().float())
+        torch.testing.assert_close(grad, weight.grad.float(), rtol=2e-2, atol=2e-4)
+        assert (state is None) == (rank != 0) == (trained is None)
+        if rank == 0:
+            assert state.keys() == expected.keys()
+            assert all(torch.equal(state[name], expected[name]) for name in expected)
+            assert set(expected) - set(trained) == {"model.embed_tokens.weight"}
+
+
+def test_helpers_of_utils_do_what_their_names_say():
+    utils = deepspeed.utils
+    loader = utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1] and iter(loader) is loader
+    rows = torch.arange(6.0).view(2, 3)
+    copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"a": [rows[0]], "b": 1})
+    assert copied["b"] == 1 and torch.equal(copied["a"][0], rows[0])
+    assert copied["a"][0].untyped_storage().nbytes() == 3 * 4
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert utils.set_z3_leaf_modules(model, [nn.ReLU]) == utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
+    assert utils.instrument_w_nvtx(print) is print
 
 
 def test_a_step_that_is_skipped_on_request_changes_neither_weights_nor_scale():
@@ -309,6 +396,36 @@ def test_the_accelerator_is_the_cpu_where_there_is_no_gpu():
     accelerator.empty_cache()
     assert 0 < accelerator.memory_allocated() <= accelerator.total_memory()
     assert accelerator.on_accelerator(torch.empty(1))
+
+
+def test_the_accelerators_streams_graphs_ranges_and_tensor_types_answer_without_a_gpu():
+    accelerator = deepspeed.get_accelerator()
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with accelerator.stream(accelerator.Stream()), accelerator.capture_to_graph(accelerator.create_graph()):
+        accelerator.current_stream().wait_stream(accelerator.default_stream())
+        accelerator.Event().record()
+    accelerator.replay_graph(None)
+    accelerator.range_push("part")
+    accelerator.range_pop()
+    assert accelerator.lazy_call(lambda: 3) == 3 and accelerator.amp() is torch.cpu.amp
+    for name in (
+        "use_host_timers",
+        "resolves_data_dependency",
+        "handles_memory_backpressure",
+        "is_synchronized_device",
+    ):
+        assert getattr(accelerator, name)() is True
+    assert accelerator.is_triton_supported() is False and accelerator.random() is torch.random
+    assert accelerator.default_generator(0) is torch.default_generator
+    stats = accelerator.memory_stats()
+    assert 0 < stats["allocated_bytes.all.current"] <= stats["allocated_bytes.all.peak"]
+    assert accelerator.max_memory_cached() >= accelerator.memory_allocated()
+    accelerator.reset_max_memory_allocated()
+    tensor = accelerator.LongTensor([1, 2])
+    assert tensor.dtype == torch.int64 and accelerator.BFloat16Tensor([1.5]).dtype == torch.bfloat16
+    with pytest.raises(AttributeError, match="the accelerator has no 'warp_drive'"):
+        _ = accelerator.warp_drive
 
 
 @pytest.mark.parametrize(

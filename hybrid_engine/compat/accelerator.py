@@ -1,6 +1,11 @@
-"""`deepspeed.accelerator`: the device this process computes on, CUDA's first GPU or the CPU, behind one interface."""
+"""`deepspeed.accelerator`: the device this process computes on, its GPU or the CPU, behind one interface."""
 
 import os
+import resource
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import psutil
@@ -8,10 +13,30 @@ import torch
 
 from hybrid_engine.zero.processes import default_device
 
+TENSOR_TYPES = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+"""What makes a tensor of values on the device, e.g. `get_accelerator().LongTensor([1, 2])`."""
+
 
 class Accelerator:
     """PyTorch's functions for the device there is; on a machine without GPU those of memory say what the process
     takes, and those of streams do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in TENSOR_TYPES:
+            return partial(torch.tensor, dtype=TENSOR_TYPES[name], device=self.current_device_name())
+        raise AttributeError(f"the accelerator has no {name!r}")
+
+    @property
+    def _torch(self) -> Any:
+        return torch.cuda if self._is_cuda else torch.cpu
 
     @property
     def _is_cuda(self) -> bool:
@@ -28,6 +53,8 @@ class Accelerator:
     def is_synchronized_device(self) -> bool:
         """Whether work is done when the call returns."""
         return not self._is_cuda
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
 
     def device_name(self, device_index: int | None = None) -> str:
         """ "cuda", "cuda:1" with an index, or "cpu"."""
@@ -58,6 +85,49 @@ class Accelerator:
         """Waits for the device."""
         if self._is_cuda:
             torch.cuda.synchronize(device_index)
+
+    @property
+    def Stream(self) -> Any:
+        """The class of streams."""
+        return self._torch.Stream
+
+    @property
+    def Event(self) -> Any:
+        """The class of events."""
+        return self._torch.Event
+
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Where work inside is queued on `stream`."""
+        return self._torch.stream(stream)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work is queued on."""
+        return self._torch.current_stream(device_index)
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work is queued on at first."""
+        return torch.cuda.default_stream(device_index) if self._is_cuda else torch.cpu.current_stream()
+
+    def create_graph(self) -> Any:
+        """A graph to record into; None on a CPU."""
+        return torch.cuda.CUDAGraph() if self._is_cuda else None
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        """Where work inside is recorded; on a CPU it runs."""
+        return torch.cuda.graph(graph, pool, stream) if self._is_cuda else nullcontext()
+
+    def replay_graph(self, graph: Any) -> None:
+        """Runs what was recorded."""
+        if self._is_cuda:
+            graph.replay()
+
+    def random(self) -> Any:
+        """PyTorch's module of random states."""
+        return torch.random
+
+    def default_generator(self, device_index: int | None = None) -> torch.Generator:
+        """The generator of a device."""
+        return torch.cuda.default_generators[self._index(device_index)] if self._is_cuda else torch.default_generator
 
     def manual_seed(self, seed: int) -> None:
         """Seeds the current device."""
@@ -92,21 +162,30 @@ class Accelerator:
         return torch.cuda.memory_allocated(device_index) if self._is_cuda else psutil.Process().memory_info().rss
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes there were; on a CPU those there are."""
-        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else self.memory_allocated()
+        """The most bytes there were; on a CPU since the process began."""
+        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else self._peak_bytes()
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         """Bytes the allocator holds; on a CPU those of the process."""
         return torch.cuda.memory_reserved(device_index) if self._is_cuda else self.memory_allocated()
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most bytes the allocator held; on a CPU those of the process."""
-        return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else self.memory_allocated()
+        """The most bytes the allocator held; on a CPU the most of the process."""
+        return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else self._peak_bytes()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Forgets the peaks."""
+        """Forgets the peaks; the operating system keeps a CPU's."""
         if self._is_cuda:
             torch.cuda.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """The allocator's numbers by name."""
+        if self._is_cuda:
+            return torch.cuda.memory_stats(device_index)
+        return {"allocated_bytes.all.current": self.memory_allocated(), "allocated_bytes.all.peak": self._peak_bytes()}
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device."""
@@ -125,6 +204,26 @@ class Accelerator:
     def is_fp16_supported(self) -> bool:
         """Whether fp16 can be computed with."""
         return True
+
+    def is_triton_supported(self) -> bool:
+        """Whether Triton's kernels run here."""
+        return self._is_cuda and torch.cuda.get_device_capability()[0] >= 7
+
+    def amp(self) -> Any:
+        """PyTorch's module of automatic mixed precision."""
+        return self._torch.amp
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Calls `callback` once the device is in use; a CPU always is."""
+        return torch.cuda._lazy_call(callback) if self._is_cuda else callback()
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> Any:
+        """Begins a range that NVIDIA's profilers show; nothing on a CPU."""
+        return torch.cuda.nvtx.range_push(msg) if self._is_cuda else None
+
+    def range_pop(self, domain: Any = None) -> Any:
+        """Ends the range."""
+        return torch.cuda.nvtx.range_pop() if self._is_cuda else None
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """What models can be trained in."""
@@ -145,6 +244,11 @@ class Accelerator:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in page-locked memory."""
         return tensor.is_pinned()
+
+    def _peak_bytes(self) -> int:
+        # In kilobytes on Linux, in bytes on a Mac.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, self.memory_allocated())
 
     def _index(self, device_index: int | None) -> int:
         index = default_device().index

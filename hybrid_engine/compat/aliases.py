@@ -12,13 +12,20 @@ NAMESPACE = ""
 ALIASES = {
     "accelerator": "hybrid_engine.compat.accelerator",
     "accelerator.real_accelerator": "hybrid_engine.compat.accelerator",
+    "checkpoint.utils": "hybrid_engine.compat.utils",
     "checkpointing": "hybrid_engine.compat.checkpointing",
     "comm": "hybrid_engine.compat.comm",
+    "comm.comm": "hybrid_engine.compat.comm",
     "compression": NAMESPACE,
     "compression.helper": "hybrid_engine.compat.compression_helper",
+    "ops.adam.cpu_adam": "hybrid_engine.ops.adam",
+    "ops.adam.fused_adam": "hybrid_engine.ops.adam",
     "runtime": NAMESPACE,
     "runtime.activation_checkpointing": NAMESPACE,
     "runtime.activation_checkpointing.checkpointing": "hybrid_engine.compat.checkpointing",
+    "runtime.dataloader": "hybrid_engine.compat.utils",
+    "runtime.engine": "hybrid_engine.compat.engines",
+    "runtime.hybrid_engine": "hybrid_engine.compat.engines",
     "runtime.lr_schedules": "hybrid_engine.zero.lr_schedules",
     "runtime.rollout": "hybrid_engine.compat.rollout",
     "runtime.rollout.base": "hybrid_engine.compat.rollout",
@@ -29,7 +36,7 @@ ALIASES = {
     "utils.logging": "hybrid_engine.compat.utils",
 }
 """DeepSpeed's path of a module, and ours; a namespace only holds others. Parents come before their children."""
-REAL_MODULES = ("ops", "ops.adam", "ops.lamb", "ops.lion", "zero")
+REAL_MODULES = ("checkpoint", "ops", "ops.adam", "ops.lamb", "ops.lion", "zero")
 """Modules that have DeepSpeed's path already."""
 
 

@@ -7,8 +7,11 @@ file stays about training.
 import os
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from hybrid_engine.observing.monitor import Monitor
 from hybrid_engine.observing.timing import ThroughputTimer
+from hybrid_engine.zero.sharding import full_tensor
 
 if TYPE_CHECKING:
     from hybrid_engine.engine import ZeroEngine
@@ -80,6 +83,25 @@ class EngineNames:
     def zero_offload_param(self) -> bool:
         """Whether the parameters lie in the CPU's memory."""
         return self._engine.config.zero_optimization.offloads_parameters
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether the weights of a stage 3 model may be gathered for saving."""
+        return self._engine.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The module's state dict, whole, in the memory of rank 0; None on other processes. Collective.
+
+        The name is private in DeepSpeed too, and accelerate and transformers call it to save a stage 3 model.
+        """
+        self._engine.sharding.settle()
+        state = {}
+        for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
+            if exclude_frozen_parameters and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                continue
+            whole = full_tensor(tensor)
+            if self.global_rank == 0:
+                state[name] = whole.detach().to("cpu", copy=True)
+        return state if self.global_rank == 0 else None
 
     def bfloat16_enabled(self) -> bool:
         """Whether parameters are bfloat16."""

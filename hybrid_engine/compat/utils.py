@@ -1,9 +1,17 @@
-"""`deepspeed.utils`: the logger."""
+"""`deepspeed.utils`, `runtime.dataloader` and `checkpoint.utils`: the logger, and helpers that scripts import."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from hybrid_engine.zero.processes import get_rank
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -18,3 +26,69 @@ def print_rank_0(message: str) -> None:
     """Prints on rank 0."""
     if get_rank() == 0:
         print(message, flush=True)
+
+
+def instrument_w_nvtx(func: Function) -> Function:
+    """`func` itself: torch.profiler shows it by its name."""
+    return func
+
+
+class RepeatingLoader:
+    """Begins `loader` again whenever it ends; a training script takes `next()` of it."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+            return next(self._batches)
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """`item` with every tensor in it copied to `device`, so that nothing of a larger storage is saved with it."""
+    return tree_map(lambda x: x.detach().to(device, copy=True) if isinstance(x, torch.Tensor) else x, item)
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type | str]) -> list[nn.Module]:
+    """The modules of those classes. Nothing else: FSDP2 gathers whole layers, whatever runs inside."""
+    return [
+        module
+        for module in model.modules()
+        if any(type(module).__name__ == kind or type(module) is kind for kind in leaf_module_classes)
+    ]
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """The whole parameter as the optimizer steps it, in fp32; collective where it is sharded.
+
+    On several processes below stage 3 a parameter does not know its optimizer: there it is the parameter's own value.
+    """
+    return _whole(_stepped(param)).float()
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The whole gradient between `backward()` and `step()`, as fp32; collective where it is sharded.
+
+    In fp16 it is multiplied by the loss scale. None where there is none, and on several processes below stage 3, where
+    a parameter does not know its optimizer.
+    """
+    grad = _stepped(param).grad
+    grad = param.grad if grad is None else grad
+    return None if grad is None else _whole(grad).float()
+
+
+def _stepped(param: nn.Parameter) -> torch.Tensor:
+    link = getattr(param, "ds_master", None)
+    return param if link is None else link.master
+
+
+@torch.no_grad()
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()

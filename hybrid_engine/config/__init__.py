@@ -73,6 +73,17 @@ SIMPLE_BLOCKS: dict[str, Any] = {
     "hybrid_engine": HybridEngineConfig,
 }
 """Blocks whose keys are the fields of a dataclass."""
+MAY_DIFFER = (
+    "comet",
+    "csv_monitor",
+    "flops_profiler",
+    "seed",
+    "steps_per_print",
+    "tensorboard",
+    "wall_clock_breakdown",
+    "wandb",
+)
+"""Keys that need not be the same on all processes."""
 OTHER_NAMES = {
     "bfloat16": "bf16",
     "data_types.grad_accum_dtype": "gradient_accumulation_dtype",
@@ -180,6 +191,18 @@ class EngineConfig:
                 f"gradient_accumulation_dtype={self.gradient_accumulation_dtype} and parameters in {own} do not go "
                 f'together; use "fp32" or "{own}"'
             )
+
+    def differences(self, other: "EngineConfig") -> list[str]:
+        """The keys that differ between two processes which train together, with both values.
+
+        What each process may choose alone is left out: its seed, and what it writes down.
+        """
+        pairs = ((entry.name, getattr(self, entry.name), getattr(other, entry.name)) for entry in fields(self))
+        return [
+            f"{name} ({mine} and {theirs})"
+            for name, mine, theirs in pairs
+            if mine != theirs and name not in (*MAY_DIFFER, "given")
+        ]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -178,6 +178,8 @@ SCHEDULES: dict[str, Any] = {
     "LRRangeTest": LRRangeTest,
     "OneCycle": OneCycle,
 }
+VALID_LR_SCHEDULES = list(SCHEDULES)
+"""DeepSpeed's name of that list, by which accelerate tells its schedules from others."""
 
 
 def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
