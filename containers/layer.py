@@ -69,6 +69,11 @@ class InferenceLayer:
         self.attention.bind()
         self.mlp.bind()
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What `fuse_lora` will take."""
+        return sum(part.buffer_bytes for part in (*self.attention.linears, *self.mlp.adaptable))
+
     def fuse_lora(self) -> int:
         """Fuses every active adapter; returns the bytes of the buffers."""
         return sum(part.fuse_lora() for part in (*self.attention.linears, *self.mlp.adaptable))

@@ -167,6 +167,14 @@ class TransposedLinear:
         bias = self.parallel.take(parameter, cut(0, self.columns), self.name)
         return bias if self.rows is None or self.parallel.is_first else None
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What `fuse_lora` will take."""
+        if not active_adapters(self.module, self.name):
+            return 0
+        is_cut = self.columns is not None or self.rows is not None
+        return self.num_inputs * self.num_outputs * self.base.weight.itemsize // (self.parallel.size if is_cut else 1)
+
     def fuse_lora(self) -> int:
         """Adds the active adapters into a buffer of this linear's own; returns its bytes, 0 without adapters."""
         adapters = active_adapters(self.module, self.name)

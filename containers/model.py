@@ -208,6 +208,11 @@ class InferenceModel:
             layer.bind()
         self.parallel.wait()
 
+    def buffer_bytes(self, is_streamed: bool = False) -> int:
+        """What fusing the active adapters will take; of streamed layers one is fused at a time."""
+        layers = [layer.buffer_bytes for layer in self.layers]
+        return sum(linear.buffer_bytes for linear in self._linears) + (max(layers) if is_streamed else sum(layers))
+
     def fuse_lora(self) -> int:
         """Fuses the active adapters of every linear; returns the bytes of the buffers."""
         return self.fuse_rest() + sum(layer.fuse_lora() for layer in self.layers)

@@ -94,6 +94,14 @@ class ParameterView:
         """Points at the parameter as it lies in memory now; RuntimeError where it is not gathered."""
         self.view = self.tensor = self.parallel.take(getattr(self.base, self.parameter), self.part, self.name)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What `fuse_lora` will take."""
+        if not any(active_adapters(wrapper, self.name) for wrapper in self.wrappers):
+            return 0
+        parameter = getattr(self.base, self.parameter)
+        return parameter.numel() * parameter.itemsize // (1 if self.part is None else self.parallel.size)
+
     def fuse_lora(self) -> int:
         """Adds the active adapters into a buffer of this view's own; returns its bytes, 0 without adapters."""
         updates = [

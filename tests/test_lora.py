@@ -7,6 +7,7 @@ from models import PAD, build_model, padded_prompts
 from peft import LoraConfig
 
 import hybrid_engine
+from hybrid_engine.generation import generator, rollout
 
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": None}
 TARGETS = {
@@ -184,3 +185,28 @@ def test_sixteen_bit_fusing_rounds_once():
     assert linear.pair[0].dtype == torch.bfloat16
     torch.testing.assert_close(linear.pair[0].t(), exact.bfloat16(), atol=0, rtol=2**-8)
     engine.unfuse_lora_weight()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
+def test_a_rollout_leaves_room_for_the_fused_adapters(family, monkeypatch):
+    targets = {"target_modules": "all-linear"} if family != "mixtral" else {
+        "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"],
+    }  # fmt: skip
+    model = peft.get_peft_model(build_model(family), LoraConfig(r=4, **targets))
+    engine = build_engine(model)
+    containers = engine.generator.model
+    containers.bind()
+    expected = containers.fuse_lora()
+    containers.unfuse_lora()
+    assert containers.buffer_bytes() == expected > 0
+    assert 0 < containers.buffer_bytes(is_streamed=True) < expected
+
+    block = torch.Size(containers.kv_shape(1, 16)).numel() * containers.dtype.itemsize
+    usable = expected + 3 * block
+    monkeypatch.setattr(generator, "usable_memory_bytes", lambda device: usable)
+    monkeypatch.setattr(rollout, "usable_memory_bytes", lambda device: usable)
+    input_ids, mask = padded_prompts()
+    options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": PAD}
+    plan = engine.generator.prepare(input_ids, mask, None, None, options).plan
+    taken = torch.Size(containers.kv_shape(plan.num_blocks, plan.block_size)).numel() * containers.dtype.itemsize
+    assert taken + expected <= usable

@@ -136,7 +136,7 @@ class Generator:
             prompts=request.prompts if request is not None and is_native else [],
             options=None if request is None else request.options,
             is_native=is_native,
-            spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self.gatherer.resident_bytes),
+            spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self._bytes_to_gather),
         )
         shares = self.group.gather_objects(share)
         error = error or find_disagreement(shares, self.group.has_same_prompts)
@@ -153,6 +153,12 @@ class Generator:
             for sequence, key in zip(request.plan.sequences, [key for row in keys for key in row], strict=True):
                 sequence.key = key
         return request
+
+    @property
+    def _bytes_to_gather(self) -> int:
+        """Memory of weights and fused adapters that is taken before the KV workspace."""
+        buffers = 0 if self.model is None else self.model.buffer_bytes(self.gatherer.is_streamed)
+        return self.gatherer.resident_bytes + buffers
 
     def _plan(self, request: Request, shares: list[Share]) -> Plan:
         """The rollout of all prompts of the group, the same on each of its processes."""
