@@ -29,7 +29,13 @@ ON_TWO = {
     "stage 1, recomputed": [*LORA, *stages(1, 1), "--actor_gradient_checkpointing", "--critic_gradient_checkpointing"],
     "stage 2, offloaded": [*LORA, *stages(2, 2), "--offload"],
     "stage 3, offloaded": [*LORA, *stages(3, 3), "--offload", "--offload_reference_model"],
-    "stage 3, only LoRA, streamed": [*LORA, *stages(3, 2), "--only_optimize_lora", "--unpin_actor_parameters"],
+    "stage 3, only LoRA, streamed": [
+        *LORA,
+        *stages(3, 2),
+        "--only_optimize_lora",
+        "--unpin_actor_parameters",
+        "--actor_gradient_checkpointing",
+    ],
     "stage 3, sampled": ["--enable_ema", *stages(3, 3), "--do_sample", "--release_inference_cache"],
 }
 OVERFLOWS = [2, 3]
