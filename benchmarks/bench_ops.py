@@ -7,19 +7,19 @@ Correctness comes first: kernel and PyTorch way must be as near to an fp64 refer
 dtype is, within a factor of four. Then all ways take turns; the table gives the median microseconds of one call, the
 ratio of the best PyTorch way to ours, and our share of the roofline: the larger of the op's bytes and operations (see
 each op's docstring) over what a copy and a matrix product reach in the same run. On a CPU the kernels would be
-interpreted and are left out: "ours" is the reference, which is what runs there. On a GPU calls are timed by events,
-over inputs that together exceed the second-level cache.
+interpreted and are left out: "ours" is the reference, which is what runs there. On a GPU calls are recorded as a
+graph, as decode steps are, and its replay is timed by events, over inputs that together exceed the second-level
+cache; ways that read the device on the host cannot be recorded and are timed with their launches.
 """
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from common import DTYPES, Ceilings, append_rows, environment, measure_ceilings, parse_run, run_options, synchronize
+from common import DTYPES, Ceilings, append_rows, environment, measure_ceilings, parse_run, run_options, timed
 from rich.console import Console
 from rich.table import Table
 
@@ -41,6 +41,8 @@ from hybrid_engine.ops.rotary import apply_rotary, rotary_table
 
 # Bytes of input sets that are rotated on a GPU, so that no call finds its input in the second-level cache.
 ROTATED_BYTES = 2**28
+# Of a timed run.
+CALLS = 20
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Case:
     flops: float
     output: Callable = field(default=lambda result: result)  # the tensor that is compared
     is_compared: bool = True  # rivals that draw other random numbers, or work in place, are not
+    unrecorded: tuple[str, ...] = ()  # ways that read the device on the host
 
 
 def linear_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
@@ -290,6 +293,7 @@ def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
         Case(
             "copy of 3 blocks", lambda: (torch.randn(layers, 2, 8, 8, tokens, 64, device=device).to(dtype),),
             copied, copied_reference, {"one by one": block_by_block}, 2 * 3 * 2 * layers * 8 * tokens * 64 * element, 0,
+            unrecorded=("reference",),
         )
     )  # fmt: skip
     experts, top_k, mlp = (8, 2, 512) if is_small else (64, 8, 1024)
@@ -297,7 +301,9 @@ def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
 
     def expert_inputs():
         return (
-            torch.randn(rows, hidden, device=device).to(dtype), torch.randn(rows, experts, device=device).to(dtype),
+            torch.randn(rows, hidden, device=device).to(dtype),
+            # All different also in 16 bits: of equal ones each way may take another.
+            torch.rand(rows, experts, device=device).argsort(1).to(dtype) / 16,
             (torch.randn(experts, 2 * mlp, hidden, device=device) / hidden**0.5).to(dtype),
             (torch.randn(experts, hidden, mlp, device=device) / mlp**0.5).to(dtype),
         )  # fmt: skip
@@ -323,6 +329,7 @@ def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
             f"experts, {rows} rows, {top_k} of {experts}", expert_inputs, run(gating, gemm),
             run(gating.reference, gemm.reference), {"a loop over experts": loop},
             min(experts, rows * top_k) * 3 * hidden * mlp * element, 6 * rows * top_k * hidden * mlp,
+            unrecorded=("reference", "a loop over experts"),
         )
     )  # fmt: skip
     return cases
@@ -351,24 +358,32 @@ def check(case: Case, ways: dict[str, Callable], dtype: torch.dtype) -> None:
             raise RuntimeError(f"{case.name}, {name}: error {error:.3g}, the reference's own is {own:.3g}")
 
 
-def microseconds(way: Callable, inputs: list[tuple], device: str) -> float:
-    """Of one call, by events on a GPU; each call takes the next input."""
-    calls = 20
+def build_timer(way: Callable, inputs: list[tuple], device: str, is_recorded: bool) -> Callable[[], float]:
+    """Gives the microseconds of one call; each call takes the next input."""
+
+    def run() -> None:
+        for call in range(CALLS):
+            way(*inputs[call % len(inputs)])
+
     for given in inputs[:3]:
         way(*given)
-    synchronize(device)
-    if torch.device(device).type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if torch.device(device).type != "cuda":
+        return lambda: timed(run, device)[0] / CALLS * 1e6
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    if is_recorded:
+        with torch.cuda.graph(graph):
+            run()
+
+    def microseconds() -> float:
         start.record()
-        for call in range(calls):
-            way(*inputs[call % len(inputs)])
+        graph.replay() if is_recorded else run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / calls * 1e3
-    start = time.perf_counter()
-    for call in range(calls):
-        way(*inputs[call % len(inputs)])
-    return (time.perf_counter() - start) / calls * 1e6
+        return start.elapsed_time(end) / CALLS * 1e3
+
+    microseconds()  # the first replay uploads the graph
+    return microseconds
 
 
 def measure(case: Case, args: argparse.Namespace, ceilings: Ceilings) -> dict:
@@ -378,10 +393,13 @@ def measure(case: Case, args: argparse.Namespace, ceilings: Ceilings) -> dict:
         check(case, ways, DTYPES[args.dtype])
         sets = min(32, max(1, int(ROTATED_BYTES // max(case.num_bytes, 1)))) if args.device != "cpu" else 1
         inputs = [case.make() for _ in range(sets)]
+        timers = {
+            name: build_timer(way, inputs, args.device, name not in case.unrecorded) for name, way in ways.items()
+        }
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(args.repeats):
-            for name, way in ways.items():
-                times[name].append(microseconds(way, inputs, args.device))
+            for name, timer in timers.items():
+                times[name].append(timer())
     median = {name: statistics.median(values) for name, values in times.items()}
     rival = min(case.rivals, key=lambda name: median[name])
     roof = max(case.num_bytes / ceilings.bytes_per_second, case.flops / ceilings.flops_per_second) * 1e6

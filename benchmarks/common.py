@@ -152,6 +152,8 @@ class Ceilings:
 def measure_ceilings(device: str, dtype: torch.dtype, small: bool) -> Ceilings:
     """The best of three copies of a large buffer, counting bytes read and written, and of three large matmuls."""
     num_bytes, size = (2**25, 512) if small else (2**28, 2048)
+    if torch.device(device).type == "cuda" and not small:
+        num_bytes, size = 2**31, 8192  # over a millisecond each, or the launch would count
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
