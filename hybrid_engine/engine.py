@@ -124,6 +124,7 @@ class ZeroEngine(nn.Module):
         """The module's forward."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
+        self.sharding.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
         with self.observer.forward(self.global_steps, self.module.training), self._saving_activations():
             return self.module(*args, **kwargs)
 

@@ -183,6 +183,7 @@ def _two_processes(rank, world_size):
         results["fp16", stage] = _overflow_on_one_rank(rank, world_size, stage)
         results["nan", stage] = _nan_on_one_rank(rank, world_size, stage)
     results["evaluates"] = _evaluate_at_stage_3()
+    results["gathered"] = _gathered_after_each_pass_at_stage_3()
     results["refused"] = _other_architecture(rank)
     return results
 
@@ -204,6 +205,23 @@ def _evaluate_at_stage_3():
         logits = [engine(input_ids=torch.arange(12)[None]).logits for _ in range(2)]
     is_sharded_again = all(isinstance(p, DTensor) for p in engine.module.parameters())
     return logits, is_sharded_again
+
+
+def _gathered_after_each_pass_at_stage_3():
+    """The names of whole parameters after a forward pass for a backward pass, after that, and after one without."""
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(3, 2))
+
+    def whole():
+        return [name for name, param in engine.module.named_parameters() if not isinstance(param, DTensor)]
+
+    tokens = torch.arange(12)[None]
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    found = [whole()]
+    engine.backward(loss)
+    found.append(whole())
+    with torch.no_grad():
+        engine(input_ids=tokens)
+    return [*found, whole()]
 
 
 def _other_architecture(rank):
@@ -331,6 +349,11 @@ def test_an_evaluation_engine_at_stage_3_holds_only_its_shards_between_forward_p
         assert is_sharded_again
         for value in logits:
             torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_at_stage_3_only_what_a_backward_pass_begins_with_stays_whole_and_only_until_then(two_ranks):
+    for results in two_ranks:
+        assert results["gathered"] == [["model.embed_tokens.weight", "model.norm.weight"], [], []]
 
 
 def test_processes_with_different_architectures_are_refused_on_all(two_ranks):

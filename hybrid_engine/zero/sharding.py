@@ -74,6 +74,15 @@ class Sharding:
         if isinstance(self.root, FSDPModule):
             self.root.set_requires_gradient_sync(is_boundary or self.stage >= 2)
 
+    def expect_backward(self, is_expected: bool) -> None:
+        """Says whether a backward pass follows the next forward pass.
+
+        At stage 3 it begins with the parameters outside the layers, so they then stay gathered in between. Sharding
+        them after the forward pass, only to gather them at once, took 10% of a step of 5M parameters on two processes.
+        """
+        if self.stage == 3 and isinstance(self.root, FSDPModule):
+            self.root.set_reshard_after_forward(not is_expected, recurse=False)
+
     @property
     def stays_whole(self) -> bool:
         """Whether the parameters are whole whenever the engine is not at work on their shards."""
