@@ -2,6 +2,7 @@
 
     python benchmarks/bench_train.py
     python benchmarks/bench_train.py --only "2 processes"
+    python benchmarks/bench_train.py --offload       # on a GPU: a model whose state does not fit the card
 
 All train the same Llama on the same tokens, with gradient accumulation, clipping and fused AdamW (train_loops.py says
 what exactly): on one process in fp32 and in bf16 with fp32 masters, on several in ZeRO's stages 1, 2 and 3. Before
@@ -20,12 +21,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from common import Quantiles, add_shape_options, append_rows, chosen_shape, environment, parse_run, run_options
+from common import RESULTS, Quantiles, add_shape_options, append_rows, chosen_shape, environment, parse_run, run_options
 from processes import run_fresh
 from rich.console import Console
 from rich.table import Table
 from train_loops import CUDA, SMALL, Case, TrainShape
 from train_measure import KINDS, Paired, measure_paired, measure_peak
+from train_offload import STATE_BYTES, measure_training, shape_for_card
+from train_offload import check as check_offload
 
 GOAL = 0.03
 GOAL_SECONDS = 1.0
@@ -103,12 +106,16 @@ def _spread(quantiles: Quantiles) -> str:
 
 
 def verdict(case: Case, result: Result) -> str:
-    """The overhead, and whether it keeps to the goal where that applies."""
-    overhead, seconds = result.ratio.p50 - 1, statistics.median(result.seconds("plain"))
-    line = f"{case.name}: overhead {overhead:+.1%}, of CPU time {result.cpu_ratio.p50 - 1:+.1%}"
+    """The overhead, and whether it keeps to the goal where that applies and most pairs agree."""
+    low, overhead, high = (ratio - 1 for ratio in asdict(result.ratio).values())
+    seconds = statistics.median(result.seconds("plain"))
+    line = (
+        f"{case.name}: overhead {overhead:+.1%} [{low:+.1%}, {high:+.1%}], of CPU time {result.cpu_ratio.p50 - 1:+.1%}"
+    )
     if seconds < GOAL_SECONDS:
         return f"{line}; a step takes {seconds:.2f} s, the goal is for {GOAL_SECONDS:g} s and more"
-    return f"{line}; goal under {GOAL:.0%}: {'met' if overhead < GOAL else 'missed'}"
+    outcome = "met" if high < GOAL else "missed" if low > GOAL else "undecided, the pairs disagree"
+    return f"{line}; goal under {GOAL:.0%}: {outcome}"
 
 
 def csv_rows(case: Case, result: Result, shape: TrainShape, device: str) -> list[dict[str, Any]]:
@@ -145,14 +152,56 @@ def csv_rows(case: Case, result: Result, shape: TrainShape, device: str) -> list
     return rows
 
 
+def measure_offload(shape: TrainShape, args: argparse.Namespace) -> None:
+    """Trains and generates with and without offload, prints, writes."""
+    trainings = {
+        name: run_fresh(measure_training, 1, args.device, args.threads, offloads, shape, args.device, args.repeats)[0]
+        for name, offloads in (("offloaded", True), ("kept", False))
+    }
+    check_offload(trainings)
+    num_parameters = trainings["offloaded"].num_parameters
+    table = Table("parameters, gradients, state", title=f"{num_parameters / 1e6:.1f}M parameters, bf16, {shape}")
+    for name in ("seconds p50", "first loss", "last loss", "peak MiB"):
+        table.add_column(name, justify="right")
+    rows = []
+    for name, training in trainings.items():
+        seconds = statistics.median(training.seconds) if training.seconds else float("nan")
+        ends = [f"{training.losses[end]:.4f}" for end in (0, -1)] if training.losses else ["", ""]
+        table.add_row(name, training.error or f"{seconds:.3f}", *ends, f"{training.peak_bytes / 2**20:,.0f}")
+        rows.append(
+            {
+                "state": name,
+                "num_parameters": num_parameters,
+                "state_bytes": STATE_BYTES * num_parameters,
+                "card_bytes": torch.cuda.get_device_properties(0).total_memory if args.device == "cuda" else "",
+                "peak_bytes": training.peak_bytes,
+                "seconds_p50": round(seconds, 4),
+                "losses": " ".join(f"{loss:.5g}" for loss in training.losses),
+                "generated_tokens": sum(map(len, training.tokens)),
+                "error": training.error,
+                **vars(shape),
+                **environment(args.device),
+            }
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if args.device == "cpu":
+        print("without a GPU all of it lies in the CPU's memory either way; the peaks are the same but for noise")
+    append_rows(args.csv, rows)
+
+
 def parse_arguments() -> tuple[argparse.Namespace, TrainShape]:
     """The command line."""
     parser = run_options(__doc__, repeats=9)
     full = CUDA if torch.cuda.is_available() else TrainShape()
     add_shape_options(parser, full, SMALL)
+    parser.add_argument("--offload", action="store_true", help="train and generate with offload, and without")
     parser.add_argument("--processes", type=int, help="of the sharded cases (default 2, on CUDA one per GPU)")
     parser.add_argument("--only", default="", help='run the cases whose name contains this, such as "stage 3"')
     args = parse_run(parser, "train")
+    if args.offload and args.csv == RESULTS / "train.csv":
+        args.csv = RESULTS / "offload.csv"
+    if args.offload and args.device == "cuda":
+        full = shape_for_card(args.device)
     num_gpus = torch.cuda.device_count()
     if args.processes is None:
         args.processes = num_gpus if args.device == "cuda" else 2
@@ -164,6 +213,9 @@ def parse_arguments() -> tuple[argparse.Namespace, TrainShape]:
 def main() -> None:
     """Measures, prints, writes."""
     args, shape = parse_arguments()
+    if args.offload:
+        measure_offload(shape, args)
+        return
     cases = [case for case in build_cases(args.processes) if args.only in case.name]
     if not cases:
         raise ValueError(f'--only="{args.only}" must be part of a case\'s name, such as "stage 3, float32"')

@@ -33,11 +33,11 @@ class TrainShape:
     vocab: int = 8192
     sequence_tokens: int = 128
     micro_batch: int = 4
-    accumulation: int = 2
+    accumulation: int = 4
 
 
 SMALL = TrainShape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=512, sequence_tokens=16,
-                   micro_batch=2)  # fmt: skip
+                   micro_batch=2, accumulation=2)  # fmt: skip
 # 1.2 billion parameters: two contenders' fp32 weights, gradients and moments take 40 GB of a card.
 CUDA = TrainShape(hidden=2048, layers=20, heads=16, kv_heads=16, intermediate=5504, vocab=32_768, sequence_tokens=1024,
                   micro_batch=4, accumulation=8)  # fmt: skip
