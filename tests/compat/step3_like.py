@@ -64,6 +64,7 @@ def parse_args(argv=None):
     parser.add_argument("--enable_ema", action="store_true")
     parser.add_argument("--align_overflow", action="store_true", help="actor and critic skip their steps together")
     parser.add_argument("--inject_overflow_at", type=int, nargs="*", default=[], help="actor steps, on the last rank")
+    parser.add_argument("--record_norms", action="store_true", help="of all weights after each step")
     parser.add_argument("--steps", type=int, default=3, help="batches of prompts")
     parser.add_argument("--ppo_epochs", type=int, default=2)
     parser.add_argument("--per_device_generation_batch_size", type=int, default=4)
@@ -79,7 +80,7 @@ def parse_args(argv=None):
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--checkpoint_dir", help="saves all that is needed to go on after every batch of prompts")
     parser.add_argument("--resume", action="store_true", help="goes on from --checkpoint_dir")
-    parser.add_argument("--crash_at", type=int, default=-1, help="dies in the middle of this batch of prompts")
+    parser.add_argument("--crash_at", type=int, default=-1, help="dies before this batch of prompts is saved")
     parser.add_argument("--output_dir")
     parser.add_argument("--local_rank", type=int, default=-1)
     parser = deepspeed.add_config_arguments(parser)
@@ -335,11 +336,11 @@ def train_on(trainer, engines, experience, args):
                     "critic_overflow": critic_overflow,
                     "actor_scale": engines.actor.optimizer.cur_scale,
                     "critic_scale": engines.critic.optimizer.cur_scale,
-                    "actor_norm": model_norm(engines.actor),
-                    "critic_norm": model_norm(engines.critic),
                     "learning_rate": engines.actor.get_lr()[0],
                 }
             )
+            if args.record_norms:
+                rows[-1] |= {"actor_norm": model_norm(engines.actor), "critic_norm": model_norm(engines.critic)}
     return rows
 
 
