@@ -75,6 +75,11 @@ def carries_lora(module: nn.Module) -> bool:
     return hasattr(module, "lora_right_weight") and hasattr(module, "lora_left_weight")
 
 
+def is_adapted(module: nn.Module) -> bool:
+    """Whether `module` carries adapters, peft's or its own, active or not."""
+    return hasattr(module, "base_layer") or carries_lora(module)
+
+
 def is_linear(module: nn.Module) -> bool:
     """Whether `module` is a linear: plain, with peft's adapters around it, or with one of its own."""
     base = getattr(module, "base_layer", module)

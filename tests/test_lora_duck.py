@@ -5,15 +5,20 @@ import copy
 import pytest
 import torch
 from distributed import run_distributed
+from family_checks import adapted as with_peft
 from family_checks import check_training_step
 from lora_linear import LinearLoRA, adapters, randomise_adapters, replace_linears
 from megatron_model import build_oracle, save_megatron
 from models import BUILDERS, PAD, build_model, module_logprobs, padded_prompts
+from test_init_inference import build_granite
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hybrid_engine
 from hybrid_engine import zero
+from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.inference.config import read_config
+from hybrid_engine.inference.linears import share_linears
 from hybrid_engine.inference.megatron import load_megatron_gpt
 
 GREEDY = {"do_sample": False, "max_new_tokens": 7, "pad_token_id": PAD, "eos_token_id": None}
@@ -151,6 +156,13 @@ def test_the_saved_model_has_the_adapters_merged_and_the_live_one_not(tmp_path, 
     assert torch.equal(generate(saved), expected.sequences)
     logprobs = module_logprobs(saved, expected.sequences, mask).float()
     torch.testing.assert_close(expected.logprobs, logprobs, atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("adapt", [replace_linears, with_peft], ids=["own", "peft"])
+def test_processes_that_share_a_model_without_a_policy_ask_for_merged_adapters(adapt):
+    config = read_config(None, {"tensor_parallel": {"tp_size": 2}})
+    with pytest.raises(ValueError, match=r"q_proj carries an adapter.*merge the adapters first"):
+        share_linears(adapt(build_granite()), config, TensorParallel(size=2))
 
 
 def test_the_report_counts_them():

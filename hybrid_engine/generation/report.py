@@ -1,7 +1,7 @@
 """How an engine generates, in words."""
 
 from hybrid_engine.agreement import LogprobDifference
-from hybrid_engine.containers.linear import carries_lora
+from hybrid_engine.containers.linear import is_adapted
 from hybrid_engine.generation.backend import NativeBackend
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.memory import format_bytes
@@ -27,8 +27,7 @@ def _containers(generator: Generator) -> str:
     model = generator.model
     if model is None:
         return f"containers: none, generate() is the model's own, because {generator.fallback_reason}"
-    modules = [linear.module for layer in model.layers for linear in layer.linears]
-    adapted = sum(hasattr(module, "base_layer") or carries_lora(module) for module in modules)
+    adapted = sum(is_adapted(linear.module) for layer in model.layers for linear in layer.linears)
     lora = f"; LoRA on {adapted} linears, fused into buffers of their own for each rollout" if adapted else ""
     return (
         f"containers: all {len(model.layers)} {model.layer_class} layers, embedding, final norm and LM head, as views "

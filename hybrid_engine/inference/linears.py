@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid_engine.containers.linear import is_adapted
 from hybrid_engine.containers.tensor_parallel import Heads, TensorParallel, check_divides, cut
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.zero.sharding import find_layers
@@ -55,7 +56,13 @@ class LinearPlan:
 
 
 def share_linears(model: nn.Module, config: InferenceConfig, parallel: TensorParallel) -> int:
-    """Cuts the linears of a model without a policy; returns how many. ValueError where none can be."""
+    """Cuts the linears of a model without a policy; returns how many. ValueError where none can be, or with LoRA."""
+    for name, module in model.named_modules():
+        if is_adapted(module):
+            raise ValueError(
+                f"tensor_parallel.tp_size={parallel.size}: {name} carries an adapter, and {type(model).__name__} has "
+                "no policy that says how to share one; merge the adapters first (peft: merge_and_unload()) or use tp_size=1"
+            )
     plans = [(layer, plan) for layer, plan in plan_layers(model, config) if plan is not None]
     if not plans:
         raise ValueError(
