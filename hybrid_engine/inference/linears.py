@@ -61,7 +61,7 @@ def share_linears(model: nn.Module, config: InferenceConfig, parallel: TensorPar
         if is_adapted(module):
             raise ValueError(
                 f"tensor_parallel.tp_size={parallel.size}: {name} carries an adapter, and {type(model).__name__} has "
-                "no policy that says how to share one; merge the adapters first (peft: merge_and_unload()) or use tp_size=1"
+                "no policy that says how to share one; merge the adapters first (merge_and_unload()) or use tp_size=1"
             )
     plans = [(layer, plan) for layer, plan in plan_layers(model, config) if plan is not None]
     if not plans:
