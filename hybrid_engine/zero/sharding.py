@@ -77,8 +77,8 @@ class Sharding:
     def expect_backward(self, is_expected: bool) -> None:
         """Says whether a backward pass follows the next forward pass.
 
-        At stage 3 it begins with the parameters outside the layers, so they then stay gathered in between. Sharding
-        them after the forward pass, only to gather them at once, took 10% of a step of 5M parameters on two processes.
+        At stage 3 it begins with the parameters outside the layers, so they then stay gathered in between: without
+        this a step of 5M parameters on two processes took 1.10 times the CPU time of plain FSDP2, with it 1.03.
         """
         if self.stage == 3 and isinstance(self.root, FSDPModule):
             self.root.set_reshard_after_forward(not is_expected, recurse=False)
@@ -248,7 +248,10 @@ def _num_parameters(layers: list[nn.Module]) -> int:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that lies on this process, as a detached alias; `tensor` itself when it is not sharded."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():  # 5 us; detaching the DTensor first takes 20, for every parameter several times a step
+        return tensor.to_local().detach()
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
