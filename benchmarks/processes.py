@@ -48,11 +48,12 @@ def _run(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(threads or max(1, torch.get_num_threads() // num_processes))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.cuda.init()  # its memory is counted from here on
     if num_processes > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-        if device == "cuda":
-            torch.cuda.set_device(rank)
         dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     try:
         torch.save(worker(*args), Path(folder) / f"{rank}.pt")
