@@ -303,6 +303,12 @@ def _two_processes(rank, world_size, folder):
         engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
         results[name] = train_engine(engine, STEPS)
         results["mesh", name] = (engine.sharding.mesh.mesh_dim_names, tuple(engine.sharding.mesh.shape))
+    for name, zero in (("nothing", {}), ("everything", OFFLOAD)):
+        config = engine_config(0, world_size, bf16={"enabled": True}, zero_optimization={"stage": 3, **zero})
+        engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
+        results["bf16", name] = train_engine(engine, STEPS)
+    for stage in (0, 2, 3):
+        results["fp16", stage] = _scales_in_fp16(rank, world_size, stage)
     results["no_sync"] = [_train_without_sync(rank, world_size, stage) for stage in (0, 1)]
     results["no_sync refused"] = _refusal(lambda: _train_without_sync(rank, world_size, 3))
     torch.manual_seed(0)
@@ -316,6 +322,20 @@ def _two_processes(rank, world_size, folder):
     results["tags"] = _refusal(lambda: _save_with_other_tags(rank, folder, "Fail"))
     results["warned"] = str(_save_with_other_tags(rank, folder, "Ignore"))
     return results
+
+
+def _scales_in_fp16(rank, world_size, stage):
+    """The loss scale, the skipped steps and the schedule after each of six steps, the fourth not finite on rank 1."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size, fp16=fp16))
+    seen = []
+    for step, micro_batches in enumerate(batches(6)):
+        for tokens in micro_batches[rank::world_size]:
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss * (float("inf") if (step, rank) == (3, 1) else 1.0))
+            engine.step()
+        seen.append((engine.optimizer.cur_scale, engine.skipped_steps, engine.lr_scheduler.last_epoch))
+    return seen
 
 
 def _train_without_sync(rank, world_size, stage):
@@ -354,6 +374,21 @@ def test_on_two_processes_meshes_divisions_and_offloading_change_no_number(two_r
     for name in ("hpz", "mics", "offload", *((kind, s) for kind in ("prescale", "predivide") for s in (0, 1, 3))):
         for results in two_ranks:
             assert relative_error(results[name].weights, plain.weights) < TOLERANCE, name
+
+
+def test_offloading_changes_no_bit_of_training_in_bf16(two_ranks):
+    for results in two_ranks:
+        nothing, everything = results["bf16", "nothing"], results["bf16", "everything"]
+        assert nothing.losses == everything.losses
+        assert all(torch.equal(everything.weights[name], nothing.weights[name]) for name in nothing.weights)
+
+
+def test_the_loss_scale_grows_and_halves_and_a_step_is_skipped_on_every_process_alike(two_ranks):
+    """DeepSpeed's rule by hand: a window of 2 counts from step -1, and anew from the step that overflowed."""
+    scales = [256, 512, 512, 256, 256, 512]
+    for results in two_ranks:
+        for stage in (0, 2, 3):
+            assert results["fp16", stage] == list(zip(scales, [0, 0, 0, 1, 1, 1], [1, 2, 3, 3, 4, 5], strict=True))
 
 
 def test_a_copy_of_the_model_on_fewer_processes_is_a_mesh_of_two_axes(two_ranks):
