@@ -343,6 +343,12 @@ def test_an_engine_answers_to_deepspeeds_names_before_its_module_is_asked():
     assert (engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
     assert engine.gradient_clipping() == 0.5 and engine.get_mom() == [(0.8, 0.9)]
     assert engine.optimizer_name() == "adamw" and engine.scheduler_name() is None
+    assert engine.optimizer_params()["betas"] == (0.8, 0.9) and engine.scheduler_params() is None
+    assert engine.get_batch_info() == (4, 4, 1) and engine.zero_gather_16bit_weights_on_model_save()
+    engine.set_lr(0.25)
+    assert engine.get_lr() == [0.25]
+    engine.empty_partition_cache()
+    assert engine.config["zero_optimization"] == {"stage": 2} and engine.config.get("seed") is None
     assert engine.basic_optimizer is engine.optimizer.inner
     assert not engine.monitor.enabled and not engine.was_step_applied() and engine.get_global_grad_norm() is None
     assert engine.model is engine.module.model and engine.device.type in ("cpu", "cuda")
@@ -518,7 +524,7 @@ TRAINER = """
 import importlib.metadata, sys
 uses_engine, folder = sys.argv[1] == "engine", sys.argv[2]
 if uses_engine:
-    sys.path.append(folder + "/installed")  # what says that a package deepspeed is installed, which transformers asks for
+    sys.path.append(folder + "/installed")  # transformers asks whether deepspeed is installed
     import hybrid_engine
     hybrid_engine.enable_compat()
 import torch

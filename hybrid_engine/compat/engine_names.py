@@ -153,6 +153,34 @@ class EngineNames:
         groups = self._engine.optimizer.param_groups if self._engine.optimizer is not None else []
         return [group.get("type") for group in groups]
 
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of all parameter groups; a scheduler sets its own at its next step."""
+        for group in self._engine.optimizer.param_groups if self._engine.optimizer is not None else []:
+            group["lr"] = lr
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per step of all processes, per micro-batch of one, and micro-batches per step."""
+        config = self._engine.config
+        return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        """The optimizer's arguments in the config; None without one there."""
+        config = self._engine.config.optimizer
+        return dict(config.params) if config is not None else None
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        """The scheduler's arguments in the config; None without one there."""
+        config = self._engine.config.scheduler
+        return dict(config.params) if config is not None else None
+
+    def save_fp16_model(self, save_dir: Any, save_filename: str | None = None) -> Any:
+        """The old name of `save_16bit_model`."""
+        return self._engine.save_16bit_model(save_dir, save_filename)
+
+    def empty_partition_cache(self) -> None:
+        """Frees what is gathered of a stage 3 model."""
+        self._engine.sharding.settle()
+
     def optimizer_name(self) -> str | None:
         """The optimizer's type in the config; None without one there."""
         config = self._engine.config.optimizer
