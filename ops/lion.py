@@ -44,4 +44,19 @@ class FusedLion(torch.optim.Optimizer):
         return loss
 
 
-DeepSpeedCPULion = FusedLion
+class DeepSpeedCPULion(FusedLion):
+    """`FusedLion` with the arguments that DeepSpeed's has; parameters may lie anywhere.
+
+    `fp32_optimizer_states` is accepted and has no meaning: the state has the dtype of the parameters that are stepped,
+    and an engine steps fp32 masters.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ):
+        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)

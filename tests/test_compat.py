@@ -515,9 +515,22 @@ def _clean_environment():
     return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
 
 
-def test_a_process_group_is_described_by_the_environment_only():
+@pytest.mark.parametrize("wrong", [{"rank": 0, "world_size": 2}, {"init_method": "tcp://127.0.0.1:1"}, {"rank": 7}])
+def test_a_process_group_is_described_by_the_environment_only(monkeypatch, wrong):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"the environment .* says how processes meet"):
-        deepspeed.init_distributed(rank=0, world_size=2)
+        deepspeed.init_distributed(**wrong)
+
+
+def test_what_the_environment_says_may_be_said_again():
+    source = """
+import hybrid_engine as deepspeed
+deepspeed.init_distributed("gloo", init_method="env://", rank=0, world_size=1)
+assert deepspeed.comm.get_world_size() == 1
+"""
+    result = run_python(source, {**_clean_environment(), "RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 0, result.stderr
 
 
 TRAINER = """

@@ -8,7 +8,7 @@ from torch import nn
 
 from hybrid_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
-from hybrid_engine.ops.lion import FusedLion
+from hybrid_engine.ops.lion import DeepSpeedCPULion, FusedLion
 
 STEPS = 5
 LR, EPS, DECAY = 1e-2, 1e-6, 0.1
@@ -89,6 +89,8 @@ def test_lion_steps_by_the_sign_of_an_interpolated_momentum():
         return p - LR * (direction + DECAY * p)
 
     run(lambda params: FusedLion(params, lr=LR, betas=(0.9, 0.99), weight_decay=DECAY), formula)
+    arguments = {"lr": LR, "betas": (0.9, 0.99), "weight_decay": DECAY, "fp32_optimizer_states": True}
+    run(lambda params: DeepSpeedCPULion(model_params=params, **arguments), formula)
 
 
 def test_groups_have_their_own_rates_and_decays_as_scripts_write_them():

@@ -1,11 +1,13 @@
 """`deepspeed.init_distributed`."""
 
+import os
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from hybrid_engine.zero import processes
+from hybrid_engine.zero.environment import describe_process
 
 
 def init_distributed(
@@ -33,9 +35,12 @@ def init_distributed(
         dist_init_required: False joins nothing.
 
     Raises:
-        ValueError: for `init_method`, `rank` or `world_size`: the environment says them.
+        ValueError: for an `init_method` but "env://", and a `rank` or `world_size` that the environment contradicts or
+            does not have: it says them.
     """
-    if init_method is not None or rank >= 0 or world_size >= 0:
+    known = {**os.environ, **describe_process(os.environ)}
+    asked = {name: number for name, number in (("RANK", rank), ("WORLD_SIZE", world_size)) if number >= 0}
+    if init_method not in (None, "env://") or any(known.get(name) != str(number) for name, number in asked.items()):
         raise ValueError(
             f"{init_method=}, {rank=}, {world_size=}: the environment (RANK, WORLD_SIZE, MASTER_ADDR, ...) says "
             f"how processes meet; set it, or call torch.distributed.init_process_group() before"
