@@ -32,6 +32,7 @@ from hybrid_engine.observing.monitor import check_packages
 from hybrid_engine.observing.observer import Observer
 from hybrid_engine.random_state import seed_everything
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
+from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.gathered_parameters import mark_parameters
 from hybrid_engine.zero.param_groups import name_groups
 from hybrid_engine.zero.processes import (
@@ -41,7 +42,7 @@ from hybrid_engine.zero.processes import (
     get_rank,
     get_world_size,
 )
-from hybrid_engine.zero.sharding import offloads_parameters, shard_module
+from hybrid_engine.zero.sharding import mesh_shape, offloads_parameters, shard_module
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -86,6 +87,7 @@ class ZeroEngine(nn.Module):
         groups = name_groups(stepped, model) if trains else []
         check_packages(config)
         check_same_architecture(model)
+        check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))
         self.training_dataloader = _build_dataloader(training_data, collate_fn, config)
         # Everything is checked; from here on the model is changed.
         self.config = config

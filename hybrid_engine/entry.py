@@ -14,6 +14,7 @@ from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.zero.environment import describe_process
+from hybrid_engine.zero.init import suspended
 from hybrid_engine.zero.optimizer import ZeroOptimizer
 from hybrid_engine.zero.processes import gather_objects, get_rank, get_world_size, init_distributed
 
@@ -70,15 +71,16 @@ def initialize(
     _join_processes(dist_init_required, distributed_port)
     engine_config = _load_same_config(chosen_config, args)
     engine_class = HybridEngine if engine_config.hybrid_engine.enabled else ZeroEngine
-    engine = engine_class(
-        model,
-        engine_config,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler,
-        training_data=training_data,
-        collate_fn=collate_fn,
-    )
+    with suspended():
+        engine = engine_class(
+            model,
+            engine_config,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            training_data=training_data,
+            collate_fn=collate_fn,
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -175,6 +175,7 @@ def _two_processes(rank, world_size):
         with engine.sharding.as_shards():
             results["local", stage] = sum(p.to_local().numel() for p in engine.module.parameters())
         results["between", stage] = _read_between_steps(rank, engine)
+        results["written", stage] = _write_between_steps(world_size, stage) if stage < 3 else None
         results["tied"] = engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
         results["stale", stage] = _forward_between_backward_and_step(rank, world_size, stage)
         results["dropped", stage] = _drop_gradients_of_half_a_step(rank, world_size, stage)
@@ -195,6 +196,14 @@ def _read_between_steps(rank, engine):
     copied = {name: param.data.cpu().clone() for name, param in module.named_parameters()} if all(is_plain) else {}
     state = module.state_dict() if rank == 0 and copied else {}
     return is_plain, copied, {name: tensor.clone() for name, tensor in state.items()}
+
+
+def _write_between_steps(world_size, stage):
+    """What is written into the weights counts in the next step, as in a plain loop."""
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size))
+    engine.module.load_state_dict({name: value * 1.5 for name, value in tiny_llama().state_dict().items()})
+    engine.module.model.norm.weight.data.mul_(2.0)
+    return train_engine(engine, STEPS).weights
 
 
 def _evaluate_at_stage_3():
@@ -326,6 +335,16 @@ def test_below_stage_3_parameters_are_whole_plain_tensors_between_steps(two_rank
         assert state.keys() == tiny_llama().state_dict().keys()
         assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert not any(two_ranks[0]["between", 3][0])
+
+
+def test_below_stage_3_what_is_written_into_weights_stays_there(two_ranks):
+    model = tiny_llama()
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+    model.model.norm.weight.data.mul_(2.0)
+    expected = train_plainly(model, STEPS).weights
+    for stage in range(3):
+        for results in two_ranks:
+            assert relative_error(results["written", stage], expected) < TOLERANCE
 
 
 def test_tied_weights_stay_tied_when_sharded(two_ranks):

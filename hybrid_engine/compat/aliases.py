@@ -8,6 +8,8 @@ import importlib
 import sys
 from types import ModuleType
 
+from hybrid_engine.compat.presence import announce
+
 NAMESPACE = ""
 ALIASES = {
     "accelerator": "hybrid_engine.compat.accelerator",
@@ -50,6 +52,8 @@ def register(root: str) -> None:
 def enable_compat() -> None:
     """Makes `import deepspeed` and its submodules mean this engine, for code that cannot be changed.
 
+    That is also what transformers' ZeRO-3 loading (`HfDeepSpeedConfig`), its Trainer and accelerate need.
+
     Raises:
         ValueError: the real DeepSpeed was imported before; what holds its objects would go on with them.
     """
@@ -62,6 +66,7 @@ def enable_compat() -> None:
     for path in REAL_MODULES:
         sys.modules[f"deepspeed.{path}"] = importlib.import_module(f"hybrid_engine.{path}")
     register("deepspeed")
+    announce()
 
 
 def _place(name: str, module: ModuleType) -> None:

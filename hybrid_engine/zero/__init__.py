@@ -1,5 +1,6 @@
 """ZeRO on FSDP2: sharding, gathering, the optimizer shim, loss scaling and learning-rate schedules."""
 
 from hybrid_engine.zero.gathered_parameters import GatheredParameters
+from hybrid_engine.zero.init import Init
 
-__all__ = ["GatheredParameters"]
+__all__ = ["GatheredParameters", "Init"]

@@ -55,7 +55,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     Buffers keep their precision on purpose: rotary frequencies in bf16 put distant tokens at the wrong position.
     """
     for param in module.parameters():
-        if param.is_floating_point():
+        if param.is_floating_point() and param.dtype != dtype:
             param.data = param.data.to(dtype)
 
 

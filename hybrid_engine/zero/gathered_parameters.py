@@ -12,6 +12,7 @@ At stage 3 parameters carry DeepSpeed's marks: `ds_id`, `ds_status`, `ds_shape`,
 process's shard).
 """
 
+import copy
 import itertools
 from collections.abc import Iterable
 from enum import Enum
@@ -45,6 +46,13 @@ class WholeParameter(DTensor):
         args, kwargs = tree_map(_to_whole, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if "ds_release" in self.__dict__:
+            self.__dict__["ds_release"]()
+            return copy.deepcopy(self, memo)
+        memo[id(self)] = copy.deepcopy(self.__dict__["ds_whole"], memo)
+        return memo[id(self)]
+
 
 def _to_whole(value: Any) -> Any:
     return value.__dict__["ds_whole"] if type(value) is WholeParameter else value
@@ -55,11 +63,15 @@ def mark_parameters(sharding: Sharding) -> None:
     if sharding.stage != 3:
         return
     for param in sharding.root.parameters():
-        mark: Any = param
-        mark.ds_id = next(_numbers)
-        mark.ds_shape, mark.ds_numel = param.shape, param.numel()
-        mark.ds_tensor = local_tensor(param)
-        mark.ds_status = ZeroParamStatus.NOT_AVAILABLE if isinstance(param, DTensor) else ZeroParamStatus.AVAILABLE
+        mark_parameter(param)
+
+
+def mark_parameter(param: Any) -> None:
+    """Gives a parameter DeepSpeed's attributes; processes must mark theirs in one order, that of `ds_id`."""
+    param.ds_id = next(_numbers)
+    param.ds_shape, param.ds_numel = param.shape, param.numel()
+    param.ds_tensor = local_tensor(param)
+    param.ds_status = ZeroParamStatus.NOT_AVAILABLE if isinstance(param, DTensor) else ZeroParamStatus.AVAILABLE
 
 
 class MasterLink:
@@ -102,6 +114,8 @@ class GatheredParameters:
     @torch.no_grad()
     def __enter__(self) -> None:
         for param in self.params:
+            if "ds_release" in param.__dict__:  # whole only because a constructor has just used it
+                param.ds_release()
             if "ds_whole" in param.__dict__ or "ds_gathered" in param.__dict__:
                 raise ValueError(
                     f"GatheredParameters: a parameter of shape {tuple(param.ds_shape)} is gathered already by a block "
@@ -109,6 +123,7 @@ class GatheredParameters:
                 )
         for param in self.params:
             if isinstance(param, DTensor):
+                param.ds_class, param.__class__ = type(param), DTensor
                 whole = nn.Parameter(full_tensor(param).clone(), requires_grad=param.requires_grad)
                 param.ds_whole, param.ds_status = whole, ZeroParamStatus.AVAILABLE
                 param.__class__ = WholeParameter
@@ -126,6 +141,7 @@ class GatheredParameters:
                 # After an error the others may never come to a collective.
                 if self.modifier_rank is not None and error is None:
                     _write_back(param, whole, self.modifier_rank)
+                param.__class__ = param.__dict__.pop("ds_class")
             else:
                 kept = param.__dict__.pop("ds_gathered")
                 if kept is not None:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hybrid_engine.zero.environment import describe_process
 
@@ -110,6 +111,8 @@ def broadcast_module(module: nn.Module) -> None:
     if get_world_size() == 1:
         return
     for tensor in [*module.parameters(), *module.buffers()]:
+        if isinstance(tensor, DTensor):  # built under zero.Init, from rank 0's values
+            continue
         sent = tensor.data.to(default_device())  # what is offloaded lies where nccl does not reach
         dist.broadcast(sent, src=0)
         if sent.device != tensor.device:

@@ -19,6 +19,7 @@ wrapped there too, because they lie in the CPU's memory and are gathered from th
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,10 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybrid_engine.config import EngineConfig
+from hybrid_engine.zero.built_shards import placeholders
 from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
 
 
@@ -114,22 +116,42 @@ class Sharding:
     def as_shards(self) -> Iterator[None]:
         """Inside, the parameters are this process's shards, and may be changed; collective.
 
-        After an error they stay so until the next forward pass: other processes may never come to a collective.
+        What a script has written into whole parameters is kept, as far as no fp32 master overrides it. After an error
+        they stay shards until the next forward pass: other processes may never come to a collective.
         """
+        self._keep_changes()
         self.reshard()
         yield
         self.settle()
 
+    @torch.no_grad()
+    def _keep_changes(self) -> None:
+        """Copies whole parameters into their shards."""
+        if not self.stays_whole:
+            return
+        for param in self._fsdp_params(is_gathered=True):
+            shard = param.sharded_param
+            own = distribute_tensor(
+                param.unsharded_param.detach(), shard.device_mesh, shard.placements, src_data_rank=None
+            )
+            local_tensor(shard).copy_(local_tensor(own))
+
     def drop_pending_gradients(self) -> None:
         """Forgets the gradients that stages 0 and 1 hold unreduced between two boundaries."""
+        for param in self._fsdp_params():
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+
+    def _fsdp_params(self, is_gathered: bool = False) -> Iterator[Any]:
+        """FSDP2's own records of parameters, all or those that are gathered.
+
+        Private, for lack of a public way; these names hold from torch 2.11 to 2.13.
+        """
         for module in self.fsdp_modules():
-            # Private, for lack of a public way; these names hold from torch 2.11 to 2.13. A module without parameters
-            # of its own has no group.
             group = module._get_fsdp_state()._fsdp_param_group
-            for param in group.fsdp_params if group is not None else ():
-                param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
+            if group is not None and (group.is_unsharded or not is_gathered):  # without parameters there is no group
+                yield from group.fsdp_params
 
     def fsdp_modules(self) -> list[FSDPModule]:
         """What FSDP2 gathers one at a time; empty when nothing is wrapped."""
@@ -147,14 +169,15 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         return Sharding(root=module, stage=stage, world_size=world_size, rank=rank)
     if world_size == 1:
         join_alone()
-    mesh = _build_mesh(config, world_size)
+    mesh = build_mesh(config, world_size)
     factor = _loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
     layers = find_layers(module)
-    for part in [*layers, module]:
-        _fully_shard(part, mesh, stage, config.communication_dtype, policy)
-        if factor != 1.0:
-            part.set_gradient_divide_factor(world_size * factor)
+    with placeholders(module):
+        for part in [*layers, module]:
+            _fully_shard(part, mesh, stage, config.communication_dtype, policy)
+            if factor != 1.0:
+                part.set_gradient_divide_factor(world_size * factor)
     _register_forward_methods(module)
     return Sharding(
         root=module, layers=layers, stage=stage, world_size=world_size, rank=rank, mesh=mesh, loss_factor=factor
@@ -166,12 +189,16 @@ def offloads_parameters(config: EngineConfig) -> bool:
     return config.zero_optimization.offloads_parameters and default_device().type != "cpu"
 
 
-def _build_mesh(config: EngineConfig, world_size: int) -> DeviceMesh:
-    device = default_device().type
+def build_mesh(config: EngineConfig, world_size: int) -> DeviceMesh:
+    """All processes on the axis `shard`, or groups of the config's size on it and the groups along `replicate`."""
+    shape = mesh_shape(config, world_size)
+    return init_device_mesh(default_device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
+    """That of `build_mesh`'s result."""
     shard_size = 1 if config.zero_optimization.stage == 0 else config.zero_optimization.shard_size or world_size
-    if shard_size == world_size:
-        return init_device_mesh(device, (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh(device, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+    return (world_size,) if shard_size == world_size else (world_size // shard_size, shard_size)
 
 
 def _loss_factor(config: EngineConfig, mesh: DeviceMesh) -> float:
@@ -197,18 +224,18 @@ def _fully_shard(
 
 
 def _keep_whole_in_state_dict(module: FSDPModule) -> None:
-    """Takes FSDP2's hooks away that shard `module` whenever its state dict is read or loaded.
+    """Takes FSDP2's hooks away that expect shards whenever a state dict of `module` is read or loaded.
 
     Private, for lack of a public way; these names hold from torch 2.11 to 2.13.
     """
     group = module._get_fsdp_state()._fsdp_param_group
     if group is not None:
-        for handles in (
-            group._module_to_pre_save_state_dict_hook_handle,
-            group._module_to_pre_load_state_dict_hook_handle,
+        for handle in (
+            *group._module_to_pre_save_state_dict_hook_handle.values(),
+            *group._module_to_pre_load_state_dict_hook_handle.values(),
+            *[param._post_load_hook_handle for param in group.fsdp_params],
         ):
-            for handle in handles.values():
-                handle.remove()
+            handle.remove()
 
 
 def _end_passes(module: FSDPModule) -> None:

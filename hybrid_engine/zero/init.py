@@ -1,0 +1,314 @@
+"""`zero.Init`: a model that is sharded while it is built, so that no process ever holds all of it.
+
+    with zero.Init(config_dict_or_path="ds_config.json"):
+        model = LlamaForCausalLM(config)
+    engine, *_ = initialize(model=model, config="ds_config.json")
+
+When a module's `__init__` returns, each of its own parameters becomes this process's shard of rank 0's value, a
+DTensor with DeepSpeed's marks. Code that initialises weights later, in the constructor of the whole model, still meets
+whole values: a parameter that is touched is gathered, and sharded again when a few others were touched after it. So
+the model has the values that rank 0 would have given it without `Init`.
+
+The end of a constructor is seen by wrapping the `__init__` of every module class, for as long as the block lasts.
+Non-floating-point parameters and buffers keep their dtype, buffers also their place.
+"""
+
+import functools
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hybrid_engine.config import EngineConfig, load_config
+from hybrid_engine.config.reading import read_json
+from hybrid_engine.zero.gathered_parameters import GatheredParameters, mark_parameter
+from hybrid_engine.zero.processes import default_device, get_world_size, init_distributed, join_alone
+from hybrid_engine.zero.sharding import build_mesh, offloads_parameters
+
+KEPT_WHOLE = 4
+"""Parameters that stay whole after they were touched, the latest ones; initialisers use one or two at a time."""
+READ_KEYS = {
+    "zero_optimization": ("stage", "offload_param", "zero_hpz_partition_size", "mics_shard_size"),
+    "fp16": ("enabled",),
+    "bf16": ("enabled",),
+    "bfloat16": ("enabled",),
+}
+"""What `Init` reads of a config; the rest may still be "auto"."""
+
+_active: "Init | None" = None
+
+
+class Init:
+    """Shards the parameters of modules that are built inside the block; collective: every process builds the same.
+
+    Inside another block it does nothing, the outer one does it. In a single process parameters are only cast,
+    placed and marked.
+
+    Args:
+        module: a module that exists, to shard at once.
+        data_parallel_group: has no meaning here, like `mem_efficient_linear`, `pin_memory` and `mpu`.
+        remote_device: "cpu" leaves the shards in the CPU's memory; None asks the config.
+        config_dict_or_path: a config; its precision becomes the dtype of the parameters, and it says over how many
+            processes they are sharded. None keeps each parameter's dtype and shards over all processes.
+        config: its old name.
+        enabled: False does nothing.
+        dtype: comes before the config's precision.
+
+    Raises:
+        ValueError: for a config whose stage is not 3, or that is not valid; for `remote_device="nvme"`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+    ) -> None:
+        self.enabled = enabled
+        self._classes: list[tuple[type[nn.Module], Callable[..., None]]] = []
+        self._under_way: set[int] = set()
+        self._sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._built: list[weakref.ref[Any]] = []
+        self._touched: deque[GatheredParameters] = deque()
+        if not enabled:
+            return
+        if remote_device not in (None, "none", "cpu"):
+            raise ValueError(f'remote_device={remote_device!r} is not supported; use "cpu", or None')
+        init_distributed()
+        join_alone()  # code of transformers asks torch.distributed for its rank
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        settings = _read_config({"zero_optimization": {"stage": 3}} if given is None else given)
+        self.dtype = dtype if dtype is not None or given is None else settings.dtype
+        self.mesh = build_mesh(settings, get_world_size()) if get_world_size() > 1 else None
+        is_offloaded = remote_device == "cpu" or offloads_parameters(settings)
+        self.device = torch.device("cpu") if is_offloaded else default_device()
+        if module is not None:
+            self._shard(module)
+            self._finish()
+
+    def __enter__(self) -> "Init":
+        global _active
+        if self.enabled and _active is None:
+            _active = self
+            self._watch_constructors()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _active
+        if _active is self:
+            self._unwatch_constructors()
+            _active = None
+            if error is None:  # else the others may never come to a collective
+                self._finish()
+
+    def touch(self, params: list[Any]) -> None:
+        """Gathers parameters that code in a constructor is about to use, and shards those of long ago again."""
+        block = GatheredParameters(params, modifier_rank=0)
+        block.__enter__()
+        for param in params:
+            param.ds_release = self.release
+        self._touched.append(block)
+        self.release(KEPT_WHOLE)
+
+    def release(self, num_kept: int = 0) -> None:
+        """Shards again what was touched, but for the latest."""
+        while len(self._touched) > num_kept:
+            block = self._touched.popleft()
+            for param in block.params:
+                del param.ds_release
+            block.__exit__(None, None, None)
+
+    def adopt(self, param: Any) -> Any:
+        """Makes a DTensor parameter one under construction, with marks of its own."""
+        mark_parameter(param)
+        param.__class__ = ParameterUnderConstruction
+        self._built.append(weakref.ref(param))
+        return param
+
+    def _finish(self) -> None:
+        self.release()
+        for reference in self._built:
+            param = reference()
+            if param is not None:
+                param.__class__ = DTensor
+        self._built.clear()
+
+    def _watch_constructors(self) -> None:
+        for cls in _module_classes(nn.Module):
+            self._watch(cls)
+        init = self
+
+        def watch_subclass(cls: type[nn.Module], **kwargs: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+            init._watch(cls)
+
+        nn.Module.__init_subclass__ = classmethod(watch_subclass)  # type: ignore[assignment,arg-type]
+
+    def _watch(self, cls: type[nn.Module]) -> None:
+        if "__init__" in vars(cls):
+            original = cls.__init__
+            self._classes.append((cls, original))
+            cls.__init__ = self._sharding_after(original)  # type: ignore[method-assign]
+
+    def _unwatch_constructors(self) -> None:
+        del nn.Module.__init_subclass__
+        for cls, original in self._classes:
+            cls.__init__ = original  # type: ignore[method-assign]
+        self._classes.clear()
+
+    def _sharding_after(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def build(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            if id(module) in self._under_way:  # a base class's constructor
+                original(module, *args, **kwargs)
+                return
+            self._under_way.add(id(module))
+            try:
+                original(module, *args, **kwargs)
+            finally:
+                self._under_way.discard(id(module))
+            self._shard(module)
+
+        return build
+
+    @torch.no_grad()
+    def _shard(self, module: nn.Module) -> None:
+        places = [(part, name) for part in module.modules() for name in part._parameters]
+        for part, name in places:
+            param = part._parameters[name]
+            if param is None or hasattr(param, "ds_id"):
+                continue
+            if self.mesh is None:
+                param.data = self._place(param)
+                mark_parameter(param)
+                continue
+            if param not in self._sharded:  # tied parameters stay one
+                self._sharded[param] = self._build_shard(param, self.mesh)
+            part._parameters[name] = self._sharded[param]
+
+    def _build_shard(self, param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        value = self._place(param).to(mesh.device_type)
+        if value.ndim == 0:
+            raise ValueError(
+                "zero.Init: a parameter without dimensions cannot be sharded; give it the shape [1], or build the "
+                "model without zero.Init"
+            )
+        shard = distribute_tensor(value.contiguous(), mesh, placements).to(self.device)
+        sharded: Any = nn.Parameter(shard, requires_grad=param.requires_grad)
+        vars(sharded).update(vars(param))
+        return self.adopt(sharded)
+
+    def _place(self, param: nn.Parameter) -> torch.Tensor:
+        dtype = self.dtype if param.is_floating_point() else None
+        return param.data.to(device=self.device, dtype=dtype)
+
+
+class ParameterUnderConstruction(DTensor):
+    """A sharded parameter of a model that is being built; torch functions other than questions see the whole value."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _active is None or _only_asks(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        _active.touch([leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls])
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied: Any = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied if _active is None else _active.adopt(copied)
+
+
+QUESTIONS = {
+    torch.Tensor.dim,
+    torch.Tensor.size,
+    torch.Tensor.numel,
+    torch.Tensor.stride,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.register_hook,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+VALUES = (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH)  # type: ignore[attr-defined]
+"""The attributes of a tensor that show its value; the others describe it."""
+
+
+def _only_asks(func: Any) -> bool:
+    """Whether a torch function needs no values: it reads or sets an attribute like `shape` or `requires_grad`."""
+    attribute = getattr(func, "__self__", None)
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        return not any(attribute is value for value in VALUES)
+    return func in QUESTIONS
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Inside, modules are built as usual, also within a block of `Init`; what that has built so far is complete."""
+    global _active
+    init = _active
+    if init is None:
+        yield
+        return
+    init._finish()
+    init._unwatch_constructors()
+    _active = None
+    try:
+        yield
+    finally:
+        _active = init
+        init._watch_constructors()
+
+
+def _module_classes(cls: type[nn.Module]) -> Iterator[type[nn.Module]]:
+    seen: set[type] = set()
+    pending = list(cls.__subclasses__())
+    while pending:
+        current = pending.pop()
+        if current not in seen and not issubclass(current, torch.jit.ScriptModule):
+            seen.add(current)
+            pending += current.__subclasses__()
+            yield current
+
+
+def _read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> EngineConfig:
+    whole = config if isinstance(config, Mapping) else read_json(config)
+    blocks = {
+        name: {key: value for key, value in whole[name].items() if key in keys and value != "auto"}
+        for name, keys in READ_KEYS.items()
+        if isinstance(whole.get(name), Mapping)
+    }
+    settings = load_config({"train_micro_batch_size_per_gpu": 1, **blocks}, world_size=get_world_size())
+    if settings.zero_optimization.stage != 3:
+        raise ValueError(
+            f"zero.Init: zero_optimization.stage={settings.zero_optimization.stage} does not shard parameters; set "
+            f"the stage to 3, or pass enabled=False"
+        )
+    return settings
