@@ -1,7 +1,6 @@
 """DeepSpeed's names: what scripts import and call, in one process and in two."""
 
 import argparse
-import ast
 import importlib
 import os
 import subprocess
@@ -11,7 +10,6 @@ import textwrap
 import pytest
 import torch
 from distributed import free_port, run_distributed
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from training_reference import engine_config, tiny_llama, train_engine
@@ -531,60 +529,3 @@ assert deepspeed.comm.get_world_size() == 1
 """
     result = run_python(source, {**_clean_environment(), "RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""})
     assert result.returncode == 0, result.stderr
-
-
-TRAINER = """
-import importlib.metadata, sys
-uses_engine, folder = sys.argv[1] == "engine", sys.argv[2]
-if uses_engine:
-    sys.path.append(folder + "/installed")  # transformers asks whether deepspeed is installed
-    import hybrid_engine
-    hybrid_engine.enable_compat()
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
-zero = {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
-arguments = TrainingArguments(
-    output_dir=folder + "/out", per_device_train_batch_size=4, gradient_accumulation_steps=2,
-    max_steps=4, save_steps=2, logging_steps=1, learning_rate=1e-2, report_to=[], disable_tqdm=True, seed=3,
-    adam_epsilon=1e-6, deepspeed={**auto, "zero_optimization": zero} if uses_engine else None,
-)
-torch.manual_seed(0)
-sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
-data = [{"input_ids": row, "labels": row} for row in torch.randint(64, (32, 8))]
-trainer = Trainer(model=model, args=arguments, train_dataset=data)
-trainer.train(resume_from_checkpoint=folder + "/out/checkpoint-2" if sys.argv[3] == "resume" else None)
-trainer.save_model(folder + "/final")
-assert type(trainer.model_wrapped).__name__ == ("ZeroEngine" if uses_engine else "LlamaForCausalLM")
-print("LOSSES", [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-"""
-
-
-def _trainers_losses(tmp_path, kind, resumes="new"):
-    script, information = tmp_path / "train.py", tmp_path / "installed" / "deepspeed-0.19.8.dist-info"
-    (tmp_path / "installed" / "deepspeed").mkdir(parents=True, exist_ok=True)
-    information.mkdir(exist_ok=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.8\n")
-    script.write_text(TRAINER)
-    environment = {**_clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable]
-    if kind == "engine":
-        environment["ACCELERATE_USE_DEEPSPEED"] = "true"
-        flags = ["--num_gpus", "1", "--master_port", str(free_port()), "--no_local_rank"]
-        command += ["-m", "hybrid_engine.launcher", *flags]
-    command += [str(script), kind, str(tmp_path), resumes]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    (line,) = [line for line in result.stdout.splitlines() if line.startswith("LOSSES")]
-    return ast.literal_eval(line.removeprefix("LOSSES "))
-
-
-def test_the_trainer_of_transformers_trains_saves_and_resumes_on_the_engine_as_without_it(tmp_path):
-    """On one process: without a GPU accelerate takes each of several for the only one."""
-    expected = _trainers_losses(tmp_path, "plain")
-    assert _trainers_losses(tmp_path, "engine") == pytest.approx(expected, rel=1e-4)
-    weights = load_file(tmp_path / "final" / "model.safetensors")
-    assert _trainers_losses(tmp_path, "engine", "resume") == pytest.approx(expected, rel=1e-4)
-    resumed = load_file(tmp_path / "final" / "model.safetensors")
-    assert weights.keys() == resumed.keys() and all(torch.equal(weights[name], resumed[name]) for name in weights)
