@@ -402,6 +402,9 @@ def test_the_accelerator_is_the_cpu_where_there_is_no_gpu():
     accelerator.empty_cache()
     assert 0 < accelerator.memory_allocated() <= accelerator.total_memory()
     assert accelerator.on_accelerator(torch.empty(1))
+    environment = {}
+    accelerator.set_visible_devices_envs(environment, [1, 3])
+    assert environment == {"CUDA_VISIBLE_DEVICES": "1,3"} and accelerator.get_compile_backend() == "inductor"
 
 
 def test_the_accelerators_streams_graphs_ranges_and_tensor_types_answer_without_a_gpu():
@@ -424,14 +427,37 @@ def test_the_accelerators_streams_graphs_ranges_and_tensor_types_answer_without_
         assert getattr(accelerator, name)() is True
     assert accelerator.is_triton_supported() is False and accelerator.random() is torch.random
     assert accelerator.default_generator(0) is torch.default_generator
-    stats = accelerator.memory_stats()
-    assert 0 < stats["allocated_bytes.all.current"] <= stats["allocated_bytes.all.peak"]
-    assert accelerator.max_memory_cached() >= accelerator.memory_allocated()
-    accelerator.reset_max_memory_allocated()
     tensor = accelerator.LongTensor([1, 2])
     assert tensor.dtype == torch.int64 and accelerator.BFloat16Tensor([1.5]).dtype == torch.bfloat16
     with pytest.raises(AttributeError, match="the accelerator has no 'warp_drive'"):
         _ = accelerator.warp_drive
+
+
+PEAKS = """
+import hybrid_engine as deepspeed, torch
+accelerator = deepspeed.get_accelerator()
+for _ in range(200):
+    current = accelerator.memory_allocated()
+    assert accelerator.max_memory_allocated() >= current and accelerator.max_memory_reserved() >= current
+    held = torch.ones(1000, 100)
+large = torch.ones(50_000_000)  # 200 MB
+most = accelerator.memory_allocated()
+del large
+small = accelerator.memory_allocated()
+assert small < most - 150e6 and accelerator.max_memory_allocated() >= most
+stats = accelerator.memory_stats()
+assert 0 < stats["allocated_bytes.all.current"] < most <= stats["allocated_bytes.all.peak"]
+accelerator.reset_peak_memory_stats()
+assert accelerator.memory_allocated() <= accelerator.max_memory_allocated() < most - 100e6
+large = torch.ones(25_000_000)
+del large
+assert small + 80e6 < accelerator.max_memory_cached() < most
+"""
+
+
+def test_the_peaks_of_a_process_are_never_below_a_reading_and_begin_anew_after_a_reset():
+    result = run_python(PEAKS, {**_clean_environment(), "CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(

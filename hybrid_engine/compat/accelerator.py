@@ -1,8 +1,6 @@
 """`deepspeed.accelerator`: the device this process computes on, its GPU or the CPU, behind one interface."""
 
 import os
-import resource
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from hybrid_engine.compat.resident_memory import ResidentMemory
 from hybrid_engine.zero.processes import default_device
 
 TENSOR_TYPES = {
@@ -23,6 +22,7 @@ TENSOR_TYPES = {
     "LongTensor": torch.int64,
 }
 """What makes a tensor of values on the device, e.g. `get_accelerator().LongTensor([1, 2])`."""
+_resident = ResidentMemory()
 
 
 class Accelerator:
@@ -159,11 +159,11 @@ class Accelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes of tensors; on a CPU those of the process."""
-        return torch.cuda.memory_allocated(device_index) if self._is_cuda else psutil.Process().memory_info().rss
+        return torch.cuda.memory_allocated(device_index) if self._is_cuda else _resident.current_bytes()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes there were; on a CPU since the process began."""
-        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else self._peak_bytes()
+        """The most bytes there were since the last reset; on a CPU those of the process."""
+        return torch.cuda.max_memory_allocated(device_index) if self._is_cuda else _resident.peak_bytes()
 
     def memory_reserved(self, device_index: int | None = None) -> int:
         """Bytes the allocator holds; on a CPU those of the process."""
@@ -171,12 +171,11 @@ class Accelerator:
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         """The most bytes the allocator held; on a CPU the most of the process."""
-        return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else self._peak_bytes()
+        return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else _resident.peak_bytes()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Forgets the peaks; the operating system keeps a CPU's."""
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
+        """Forgets the peaks."""
+        torch.cuda.reset_peak_memory_stats(device_index) if self._is_cuda else _resident.reset()
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
     memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
@@ -185,7 +184,8 @@ class Accelerator:
         """The allocator's numbers by name."""
         if self._is_cuda:
             return torch.cuda.memory_stats(device_index)
-        return {"allocated_bytes.all.current": self.memory_allocated(), "allocated_bytes.all.peak": self._peak_bytes()}
+        current, peak = _resident.current_bytes(), _resident.peak_bytes()
+        return {"allocated_bytes.all.current": current, "allocated_bytes.all.peak": peak}
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of the device."""
@@ -225,6 +225,19 @@ class Accelerator:
         """Ends the range."""
         return torch.cuda.nvtx.range_pop() if self._is_cuda else None
 
+    def visible_devices_envs(self) -> list[str]:
+        """The environment variables that say which devices a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
+        """Says in `current_env` which devices a process that is started with it sees."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def get_compile_backend(self) -> str:
+        """The backend for `torch.compile`."""
+        return "inductor"
+
     def supported_dtypes(self) -> list[torch.dtype]:
         """What models can be trained in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
@@ -244,11 +257,6 @@ class Accelerator:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in page-locked memory."""
         return tensor.is_pinned()
-
-    def _peak_bytes(self) -> int:
-        # In kilobytes on Linux, in bytes on a Mac.
-        unit = 1 if sys.platform == "darwin" else 1024
-        return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, self.memory_allocated())
 
     def _index(self, device_index: int | None) -> int:
         index = default_device().index
