@@ -1,6 +1,7 @@
 """Checks of single options, with errors that name the option, its value, the rule and the remedy."""
 
 import math
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -13,8 +14,8 @@ def check_integer(name: str, value: Any, minimum: int, maximum: float = math.inf
 
 def check_number(name: str, value: Any, minimum: float, maximum: float = math.inf) -> None:
     """Raises ValueError unless `value` is a finite number (not a bool) in [minimum, maximum]."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not minimum <= value <= maximum:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not abs(value) <= sys.float_info.max or not minimum <= value <= maximum:
         raise ValueError(f"{name}={value!r} must be a finite number {_limits(minimum, maximum)}; {_remedy(value)}")
 
 

@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 from transformers.integrations import deepspeed as integration
 
 from hybrid_engine.config import EngineConfig, HybridEngineConfig, docs, load_config
+from hybrid_engine.zero.lr_schedules import build_scheduler
 
 DATA = Path(__file__).parent / "data"
 BATCH = {"train_batch_size": 8}
@@ -289,6 +290,9 @@ def test_infinitely_many_steps_per_print_print_nothing():
         ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0 must be a finite number of at least 0"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping=nan must be a finite number"),
         ({"gradient_clipping": True}, "gradient_clipping=True must be a finite number"),
+        ({"gradient_clipping": 10**400}, "gradient_clipping=10* must be a finite number"),
+        ({"optimizer": [1]}, r"optimizer=\[1\] must be a block of options"),
+        ({"optimizer": {"type": "Adam", "params": 3}}, "optimizer.params=3 must be a block of options"),
         ({"steps_per_print": -1}, "steps_per_print=-1 must"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not one of 0, 1, 2, 3"),
         ({"zero_optimization": True}, "zero_optimization=True must be a block of options"),
@@ -493,11 +497,41 @@ def test_auto_without_arguments_is_the_default_or_follows_from_the_rest():
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled"),
         ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, "train_batch_size"),
+        ({"bfloat16": {"enabled": "auto"}}, "bfloat16.enabled"),
+        ({"hybrid_engine": {"enabled": "auto"}}, "hybrid_engine.enabled"),
     ],
 )
 def test_auto_that_only_the_user_can_fill_in_is_an_error_with_its_path_and_where_it_could_come_from(given, path):
     with pytest.raises(ValueError, match=f'{path}="auto".*TrainingArguments as initialize'):
         load_config(BATCH | given, world_size=1)
+
+
+def test_the_old_name_of_bf16_takes_auto_from_the_same_argument():
+    config = load_config(BATCH | {"bfloat16": {"enabled": "auto"}}, world_size=1, arguments=TRAINING_ARGUMENTS)
+    assert config.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("path", ["fp16", "bf16", "optimizer", "zero_optimization", "zero_optimization.offload_param"])
+def test_a_block_cannot_be_auto(path):
+    given = "auto"
+    for key in reversed(path.split(".")):
+        given = {key: given}
+    with pytest.raises(ValueError, match=f'{path}="auto" must be a block of options'):
+        load_config(BATCH | given, world_size=1)
+
+
+def test_auto_hides_no_misspelt_option():
+    with pytest.raises(ValueError, match=r"gradient_cliping is not a known option; did you mean gradient_clipping\?"):
+        load_config(BATCH | {"gradient_cliping": "auto"}, world_size=1)
+    with pytest.raises(ValueError, match=r"zero_optimization.stages is not a known option"):
+        load_config(BATCH | {"zero_optimization": {"stages": "auto"}}, world_size=1)
+
+
+def test_an_automatic_peak_is_the_rate_of_the_optimizer_that_is_passed():
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_max_lr": "auto"}}
+    config = load_config(BATCH | {"scheduler": scheduler}, world_size=1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.25)
+    assert build_scheduler(config.scheduler, optimizer).max_lrs == [0.25]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hybrid_engine.config.auto import resolve_auto
+from hybrid_engine.config.auto import resolve_auto, without_auto
 from hybrid_engine.config.batch_sizes import solve_batch_sizes
 from hybrid_engine.config.blocks import (
     ActivationCheckpointingConfig,
@@ -258,9 +258,9 @@ def load_config(
 
 def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> EngineConfig:
     without_effect: list[str] = []
-    given = resolve_auto(whole, arguments)
+    resolved = resolve_auto(whole, arguments)
     known = [entry.name for entry in fields(EngineConfig) if entry.name != "given"]
-    top = read_block(given, "", [*known, "bfloat16", "data_types"], without_effect)
+    top = read_block(resolved, "", [*known, "bfloat16", "data_types"], without_effect)
     _rename(top, "", "bfloat16", "bf16")
     _merge_data_types(top, without_effect)
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -274,7 +274,7 @@ def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> Engi
     blocks["scheduler"] = build_scheduler_config(child_block(top, "scheduler"), without_effect)
     # Null stands for the default.
     values |= {name: value for name, value in top.items() if name not in blocks and value is not None}
-    result = EngineConfig(**values, **blocks, given=given)
+    result = EngineConfig(**values, **blocks, given=without_auto(resolved))
     if world_size % (result.zero_optimization.shard_size or 1):
         raise ValueError(
             f"zero_optimization: {result.zero_optimization.shard_size} processes to a copy of the model do not divide "

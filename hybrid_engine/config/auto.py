@@ -4,7 +4,8 @@ There, the Trainer replaces "auto" by what its TrainingArguments say before Deep
 `initialize(args=...)` takes the same object, and each "auto" becomes, in this order:
 
 1. what `args` says, under the name that TrainingArguments has for it (the table below);
-2. for a batch size, what follows from the others; for `scheduler.params.warmup_max_lr`, the optimizer's `lr`;
+2. for a batch size, what follows from the others; for `scheduler.params.warmup_max_lr`, the optimizer's `lr`, also
+   that of one which is passed to `initialize`;
 3. an error, if only the user can know (the learning rate, the number of steps, the precision, the ZeRO stage);
 4. the default, which is DeepSpeed's.
 
@@ -14,6 +15,7 @@ Source of the table: transformers, `integrations/deepspeed.py`, `HfTrainerDeepSp
 from collections.abc import Callable
 from typing import Any
 
+AUTO = "auto"
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -41,6 +43,7 @@ FROM_ARGUMENTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "scheduler.params.total_num_steps": ("max_steps", _num_steps),
     "fp16.enabled": ("fp16 or fp16_full_eval", lambda a: bool(a.fp16 or a.fp16_full_eval)),
     "bf16.enabled": ("bf16 or bf16_full_eval", lambda a: bool(a.bf16 or a.bf16_full_eval)),
+    "bfloat16.enabled": ("bf16 or bf16_full_eval", lambda a: bool(a.bf16 or a.bf16_full_eval)),
 }
 """What a key's "auto" becomes, and the name of that in TrainingArguments."""
 ONLY_THE_USER_KNOWS = frozenset(
@@ -51,15 +54,33 @@ ONLY_THE_USER_KNOWS = frozenset(
         "scheduler.params.total_num_steps",
         "fp16.enabled",
         "bf16.enabled",
+        "bfloat16.enabled",
+        "hybrid_engine.enabled",
         "zero_optimization.stage",
         "zero_optimization.offload_optimizer.device",
         "zero_optimization.offload_param.device",
     }
 )
+BLOCKS = frozenset(
+    {
+        "bf16",
+        "bfloat16",
+        "fp16",
+        "hybrid_engine",
+        "optimizer",
+        "optimizer.params",
+        "scheduler",
+        "scheduler.params",
+        "zero_optimization",
+        "zero_optimization.offload_optimizer",
+        "zero_optimization.offload_param",
+    }
+)
+"""Blocks that change what is computed, or where: each of their options may be "auto", the block may not."""
 
 
 def resolve_auto(config: dict[str, Any], arguments: Any = None) -> dict[str, Any]:
-    """A copy of `config` without "auto".
+    """A copy of `config` with what "auto" becomes; it stays where the default counts.
 
     Args:
         config: as read from the file; not changed.
@@ -69,13 +90,20 @@ def resolve_auto(config: dict[str, Any], arguments: Any = None) -> dict[str, Any
         ValueError: for an "auto" that nobody but the user can fill in.
     """
     resolved = _resolve_block(config, "", arguments)
-    rate = ((resolved.get("optimizer") or {}).get("params") or {}).get("lr")
-    if _is_auto(config, "scheduler", "params", "warmup_max_lr") and rate is not None:
-        resolved["scheduler"]["params"].setdefault("warmup_max_lr", rate)
-    sizes = [name for name in BATCH_SIZES[:2] if config.get(name) == "auto"]
-    if sizes and not any(name in resolved for name in BATCH_SIZES[:2]):
+    if _find(resolved, "scheduler", "params", "warmup_max_lr") == AUTO:
+        rate = _find(resolved, "optimizer", "params", "lr")
+        resolved["scheduler"]["params"]["warmup_max_lr"] = rate  # null is the rate of the optimizer that is passed
+    sizes = [name for name in BATCH_SIZES[:2] if config.get(name) == AUTO]
+    if sizes and all(resolved.get(name, AUTO) == AUTO for name in BATCH_SIZES[:2]):
         raise ValueError(_explain(sizes[0]))
     return resolved
+
+
+def without_auto(block: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `block` without the entries that are still "auto"."""
+    return {
+        key: without_auto(value) if isinstance(value, dict) else value for key, value in block.items() if value != AUTO
+    }
 
 
 def _resolve_block(block: dict[str, Any], path: str, arguments: Any) -> dict[str, Any]:
@@ -83,13 +111,17 @@ def _resolve_block(block: dict[str, Any], path: str, arguments: Any) -> dict[str
     for key, value in block.items():
         name = f"{path}.{key}" if path else str(key)
         if isinstance(value, dict):
-            resolved[key] = _resolve_block(value, name, arguments)
-        elif value != "auto":
-            resolved[key] = value
-        elif (found := _from_arguments(name, arguments)) is not None:
-            resolved[key] = found
-        elif name in ONLY_THE_USER_KNOWS:
-            raise ValueError(_explain(name))
+            value = _resolve_block(value, name, arguments)
+        elif value == AUTO and name in BLOCKS:
+            raise ValueError(
+                f'{name}="auto" must be a block of options; write "auto" for those of them it is meant for'
+            )
+        elif value == AUTO:
+            value = _from_arguments(name, arguments)
+            if value is None and name in ONLY_THE_USER_KNOWS:
+                raise ValueError(_explain(name))
+            value = AUTO if value is None else value
+        resolved[key] = value
     return resolved
 
 
@@ -110,7 +142,8 @@ def _explain(name: str) -> str:
     )
 
 
-def _is_auto(config: Any, *keys: str) -> bool:
+def _find(config: Any, *keys: str) -> Any:
+    """What lies at the end of `keys`; None where one of them is missing."""
     for key in keys:
         config = config.get(key) if isinstance(config, dict) else None
-    return config == "auto"
+    return config

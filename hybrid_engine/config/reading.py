@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from hybrid_engine.config.auto import AUTO
 from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, as_json
 
 
@@ -25,7 +26,7 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
     """The entries of `block` that the engine reads.
 
     Args:
-        block: the JSON object found at `path`, without "auto"; not changed.
+        block: the JSON object found at `path`; not changed. A key that is still "auto" has its default.
         path: its full name, empty for the whole config.
         fields: the keys that are read here.
         without_effect: receives the full names of keys that are accepted, switched on and have no meaning here, or
@@ -40,9 +41,10 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
     for key, value in block.items():
         name = join(path, str(key))
         if key in fields:
-            found[key] = value
+            if value != AUTO:
+                found[key] = value
         elif key in ignored:
-            if value not in (False, None):
+            if value not in (False, None, AUTO):
                 without_effect.append(name)
         elif key not in refused:
             without_effect.extend(_read_unknown(str(key), path, fields))
