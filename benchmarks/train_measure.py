@@ -34,9 +34,12 @@ class Paired:
     threads: int
 
 
-def measure_paired(case: Case, shape: TrainShape, device: str, repeats: int) -> Paired:
-    """Both loops in one process, step by step in turns, each pair in the other order than the one before."""
-    loops = {kind: build_loop(kind, case, shape, device) for kind in KINDS}
+def measure_paired(case: Case, shape: TrainShape, device: str, repeats: int, built: tuple[str, ...]) -> Paired:
+    """Both loops in one process, built in the order of `built`.
+
+    Step by step in turns, each pair in the other order than the one before.
+    """
+    loops = {kind: build_loop(kind, case, shape, device) for kind in built}
     loss_difference, weight_difference = check(case, loops, shape, device)
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     cpu_seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
