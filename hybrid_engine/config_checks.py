@@ -19,6 +19,11 @@ def check_number(name: str, value: Any, minimum: float, maximum: float = math.in
         raise ValueError(f"{name}={value!r} must be a finite number {_limits(minimum, maximum)}; {_remedy(value)}")
 
 
+def whole_number(value: Any) -> Any:
+    """A float without a fraction, which 1e5 is in JSON and Python, as an int; anything else unchanged."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a bool."""
     if not isinstance(value, bool):

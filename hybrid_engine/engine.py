@@ -34,6 +34,7 @@ from hybrid_engine.random_state import seed_everything
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
 from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.gathered_parameters import mark_parameters
+from hybrid_engine.zero.lr_schedules import check_rates
 from hybrid_engine.zero.param_groups import name_groups
 from hybrid_engine.zero.processes import (
     broadcast_module,
@@ -85,6 +86,8 @@ class ZeroEngine(nn.Module):
         trains = optimizer is not None or config.optimizer is not None
         stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
         groups = name_groups(stepped, model) if trains else []
+        if config.scheduler is not None and lr_scheduler is None:
+            check_rates(config.scheduler, len(groups))
         check_packages(config)
         check_same_architecture(model)
         check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))

@@ -190,6 +190,11 @@ def test_a_feature_may_be_named_while_it_is_off(off):
         ({"trackio": {"enabled": True}}, "trackio", "trackio.enabled to false"),
         ({"compression_training": {"layer_reduction": {"enabled": True}}}, "compression_training", "remove"),
         ({"data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype", "to null"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},
+            "optimizer.params.fp32_optimizer_states",
+            "true",
+        ),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type='OneBitAdam'", "use Adam, AdamW, Lamb, Lion"),
         ({"optimizer": {"type": "onebitlamb"}}, "optimizer.type='onebitlamb'", "use Adam, AdamW, Lamb, Lion"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad", "to false"),
@@ -276,6 +281,22 @@ def test_infinitely_many_steps_per_print_print_nothing():
     assert load_config(BATCH | {"steps_per_print": float("inf")}, world_size=1).steps_per_print == 0
 
 
+def test_numbers_of_steps_may_be_written_as_1e5_as_many_files_do(tmp_path):
+    path = tmp_path / "ds.json"
+    schedule = '{"type": "WarmupDecayLR", "params": {"total_num_steps": 1e5, "warmup_num_steps": 2e2}}'
+    path.write_text(f'{{"train_batch_size": 8, "steps_per_print": 1e5, "scheduler": {schedule}}}')
+    config = load_config(path, world_size=1)
+    assert config.steps_per_print == 100_000 and isinstance(config.steps_per_print, int)
+    assert config.scheduler.params == {"total_num_steps": 100_000, "warmup_num_steps": 200}
+    assert isinstance(config.scheduler.params["warmup_num_steps"], int)
+
+
+@pytest.mark.parametrize("name", ["seq_parallel_comm_data_type", "seq_parallel_communication_data_type"])
+def test_the_dtype_of_sequence_parallelism_means_nothing_without_it(name, caplog):
+    assert load_config(BATCH | {name: "bf16"}, world_size=1) == load_config(BATCH, world_size=1)
+    assert f"without effect in this engine: {name}" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -304,6 +325,15 @@ def test_infinitely_many_steps_per_print_print_nothing():
         ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "optimizer.params.betas=0.9 must be two numbers"),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}}, r"betas\[1\]=1 must be below 1"),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing; WarmupDecayLR needs it"),
+        ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, r"momentun is .*optimizer.params.momentum\?"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": -1}}}, "optimizer.params.lr=-1 must be a finite number"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": "x"}}}, "optimizer.params={'lr': 'x'} are not arguments of"),
+        ({"scheduler": {"type": "StepLR"}}, "scheduler.params={} are not arguments of torch's StepLR: .*step_size"),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": [0.1, 0.2], "cycle_max_lr": 1}}},
+            r"scheduler.params.cycle_min_lr=\[0.1, 0.2\] must be a finite number",
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": []}}}, r"warmup_min_lr=\[\] must be a finite"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cubic"}}},
             "warmup_type: 'cubic' is not one of log, linear",

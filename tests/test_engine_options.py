@@ -75,6 +75,45 @@ def test_an_optimizer_of_the_config_steps_like_the_one_that_is_passed(kind, refe
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+        ("RMSprop", {"lr": 0.1}),
+        ("NAdam", {"betas": [0.8, 0.9]}),
+        ("Adagrad", {}),
+    ],
+)
+def test_optimizers_and_schedules_of_torch_are_built_from_the_config_by_their_names(kind, params):
+    schedule = {"type": "CosineAnnealingLR", "params": {"T_max": 3}}
+    engine = _linear(optimizer={"type": kind, "params": params}, scheduler=schedule)
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2)
+    optimizer = getattr(torch.optim, kind)(plain.parameters(), **params)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
+    for _ in range(3):
+        engine.backward(_loss(engine))
+        engine.step()
+        optimizer.zero_grad()
+        plain(torch.ones(1, 3)).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    torch.testing.assert_close(engine.module.weight, plain.weight)
+    assert engine.get_lr() == scheduler.get_last_lr()
+
+
+def test_rates_for_other_groups_than_there_are_are_refused_before_the_model_is_changed():
+    model = nn.Linear(3, 2)
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}
+    config = {**MINIMAL, "scheduler": schedule, "bf16": {"enabled": True}}
+    with pytest.raises(ValueError, match=r"scheduler.params.warmup_max_lr=\[0.1, 0.2\] has 2 rates for 1 parameter"):
+        hybrid_engine.initialize(model=model, config=config)
+    assert model.weight.dtype == torch.float32
+    groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+    engine, *_ = hybrid_engine.initialize(model=model, model_parameters=groups, config=config)
+    assert engine.lr_scheduler.max_lrs == [0.1, 0.2]
+
+
 def test_adam_without_bias_correction_is_built_from_the_config():
     engine = _linear(optimizer={"type": "Adam", "params": {"lr": 0.1, "bias_correction": False}})
     before = engine.module.bias.detach().clone()

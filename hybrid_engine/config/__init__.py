@@ -42,7 +42,7 @@ from hybrid_engine.config.optimizer import (
     build_scheduler_config,
 )
 from hybrid_engine.config.reading import child_block, read_block, read_json
-from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number
+from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number, whole_number
 
 __all__ = [
     "Bf16Config",
@@ -168,8 +168,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_number("gradient_clipping", self.gradient_clipping, 0)
-        # Infinity is how accelerate says that nothing is to be printed.
-        object.__setattr__(self, "steps_per_print", 0 if self.steps_per_print == inf else self.steps_per_print)
+        # Infinity is how accelerate says that nothing is to be printed, 1e5 how many files say that little is.
+        every = 0 if self.steps_per_print == inf else whole_number(self.steps_per_print)
+        object.__setattr__(self, "steps_per_print", every)
         check_integer("steps_per_print", self.steps_per_print, 0)
         for name in ("prescale_gradients", "wall_clock_breakdown"):
             check_flag(name, getattr(self, name))

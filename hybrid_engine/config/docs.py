@@ -14,6 +14,8 @@ from hybrid_engine.config.optimizer import (
     OPTIMIZER_DEFAULTS,
     OPTIMIZER_PARAMS,
     SCHEDULER_PARAMS,
+    TORCH_OPTIMIZERS,
+    TORCH_SCHEDULERS,
     OptimizerConfig,
     SchedulerConfig,
 )
@@ -32,6 +34,7 @@ WORKING: dict[str, Any] = {
 NOT_KEYS = ("block", "given")
 """Fields that no key of the config sets: an OffloadConfig's own name, and the config as it was given."""
 PARAMS = {"optimizer.params": OPTIMIZER_PARAMS, "scheduler.params": SCHEDULER_PARAMS}
+TORCH_CLASSES = {"optimizer": TORCH_OPTIMIZERS, "scheduler": TORCH_SCHEDULERS}
 BLOCKS = [*WORKING, *PARAMS, *(path for path in {**NO_MEANING, **NOT_SUPPORTED} if path not in {**WORKING, **PARAMS})]
 HEADER = """# The config
 
@@ -75,6 +78,8 @@ def _working_rows(path: str) -> Iterator[str]:
                 yield _row(entry.name, _default(entry), "works", text)
     if not path:
         yield _row("data_types", "", "works", "See the block below.")
+    if path in TORCH_CLASSES:
+        yield _row("type", "", "works", f"PyTorch's {', '.join(TORCH_CLASSES[path])}: `params` are its arguments")
     if path == "optimizer":
         yield _row("type", "", "not supported", ", ".join(OPTIMIZERS_NOT_SUPPORTED) + ": pass an instance instead")
 

@@ -57,6 +57,7 @@ FSDP2_PREFETCH = "FSDP2 gathers the next layer while one computes, there is noth
 OTHER_NAME = "the name inside DeepSpeed of {}"
 PIPELINES = "there is no pipeline engine whose options these are"
 NVME = "there is no offloading to NVMe, which it tunes"
+SEQUENCES = "there is no sequence parallelism whose gradients travel in it"
 COMPRESSION = "weights are never quantised or pruned during training"
 DATA_PIPELINE = "the caller chooses the samples and their order"
 
@@ -71,6 +72,8 @@ NO_MEANING: dict[str, dict[str, str]] = {
         "log_level": "the logger `hybrid_engine` of Python's logging has its own level",
         "memory_breakdown": "engine.report() says what takes memory",
         "pipeline": PIPELINES,
+        "seq_parallel_comm_data_type": SEQUENCES,
+        "seq_parallel_communication_data_type": SEQUENCES,
         "timers": "times are taken only for wall_clock_breakdown, after a synchronisation",
         "use_data_before_expert_parallelism": "there is no expert parallelism whose groups it orders",
         "vocabulary_size": "it tunes the model of DeepSpeed's own examples",
@@ -139,7 +142,8 @@ NO_MEANING: dict[str, dict[str, str]] = {
     "bf16": {"immediate_grad_update": "gradients reach the fp32 masters after every micro-batch"},
     "optimizer": {"legacy_fusion": "PyTorch's fused optimizers take all parameters at once"},
     "optimizer.params": {
-        "fused": "the optimizer is always fused",
+        "foreach": "the fastest implementation there is, is taken",
+        "fused": "the fastest implementation there is, is taken",
         "set_grad_none": "gradients are always freed",
         "torch_adam": "the optimizer is always PyTorch's",
     },
@@ -177,7 +181,6 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
         "nebula": block("checkpoints are folders"),
         "progressive_layer_drop": block("the model's layers are its own"),
         "quantize_training": block(COMPRESSION),
-        "seq_parallel_comm_data_type": NotSupported("there is no sequence parallelism", off=("fp32",)),
         "sequence_parallel_size": NotSupported("there is no sequence parallelism", off=(1,)),
         "sparse_attention": NotSupported("the model's attention is its own"),
         "sparse_gradients": NotSupported("gradients are dense"),
@@ -207,6 +210,7 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
     },
     "optimizer.params": {
         "amsgrad": NotSupported("DeepSpeed's own Adam refuses it too"),
+        "fp32_optimizer_states": NotSupported("optimizer state is fp32", off=(True,)),
         "max_grad_norm": NotSupported("gradient_clipping at the top level does it", off=(0.0,)),
     },
     "scheduler.params": {
@@ -216,7 +220,6 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
 }
 
 OPTIMIZERS_NOT_SUPPORTED = (
-    "Adagrad",
     "MuAdam",
     "MuAdamW",
     "MuSGD",

@@ -1,11 +1,18 @@
-"""The `optimizer` and `scheduler` blocks: what the engine builds when the caller passes none."""
+"""The `optimizer` and `scheduler` blocks: what the engine builds when the caller passes none.
 
+A type is one of DeepSpeed's own, or a class of torch.optim or torch.optim.lr_scheduler, which DeepSpeed takes by name
+too; its `params` are then that class's arguments, checked by building one.
+"""
+
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hybrid_engine.config.keys import OPTIMIZERS_NOT_SUPPORTED
 from hybrid_engine.config.reading import child_block, choose_type, read_block
-from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number
+from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number, whole_number
 
 ADAM_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -21,6 +28,8 @@ OPTIMIZER_PARAMS = {
     "Lion": tuple(OPTIMIZER_DEFAULTS["Lion"]),
 }
 """The keys of `optimizer.params` by type."""
+TORCH_OPTIMIZERS = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""Classes of torch.optim; each steps every number by itself, so that shards are stepped like the whole."""
 WARMUP_PARAMS = ("warmup_num_steps", "warmup_type")
 SCHEDULER_PARAMS = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", *WARMUP_PARAMS),
@@ -48,6 +57,22 @@ SCHEDULER_PARAMS = {
     ),
 }
 """The keys of `scheduler.params` by type."""
+TORCH_SCHEDULERS = (
+    "ConstantLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+    "ExponentialLR",
+    "LinearLR",
+    "MultiStepLR",
+    "OneCycleLR",
+    "PolynomialLR",
+    "ReduceLROnPlateau",
+    "StepLR",
+)
+"""Classes of torch.optim.lr_scheduler; those that are missing take functions, which no JSON file holds."""
+NOT_IN_CONFIG = ("params", "optimizer", "last_epoch", "foreach", "fused", "capturable", "differentiable")
+"""Arguments of torch's classes that are no keys of `params`: what is stepped, and how rather than what."""
 REQUIRED_SCHEDULER_PARAMS = {
     "WarmupDecayLR": ("total_num_steps",),
     "WarmupCosineLR": ("total_num_steps",),
@@ -65,6 +90,8 @@ INTEGERS = {
     "cycle_second_stair_count": 0,
     "decay_step_size": 0,
 }
+PER_GROUP = ("warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr")
+"""Rates that may be a list, one for each parameter group."""
 MAY_BE_NULL = ("warmup_max_lr", "cycle_second_step_size", "cycle_second_stair_count")
 
 
@@ -73,12 +100,15 @@ class OptimizerConfig:
     """`optimizer`: the optimizer that the engine builds."""
 
     type: str
-    """"Adam" (decay added to the gradient), "AdamW" (decoupled decay), "Lamb" or "Lion"; DeepSpeed's "Adam" decouples
-    the decay too unless `params.adam_w_mode` is false."""
+    """"Adam" (decay added to the gradient), "AdamW" (decoupled decay), "Lamb", "Lion", or "SGD" and other classes of
+    torch.optim; DeepSpeed's "Adam" decouples the decay too unless `params.adam_w_mode` is false."""
     params: dict[str, Any] = field(default_factory=dict)
     """Its keyword arguments: `lr`, `betas`, `eps`, `weight_decay`, ...; those not given have DeepSpeed's defaults."""
 
     def __post_init__(self) -> None:
+        if self.type in TORCH_OPTIMIZERS:
+            _check_arguments("optimizer", getattr(torch.optim, self.type), _parameters(), self.params)
+            return
         assert self.type in OPTIMIZER_DEFAULTS, f"{self.type=}"
         # torch.optim's own default weight decay differs, so no default is left to it.
         object.__setattr__(self, "params", OPTIMIZER_DEFAULTS[self.type] | self.params)
@@ -99,16 +129,47 @@ def _check_betas(betas: Any) -> None:
             raise ValueError(f"optimizer.params.betas[{index}]=1 must be below 1; write it like 0.9 or 0.999")
 
 
+def _check_arguments(block: str, torch_class: type, subject: Any, params: dict[str, Any]) -> None:
+    """Raises ValueError for `params` that `torch_class` does not take, known by building one on `subject`."""
+    for name, value in params.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            check_number(f"{block}.params.{name}", value, 0)
+    try:
+        torch_class(subject, **params)
+    # What a class of torch raises for an argument of the wrong kind is anything.
+    except Exception as error:
+        raise ValueError(
+            f"{block}.params={params} are not arguments of torch's {torch_class.__name__}: {error}; correct them"
+        ) from error
+
+
+def _parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(1))]
+
+
+def _argument_names(torch_class: type) -> list[str]:
+    return [name for name in inspect.signature(torch_class).parameters if name not in NOT_IN_CONFIG]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """`scheduler`: the learning-rate schedule that the engine builds and steps after each optimizer step."""
 
     type: str
-    """"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest" or "OneCycle"."""
+    """"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle", or "CosineAnnealingLR" and other
+    classes of torch.optim.lr_scheduler."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that class of `hybrid_engine.zero.lr_schedules`; absent ones have its defaults."""
+    """Keyword arguments of that class of `hybrid_engine.zero.lr_schedules`, or of torch's; absent ones have its
+    defaults."""
 
     def __post_init__(self) -> None:
+        # Many files write steps as 1e5, which is a float.
+        params = {name: whole_number(value) if name in INTEGERS else value for name, value in self.params.items()}
+        object.__setattr__(self, "params", params)
+        if self.type in TORCH_SCHEDULERS:
+            torch_class = getattr(torch.optim.lr_scheduler, self.type)
+            _check_arguments("scheduler", torch_class, torch.optim.AdamW(_parameters()), self.params)
+            return
         assert self.type in SCHEDULER_PARAMS, f"{self.type=}"
         for name in REQUIRED_SCHEDULER_PARAMS.get(self.type, ()):
             if name not in self.params:
@@ -128,7 +189,8 @@ def _check_scheduler_param(name: str, value: Any) -> None:
     elif name == "warmup_type":
         check_choice(path, value, ("log", "linear"))
     else:
-        for entry in value if isinstance(value, (list, tuple)) else [value]:
+        is_list = name in PER_GROUP and isinstance(value, (list, tuple)) and len(value) > 0
+        for entry in value if is_list else [value]:
             check_number(path, entry, 0)
 
 
@@ -137,11 +199,11 @@ def build_optimizer_config(block: dict[str, Any], without_effect: list[str]) -> 
     if not block:
         return None
     block = read_block(block, "optimizer", ("type", "params"), without_effect)
-    kind = choose_type("optimizer", block.get("type"), tuple(OPTIMIZER_PARAMS), OPTIMIZERS_NOT_SUPPORTED)
+    kind = choose_type("optimizer", block.get("type"), (*OPTIMIZER_PARAMS, *TORCH_OPTIMIZERS), OPTIMIZERS_NOT_SUPPORTED)
     given = child_block(block, "params", "optimizer")
-    params = read_block(given, "optimizer.params", OPTIMIZER_PARAMS[kind], without_effect)
-    if isinstance(params.get("betas"), list):
-        params["betas"] = tuple(params["betas"])
+    known = OPTIMIZER_PARAMS[kind] if kind in OPTIMIZER_PARAMS else _argument_names(getattr(torch.optim, kind))
+    params = read_block(given, "optimizer.params", known, without_effect)
+    params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
     if kind in ("Adam", "AdamW"):
         decoupled = params.pop("adam_w_mode", True)
         check_flag("optimizer.params.adam_w_mode", decoupled)
@@ -154,7 +216,9 @@ def build_scheduler_config(block: dict[str, Any], without_effect: list[str]) -> 
     if not block:
         return None
     block = read_block(block, "scheduler", ("type", "params"), without_effect)
-    kind = choose_type("scheduler", block.get("type"), tuple(SCHEDULER_PARAMS))
+    kind = choose_type("scheduler", block.get("type"), (*SCHEDULER_PARAMS, *TORCH_SCHEDULERS))
     given = child_block(block, "params", "scheduler")
-    params = read_block(given, "scheduler.params", SCHEDULER_PARAMS[kind], without_effect)
+    is_ours = kind in SCHEDULER_PARAMS
+    known = SCHEDULER_PARAMS[kind] if is_ours else _argument_names(getattr(torch.optim.lr_scheduler, kind))
+    params = read_block(given, "scheduler.params", known, without_effect)
     return SchedulerConfig(type=kind, params=params)

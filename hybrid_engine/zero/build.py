@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.config import EngineConfig, Fp16Config, OptimizerConfig
+from hybrid_engine.config.optimizer import TORCH_OPTIMIZERS
 from hybrid_engine.ops.adam import FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
 from hybrid_engine.ops.lion import FusedLion
@@ -22,16 +23,16 @@ from hybrid_engine.zero.sharding import Sharding
 def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineConfig) -> None:
     """Raises ValueError for a model, optimizer or scheduler that is none, or that do not fit each other."""
     _check_kind("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
-    for name, value, kind in (
-        ("optimizer", optimizer, torch.optim.Optimizer),
-        ("lr_scheduler", lr_scheduler, LRScheduler),
+    for name, value, is_fit, kind in (
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "Optimizer"),
+        ("lr_scheduler", lr_scheduler, _is_scheduler(lr_scheduler), "LRScheduler, an object with its methods"),
     ):
-        is_fit = value is None or isinstance(value, kind) or callable(value)
-        _check_kind(name, value, is_fit, f"a torch {kind.__name__} or a function that builds one")
+        is_fit = value is None or is_fit or callable(value)
+        _check_kind(name, value, is_fit, f"a torch {kind} or a function that builds one")
     trains = optimizer is not None or config.optimizer is not None
     if not trains and (lr_scheduler is not None or config.scheduler is not None):
         raise ValueError("scheduler: there is no optimizer to schedule; pass an optimizer or remove the scheduler")
-    if isinstance(lr_scheduler, LRScheduler) and lr_scheduler.optimizer is not optimizer:
+    if _is_scheduler(lr_scheduler) and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
             "lr_scheduler: it schedules another optimizer than the engine's and would have no effect; pass the "
             "optimizer it was built on too, or a function of the optimizer that builds the scheduler"
@@ -42,6 +43,11 @@ def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineC
             "optimizer: it has stepped before, and its state belongs to whole fp32 parameters; pass a new optimizer "
             "and continue an earlier run with load_checkpoint()"
         )
+
+
+def _is_scheduler(value: Any) -> bool:
+    """Whether it can be stepped and saved: Megatron's schedulers are no LRScheduler."""
+    return all(callable(getattr(value, name, None)) for name in ("step", "state_dict", "load_state_dict"))
 
 
 def _check_kind(name: str, value: Any, is_fit: bool, expected: str) -> None:
@@ -103,6 +109,9 @@ def build_optimizer(
 def _build_from_config(config: OptimizerConfig | None, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     assert config is not None
     params = dict(config.params)
+    if config.type in TORCH_OPTIMIZERS:
+        torch_class: Any = getattr(torch.optim, config.type)
+        return torch_class(groups, **params)  # type: ignore[no-any-return]
     if config.type == "Lamb":
         return FusedLamb(groups, **params)
     if config.type == "Lion":
@@ -128,11 +137,14 @@ def _build_loss_scaler(config: Fp16Config) -> LossScaler:
     )
 
 
-def build_lr_scheduler(lr_scheduler: Any, optimizer: ZeroOptimizer | None, config: EngineConfig) -> LRScheduler | None:
-    """The user's scheduler, what the user's function builds on the `torch.optim` optimizer, or the config's."""
+def build_lr_scheduler(lr_scheduler: Any, optimizer: ZeroOptimizer | None, config: EngineConfig) -> Any:
+    """The user's scheduler, what the user's function builds on the `torch.optim` optimizer, or the config's.
+
+    An LRScheduler, or an object with its methods.
+    """
     if optimizer is None:
         return None
-    if isinstance(lr_scheduler, LRScheduler):
+    if _is_scheduler(lr_scheduler):
         return lr_scheduler
     if lr_scheduler is not None:
         return lr_scheduler(optimizer.inner)

@@ -25,6 +25,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.config import SchedulerConfig
+from hybrid_engine.config.optimizer import PER_GROUP
 from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle, per_group
 
 logger = logging.getLogger("hybrid_engine")
@@ -184,8 +185,17 @@ VALID_LR_SCHEDULES = list(SCHEDULES)
 
 def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The schedule that the `scheduler` block of the config describes, over `optimizer`."""
-    schedule: LRScheduler = SCHEDULES[config.type](optimizer, **config.params)
+    cls = SCHEDULES[config.type] if config.type in SCHEDULES else getattr(torch.optim.lr_scheduler, config.type)
+    schedule: LRScheduler = cls(optimizer, **config.params)
     return schedule
+
+
+def check_rates(config: SchedulerConfig, num_groups: int) -> None:
+    """Raises ValueError for a list of rates in the `scheduler` block that has not one for each parameter group."""
+    for name in PER_GROUP:
+        value = config.params.get(name)
+        if isinstance(value, (list, tuple)):
+            per_group(f"scheduler.params.{name}", value, num_groups)
 
 
 def _warn_if_short(total_num_steps: int, warmup_num_steps: int) -> None:
