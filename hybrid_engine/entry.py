@@ -16,7 +16,7 @@ from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.zero.environment import describe_process
 from hybrid_engine.zero.init import suspended
 from hybrid_engine.zero.optimizer import ZeroOptimizer
-from hybrid_engine.zero.processes import gather_objects, get_rank, get_world_size, init_distributed
+from hybrid_engine.zero.processes import gather_objects, get_rank, get_world_size, init_distributed, join_alone
 
 Initialized = tuple[ZeroEngine, ZeroOptimizer | None, TrainingDataLoader | None, LRScheduler | None]
 
@@ -38,7 +38,8 @@ def initialize(
 ) -> Initialized:
     """Wraps `model` in an engine; the arguments and their order are those of `deepspeed.initialize`.
 
-    Under torchrun it joins the process group first, unless that was done. The model is changed in place.
+    Under a launcher, also for a single process, it joins the process group first, unless that was done. The model is
+    changed in place.
 
     Args:
         args: `args.deepspeed_config` is a path to use when `config` is not given; values "auto" of the config are
@@ -48,13 +49,14 @@ def initialize(
             Without either the engine only evaluates.
         model_parameters: parameters or groups for an optimizer that is built here; None is all that need a gradient.
         training_data: a map-style dataset; the returned dataloader is None without it.
-        lr_scheduler: a scheduler on the optimizer, or a function of it; None takes the config's.
+        lr_scheduler: a scheduler on the optimizer (an LRScheduler, or an object with its methods), or a function of it;
+            None takes the config's.
         distributed_port: the port to meet at when MASTER_PORT is not set.
-        mpu: not built, must be None.
-        dist_init_required: False forbids joining a process group here.
+        mpu: Megatron's description of model parallelism, of which there is none here: its size must be 1.
+        dist_init_required: False forbids joining a process group here, True makes one for a process that is alone.
         collate_fn: makes a batch of a list of samples of `training_data`.
         config: the config, or the path of its JSON file.
-        mesh_param: not built, must be None.
+        mesh_param: data and sequence parallel processes; there is no sequence parallelism, the second must be 1.
         config_params: the old name of `config`.
 
     Returns:
@@ -64,9 +66,7 @@ def initialize(
         ValueError: for an option that is missing, unknown, inconsistent, not built or not the same on all processes,
             before anything is changed.
     """
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ValueError(f"{name} is known to DeepSpeed, not built yet here; remove it")
+    _check_parallelism(mpu, mesh_param)
     chosen_config = _choose_config(args, config, config_params)
     _join_processes(dist_init_required, distributed_port)
     engine_config = _load_same_config(chosen_config, args)
@@ -82,6 +82,18 @@ def initialize(
             collate_fn=collate_fn,
         )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
+    names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size")
+    sizes = [getattr(mpu, name)() for name in names if hasattr(mpu, name)]
+    if mpu is not None and (not sizes or max(sizes) > 1):
+        raise ValueError(
+            f"mpu: it says {sizes or 'nothing'} of the model parallel size, which must be 1: training shards by ZeRO "
+            f"only; remove mpu, and set zero_optimization.stage to 3 for a model that does not fit"
+        )
+    if mesh_param is not None and (len(mesh_param) != 2 or mesh_param[1] != 1):
+        raise ValueError(f"{mesh_param=} asks for sequence parallelism, which there is not; remove it")
 
 
 def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -128,3 +140,5 @@ def _join_processes(dist_init_required: bool | None, port: int) -> None:
             f"torch.distributed.init_process_group() first, or leave dist_init_required out"
         )
     init_distributed(port)
+    if dist_init_required or (dist_init_required is None and "WORLD_SIZE" in os.environ):
+        join_alone()  # scripts go on with torch.distributed.get_rank() and barrier()

@@ -193,7 +193,7 @@ REFUSED = {
     "optimizer=str must be a torch Optimizer or a function": lambda model: {"config": BF16, "optimizer": "AdamW"},
     "lr_scheduler=float must be a torch LRScheduler": lambda model: {"config": BF16, "lr_scheduler": 0.1},
     "got nothing; pass exactly one config": lambda model: {},
-    "mpu is known to DeepSpeed, not built yet": lambda model: {"config": MINIMAL, "mpu": object()},
+    "mpu: it says nothing of the model parallel size": lambda model: {"config": MINIMAL, "mpu": object()},
     "is not a parameter of the model": lambda model: {
         "config": BF16,
         "optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1),
