@@ -431,8 +431,8 @@ def test_the_loss_scale_grows_and_halves_and_a_step_is_skipped_on_every_process_
 
 
 def test_a_copy_of_the_model_on_fewer_processes_is_a_mesh_of_two_axes(two_ranks):
-    assert two_ranks[0]["mesh", "mics"] == (("replicate", "shard"), (2, 1))
-    assert two_ranks[0]["mesh", "hpz"] == (("shard",), (2,))
+    assert two_ranks[0]["mesh", "mics"] == (("replicate", "fsdp"), (2, 1))
+    assert two_ranks[0]["mesh", "hpz"] == (("fsdp",), (2,))
 
 
 def test_lamb_takes_the_norms_of_whole_tensors_where_they_are_sharded(two_ranks):

@@ -53,7 +53,7 @@ class Sharding:
     world_size: int
     rank: int
     mesh: DeviceMesh | None = None
-    """Axis `shard`, below an axis `replicate` where several groups hold a copy of the model each (each process at
+    """Axis `fsdp`, below an axis `replicate` where several groups hold a copy of the model each (each process at
     stage 0); None when nothing is wrapped."""
     loss_factor: float = 1.0
     """What the loss is multiplied by, so that gradients are divided before they are added up; FSDP2 divides by the
@@ -67,9 +67,9 @@ class Sharding:
     @property
     def norm_group(self) -> dist.ProcessGroup | None:
         """The processes whose shards together are one model; None when this process has all of it."""
-        if self.mesh is None or self.mesh["shard"].size() == 1:
+        if self.mesh is None or self.mesh["fsdp"].size() == 1:
             return None
-        return self.mesh["shard"].get_group()
+        return self.mesh["fsdp"].get_group()
 
     def set_gradient_sync(self, is_boundary: bool) -> None:
         """Says whether the next backward pass reduces the gradients or keeps adding them up locally."""
@@ -190,9 +190,12 @@ def offloads_parameters(config: EngineConfig) -> bool:
 
 
 def build_mesh(config: EngineConfig, world_size: int) -> DeviceMesh:
-    """All processes on the axis `shard`, or groups of the config's size on it and the groups along `replicate`."""
+    """All processes on the axis `fsdp`, or groups of the config's size on it and the groups along `replicate`.
+
+    peft knows shards by that name: on another axis it gives a linear an adapter of the size of its shard.
+    """
     shape = mesh_shape(config, world_size)
-    return init_device_mesh(default_device().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return init_device_mesh(default_device().type, shape, mesh_dim_names=("replicate", "fsdp")[-len(shape) :])
 
 
 def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
@@ -206,7 +209,7 @@ def _loss_factor(config: EngineConfig, mesh: DeviceMesh) -> float:
     if not config.prescale_gradients and config.gradient_predivide_factor == 1.0:
         return 1.0
     # With nothing to scatter FSDP2 divides by a factor of ours twice, so none but 1 is left to it there.
-    if config.prescale_gradients or mesh["shard"].size() == 1:
+    if config.prescale_gradients or mesh["fsdp"].size() == 1:
         return 1.0 / mesh.size()
     return 1.0 / config.gradient_predivide_factor
 

@@ -35,7 +35,7 @@ class SliceReader:
             return self._cut_local(whole(parameter, name), cut, rank)
         mesh = parameter.device_mesh
         local = parameter.detach().to_local().to(mesh.device_type)  # offloaded shards lie elsewhere
-        group = mesh["shard"].get_group() if mesh.ndim > 1 else mesh.get_group()
+        group = mesh["fsdp"].get_group() if mesh.ndim > 1 else mesh.get_group()
         num_processes = dist.get_world_size(group)
         if num_processes == 1:
             return self._cut_local(local, cut, rank)
