@@ -100,7 +100,7 @@ def load(
             _restore_training(engine, state, optimizer_state, with_scheduler)
         elif engine.optimizer is not None:
             engine.optimizer.write_masters_back()
-    return folder, state["client_state"]
+    return folder, {} if state["client_state"] is None else state["client_state"]
 
 
 def _load_tensors(

@@ -18,8 +18,10 @@ from hybrid_engine.checkpoint_checks import check_format
 
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
-DEEPSPEEDS_FILES = "*model_states.pt"
-"""What every checkpoint of DeepSpeed has, at each ZeRO stage."""
+DEEPSPEEDS_FILES = ("*model_states.pt", "zero/*")
+"""What every checkpoint of DeepSpeed has, at each ZeRO stage, and a universal one."""
+DEEPSPEEDS_SHARDS = "*optim_states.pt"
+"""What its checkpoints have from stage 1 on."""
 
 
 def check_tag(tag: str) -> None:
@@ -31,7 +33,13 @@ def check_tag(tag: str) -> None:
 
 
 def begin(directory: Path, tag: str) -> Path:
-    """An empty folder to write the checkpoint `tag` into; clears what killed saves left behind."""
+    """An empty folder to write the checkpoint `tag` into; clears what killed saves left behind.
+
+    Raises:
+        ValueError: `directory` is a file.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"save_dir={str(directory)!r} is a file; give a folder")
     directory.mkdir(parents=True, exist_ok=True)
     for replaced in directory.glob(".*.replaced"):
         original = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
@@ -75,19 +83,42 @@ def find(directory: Path, tag: str | None) -> Path:
     Raises:
         ValueError: there is none.
     """
+    if not directory.is_dir():
+        raise ValueError(f"load_dir={str(directory)!r} is no folder; give the one that save_checkpoint() was given")
     if tag is None:
-        latest = directory / LATEST
-        if not latest.is_file():
-            raise ValueError(f"load_dir={str(directory)!r} has no file {LATEST!r}; give the tag of a checkpoint in it")
-        tag = latest.read_text().strip()
+        tag = _read_latest(directory)
     check_tag(tag)
     for folder in (directory / tag, directory / f".{tag}.replaced"):
         if folder.is_dir():
             return folder
-    found = sorted(path.name for path in directory.glob("[!.]*") if path.is_dir())
-    raise ValueError(
-        f"tag={tag!r}: there is no such checkpoint in {str(directory)!r}; found {', '.join(found) or 'none'}"
-    )
+    raise ValueError(f"tag={tag!r}: there is no such checkpoint in {str(directory)!r}; found {_list_tags(directory)}")
+
+
+def _read_latest(directory: Path) -> str:
+    latest = directory / LATEST
+    if not latest.is_file():
+        if _is_checkpoint(directory):
+            advice = f"it is a checkpoint itself, give load_dir={str(directory.parent)!r} and tag={directory.name!r}"
+        else:
+            advice = f"give the tag of a checkpoint in it; found {_list_tags(directory)}"
+        raise ValueError(f"load_dir={str(directory)!r} has no file {LATEST!r}; {advice}")
+    tag = latest.read_text(errors="replace").strip()
+    if not tag:
+        raise ValueError(f"{str(latest)!r} is empty; give the tag of a checkpoint; found {_list_tags(directory)}")
+    return tag
+
+
+def _list_tags(directory: Path) -> str:
+    found = sorted(path.name for path in directory.glob("[!.]*") if path.is_dir() and _is_checkpoint(path))
+    return ", ".join(found) or "none"
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() or _is_deepspeeds(folder)
+
+
+def _is_deepspeeds(folder: Path) -> bool:
+    return not (folder / MANIFEST).is_file() and any(any(folder.glob(pattern)) for pattern in DEEPSPEEDS_FILES)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -98,11 +129,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             a file is missing or has another size than when it was written.
     """
     path = folder / MANIFEST
-    if not path.is_file() and any(folder.glob(DEEPSPEEDS_FILES)):
+    if _is_deepspeeds(folder):
         raise ValueError(
-            f"checkpoint {str(folder)!r} was written by DeepSpeed; convert its weights with DeepSpeed's own "
-            f"`python {folder.parent / 'zero_to_fp32.py'} {folder.parent} <folder>`, load them into the model "
-            f"(from_pretrained, or load_state_dict of its pytorch_model.bin) and give that model to initialize()"
+            f"checkpoint {str(folder)!r} was written by DeepSpeed; {_how_to_convert(folder)}, load them into the "
+            f"model and give that model to initialize()"
         )
     if not path.is_file():
         raise ValueError(f"checkpoint {str(folder)!r} is incomplete: {MANIFEST} is missing; load another tag")
@@ -118,6 +148,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"cut off, the first {broken[0]!r}; load another tag"
         )
     return manifest
+
+
+def _how_to_convert(folder: Path) -> str:
+    """Where the whole weights of a checkpoint of DeepSpeed are, or how to get them."""
+    if any(folder.glob("mp_rank_*model_states.pt")) and not any(folder.glob(DEEPSPEEDS_SHARDS)):
+        return f"its weights are the entry 'module' of {str(next(folder.glob('mp_rank_*model_states.pt')))!r}"
+    script = folder.parent / "zero_to_fp32.py"
+    run = f"python {script}" if script.is_file() else "python -m deepspeed.utils.zero_to_fp32"
+    return (
+        f"convert its weights with DeepSpeed's own `{run} {folder.parent} <folder> -t {folder.name}` (from_pretrained "
+        f"reads that folder, load_state_dict its pytorch_model.bin)"
+    )
 
 
 def _size(path: Path) -> int:

@@ -130,7 +130,7 @@ def _two_processes(rank, world_size, folder, from_one):
         if has_run:
             train_engine(engine, 1)
         _, client_state = engine.load_checkpoint(from_one, tag="of_one")
-        assert engine.global_steps == BEFORE and client_state is None
+        assert engine.global_steps == BEFORE and client_state == {}
         results["from one", stage, has_run] = train_engine(engine, AFTER, first_step=BEFORE)
     try:
         engine.load_checkpoint(from_one, tag="absent")
@@ -305,7 +305,28 @@ def test_a_garbled_state_of_the_right_size_is_refused_as_damaged(saved, content)
 def test_a_missing_tag_or_folder_is_refused_naming_what_there_is(saved, tmp_path):
     engine = _step(_linear_engine(2.0))
     _assert_refuses(engine, saved, "tag='b': there is no such checkpoint.*found a", tag="b")
-    _assert_refuses(engine, tmp_path / "nowhere", "has no file 'latest'")
+    _assert_refuses(engine, tmp_path / "nowhere", "nowhere' is no folder; give the one that save_checkpoint")
+    _assert_refuses(
+        engine, saved / "a", "has no file 'latest'; it is a checkpoint itself, give load_dir=.* and tag='a'"
+    )
+    (saved / "a_model_for_transformers").mkdir()
+    (saved / "latest").write_text(" ")
+    _assert_refuses(engine, saved, "latest' is empty; give the tag of a checkpoint; found a$")
+    (saved / "latest").write_bytes(b"\xff")
+    _assert_refuses(engine, saved, "there is no such checkpoint in .*; found a$")
+    (saved / "latest").unlink()
+    _assert_refuses(engine, saved, "has no file 'latest'; give the tag of a checkpoint in it; found a$")
+
+
+def test_a_file_in_place_of_the_folder_to_save_in_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="file' is a file; give a folder"):
+        _linear_engine(1.0).save_checkpoint(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_without_a_client_state_an_empty_one_is_loaded_as_in_deepspeed(saved):
+    assert _linear_engine(1.0).load_checkpoint(saved)[1] == {}
 
 
 def test_other_groups_or_another_scheduler_are_refused(saved):
@@ -435,20 +456,47 @@ def test_only_the_weights_are_taken_where_that_is_asked_for(tmp_path):
     assert resumed.global_steps == 3 and resumed.lr_scheduler.last_epoch == 0
 
 
-def test_a_checkpoint_of_deepspeed_is_recognised_and_its_consolidated_weights_load(tmp_path):
-    folder = tmp_path / "global_step7"
-    folder.mkdir()
+STAGE_2 = ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+STAGE_3 = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+UNIVERSAL = ("zero/weight/fp32.pt",)
+
+
+@pytest.mark.parametrize(
+    ("files", "advice"),
+    [
+        (("mp_rank_00_model_states.pt",), "its weights are the entry 'module' of '.*/mp_rank_00_model_states.pt'"),
+        (STAGE_2, "convert its weights with .*`python -m deepspeed.utils.zero_to_fp32 .* -t global_step7`"),
+        ((*STAGE_3, "../zero_to_fp32.py"), "convert its weights with DeepSpeed's own `python .*/zero_to_fp32.py .*`"),
+        (UNIVERSAL, "convert its weights with"),
+    ],
+)
+def test_a_checkpoint_of_deepspeed_is_recognised_at_each_stage_and_the_way_to_its_weights_is_named(
+    tmp_path, files, advice
+):
+    for name in files:
+        path = tmp_path / "global_step7" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"pickled")
+    engine = _step(_linear_engine(2.0))
+    _assert_refuses(engine, tmp_path, "has no file 'latest'; give the tag of a checkpoint in it; found global_step7")
     (tmp_path / "latest").write_text("global_step7")
-    (folder / "mp_rank_00_model_states.pt").write_bytes(b"pickled")
-    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config())
-    with pytest.raises(ValueError, match=r"was written by DeepSpeed; convert .*zero_to_fp32\.py.*initialize"):
-        engine.load_checkpoint(tmp_path)
-    # What zero_to_fp32.py writes is a state dict by the module's own names.
-    torch.save(tiny_llama(seed=3).state_dict(), tmp_path / "pytorch_model.bin")
+    _assert_refuses(engine, tmp_path, rf"was written by DeepSpeed; {advice}.* give that model to initialize\(\)")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_consolidated_weights_of_deepspeed_load(tmp_path, dtype):
+    """What its zero_to_fp32.py and save_16bit_model() write is a state dict by the module's own names."""
+    torch.save(tiny_llama(seed=3).to(dtype).state_dict(), tmp_path / "pytorch_model.bin")
     model = tiny_llama()
     model.load_state_dict(torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config())
-    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), tiny_llama(seed=3).parameters(), strict=True))
+    expected = tiny_llama(seed=3).to(dtype).float()
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), expected.parameters(), strict=True))
+    # A folder that from_pretrained reads, as the Trainer leaves it.
+    model.config.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    engine, *_ = hybrid_engine.initialize(model=loaded, config=engine_config())
+    assert all(torch.equal(a, b) for a, b in zip(engine.parameters(), expected.parameters(), strict=True))
 
 
 def test_a_checkpoint_may_be_saved_beside_the_latest(tmp_path):
