@@ -59,6 +59,8 @@ def save(
     left_out = _frozen_names(engine) if without_frozen else set()
     writing = on_rank_zero(lambda: checkpoint_folder.begin(folder, tag))
     with _without_process_group_warning(), engine.sharding.as_shards():
+        if engine.optimizer is not None:
+            engine.optimizer.renew_masters()
         tensors = {
             key: t for key, t in _collect_tensors(engine).items() if key.removeprefix("weights.") not in left_out
         }

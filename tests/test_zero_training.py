@@ -20,6 +20,7 @@ from training_reference import (
 )
 
 import hybrid_engine
+from hybrid_engine.zero.sharding import full_tensor
 
 STEPS = 6
 TOLERANCE = 1e-6
@@ -109,6 +110,24 @@ def _train_with_masters(model: nn.Module, dtype: torch.dtype, num_steps: int, sc
     return {name: master.detach() for name, master in masters.items()}
 
 
+def test_what_is_written_into_bf16_weights_reaches_their_masters_and_the_rest_keeps_its_precision(tmp_path):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(bf16={"enabled": True}))
+    engine.module.load_state_dict(_write(tiny_llama()).state_dict())
+    train_engine(engine, 3)
+    expected = _train_with_masters(_write(tiny_llama()), torch.bfloat16, 3, scale=1)
+    masters = {t.name: t.master.detach() for t in engine.optimizer.parameters}
+    assert relative_error(masters, expected) < TOLERANCE
+    before = {name: master.clone() for name, master in masters.items()}
+    embedding = engine.module.model.embed_tokens.weight
+    embedding.data[3, 4] = 7.0
+    engine.save_checkpoint(tmp_path)
+    before["model.embed_tokens.weight"][3, 4] = 7.0
+    assert all(torch.equal(masters[name], before[name]) for name in before)
+    embedding.data[3, 4] = 8.0
+    engine.load_checkpoint(tmp_path)
+    assert embedding[3, 4] == 7.0 and all(torch.equal(masters[name], before[name]) for name in before)
+
+
 def test_frozen_parameters_have_no_master_no_state_and_do_not_move():
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     model = get_peft_model(tiny_llama(), config)
@@ -175,7 +194,8 @@ def _two_processes(rank, world_size):
         with engine.sharding.as_shards():
             results["local", stage] = sum(p.to_local().numel() for p in engine.module.parameters())
         results["between", stage] = _read_between_steps(rank, engine)
-        results["written", stage] = _write_between_steps(world_size, stage) if stage < 3 else None
+        results["written", stage] = _write_before_steps(world_size, stage) if stage < 3 else None
+        results["written bf16", stage] = _write_before_steps(world_size, stage, bf16={"enabled": True})
         results["tied"] = engine.module.lm_head.weight is engine.module.model.embed_tokens.weight
         results["stale", stage] = _forward_between_backward_and_step(rank, world_size, stage)
         results["dropped", stage] = _drop_gradients_of_half_a_step(rank, world_size, stage)
@@ -198,12 +218,22 @@ def _read_between_steps(rank, engine):
     return is_plain, copied, {name: tensor.clone() for name, tensor in state.items()}
 
 
-def _write_between_steps(world_size, stage):
+def _write_before_steps(world_size, stage, **more):
     """What is written into the weights counts in the next step, as in a plain loop."""
-    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size))
-    engine.module.load_state_dict({name: value * 1.5 for name, value in tiny_llama().state_dict().items()})
-    engine.module.model.norm.weight.data.mul_(2.0)
-    return train_engine(engine, STEPS).weights
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size, **more))
+    with hybrid_engine.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+        _write(engine.module)
+    train_engine(engine, STEPS)
+    with engine.sharding.as_shards():
+        return {t.name: full_tensor(t.master).clone() for t in engine.optimizer.parameters}
+
+
+def _write(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(1.5)
+    model.model.norm.weight.data.mul_(2.0)
+    return model
 
 
 def _evaluate_at_stage_3():
@@ -338,13 +368,19 @@ def test_below_stage_3_parameters_are_whole_plain_tensors_between_steps(two_rank
 
 
 def test_below_stage_3_what_is_written_into_weights_stays_there(two_ranks):
-    model = tiny_llama()
-    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
-    model.model.norm.weight.data.mul_(2.0)
-    expected = train_plainly(model, STEPS).weights
+    expected = train_plainly(_write(tiny_llama()), STEPS).weights
     for stage in range(3):
         for results in two_ranks:
             assert relative_error(results["written", stage], expected) < TOLERANCE
+
+
+def test_masters_of_two_processes_follow_what_is_written_into_bf16_weights(two_ranks):
+    untouched = _train_with_masters(tiny_llama(), torch.bfloat16, STEPS, scale=1)
+    expected = _train_with_masters(_write(tiny_llama().bfloat16()), torch.bfloat16, STEPS, scale=1)
+    for results in two_ranks:
+        for stage in range(4):
+            distance = relative_error(results["written bf16", stage], expected)
+            assert distance < 0.05 * relative_error(untouched, expected)
 
 
 def test_tied_weights_stay_tied_when_sharded(two_ranks):

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.config import EngineConfig, Fp16Config, OptimizerConfig
 from hybrid_engine.config.optimizer import TORCH_OPTIMIZERS
@@ -14,7 +13,8 @@ from hybrid_engine.ops.lion import FusedLion
 from hybrid_engine.zero.gathered_parameters import MasterLink
 from hybrid_engine.zero.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from hybrid_engine.zero.lr_schedules import build_scheduler
-from hybrid_engine.zero.optimizer import ZeroOptimizer, build_trained_parameters
+from hybrid_engine.zero.masters import build_trained_parameters
+from hybrid_engine.zero.optimizer import ZeroOptimizer
 from hybrid_engine.zero.param_groups import NamedGroup, build_groups, repoint_groups
 from hybrid_engine.zero.processes import get_world_size
 from hybrid_engine.zero.sharding import Sharding

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
+from hybrid_engine.zero.masters import renew_masters
 from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 _numbers = itertools.count()
@@ -168,4 +169,4 @@ def _renew_master(param: Any) -> None:
     """The optimizer's fp32 copy follows, or its next step would undo the change."""
     link = param.__dict__.get("ds_master")
     if link is not None:
-        local_tensor(link.master).copy_(local_tensor(param))
+        renew_masters([(local_tensor(param), local_tensor(link.master))])

@@ -1,14 +1,12 @@
 """The optimizer shim: precision, gradient accumulation, clipping and overflow around a plain `torch.optim` optimizer.
 
-fp32 parameters are stepped where they are. bf16 and fp16 parameters get an fp32 master of this process's shard: the
-gradients of all micro-batches are added up in fp32, the master is stepped and rounded into the parameter. An offloaded
-optimizer has masters of fp32 parameters too, in the CPU's memory. Whether the parameters are sharded makes no
-difference here; frozen parameters have neither master nor state.
+fp32 parameters are stepped where they are. For bf16 and fp16 parameters the gradients of all micro-batches are added up
+in their masters (`masters.py`), which are stepped and rounded into the parameters. Whether the parameters are sharded
+makes no difference here; frozen parameters have neither master nor state.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,51 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hybrid_engine.zero.loss_scaler import LossScaler
+from hybrid_engine.zero.masters import TrainedParameter, renew_masters
 from hybrid_engine.zero.sharding import local_tensor
 
 MAX_NAMES_IN_ERROR = 5
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainedParameter:
-    """A parameter as the module computes with it and as the optimizer steps it."""
-
-    name: str
-    """Its name in the module."""
-    param: nn.Parameter
-    """In the module's dtype; a DTensor when sharded."""
-    master: nn.Parameter
-    """`param` itself when that has the masters' dtype and device, otherwise such a copy, sharded alike."""
-
-    @property
-    def has_master(self) -> bool:
-        return self.master is not self.param
-
-
-def build_trained_parameters(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
-    master_dtype: torch.dtype = torch.float32,
-    master_device: torch.device | None = None,
-) -> list[TrainedParameter]:
-    """Masters for those parameters that need one; frozen parameters are left out.
-
-    Args:
-        named_parameters: of the module.
-        master_dtype: what the optimizer steps in.
-        master_device: where; None is where each parameter is.
-    """
-    return [
-        TrainedParameter(name=name, param=param, master=_build_master(param, master_dtype, master_device))
-        for name, param in named_parameters
-        if param.requires_grad
-    ]
-
-
-def _build_master(param: nn.Parameter, dtype: torch.dtype, device: torch.device | None) -> nn.Parameter:
-    target = device or param.device
-    if param.dtype == dtype and param.device.type == target.type:
-        return param
-    return nn.Parameter(param.detach().to(device=target, dtype=dtype))
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -173,6 +130,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.overflow = overflow or self.skip_step
         if not self.overflow:
             self._rescale(grads)
+            self.renew_masters()
             self.inner.step()
             self.write_masters_back()
         if overflow or not self.skip_step:  # a step that was only asked to be skipped says nothing about the scale
@@ -199,6 +157,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Everything `load_state_dict` needs on the same number of processes; checkpoints do not use it."""
+        self.renew_masters()
         return {
             "optimizer": self.inner.state_dict(),
             "masters": {t.name: t.master.detach() for t in self.parameters if t.has_master},
@@ -266,13 +225,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
 
+    def renew_masters(self) -> None:
+        """Takes what was written to the parameters since the last step; local."""
+        renew_masters(self._pairs())
+
     @torch.no_grad()
     def write_masters_back(self) -> None:
         """Rounds the masters into the parameters, after something but `step()` changed them."""
-        pairs = [(local_tensor(t.param), local_tensor(t.master)) for t in self.parameters if t.has_master]
+        pairs = self._pairs()
         if pairs:
             params, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(list(params), list(masters))
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(local_tensor(t.param), local_tensor(t.master)) for t in self.parameters if t.has_master]
 
     def _describe_non_finite(self, norm: float) -> str:
         names = self._names_of_non_finite()
