@@ -36,6 +36,7 @@ ALIASES = {
     "runtime.zero.partition_parameters": "hybrid_engine.compat.partition_parameters",
     "utils": "hybrid_engine.compat.utils",
     "utils.logging": "hybrid_engine.compat.utils",
+    "utils.tensor_fragment": "hybrid_engine.compat.whole_values",
 }
 """DeepSpeed's path of a module, and ours; a namespace only holds others. Parents come before their children."""
 REAL_MODULES = ("checkpoint", "ops", "ops.adam", "ops.lamb", "ops.lion", "zero")

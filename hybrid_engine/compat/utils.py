@@ -6,10 +6,33 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from hybrid_engine.compat.whole_values import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 from hybrid_engine.zero.processes import get_rank
+
+__all__ = [
+    "RepeatingLoader",
+    "clone_tensors_for_torch_save",
+    "instrument_w_nvtx",
+    "log_dist",
+    "logger",
+    "print_rank_0",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "set_z3_leaf_modules",
+]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -63,32 +86,3 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type | s
         for module in model.modules()
         if any(type(module).__name__ == kind or type(module) is kind for kind in leaf_module_classes)
     ]
-
-
-def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """The whole parameter as the optimizer steps it, in fp32; collective where it is sharded.
-
-    On several processes below stage 3 a parameter does not know its optimizer: there it is the parameter's own value.
-    """
-    return _whole(_stepped(param)).float()
-
-
-def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient between `backward()` and `step()`, as fp32; collective where it is sharded.
-
-    In fp16 it is multiplied by the loss scale. None where there is none, and on several processes below stage 3, where
-    a parameter does not know its optimizer.
-    """
-    grad = _stepped(param).grad
-    grad = param.grad if grad is None else grad
-    return None if grad is None else _whole(grad).float()
-
-
-def _stepped(param: nn.Parameter) -> torch.Tensor:
-    link = getattr(param, "ds_master", None)
-    return param if link is None else link.master
-
-
-@torch.no_grad()
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()

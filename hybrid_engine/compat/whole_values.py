@@ -1,0 +1,135 @@
+"""`deepspeed.utils.safe_get_...` and `safe_set_...`: what the optimizer knows of one parameter, whole.
+
+They take the module's parameters at every stage of ZeRO, on one process or several; collective where it is sharded.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hybrid_engine.zero.masters import TrainedParameter
+from hybrid_engine.zero.optimizer import ZeroOptimizer
+from hybrid_engine.zero.sharding import full_tensor, local_tensor
+
+
+class OptimizerLink:
+    """A parameter's way to its optimizer; a copy of the parameter has none, like a copy of it is not trained."""
+
+    def __init__(self, optimizer: ZeroOptimizer, trained: TrainedParameter) -> None:
+        # Weak, or a model would stay in memory until the garbage collector finds the circle.
+        self._optimizer = weakref.ref(optimizer)
+        self._master = weakref.ref(trained.master)
+        self.has_master = trained.has_master
+        self._param = weakref.ref(trained.param)
+
+    @property
+    def master(self) -> Any:
+        """What the optimizer steps; None when it is gone."""
+        return self._master()
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the step under way."""
+        owners = (self._master(), self._param())
+        return next((owner.grad for owner in owners if owner is not None and owner.grad is not None), None)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The optimizer's state of this parameter; empty before the first step."""
+        optimizer = self._optimizer()
+        return optimizer.state.get(self._master(), {}) if optimizer is not None else {}
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def link_parameters(module: nn.Module, optimizer: ZeroOptimizer | None) -> None:
+    """Links the parameters of `module`, as scripts see them, to the optimizer that trains them."""
+    trained = {entry.name: entry for entry in optimizer.parameters} if optimizer is not None else {}
+    for name, param in module.named_parameters():
+        if name in trained:
+            param.ds_optimizer = OptimizerLink(optimizer, trained[name])  # type: ignore[attr-defined,arg-type]
+
+
+@torch.no_grad()
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    """The parameter as the optimizer steps it, in fp32."""
+    link = _link(param)
+    return _copy(link.master if link is not None and link.has_master else param).float()
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Sets the parameter, and its fp32 master, to `value`, which every process must give alike."""
+    link = _link(param)
+    if link is not None and link.has_master:
+        _assign(link.master, value)
+    _assign(param, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient between `backward()` and `step()`, in fp32; None where there is none.
+
+    Below stage 2 it is there after the backward pass that ends the accumulation. In fp16 it is multiplied by the loss
+    scale.
+    """
+    grad = _grad(param)
+    return None if grad is None else _copy(grad).float()
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Sets the gradient that `safe_get_full_grad` gives; raises ValueError where there is none."""
+    grad = _grad(param)
+    if grad is None:
+        raise ValueError(
+            "safe_set_full_grad(): the parameter has no gradient; call it between the backward() that ends the "
+            "accumulation and step()"
+        )
+    _assign(grad, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """The optimizer's tensor `optim_state_key`, as "exp_avg"; None for a parameter that is not trained.
+
+    Raises:
+        ValueError: there is no such state, or none yet: it comes with the first step.
+    """
+    return None if _link(param) is None else _copy(_state(param, optim_state_key))
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Sets what `safe_get_full_optimizer_state` gives."""
+    _assign(_state(param, optim_state_key), value)
+
+
+def _link(param: nn.Parameter) -> OptimizerLink | None:
+    return getattr(param, "ds_optimizer", None)
+
+
+def _grad(param: nn.Parameter) -> torch.Tensor | None:
+    link = _link(param)
+    return param.grad if link is None else link.grad
+
+
+def _state(param: nn.Parameter, key: str) -> torch.Tensor:
+    link = _link(param)
+    state = link.state if link is not None else {}
+    if key not in state:
+        raise ValueError(f"{key!r} is no state of this parameter's optimizer now; it has {', '.join(state) or 'none'}")
+    return state[key]
+
+
+@torch.no_grad()
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return full_tensor(tensor).clone()
+
+
+@torch.no_grad()
+def _assign(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies `value`, or this process's part of it, to `target`."""
+    if isinstance(target, DTensor):
+        value = value.to(target.device_mesh.device_type)
+        value = local_tensor(distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None))
+    local_tensor(target).copy_(value)
