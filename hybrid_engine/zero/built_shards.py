@@ -15,7 +15,15 @@ from torch.distributed.tensor import DTensor
 
 
 def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
-    """Raises ValueError unless what is sharded of `module` already lies as an engine of this stage and mesh has it."""
+    """Raises ValueError unless what is sharded of `module` already lies as an engine of this stage and mesh has it.
+
+    No engine takes over what another one has sharded.
+    """
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        raise ValueError(
+            "model: another engine has sharded it already, and it stays with that engine also when the engine is "
+            "deleted; build the model anew for this one"
+        )
     shards = [param for param in module.parameters() if isinstance(param, DTensor)]
     if shards and stage != 3:
         raise ValueError(

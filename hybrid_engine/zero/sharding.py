@@ -16,6 +16,7 @@ One process wraps nothing: gathering from oneself is still a copy. Only paramete
 wrapped there too, because they lie in the CPU's memory and are gathered from there.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,7 +39,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.zero.built_shards import placeholders
+from hybrid_engine.zero.external_parameters import can_gather_layers_alone
 from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
+
+logger = logging.getLogger("hybrid_engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +120,8 @@ class Sharding:
     def as_shards(self) -> Iterator[None]:
         """Inside, the parameters are this process's shards, and may be changed; collective.
 
-        What a script has written into whole parameters is kept, as far as no fp32 master overrides it. After an error
-        they stay shards until the next forward pass: other processes may never come to a collective.
+        What a script has written into whole parameters is kept. After an error they stay shards until the next
+        forward pass: other processes may never come to a collective.
         """
         self._keep_changes()
         self.reshard()
@@ -172,16 +176,28 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     mesh = build_mesh(config, world_size)
     factor = _loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
-    layers = find_layers(module)
+    layers = _layers_to_wrap(module, stage)
     with placeholders(module):
         for part in [*layers, module]:
             _fully_shard(part, mesh, stage, config.communication_dtype, policy)
             if factor != 1.0:
                 part.set_gradient_divide_factor(world_size * factor)
     _register_forward_methods(module)
+    _make_root(module)
     return Sharding(
         root=module, layers=layers, stage=stage, world_size=world_size, rank=rank, mesh=mesh, loss_factor=factor
     )
+
+
+def _layers_to_wrap(module: nn.Module, stage: int) -> list[nn.Module]:
+    layers = find_layers(module)
+    if can_gather_layers_alone(module, layers) or stage < 3:
+        return layers
+    logger.warning(
+        "stage 3: parameters of transformer layers are registered as used outside of them, so the layers are gathered "
+        "all at once"
+    )
+    return []
 
 
 def offloads_parameters(config: EngineConfig) -> bool:
@@ -253,6 +269,15 @@ def _end_passes(module: FSDPModule) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
     if state._fsdp_param_group is not None:
         state._fsdp_param_group._training_state = TrainingState.IDLE
+
+
+def _make_root(module: FSDPModule) -> None:
+    """Says that `module` is the outermost part: FSDP2 takes the one whose forward pass comes first.
+
+    That would be an inner module's where the first call is `generate()` of one that wraps a language model, as peft's.
+    Private, for lack of a public way; the name holds from torch 2.11 to 2.13.
+    """
+    module._get_fsdp_state()._lazy_init()
 
 
 def _register_forward_methods(module: nn.Module) -> None:
