@@ -78,6 +78,8 @@ class InferenceModel:
     def __init__(self, model: nn.Module, parallel: TensorParallel = ALONE):
         self.parallel = parallel
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if not hasattr(type(self.base), "get_input_embeddings"):
+            raise UnsupportedModelError(f"{type(self.base).__name__} is no model of transformers but wraps one")
         config = self.base.config.get_text_config()
         decoder, layers, policy = find_decoder(self.base, config)
         if policy.is_encoder:

@@ -12,6 +12,7 @@ taken), run (prefill, fork, decode), release (LoRA unfused, weights resharded, w
 `generate()`, with one line that names what and why.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,32 +37,36 @@ from hybrid_engine.model_group import share_sharded_model
 class ModuleGenerate:
     """`engine.module.generate`: the engine's, with the positions and names of the arguments that the model's has.
 
-    A copy of the module generates by itself and knows of no engine.
+    A copy of the module, and the module once the engine is gone, generate by themselves.
     """
 
     def __init__(self, engine: "HybridEngine"):
-        self.engine = engine
+        # Weak: a module that is kept must not keep optimizer state and KV workspace of an engine that nobody has.
+        self.module, self.engine = engine.module, weakref.ref(engine)
 
     def __call__(
         self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
     ) -> Any:
+        engine = self.engine()
+        if engine is None:
+            return type(self.module).generate(self.module, inputs, generation_config, **kwargs)
         if inputs is not None:
             if kwargs.get("input_ids") is not None:
                 raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
             kwargs["input_ids"] = inputs
-        return self.engine.generate(generation_config=generation_config, **kwargs)
+        return engine.generate(generation_config=generation_config, **kwargs)
 
     def __eq__(self, other: object) -> bool:
-        return other is self or other == self.engine.generate
+        return other is self or other == getattr(self.engine(), "generate", None)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self.engine.module)]  # copy.deepcopy is in the middle of copying the module
+        copied = memo[id(self.module)]  # copy.deepcopy is in the middle of copying the module
         return type(copied).generate.__get__(copied)
 
     def __reduce__(self) -> Any:
-        return getattr, (self.engine.module, "generate")
+        return getattr, (self.module, "generate")
 
 
 class HybridEngine(ZeroEngine):
@@ -72,12 +77,8 @@ class HybridEngine(ZeroEngine):
     """
 
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
-        """Takes what ZeroEngine takes; `model` must have `generate()`."""
-        if not hasattr(type(model), "generate") or model.config.is_encoder_decoder:
-            raise ValueError(
-                f"hybrid_engine.enabled: {type(model).__name__} is no decoder-only language model with generate(); "
-                "pass one, or leave hybrid_engine out of the config"
-            )
+        """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
+        _check_generates(model)
         super().__init__(model, config, **kwargs)
         self.names = HybridNames(self)
         group = share_sharded_model(config.hybrid_engine.inference_tp_size, self.sharding, self.device)
@@ -92,7 +93,7 @@ class HybridEngine(ZeroEngine):
     @torch.no_grad()
     def generate(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
@@ -102,7 +103,7 @@ class HybridEngine(ZeroEngine):
         """Generates with Hugging Face's options, meanings and shapes; collective on several processes.
 
         Args:
-            input_ids: `[B, P]` int64, padded on the left.
+            input_ids: `[B, P]` int64, padded on the left; needed also beside `inputs_embeds`.
             attention_mask: `[B, P]`, 1 for tokens; inferred from `pad_token_id` when None.
             generation_config: as in transformers; keyword options come before it.
             seed: of the sampling noise; None draws one from torch's generator of rank 0.
@@ -115,6 +116,7 @@ class HybridEngine(ZeroEngine):
             ValueError: for any mode, input or option that cannot work, before anything is done.
         """
         self._check_not_generating("generate()")
+        self._follow_module()
         request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
         with self._generating(), ExitStack() as release:
             with self.latency.measure("gather"):
@@ -206,6 +208,16 @@ class HybridEngine(ZeroEngine):
         """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and why."""
         return f"{super().report()}\n{describe_generation(self.generator, self.logprob_difference)}"
 
+    def _follow_module(self) -> None:
+        """Containers are views of modules: where others have taken their place, they are built anew."""
+        if self.module is not self.generator.module:
+            raise ValueError(
+                "generate(): engine.module is not the model that this engine was built for; give the new one an engine "
+                "of its own by initialize()"
+            )
+        if self.generator.has_other_modules():
+            self.create_inference_containers()
+
     def _check_not_generating(self, what: str) -> None:
         # `train()` also runs while nn.Module is being built, before there is a flag.
         if self.__dict__.get("_is_generating", False):
@@ -232,3 +244,18 @@ class HybridEngine(ZeroEngine):
         ):
             self.latency.add(figure, amount)
         self.latency.raise_peak(self.generator.workspace.allocated_bytes)
+
+
+def _check_generates(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    if not hasattr(type(model), "generate") or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"hybrid_engine.enabled: {type(model).__name__} is no decoder-only language model with generate(); "
+            "pass one, or leave hybrid_engine out of the config"
+        )
+    missing = [name for name in ("config", "generation_config") if getattr(model, name, None) is None]
+    if missing:
+        raise ValueError(
+            f"hybrid_engine.enabled: {type(model).__name__} has generate() but no {' and no '.join(missing)}; a module "
+            "that wraps a language model must have the language model's, or leave hybrid_engine out of the config"
+        )

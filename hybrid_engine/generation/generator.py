@@ -5,6 +5,7 @@ The engine above it has modes and clocks; this has none. A rollout is `prepare`,
 
 import inspect
 import logging
+import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -81,9 +82,11 @@ class Generator:
         functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
         self._accepted = [name for function in functions for name in inspect.signature(function).parameters]
         self._told: set[str] = set()
+        self._modules: list[nn.Module] = []  # when the containers were built
 
     def build_containers(self) -> LogprobDifference | None:
         """Builds containers and measures them against the module; None, with the reason kept, if there are none."""
+        self._modules = list(self.module.modules())
         try:
             model = InferenceModel(self.module, self.group.parallel)
             # With parts of the weights read, the module's forward gathers its layers one by one.
@@ -97,6 +100,11 @@ class Generator:
         self.gatherer.count_bytes()  # no rollout's
         return difference
 
+    def has_other_modules(self) -> bool:
+        """Whether modules were put into the module, taken out or exchanged since `build_containers()`."""
+        modules = list(self.module.modules())
+        return len(modules) != len(self._modules) or any(map(operator.is_not, modules, self._modules))
+
     def use_containers(self, model: InferenceModel) -> None:
         """Generates on `model` from now on; its weights must be bound, or have been."""
         self.model, self.fallback_reason = model, None
@@ -104,7 +112,7 @@ class Generator:
 
     def prepare(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         generation_config: GenerationConfig | None,
         seed: int | None,
@@ -186,12 +194,17 @@ class Generator:
 
     def _check(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None,
         attention_mask: torch.Tensor | None,
         generation_config: GenerationConfig | None,
         seed: int | None,
         kwargs: dict[str, Any],
     ) -> Request:
+        if input_ids is None:
+            raise ValueError(
+                "generate(): input_ids is missing; pass the prompts' token ids [batch, prompt length], also beside "
+                "inputs_embeds"
+            )
         if self.module.training:
             raise ValueError("generate(): the engine is in training mode; call engine.eval() first")
         if not isinstance(generation_config, GenerationConfig | None):
