@@ -198,7 +198,6 @@ def test_a_feature_may_be_named_while_it_is_off(off):
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type='OneBitAdam'", "use Adam, AdamW, Lamb, Lion"),
         ({"optimizer": {"type": "onebitlamb"}}, "optimizer.type='onebitlamb'", "use Adam, AdamW, Lamb, Lion"),
         ({"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}, "params.amsgrad", "to false"),
-        ({"checkpoint": {"use_node_local_storage": True}}, "checkpoint.use_node_local_storage", "set it to false"),
     ],
 )
 def test_a_feature_that_is_not_supported_is_refused_while_it_is_on(on, path, remedy):
@@ -362,6 +361,26 @@ def test_a_file_that_holds_no_config_is_refused(tmp_path, text, message):
         load_config(path, world_size=1)
 
 
+def test_a_file_that_is_nested_too_deeply_is_refused_and_a_byte_order_mark_read_past(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"ds.json' is not valid JSON: .*recursion"):
+        load_config(path, world_size=1)
+    path.write_text('\ufeff{"train_batch_size": 8}', encoding="utf-8")
+    assert load_config(path, world_size=1) == load_config(BATCH, world_size=1)
+
+
+def test_checkpoints_on_disks_of_their_own_are_refused_only_where_there_may_be_several_machines(monkeypatch):
+    given = BATCH | {"checkpoint": {"use_node_local_storage": True}}
+    assert load_config(given, world_size=1).checkpoint.use_node_local_storage
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    load_config(given, world_size=4)
+    for local in ("4", None):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE") if local is None else monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        with pytest.raises(ValueError, match=r"checkpoint.use_node_local_storage=true is .* one machine only"):
+            load_config(given, world_size=8)
+
+
 def test_a_config_that_is_neither_dict_nor_path_is_refused():
     with pytest.raises(ValueError, match=r"config=8 must be a dict or the path of a JSON file"):
         load_config(8, world_size=1)
@@ -379,6 +398,9 @@ def test_a_config_in_base64_is_read_like_the_dict():
     content = BATCH | {"zero_optimization": {"stage": 2}}
     encoded = base64.urlsafe_b64encode(json.dumps(content).encode()).decode()
     assert load_config(encoded, world_size=1) == load_config(content, world_size=1)
+    wrong = base64.urlsafe_b64encode(b'{"train_batch_size": 0}').decode()
+    with pytest.raises(ValueError, match=r"^config in base64: train_batch_size=0 must be"):
+        load_config(wrong, world_size=1)
 
 
 @pytest.mark.parametrize(

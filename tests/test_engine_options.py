@@ -156,6 +156,28 @@ def test_fp16_masters_step_the_parameters_themselves():
     torch.testing.assert_close((before - engine.module.bias).abs(), torch.full((2,), 0.1).half(), rtol=2e-3, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("more", "scales"),
+    [
+        ({"loss_scale": 64}, [64, 64, 64, 64]),
+        ({"initial_scale_power": 6, "hysteresis": 1}, [64, 32, 32, 16]),
+        ({"initial_scale_power": 6, "hysteresis": 2}, [64, 64, 64, 32]),
+        ({"initial_scale_power": 6, "hysteresis": 2, "consecutive_hysteresis": True}, [64, 64, 64, 64]),
+        ({"initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 1}, [128, 64, 128, 64]),
+        ({"initial_scale_power": 6, "hysteresis": 1, "min_loss_scale": 24}, [64, 32, 32, 24]),
+    ],
+)
+def test_the_keys_of_fp16_steer_the_loss_scale_of_the_engine(more, scales):
+    """A good step and one that overflows, twice; the scales by hand from DeepSpeed's rules."""
+    engine = _linear(fp16={"enabled": True, **more})
+    seen = []
+    for factor in (1.0, float("inf"), 1.0, float("inf")):
+        engine.backward(_loss(engine) * factor)
+        engine.step()
+        seen.append(engine.optimizer.cur_scale)
+    assert seen == scales and engine.skipped_steps == 2
+
+
 def test_auto_cast_casts_floating_inputs_to_fp16_and_no_others():
     class Echo(nn.Linear):
         def forward(self, x, *, index, more):
@@ -322,6 +344,24 @@ class Critic(nn.Module):
         return self.forward(x)[..., 0]
 
 
+MOMENTUM = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+DIVISIONS = {
+    "before": {"prescale_gradients": True},
+    "in halves": {"gradient_predivide_factor": 2.0},
+    "far too early": {"gradient_predivide_factor": 2.0**45},
+}
+
+
+def _sums_at_the_limit_of_fp16(stage, more):
+    """Whether a step with a gradient of 40000 on each process was skipped, and its norm."""
+    fp16 = {"enabled": True, "loss_scale": 1}
+    config = {**MINIMAL, "train_batch_size": 2, "zero_optimization": {"stage": stage}, "fp16": fp16, **more}
+    engine, *_ = hybrid_engine.initialize(model=nn.Linear(3, 2), config={**config, "communication_data_type": "fp16"})
+    engine.backward(engine(torch.ones(1, 3).half()).float().sum() * 40_000)
+    engine.step()
+    return engine.skipped_steps, engine.get_global_grad_norm()
+
+
 def _two_processes(rank, world_size, folder):
     results = {}
     variants = {
@@ -336,6 +376,7 @@ def _two_processes(rank, world_size, folder):
             "zero_optimization": {"stage": stage},
             "optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         }
+        variants["momentum", stage] = {"zero_optimization": {"stage": stage}, "optimizer": MOMENTUM}
     variants["bf16 reduction"] = {"zero_optimization": {"stage": 2}, "communication_data_type": "bf16"}
     for name, more in variants.items():
         config = {**engine_config(0, world_size), **more}
@@ -346,6 +387,9 @@ def _two_processes(rank, world_size, folder):
         config = engine_config(0, world_size, bf16={"enabled": True}, zero_optimization={"stage": 3, **zero})
         engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
         results["bf16", name] = train_engine(engine, STEPS)
+    results["limit"] = {
+        (name, stage): _sums_at_the_limit_of_fp16(stage, more) for name, more in DIVISIONS.items() for stage in (0, 2)
+    }
     for stage in (0, 2, 3):
         results["fp16", stage] = _scales_in_fp16(rank, world_size, stage)
     results["no_sync"] = [_train_without_sync(rank, world_size, stage) for stage in (0, 1)]
@@ -441,6 +485,23 @@ def test_lamb_takes_the_norms_of_whole_tensors_where_they_are_sharded(two_ranks)
     expected = train_engine(engine, STEPS).weights
     for stage in (0, 1, 3):
         assert relative_error(two_ranks[1]["lamb", stage].weights, expected) < 1e-5
+
+
+def test_gradients_that_are_divided_before_they_are_added_up_do_not_overflow(two_ranks):
+    """40000 and 40000 are more than fp16 holds (65504); the norm is that of eight gradients of 40000."""
+    for results in two_ranks:
+        for stage in (0, 2):
+            for name in ("before", "in halves"):
+                assert results["limit"][name, stage] == (0, pytest.approx(40_000 * 8**0.5, rel=1e-3))
+        # 40000 / 2^45 is less than fp16 holds, so it was divided by that before.
+        assert results["limit"]["far too early", 2] == (0, 0.0)
+
+
+def test_torchs_optimizers_step_shards_like_the_whole(two_ranks):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(optimizer=MOMENTUM))
+    expected = train_engine(engine, STEPS).weights
+    for stage in (0, 1, 3):
+        assert relative_error(two_ranks[0]["momentum", stage].weights, expected) < TOLERANCE
 
 
 def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(two_ranks, plain):

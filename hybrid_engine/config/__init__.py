@@ -254,7 +254,8 @@ def load_config(
     try:
         return _read_config(whole, world_size, arguments)
     except ValueError as error:
-        raise ValueError(f"{os.fspath(config)}: {error}") from error
+        source = os.fspath(config) if os.path.exists(config) else "config in base64"
+        raise ValueError(f"{source}: {error}") from error
 
 
 def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> EngineConfig:
@@ -276,6 +277,7 @@ def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> Engi
     # Null stands for the default.
     values |= {name: value for name, value in top.items() if name not in blocks and value is not None}
     result = EngineConfig(**values, **blocks, given=without_auto(resolved))
+    _check_storage(result.checkpoint, world_size)
     if world_size % (result.zero_optimization.shard_size or 1):
         raise ValueError(
             f"zero_optimization: {result.zero_optimization.shard_size} processes to a copy of the model do not divide "
@@ -284,6 +286,16 @@ def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> Engi
     if without_effect:
         logger.warning("config: accepted, without effect in this engine: %s", ", ".join(without_effect))
     return result
+
+
+def _check_storage(config: CheckpointConfig, world_size: int) -> None:
+    """Raises ValueError if the processes may be on several machines and each is to write to a disk of its own."""
+    if config.use_node_local_storage and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < world_size:
+        raise ValueError(
+            f"checkpoint.use_node_local_storage=true is supported on one machine only: all {world_size} processes "
+            f"write one checkpoint to one directory; share a directory between the machines and remove it (torchrun "
+            f"says by LOCAL_WORLD_SIZE how many processes are on a machine)"
+        )
 
 
 def _rename(block: dict[str, Any], path: str, old: str, new: str) -> None:

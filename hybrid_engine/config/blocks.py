@@ -149,8 +149,12 @@ class CheckpointConfig:
 
     tag_validation: str = "Warn"
     """What to do about processes that give different tags: "Ignore", "Warn" or "Fail". Rank 0's is used."""
+    use_node_local_storage: bool = False
+    """Whether each machine has a disk of its own for checkpoints; on one machine that is no difference, on several it
+    is an error."""
 
     def __post_init__(self) -> None:
+        check_flag("checkpoint.use_node_local_storage", self.use_node_local_storage)
         name = self.tag_validation
         object.__setattr__(self, "tag_validation", name.capitalize() if isinstance(name, str) else name)
         check_choice("checkpoint.tag_validation", self.tag_validation, ("Ignore", "Warn", "Fail"))

@@ -216,7 +216,6 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
     "scheduler.params": {
         "last_batch_iteration": NotSupported("load_checkpoint() continues a schedule", off=(-1,)),
     },
-    "checkpoint": {"use_node_local_storage": NotSupported("all processes write to one directory")},
 }
 
 OPTIMIZERS_NOT_SUPPORTED = (

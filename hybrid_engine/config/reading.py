@@ -110,15 +110,18 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = json.loads(text, object_pairs_hook=_refuse_duplicates)
     except OSError as error:
         raise ValueError(f"config={os.fspath(path)!r} cannot be read: {error.strerror}; give a JSON file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"config={os.fspath(path)!r} is not valid JSON: {error}; correct the file there") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(
+            f"config={os.fspath(path)!r} is not valid JSON: {error}; correct the file there (of Hjson, which DeepSpeed "
+            f"reads too, comments and trailing commas are not read here)"
+        ) from error
     if not isinstance(content, dict):
         raise ValueError(f"config={os.fspath(path)!r} must hold a JSON object, not {type(content).__name__}")
     return content
 
 
 def _read_text(path: str | os.PathLike[str]) -> str:
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:  # some editors begin files with a byte order mark
         return file.read()
 
 
