@@ -88,10 +88,12 @@ class EngineNames:
         """Whether the weights of a stage 3 model may be gathered for saving."""
         return self._engine.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The module's state dict, whole, in the memory of rank 0; None on other processes. Collective.
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The module's state dict, whole, in the memory of rank 0; empty on other processes. Collective.
 
-        The name is private in DeepSpeed too, and accelerate and transformers call it to save a stage 3 model.
+        The name is private in DeepSpeed too, and accelerate and transformers call it to save a stage 3 model. Other
+        processes get None from DeepSpeed. Here `save_pretrained(state_dict=None)` would look into tied shards, which
+        is a collective that rank 0 does not come to.
         """
         self._engine.sharding.settle()
         state = {}
@@ -101,7 +103,7 @@ class EngineNames:
             whole = full_tensor(tensor)
             if self.global_rank == 0:
                 state[name] = whole.detach().to("cpu", copy=True)
-        return state if self.global_rank == 0 else None
+        return state
 
     def bfloat16_enabled(self) -> bool:
         """Whether parameters are bfloat16."""
