@@ -34,6 +34,7 @@ from hybrid_engine.observing.observer import Observer
 from hybrid_engine.random_state import seed_everything
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
 from hybrid_engine.zero.built_shards import check_built_shards
+from hybrid_engine.zero.external_parameters import LATE, MIXED, SHARD_USED
 from hybrid_engine.zero.gathered_parameters import mark_parameters
 from hybrid_engine.zero.lr_schedules import check_rates
 from hybrid_engine.zero.param_groups import name_groups
@@ -128,12 +129,17 @@ class ZeroEngine(nn.Module):
         return getattr(self.names if hasattr(type(self.names), name) else self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
+        """The module's forward; raises ValueError where it uses a parameter of which there is only a shard."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
         self.sharding.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
         with self.observer.forward(self.global_steps, self.module.training), self._saving_activations():
-            return self.module(*args, **kwargs)
+            try:
+                return self.module(*args, **kwargs)
+            except RuntimeError as error:
+                if MIXED in str(error):
+                    raise ValueError(SHARD_USED) from error
+                raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Adds the gradients of `loss / gradient_accumulation_steps` to those of this step; returns `loss`.
@@ -146,14 +152,19 @@ class ZeroEngine(nn.Module):
             scale_wrt_gas: False does not divide by the accumulation steps.
 
         Raises:
-            ValueError: `loss` is not one number or does not depend on the parameters; the engine does not train.
+            ValueError: `loss` is not one number or does not depend on the parameters; the engine does not train; a
+                parameter of a layer was used before it. All gradients are dropped then.
         """
         optimizer = self._check_trains("backward()")
         _check_loss(loss)
-        self.sharding.set_gradient_sync(self._reduces_gradients and self.is_gradient_accumulation_boundary())
+        reduces = self._reduces_gradients and self.is_gradient_accumulation_boundary()
+        self.sharding.set_gradient_sync(reduces)
         factor = self.sharding.loss_factor / (self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
         with self.observer.backward(loss):
             optimizer.scale_loss(loss.float() * factor).backward(retain_graph=retain_graph)
+            if reduces and self.sharding.has_late_gradients():
+                self.zero_grad()
+                raise ValueError(LATE)
             optimizer.accumulate_gradients()
         self._backward_was_called = True
         return loss

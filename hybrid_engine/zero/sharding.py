@@ -140,6 +140,13 @@ class Sharding:
             )
             local_tensor(shard).copy_(local_tensor(own))
 
+    def has_late_gradients(self) -> bool:
+        """Whether gradients came after those of their layer were reduced, in a backward pass that reduces."""
+        return any(
+            hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
+            for param in self._fsdp_params()
+        )
+
     def drop_pending_gradients(self) -> None:
         """Forgets the gradients that stages 0 and 1 hold unreduced between two boundaries."""
         for param in self._fsdp_params():
@@ -176,7 +183,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     mesh = build_mesh(config, world_size)
     factor = _loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
-    layers = _layers_to_wrap(module, stage)
+    layers = _layers_to_wrap(module)
     with placeholders(module):
         for part in [*layers, module]:
             _fully_shard(part, mesh, stage, config.communication_dtype, policy)
@@ -189,13 +196,13 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     )
 
 
-def _layers_to_wrap(module: nn.Module, stage: int) -> list[nn.Module]:
+def _layers_to_wrap(module: nn.Module) -> list[nn.Module]:
     layers = find_layers(module)
-    if can_gather_layers_alone(module, layers) or stage < 3:
+    if can_gather_layers_alone(module, layers):
         return layers
     logger.warning(
-        "stage 3: parameters of transformer layers are registered as used outside of them, so the layers are gathered "
-        "all at once"
+        "zero_optimization: parameters of transformer layers are registered as used outside of them, so the layers are "
+        "gathered and reduced all at once"
     )
     return []
 
