@@ -162,6 +162,16 @@ def test_the_config_that_deepspeed_chat_writes_is_accepted_with_one_line_for_wha
     "off",
     [
         {"amp": {"enabled": False, "opt_level": "O1"}},
+        {"amp": {"enabled": "auto", "opt_level": "auto"}},
+        {"zero_optimization": {"zero_quantized_weights": "auto"}},
+        {
+            "compression_training": {
+                "weight_quantization": {
+                    "shared_parameters": {"enabled": False, "quantizer_kernel": True},
+                    "different_groups": {"wq1": {"params": {"start_bits": 8}, "modules": ["attention"]}},
+                }
+            }
+        },
         {"flops_profiler": {"profile_step": 1}},
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
@@ -189,6 +199,11 @@ def test_a_feature_may_be_named_while_it_is_off(off):
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device", 'to "cpu"'),
         ({"trackio": {"enabled": True}}, "trackio", "trackio.enabled to false"),
         ({"compression_training": {"layer_reduction": {"enabled": True}}}, "compression_training", "remove"),
+        (
+            {"compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True}}}},
+            "compression_training",
+            "remove",
+        ),
         ({"data_types": {"param_dtype": "fp32"}}, "data_types.param_dtype", "to null"),
         (
             {"optimizer": {"type": "Adam", "params": {"fp32_optimizer_states": False}}},
@@ -570,6 +585,19 @@ def test_a_block_cannot_be_auto(path):
         given = {key: given}
     with pytest.raises(ValueError, match=f'{path}="auto" must be a block of options'):
         load_config(BATCH | given, world_size=1)
+
+
+def test_a_share_of_the_steps_to_warm_up_in_needs_their_number(tmp_path):
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+
+    def read(**more):
+        arguments = TrainingArguments(output_dir=tmp_path, use_cpu=True, **more)
+        config = load_config(BATCH | {"scheduler": scheduler}, world_size=1, arguments=arguments)
+        return config.scheduler.params["warmup_num_steps"]
+
+    assert (read(), read(warmup_steps=7), read(warmup_steps=0.1, max_steps=50)) == (1, 7, 5)
+    with pytest.raises(ValueError, match=r'warmup_num_steps="auto" is warmup_steps=0.1 of the steps.*max_steps=-1'):
+        read(warmup_steps=0.1)
 
 
 def test_auto_hides_no_misspelt_option():

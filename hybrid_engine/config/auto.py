@@ -26,7 +26,14 @@ def _num_steps(args: Any) -> int:
 
 
 def _num_warmup_steps(args: Any) -> int:
-    return max(1, int(args.warmup_steps) if args.warmup_steps >= 1 else args.get_warmup_steps(_num_steps(args)))
+    if args.warmup_steps >= 1:
+        return int(args.warmup_steps)
+    if args.warmup_steps > 0 and args.max_steps <= 0:
+        raise ValueError(
+            f'scheduler.params.warmup_num_steps="auto" is warmup_steps={args.warmup_steps} of the steps, whose number '
+            f"is not known: max_steps={args.max_steps}; set max_steps, or write the number of steps itself"
+        )
+    return max(1, args.get_warmup_steps(max(0, args.max_steps)))
 
 
 FROM_ARGUMENTS: dict[str, tuple[str, Callable[[Any], Any]]] = {

@@ -29,6 +29,9 @@ class NotSupported:
     def is_off(self, value: Any) -> bool:
         """Whether `value` leaves the feature switched off."""
         if isinstance(value, dict):
+            # A technique of compression_training has its switch among what its groups share.
+            value = value.get("shared_parameters", value)
+        if isinstance(value, dict):
             if self.switch or "enabled" in value:
                 return self.is_off(value.get(self.switch or "enabled"))
             return all(self.is_off(entry) for entry in value.values())
@@ -66,6 +69,7 @@ NO_MEANING: dict[str, dict[str, str]] = {
         "aio": NVME,
         "compile": "the module may be compiled by the caller with torch.compile",
         "dataloader_drop_last": "the training dataloader always leaves an incomplete last batch for the next epoch",
+        "datastates_ckpt": "checkpoints are on disk when save_checkpoint() returns",
         "disable_allgather": "FSDP2 chooses its collectives",
         "dump_state": "engine.report() describes the engine",
         "graph_harvesting": "kernels are not recorded in training",

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from hybrid_engine.config.auto import AUTO
+from hybrid_engine.config.auto import AUTO, without_auto
 from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, as_json
 
 
@@ -40,15 +40,16 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
     found = {}
     for key, value in block.items():
         name = join(path, str(key))
-        if key in fields:
-            if value != AUTO:
-                found[key] = value
-        elif key in ignored:
-            if value not in (False, None, AUTO):
-                without_effect.append(name)
-        elif key not in refused:
+        if key not in fields and key not in ignored and key not in refused:
             without_effect.extend(_read_unknown(str(key), path, fields))
-        elif not refused[key].is_off(value):
+        elif value == AUTO:
+            continue
+        elif key in fields:
+            found[key] = value
+        elif key in ignored:
+            if value not in (False, None):
+                without_effect.append(name)
+        elif not refused[key].is_off(without_auto(value) if isinstance(value, dict) else value):
             raise ValueError(
                 f"{name}={as_json(value)} is not supported: {refused[key].why}; {refused[key].remedy(name)}"
             )
