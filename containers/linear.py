@@ -83,8 +83,24 @@ def is_adapted(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether `module` is a linear: plain, with peft's adapters around it, or with one of its own."""
     base = getattr(module, "base_layer", module)
-    # Conv1D is transformers' GPT-2 linear, whose weight is stored [in, out].
-    return isinstance(base, nn.Linear) or type(base).__name__ == "Conv1D" or carries_lora(base)
+    return isinstance(base, nn.Linear) or _is_conv1d(base) or carries_lora(base)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """transformers' GPT-2 linear, whose weight is stored [in, out]."""
+    return any(base.__name__ == "Conv1D" for base in type(module).__mro__)
+
+
+def stores_transposed(module: nn.Module) -> bool:
+    """Whether a linear's weight is [in, out].
+
+    A square one that carries an adapter and is no Conv1D is taken for [out, in]; where that is wrong, containers and
+    the model's forward disagree.
+    """
+    if _is_conv1d(module) or not carries_lora(module):
+        return _is_conv1d(module)
+    stored, sizes = tuple(module.weight.shape), (module.lora_right_weight.shape[0], module.lora_left_weight.shape[1])
+    return stored == sizes and sizes[0] != sizes[1]
 
 
 def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter] | list[OwnAdapter]:
@@ -132,9 +148,9 @@ class TransposedLinear:
         self.module, self.name, self.parallel = module, name, parallel
         self.columns, self.rows = columns, rows
         self.base = getattr(module, "base_layer", module)
-        self.is_stored_transposed = type(self.base).__name__ == "Conv1D"
         if not is_linear(module):
             raise UnsupportedModelError(f"{name} is a {type(self.base).__name__}, not a linear")
+        self.is_stored_transposed = stores_transposed(self.base)
         if tuple(self.base.weight.shape) != self._shape() or not self.base.weight.is_floating_point():
             raise UnsupportedModelError(f"{name} packs its weight as {self.base.weight.dtype} {self.base.weight.shape}")
         active_adapters(module, name)
@@ -153,11 +169,13 @@ class TransposedLinear:
 
     def _shape(self) -> tuple[int, int]:
         """What the weight's shape must be, as the module stores it."""
-        if self.is_stored_transposed:
-            return self.base.nx, self.base.nf
         if carries_lora(self.base):
-            return self.base.lora_left_weight.shape[1], self.base.lora_right_weight.shape[0]
-        return self.base.out_features, self.base.in_features
+            inputs, outputs = self.base.lora_right_weight.shape[0], self.base.lora_left_weight.shape[1]
+        elif self.is_stored_transposed:
+            inputs, outputs = self.base.nx, self.base.nf
+        else:
+            inputs, outputs = self.base.in_features, self.base.out_features
+        return (inputs, outputs) if self.is_stored_transposed else (outputs, inputs)
 
     def bind(self) -> None:
         """Points at the parameters as they lie in memory now, or takes this rank's part of them."""

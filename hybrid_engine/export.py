@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from hybrid_engine.containers.linear import active_adapters, carries_lora
+from hybrid_engine.containers.linear import active_adapters, carries_lora, stores_transposed
 from hybrid_engine.zero.processes import get_rank, on_rank_zero
 from hybrid_engine.zero.sharding import full_tensor
 
@@ -102,8 +102,9 @@ def _merge_own_adapters(module: nn.Module, weights: dict[str, torch.Tensor]) -> 
     for name, linear in module.named_modules():
         for adapter in active_adapters(linear, name) if carries_lora(linear) else []:
             weight = weights[f"{name}.weight"]
-            left, right = (weights[f"{name}.lora_{side}_weight"].t().float() for side in ("left", "right"))
-            weights[f"{name}.weight"] = torch.addmm(weight.float(), left, right, alpha=adapter.scale).to(weight.dtype)
+            right, left = (weights[f"{name}.lora_{side}_weight"].float() for side in ("right", "left"))
+            factors = (right, left) if stores_transposed(linear) else (left.t(), right.t())
+            weights[f"{name}.weight"] = torch.addmm(weight.float(), *factors, alpha=adapter.scale).to(weight.dtype)
 
 
 def _unsharded_class(model: PreTrainedModel) -> Any:

@@ -4,22 +4,27 @@ import math
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 
 class LinearLoRA(nn.Module):
     """Behaves as DeepSpeed-Chat's does: `train()` returns nothing and reaches the dropout only, `fuse_lora` skips."""
 
-    def __init__(self, linear: nn.Linear, rank: int = 3, scaling: float = 2.0, dropout: float = 0.2):
-        super().__init__()
+    def __init__(self, linear: nn.Module, rank: int = 3, scaling: float = 2.0, dropout: float = 0.2):
+        nn.Module.__init__(self)
         self.weight, self.bias = linear.weight, linear.bias
-        rows, columns = self.weight.shape
-        self.lora_right_weight = nn.Parameter(torch.empty(columns, rank))
-        self.lora_left_weight = nn.Parameter(torch.zeros(rank, rows))
+        outputs, inputs = self.sizes()
+        self.lora_right_weight = nn.Parameter(torch.empty(inputs, rank))
+        self.lora_left_weight = nn.Parameter(torch.zeros(rank, outputs))
         nn.init.kaiming_uniform_(self.lora_right_weight, a=math.sqrt(5))
         self.lora_scaling = scaling / rank
         self.lora_dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
         self.weight.requires_grad = False
         self.fuse_lora = False
+
+    def sizes(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.weight.shape[0], self.weight.shape[1]
 
     def train(self, mode: bool = True) -> None:
         self.lora_dropout.train(mode)
@@ -28,7 +33,7 @@ class LinearLoRA(nn.Module):
         self.train(False)
 
     def update(self) -> torch.Tensor:
-        """What the adapter adds to the weight, `[out, in]`."""
+        """What the adapter adds to the weight, in its shape."""
         return self.lora_scaling * (self.lora_right_weight @ self.lora_left_weight).t()
 
     def fuse_lora_weight(self) -> None:
@@ -41,20 +46,41 @@ class LinearLoRA(nn.Module):
             self.weight.data -= self.update()
         self.fuse_lora = False
 
+    def base(self, input: torch.Tensor) -> torch.Tensor:
+        """Without the adapter."""
+        return nn.functional.linear(input, self.weight, self.bias)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = nn.functional.linear(input, self.weight, self.bias)
+        output = self.base(input)
         if self.fuse_lora:
             return output
         return output + (self.lora_dropout(input) @ self.lora_right_weight @ self.lora_left_weight) * self.lora_scaling
 
 
+class Conv1DLoRA(LinearLoRA, Conv1D):
+    """The same for transformers' GPT-2 linear, whose weight is `[in, out]`."""
+
+    def __init__(self, conv: Conv1D, **options: float):
+        super().__init__(conv, **options)
+        self.nx, self.nf = conv.nx, conv.nf
+
+    def sizes(self) -> tuple[int, int]:
+        return self.weight.shape[1], self.weight.shape[0]
+
+    def update(self) -> torch.Tensor:
+        return super().update().t()
+
+    def base(self, input: torch.Tensor) -> torch.Tensor:
+        return Conv1D.forward(self, input)
+
+
 def replace_linears(model: nn.Module, **options: float) -> nn.Module:
-    """Puts a LinearLoRA in the place of every linear; like a new adapter it adds nothing yet. Returns `model`."""
+    """Puts an adapted linear in the place of every linear; like a new adapter it adds nothing yet. Returns `model`."""
     torch.manual_seed(4)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, LinearLoRA(child, **options))
+            if isinstance(child, nn.Linear | Conv1D):
+                setattr(parent, name, (Conv1DLoRA if isinstance(child, Conv1D) else LinearLoRA)(child, **options))
     return model
 
 

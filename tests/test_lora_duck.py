@@ -62,6 +62,15 @@ def test_a_new_adapter_changes_nothing_and_what_it_learns_reaches_the_next_rollo
 
 
 @pytest.mark.parametrize("family", BUILDERS)
+def test_every_adapter_of_a_family_has_a_place_in_the_containers(family):
+    engine = build_engine(adapted(family))
+    engine.fuse_lora_weight()
+    linears = [*engine.convert_to_linear_transposed(), *engine.generator.model._linears]
+    fused = {id(linear.module) for linear in linears if linear.is_fused}
+    assert fused == {id(adapter) for adapter in adapters(engine.module)} and len(fused) >= 9
+
+
+@pytest.mark.parametrize("family", BUILDERS)
 def test_a_training_step_after_a_rollout_is_that_of_a_plain_loop_with_its_dropout(family):
     check_training_step(lambda: adapted(family, dropout=0.5))
 
@@ -144,7 +153,39 @@ def test_adapters_on_experts_and_routers_that_are_linears_learn_and_reach_the_ro
     assert torch.equal(generate(engine), expected) and not torch.equal(expected, base)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mha-tied", "phi3"])
+class OwnConv1D(nn.Module):
+    """In the place of a Conv1D, not derived from it."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.weight, self.bias, self.lora_scaling = conv.weight, conv.bias, 0.5
+        inputs, outputs = self.weight.shape
+        self.lora_right_weight = nn.Parameter(torch.randn(inputs, 2) * 0.3)
+        self.lora_left_weight = nn.Parameter(torch.randn(2, outputs) * 0.3)
+
+    def forward(self, input):
+        update = self.lora_scaling * self.lora_right_weight @ self.lora_left_weight
+        return input @ (self.weight + update) + self.bias
+
+
+@pytest.mark.parametrize("name", ["c_fc", "c_proj"])
+def test_what_takes_the_place_of_a_conv1d_is_read_as_it_is_stored_or_left_to_the_model(name):
+    """A square weight does not say which way round it lies."""
+    model = build_model("gpt2")
+    torch.manual_seed(0)
+    for layer in model.transformer.h:
+        parent = layer.mlp if name == "c_fc" else layer.attn
+        setattr(parent, name, OwnConv1D(getattr(parent, name)))
+    expected = generate(copy.deepcopy(model))
+    assert not torch.equal(expected, generate(build_model("gpt2")))
+    engine = hybrid_engine.initialize(model=model, config={"train_batch_size": 1, "hybrid_engine": {"enabled": True}})[
+        0
+    ]
+    assert (engine.generator.fallback_reason is None) == (name == "c_fc")
+    assert torch.equal(generate(engine.eval()), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-mha-tied", "phi3", "gpt2"])
 def test_the_saved_model_has_the_adapters_merged_and_the_live_one_not(tmp_path, family):
     mask, engine = padded_prompts()[1], build_engine(adapted(family))
     adapters(engine.module)[0].fuse_lora_weight()  # this one is in the weight already
@@ -170,11 +211,11 @@ def test_the_report_counts_them():
 
 
 def fuse_sharded(rank, world_size):
-    """Fuses and unfuses at stage 3 as scripts do, and saves."""
+    """Fuses and unfuses at stage 3 as scripts do; and what every family answers there, gathered and streamed."""
     input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
 
-    def answer():
-        return engine.generate(input_ids, attention_mask=mask, **GREEDY)
+    def answer(**options):
+        return engine.generate(input_ids, attention_mask=mask, **GREEDY, **options)
 
     engine = build_engine(adapted(), stage=3)
     answers = [answer()]
@@ -184,12 +225,31 @@ def fuse_sharded(rank, world_size):
             with zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
                 method(adapter)
         answers.append(answer())
-    return answers, [adapter.fuse_lora for adapter in adapters(engine.module)]
+    flags = [adapter.fuse_lora for adapter in adapters(engine.module)]
+    families = {}
+    for index, family in enumerate(BUILDERS):
+        engine = build_engine(adapted(family), stage=3, pin_parameters=index % 2 == 0)
+        output = answer(return_dict_in_generate=True)
+        families[family] = output.sequences, output.logprobs
+    return answers, flags, families
 
 
-def test_scripts_fuse_and_unfuse_sharded_weights_between_rollouts():
-    parts = run_distributed(fuse_sharded, 2)
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_distributed(fuse_sharded, 2)
+
+
+def test_scripts_fuse_and_unfuse_sharded_weights_between_rollouts(two_ranks):
     expected = generate(adapted())
-    for answers in zip(*(part[0] for part in parts), strict=True):
+    for answers in zip(*(part[0] for part in two_ranks), strict=True):
         assert torch.equal(torch.cat(answers), expected)
-    assert not any(flag for part in parts for flag in part[1])
+    assert not any(flag for part in two_ranks for flag in part[1])
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_adapters_of_every_family_reach_rollouts_from_sharded_weights(two_ranks, family):
+    own = adapted(family)
+    sequences, logprobs = (torch.cat(parts) for parts in zip(*(part[2][family] for part in two_ranks), strict=True))
+    assert torch.equal(sequences, generate(own))
+    expected = module_logprobs(own, sequences, padded_prompts()[1]).float()
+    torch.testing.assert_close(logprobs, expected, atol=5e-5, rtol=0)
