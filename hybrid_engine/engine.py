@@ -29,7 +29,7 @@ from hybrid_engine.compat.whole_values import link_parameters
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.memory import describe_memory
-from hybrid_engine.observing.monitor import check_packages
+from hybrid_engine.observing.monitor import check_packages, prepare_outputs
 from hybrid_engine.observing.observer import Observer
 from hybrid_engine.random_state import seed_everything
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
@@ -91,6 +91,7 @@ class ZeroEngine(nn.Module):
         if config.scheduler is not None and lr_scheduler is None:
             check_rates(config.scheduler, len(groups))
         check_packages(config)
+        prepare_outputs(config)
         check_same_architecture(model)
         check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))
         self.training_dataloader = _build_dataloader(training_data, collate_fn, config)

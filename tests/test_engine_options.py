@@ -260,7 +260,7 @@ def test_csv_monitor_writes_a_file_for_each_quantity_by_samples(tmp_path):
     assert files["mine.csv"] == ["step,mine", "7,2.5"]
 
 
-def test_trackers_are_accelerates_and_get_what_the_config_says(monkeypatch):
+def test_trackers_are_accelerates_and_get_what_the_config_says(monkeypatch, tmp_path):
     built = []
 
     class Fake:
@@ -280,12 +280,12 @@ def test_trackers_are_accelerates_and_get_what_the_config_says(monkeypatch):
         monkeypatch.setattr(monitor, name, Fake)
     monkeypatch.setattr(monitor.importlib.util, "find_spec", lambda name: object())
     engine = _linear(
-        tensorboard={"enabled": True, "output_path": "logs", "job_name": "job"},
+        tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
         wandb={"enabled": True, "project": "p", "group": "g", "team": "t"},
         comet={"enabled": True, "project": "c", "workspace": "w", "online": False},
     )
     assert built == [
-        (("job", "logs"), {}),
+        (("job", str(tmp_path)), {}),
         (("p",), {"group": "g", "entity": "t"}),
         (("c",), {"workspace": "w", "online": False}),
     ]
@@ -302,6 +302,33 @@ def test_a_tracker_without_its_package_is_refused_before_the_model_is_changed(mo
     with pytest.raises(ValueError, match=r"wandb\.enabled=true needs the package wandb"):
         hybrid_engine.initialize(model=model, config=config)
     assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["csv_monitor", "tensorboard"])
+def test_a_folder_that_cannot_be_made_is_refused_before_the_model_is_changed(tmp_path, monkeypatch, name):
+    from hybrid_engine.observing import monitor
+
+    monkeypatch.setattr(monitor.importlib.util, "find_spec", lambda name: object())
+    (tmp_path / "file").write_text("mine")
+    _assert_refused(rf"{name}\.output_path=.*file' cannot be written", name, output_path=str(tmp_path / "file"))
+
+
+def test_a_folder_in_place_of_the_profilers_file_is_refused_before_the_model_is_changed(tmp_path):
+    _assert_refused(r"flops_profiler.output_file=.* is a folder", "flops_profiler", output_file=str(tmp_path))
+
+
+def _assert_refused(message, name, **block):
+    model = nn.Linear(3, 2)
+    with pytest.raises(ValueError, match=message):
+        hybrid_engine.initialize(
+            model=model, config={**MINIMAL, name: {"enabled": True, **block}, "bf16": {"enabled": True}}
+        )
+    assert model.weight.dtype == torch.float32
+
+
+def test_a_function_that_builds_no_optimizer_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer\(...\)=list must be a torch Optimizer"):
+        hybrid_engine.initialize(model=nn.Linear(3, 2), optimizer=lambda groups: groups, config={"train_batch_size": 1})
 
 
 def test_boundaries_may_be_set_by_hand(plain):

@@ -70,6 +70,4 @@ class FlopsProfiler:
         if self.config.output_file is None:
             print(text, flush=True)
         else:
-            path = Path(self.config.output_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n")
+            Path(self.config.output_file).write_text(text + "\n")

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from accelerate.tracking import CometMLTracker, GeneralTracker, TensorBoardTrack
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.observing import CometConfig, CsvMonitorConfig
+from hybrid_engine.zero.processes import on_rank_zero
 
 Event = tuple[str, float, int]
 """Name, value and step."""
@@ -33,8 +35,7 @@ class CsvTracker(GeneralTracker):
         return self.folder
 
     def start(self) -> None:
-        """Makes the folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Does nothing: `prepare_outputs` has made the folder."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Appends one row to the file of each quantity."""
@@ -79,6 +80,36 @@ def check_packages(config: EngineConfig) -> None:
                 f"{name}.enabled=true needs the package {packages[0]}, which is not installed; install it, or use "
                 f"csv_monitor"
             )
+
+
+def prepare_outputs(config: EngineConfig) -> None:
+    """Makes the folders that rank 0 will write to; collective.
+
+    Raises:
+        ValueError: one cannot be made or written, or `flops_profiler.output_file` is a folder.
+    """
+    on_rank_zero(lambda: _prepare_outputs(config))
+
+
+def _prepare_outputs(config: EngineConfig) -> None:
+    for name, block in (("tensorboard", config.tensorboard), ("csv_monitor", config.csv_monitor)):
+        if block.enabled:
+            _make_folder(f"{name}.output_path", block.output_path, Path(block.output_path) / block.job_name)
+    path = config.flops_profiler.output_file
+    if config.flops_profiler.enabled and path is not None:
+        if Path(path).is_dir():
+            raise ValueError(f"flops_profiler.output_file={path!r} is a folder; give a file in it")
+        _make_folder("flops_profiler.output_file", path, Path(path).parent)
+
+
+def _make_folder(option: str, value: str, folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_writable = os.access(folder, os.W_OK)
+    except OSError:
+        is_writable = False
+    if not is_writable:
+        raise ValueError(f"{option}={value!r} cannot be written: no folder {str(folder)!r} can be; give another path")
 
 
 def _build_trackers(config: EngineConfig) -> list[GeneralTracker]:

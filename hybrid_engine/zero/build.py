@@ -95,6 +95,7 @@ def build_optimizer(
     else:
         new_groups = build_groups(groups, masters)
         inner = optimizer(new_groups) if optimizer is not None else _build_from_config(config.optimizer, new_groups)
+        _check_kind("optimizer(...)", inner, isinstance(inner, torch.optim.Optimizer), "a torch Optimizer")
     return ZeroOptimizer(
         inner,
         parameters,
