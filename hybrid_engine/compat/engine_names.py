@@ -5,10 +5,13 @@ file stays about training.
 """
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from hybrid_engine.config_checks import check_integer
 from hybrid_engine.observing.monitor import Monitor
 from hybrid_engine.observing.timing import ThroughputTimer
 from hybrid_engine.zero.sharding import full_tensor
@@ -96,13 +99,16 @@ class EngineNames:
         is a collective that rank 0 does not come to.
         """
         self._engine.sharding.settle()
-        state = {}
+        state: dict[str, Any] = {}
+        copies: dict[int, torch.Tensor] = {}
         for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
             if exclude_frozen_parameters and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
                 continue
-            whole = full_tensor(tensor)
+            if id(tensor) not in copies:  # tied parameters stay one
+                whole = full_tensor(tensor)
+                copies[id(tensor)] = whole.to("cpu", copy=True) if self.global_rank == 0 else whole.new_empty(0)
             if self.global_rank == 0:
-                state[name] = whole.detach().to("cpu", copy=True)
+                state[name] = copies[id(tensor)]
         return state
 
     def bfloat16_enabled(self) -> bool:
@@ -164,6 +170,49 @@ class EngineNames:
         """Samples per step of all processes, per micro-batch of one, and micro-batches per step."""
         config = self._engine.config
         return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the samples per step, by the number of micro-batches; between two steps, alike on all processes.
+
+        Raises:
+            ValueError: it is no multiple of a micro-batch of all processes, or micro-batches of a step are done.
+        """
+        config = self._engine.config
+        num_per_pass = config.train_micro_batch_size_per_gpu * self.world_size
+        if train_batch_size < num_per_pass or train_batch_size % num_per_pass:
+            raise ValueError(
+                f"{train_batch_size=} must be a multiple of train_micro_batch_size_per_gpu="
+                f"{config.train_micro_batch_size_per_gpu} times {self.world_size} processes"
+            )
+        self._set_batch_sizes(train_batch_size, gradient_accumulation_steps=train_batch_size // num_per_pass)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the samples per micro-batch, and with them those per step; else as `set_train_batch_size`."""
+        check_integer("micro_batch_size", micro_batch_size, 1)
+        steps = self._engine.config.gradient_accumulation_steps
+        self._set_batch_sizes(
+            micro_batch_size * steps * self.world_size, train_micro_batch_size_per_gpu=micro_batch_size
+        )
+
+    def _set_batch_sizes(self, train_batch_size: int, **sizes: int) -> None:
+        engine = self._engine
+        if engine.num_pending_micro_batches:
+            raise ValueError(
+                f"batch sizes: {engine.num_pending_micro_batches} micro-batches of a step are done; change them after "
+                f"the step() that ends the accumulation"
+            )
+        engine.config = replace(engine.config, train_batch_size=train_batch_size, **sizes)
+        self.tput_timer.batch_size = train_batch_size
+        engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The module's state dict: whole below stage 3, there with shards."""
+        state = self._engine.module.state_dict(keep_vars=True)
+        return {
+            name: tensor.detach()
+            for name, tensor in state.items()
+            if tensor.requires_grad or not (exclude_frozen_parameters and isinstance(tensor, nn.Parameter))
+        }
 
     def optimizer_params(self) -> dict[str, Any] | None:
         """The optimizer's arguments in the config; None without one there."""

@@ -50,7 +50,7 @@ def announce() -> None:
     """Makes the package "deepspeed" present, also for code that found it absent before."""
     if not any(isinstance(finder, CompatFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, CompatFinder())
-        _complete_accelerate()
+        _complete_imports()
         # Its HfDeepSpeedConfig derives from accelerate's only where there is a deepspeed. Functions imported from it
         # look names up in the module, so they see the new ones.
         integration = sys.modules.get("transformers.integrations.deepspeed")
@@ -58,10 +58,10 @@ def announce() -> None:
             importlib.reload(integration)
 
 
-def _complete_accelerate() -> None:
-    """Gives accelerate's modules the names that they import where there is a deepspeed."""
+def _complete_imports() -> None:
+    """Gives modules the names that they import from accelerate where there is a deepspeed."""
     source = importlib.import_module("accelerate.utils.deepspeed")
     own = {name: value for name, value in vars(source).items() if inspect.getmodule(value) is source}
-    for name in ("accelerate.utils", "accelerate.accelerator"):
+    for name in ("accelerate.utils", "accelerate.accelerator", "transformers.trainer"):
         if name in sys.modules:
             vars(sys.modules[name]).update(own)
