@@ -5,14 +5,19 @@
 runs code written for DeepSpeed: its module paths exist below this package (`compat/`).
 """
 
+from importlib.metadata import version
+
 from hybrid_engine.compat.accelerator import get_accelerator
 from hybrid_engine.compat.aliases import enable_compat, register
 from hybrid_engine.compat.arguments import add_config_arguments
 from hybrid_engine.compat.distributed import init_distributed
+from hybrid_engine.compat.utils import OnDevice, log_dist, logger
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.entry import initialize
 from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.inference import InferenceEngine, init_inference
+
+__version__ = version("hybrid-engine")
 
 DeepSpeedEngine = ZeroEngine
 DeepSpeedHybridEngine = HybridEngine
@@ -24,6 +29,7 @@ __all__ = [
     "DeepSpeedHybridEngine",
     "HybridEngine",
     "InferenceEngine",
+    "OnDevice",
     "ZeroEngine",
     "add_config_arguments",
     "enable_compat",
@@ -31,4 +37,6 @@ __all__ = [
     "init_distributed",
     "init_inference",
     "initialize",
+    "log_dist",
+    "logger",
 ]

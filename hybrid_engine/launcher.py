@@ -112,6 +112,8 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
     for flag, why in NOT_SUPPORTED.items():
         if getattr(options, flag.removeprefix("--")):
             raise ValueError(f"{flag} is not supported: {why}; leave it out")
+    if options.module and options.no_python:
+        raise ValueError("--module and --no_python contradict each other; give one of them")
     hosts = choose_hosts(options)
     names = list(hosts)
     node_rank = _node_rank(options.node_rank, names)
@@ -138,6 +140,8 @@ def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
     """Host names in order, each with the GPUs to use; empty when there is only this machine and nothing is chosen."""
     if options.include and options.exclude:
         raise ValueError("--include and --exclude contradict each other; give one of them")
+    if (options.include or options.exclude) and max(options.num_nodes, options.num_gpus) > 0:
+        raise ValueError("--include and --exclude say which GPUs; leave --num_nodes and --num_gpus out")
     hosts = read_hostfile(Path(options.hostfile), is_required=options.hostfile != DEFAULT_HOSTFILE)
     filtered = options.include or options.exclude
     if not hosts and filtered:

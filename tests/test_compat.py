@@ -42,7 +42,13 @@ from {root}.runtime.hybrid_engine import DeepSpeedHybridEngine
 from {root}.runtime.dataloader import RepeatingLoader
 from {root}.checkpoint.utils import clone_tensors_for_torch_save
 from {root}.utils import RepeatingLoader, instrument_w_nvtx, safe_get_full_fp32_param, safe_get_full_grad
-from {root}.utils import set_z3_leaf_modules
+from {root}.utils import OnDevice, set_z3_leaf_modules
+from {root}.utils.tensor_fragment import safe_get_full_fp32_param
+from {root}.runtime.utils import see_memory_usage
+from {root} import OnDevice, log_dist, logger
+from {root}.inference.config import InferenceConfig
+from {root}.inference.engine import InferenceEngine
+assert InferenceEngine is {root}.InferenceEngine and {root}.__version__
 assert same_adam is DeepSpeedCPUAdam and DeepSpeedEngine is {root}.DeepSpeedEngine
 assert "WarmupDecayLR" in {root}.runtime.lr_schedules.VALID_LR_SCHEDULES
 assert {root}.runtime.zero.partition_parameters.ZeroParamStatus.NOT_AVAILABLE is ZeroParamStatus.NOT_AVAILABLE
@@ -122,6 +128,7 @@ def empty():
 
 comm.barrier()
 comm.barrier(group=None)
+comm.monitored_barrier()
 arrives(comm.all_reduce, mine.clone, op=comm.ReduceOp.SUM, group=None, prof=False, log_name="name", debug=None)
 arrives(comm.reduce, mine.clone, dst=0)
 arrives(comm.broadcast, mine.clone, src=0)
@@ -299,6 +306,12 @@ def test_helpers_of_utils_do_what_their_names_say():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     assert utils.set_z3_leaf_modules(model, [nn.ReLU]) == utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[1]]
     assert utils.instrument_w_nvtx(print) is print
+
+
+def test_memory_is_logged_where_it_is_forced(caplog):
+    deepspeed.runtime.utils.see_memory_usage("before", force=False)
+    deepspeed.runtime.utils.see_memory_usage("after", force=True)
+    assert "before" not in caplog.text and "after | allocated 0." in caplog.text
 
 
 def test_a_step_that_is_skipped_on_request_changes_neither_weights_nor_scale():
@@ -540,5 +553,6 @@ import hybrid_engine as deepspeed
 deepspeed.init_distributed("gloo", init_method="env://", rank=0, world_size=1)
 assert deepspeed.comm.get_world_size() == 1
 """
-    result = run_python(source, {**_clean_environment(), "RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""})
-    assert result.returncode == 0, result.stderr
+    for environment in ({"RANK": "0", "WORLD_SIZE": "1"}, {}):
+        result = run_python(source, {**_clean_environment(), **environment, "CUDA_VISIBLE_DEVICES": ""})
+        assert result.returncode == 0, result.stderr

@@ -143,3 +143,74 @@ def test_a_single_process_has_a_process_group_where_a_launcher_started_it_or_it_
     command = [sys.executable, "-c", ALONE, case]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_batch_size_grows_between_two_steps_as_megatrons_ramps_do():
+    """The steps are those of a plain loop over the same samples."""
+    net, inputs = Net(), torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    config = {**CONFIG, "train_batch_size": 2, "train_micro_batch_size_per_gpu": 2}
+    engine = deepspeed.initialize(model=Net(), config=config)[0]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.8, 0.999), weight_decay=0.0)
+    for batch in inputs.split([2, 4, 6]):
+        engine.set_train_batch_size(len(batch))
+        for part in batch.split(2):
+            engine.backward(engine(part).square().mean())
+            engine.step()
+        optimizer.zero_grad()
+        net(batch).square().mean().backward()
+        optimizer.step()
+    assert (engine.global_steps, engine.global_samples) == (3, 12)
+    assert engine.get_batch_info() == (6, 2, 3) and engine.tput_timer.batch_size == 6
+    for ours, theirs in zip(engine.module.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    engine.backward(engine(inputs[:2]).sum())
+    engine.step()
+    with pytest.raises(ValueError, match="1 micro-batches of a step are done"):
+        engine.set_train_batch_size(2)
+    with pytest.raises(ValueError, match="train_batch_size=3 must be a multiple of train_micro_batch_size_per_gpu=2"):
+        engine.set_train_batch_size(3)
+    engine.zero_grad()
+    engine.set_train_micro_batch_size(3)
+    assert engine.get_batch_info() == (9, 3, 3)
+
+
+def test_dropout_in_megatrons_random_state_leaves_the_others_alone():
+    checkpointing = deepspeed.checkpointing
+    checkpointing.configure(Mpu(1), deepspeed_config=None, num_checkpoints=2)
+    checkpointing.model_parallel_cuda_manual_seed(1234)
+    tracker = checkpointing.get_cuda_rng_tracker()
+    first = torch.rand(3)
+    with tracker.fork():
+        inside = torch.rand(3)
+    second = torch.rand(3)
+    saved = tracker.get_states()
+    with tracker.fork():
+        following = torch.rand(3)
+    torch.manual_seed(1234)
+    assert torch.equal(torch.cat([first, second]), torch.rand(6))
+    torch.manual_seed(1234 + 2718)
+    assert torch.equal(torch.cat([inside, following]), torch.rand(6))
+    tracker.set_states(saved)
+    with tracker.fork():
+        assert torch.equal(torch.rand(3), following)
+    with pytest.raises(ValueError, match="'model-parallel-rng' exists already"):
+        tracker.add("model-parallel-rng", 1)
+    with pytest.raises(ValueError, match="there is no random state 'other'"), tracker.fork("other"):
+        pass
+
+
+def test_modules_built_on_a_device_have_its_dtype_and_nothing_stays_set():
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        layer = nn.Linear(2, 3)
+    with deepspeed.OnDevice(dtype=torch.bfloat16, enabled=False):
+        plain = nn.Linear(2, 3)
+    assert (layer.weight.dtype, layer.weight.device.type) == (torch.bfloat16, "meta")
+    assert (plain.weight.dtype, plain.weight.device.type) == (torch.float32, "cpu") == (torch.rand(1).dtype, "cpu")
+
+
+def test_the_state_dict_of_the_module_with_and_without_what_is_frozen():
+    engine = deepspeed.initialize(model=Net(), config=CONFIG)[0]
+    engine.module.fc1.bias.requires_grad_(False)
+    state = engine.module_state_dict()
+    assert state.keys() == Net().state_dict().keys() and not any(tensor.requires_grad for tensor in state.values())
+    assert set(state) - set(engine.module_state_dict(exclude_frozen_parameters=True)) == {"fc1.bias"}

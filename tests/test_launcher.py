@@ -83,6 +83,8 @@ def test_a_hostfile_says_which_machine_this_is_and_how_many_processes_it_has(hos
         ("--autotuning run t.py", "--autotuning is not supported: sizes are the caller's choice"),
         ("--hostfile missing t.py", "--hostfile=missing is not a file"),
         ("--include localhost --exclude localhost t.py", "--include and --exclude contradict each other"),
+        ("--include localhost:0 --num_gpus 2 t.py", "leave --num_nodes and --num_gpus out"),
+        ("--module --no_python a.b", "--module and --no_python contradict each other"),
         ("--include other:0 t.py", "there is no host 'other'; choose from localhost"),
         ("--num_nodes 2 t.py", "--num_nodes=2 without a hostfile needs --node_rank and --master_addr"),
         ("--hostfile HOSTS --num_nodes 3 t.py", "--num_nodes=3 exceeds the 2 hosts"),

@@ -29,6 +29,7 @@ ALIASES = {
     "runtime.engine": "hybrid_engine.compat.engines",
     "runtime.hybrid_engine": "hybrid_engine.compat.engines",
     "runtime.lr_schedules": "hybrid_engine.zero.lr_schedules",
+    "runtime.utils": "hybrid_engine.compat.utils",
     "runtime.rollout": "hybrid_engine.compat.rollout",
     "runtime.rollout.base": "hybrid_engine.compat.rollout",
     "runtime.rollout.hybrid_engine_rollout": "hybrid_engine.compat.rollout",
@@ -39,7 +40,17 @@ ALIASES = {
     "utils.tensor_fragment": "hybrid_engine.compat.whole_values",
 }
 """DeepSpeed's path of a module, and ours; a namespace only holds others. Parents come before their children."""
-REAL_MODULES = ("checkpoint", "ops", "ops.adam", "ops.lamb", "ops.lion", "zero")
+REAL_MODULES = (
+    "checkpoint",
+    "inference",
+    "inference.config",
+    "inference.engine",
+    "ops",
+    "ops.adam",
+    "ops.lamb",
+    "ops.lion",
+    "zero",
+)
 """Modules that have DeepSpeed's path already."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp, irecv, isend, monitored_barrier, recv, send
+from torch.distributed import ReduceOp, irecv, isend, recv, send
 
 from hybrid_engine.compat.distributed import init_distributed
 
@@ -172,6 +172,7 @@ def _copy(target: Any, value: Any) -> None:
 
 
 barrier = _collective(dist.barrier)
+monitored_barrier = _collective(dist.monitored_barrier)
 all_reduce = _collective(dist.all_reduce)
 inference_all_reduce = all_reduce
 reduce = _collective(dist.reduce)

@@ -35,10 +35,11 @@ def init_distributed(
         dist_init_required: False joins nothing.
 
     Raises:
-        ValueError: for an `init_method` but "env://", and a `rank` or `world_size` that the environment contradicts or
-            does not have: it says them.
+        ValueError: for an `init_method` but "env://", and a `rank` or `world_size` that is not the environment's;
+            without one that of a process alone.
     """
-    known = {**os.environ, **describe_process(os.environ)}
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    known = {**alone, **os.environ, **describe_process(os.environ)}
     asked = {name: number for name, number in (("RANK", rank), ("WORLD_SIZE", world_size)) if number >= 0}
     if init_method not in (None, "env://") or any(known.get(name) != str(number) for name, number in asked.items()):
         raise ValueError(

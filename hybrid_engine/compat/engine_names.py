@@ -184,26 +184,28 @@ class EngineNames:
                 f"{train_batch_size=} must be a multiple of train_micro_batch_size_per_gpu="
                 f"{config.train_micro_batch_size_per_gpu} times {self.world_size} processes"
             )
-        self._set_batch_sizes(train_batch_size, gradient_accumulation_steps=train_batch_size // num_per_pass)
+        self._set_batch_sizes(config.train_micro_batch_size_per_gpu, train_batch_size // num_per_pass)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the samples per micro-batch, and with them those per step; else as `set_train_batch_size`."""
         check_integer("micro_batch_size", micro_batch_size, 1)
-        steps = self._engine.config.gradient_accumulation_steps
-        self._set_batch_sizes(
-            micro_batch_size * steps * self.world_size, train_micro_batch_size_per_gpu=micro_batch_size
-        )
+        self._set_batch_sizes(micro_batch_size, self._engine.config.gradient_accumulation_steps)
 
-    def _set_batch_sizes(self, train_batch_size: int, **sizes: int) -> None:
+    def _set_batch_sizes(self, micro_batch_size: int, num_micro_batches: int) -> None:
         engine = self._engine
         if engine.num_pending_micro_batches:
             raise ValueError(
                 f"batch sizes: {engine.num_pending_micro_batches} micro-batches of a step are done; change them after "
                 f"the step() that ends the accumulation"
             )
-        engine.config = replace(engine.config, train_batch_size=train_batch_size, **sizes)
-        self.tput_timer.batch_size = train_batch_size
-        engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+        engine.config = replace(
+            engine.config,
+            train_batch_size=micro_batch_size * num_micro_batches * self.world_size,
+            train_micro_batch_size_per_gpu=micro_batch_size,
+            gradient_accumulation_steps=num_micro_batches,
+        )
+        self.tput_timer.batch_size = engine.config.train_batch_size
+        engine.micro_steps = engine.global_steps * num_micro_batches
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict: whole below stage 3, there with shards."""

@@ -1,13 +1,17 @@
-"""`deepspeed.utils`, `runtime.dataloader` and `checkpoint.utils`: the logger, and helpers that scripts import."""
+"""`deepspeed.utils`, `runtime.utils`, `runtime.dataloader` and `checkpoint.utils`: the logger, and helpers.
 
-import logging
+`utils.logging` is this module too, so Python's own is not imported under that name.
+"""
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from logging import INFO, getLogger
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from hybrid_engine.compat.accelerator import get_accelerator
 from hybrid_engine.compat.whole_values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -19,6 +23,7 @@ from hybrid_engine.compat.whole_values import (
 from hybrid_engine.zero.processes import get_rank
 
 __all__ = [
+    "OnDevice",
     "RepeatingLoader",
     "clone_tensors_for_torch_save",
     "instrument_w_nvtx",
@@ -31,15 +36,16 @@ __all__ = [
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "see_memory_usage",
     "set_z3_leaf_modules",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-logger = logging.getLogger("hybrid_engine")
+logger = getLogger("hybrid_engine")
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Logs `message` on the given ranks; None, or -1 among them, means all."""
     if ranks is None or -1 in ranks or get_rank() in ranks:
         logger.log(level, "[Rank %d] %s", get_rank(), message)
@@ -49,6 +55,33 @@ def print_rank_0(message: str) -> None:
     """Prints on rank 0."""
     if get_rank() == 0:
         print(message, flush=True)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Logs `message` and the memory of rank 0's device, now and at most, in GiB; only with `force`, as in DeepSpeed."""
+    if force and get_rank() == 0:
+        device = get_accelerator()
+        now, most = device.memory_allocated() / 2**30, device.max_memory_allocated() / 2**30
+        logger.warning("%s | allocated %.2f GiB, at most %.2f GiB", message, now, most)
+
+
+class OnDevice:
+    """Modules built inside have parameters of `dtype` on `device`; on "meta" they have no storage."""
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, torch.device(device), enabled
+        self._dtype_before = dtype
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._dtype_before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            self.device.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.enabled:
+            self.device.__exit__(*error)
+            torch.set_default_dtype(self._dtype_before)
 
 
 def instrument_w_nvtx(func: Function) -> Function:
