@@ -364,7 +364,8 @@ def test_a_wrong_value_is_refused_with_its_name_the_value_and_the_rule(wrong, me
     [
         ('{"train_batch_size": 8,}', "ds.json' is not valid JSON: .*line 1 column 24"),
         ("[1]", "ds.json' must hold a JSON object, not list"),
-        ('{"fp16": {"enabled": true, "enabled": false}}', "enabled is given twice .* True and False"),
+        ('{"fp16": {"enabled": true, "enabled": false}}', "ds.json': fp16.enabled is given twice, True and False"),
+        ('{"a": [1, {"b": {"c": 1}, "b": 2}]}', r"ds.json': a\[1\].b is given twice, {'c': 1} and 2; keep one"),
         (None, "ds.json' cannot be read: No such file"),
     ],
 )

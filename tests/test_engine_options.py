@@ -1,5 +1,9 @@
 """Options of the config that change how the engine trains: each against training without it, or plain PyTorch."""
 
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 from distributed import run_distributed
@@ -13,6 +17,7 @@ from training_reference import (
     train_plainly,
     whole_weights,
 )
+from transformers import TrainingArguments
 
 import hybrid_engine
 
@@ -145,6 +150,31 @@ def test_gradients_may_be_added_up_in_the_parameters_own_dtype():
     assert all(p.grad is None for p in engine.parameters())
 
 
+REAL_FILES = json.loads((Path(__file__).parent / "data" / "real_ds_configs.json").read_text())
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@pytest.mark.parametrize("name", REAL_FILES)
+def test_the_files_that_people_have_train(name, tmp_path):
+    arguments = TrainingArguments(output_dir=tmp_path, max_steps=9, warmup_steps=1, bf16=True, use_cpu=True)
+    config = {key: value for key, value in REAL_FILES[name]["config"].items() if key not in SIZES}
+    copies = ("zero_hpz_partition_size", "mics_shard_size")  # there is one process here, so no copies
+    zero = config.get("zero_optimization", {})
+    config["zero_optimization"] = {key: value for key, value in zero.items() if key not in copies}
+    model = tiny_llama()
+    optimizer = None if "optimizer" in config else torch.optim.AdamW(model.parameters())
+    engine, *_ = hybrid_engine.initialize(
+        args=arguments, model=model, optimizer=optimizer, config={**config, "train_batch_size": 2}
+    )
+    before = whole_weights(engine)
+    for _ in range(3):
+        engine.backward(engine(input_ids=batches(1)[0][0], labels=batches(1)[0][0]).loss)
+        engine.step()
+    # Norms are 1, which a small step in 16 bits does not move.
+    matrices = {name: weight for name, weight in whole_weights(engine).items() if weight.dim() == 2}
+    assert engine.global_steps == 3 and not any(torch.equal(matrices[name], before[name]) for name in matrices)
+
+
 def test_fp16_masters_step_the_parameters_themselves():
     fp16 = {"enabled": True, "loss_scale": 8, "fp16_master_weights_and_grads": True}
     engine = _linear(fp16=fp16)
@@ -197,6 +227,16 @@ def test_bf16_skips_a_step_that_is_not_finite_where_the_config_says_so():
     assert engine.skipped_steps == 1 and torch.equal(engine.module.weight, before) and not engine.was_step_applied()
 
 
+def test_what_the_forward_pass_saves_is_kept_by_the_cpu_where_the_device_is_another(monkeypatch):
+    asked = []
+    monkeypatch.setattr("hybrid_engine.engine.save_on_cpu", lambda **options: asked.append(options) or nullcontext())
+    for is_on in (False, True):
+        engine = _linear(activation_checkpointing={"cpu_checkpointing": is_on})
+        engine.device = torch.device("cuda")
+        _loss(engine)
+    assert asked == [{"pin_memory": True}]
+
+
 def test_a_seed_makes_what_follows_reproducible_and_orders_the_data():
     data = list(range(32))
     engines = [
@@ -238,6 +278,26 @@ def test_the_profiler_counts_the_operations_of_one_micro_batch(tmp_path):
     first, second = 2 * 5 * 8 * 16, 2 * 5 * 16 * 4
     assert f"{2 * first + 3 * second} operations" in path.read_text() and "Sequential" in path.read_text()
     assert f"{3 * second:,}  Sequential.1" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, ["Sequential", "Sequential.0", "Sequential.0.0", "Sequential.1"]),
+        ({"module_depth": 1}, ["Sequential", "Sequential.0", "Sequential.1"]),
+        ({"module_depth": 0}, ["Sequential"]),
+        ({"detailed": False}, ["Sequential"]),
+        ({"detailed": False, "top_modules": 2}, ["Sequential", "Sequential.1"]),
+    ],
+)
+def test_the_profilers_table_shows_the_modules_that_are_asked_for_and_is_printed(options, shown, capsys):
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 9))
+    engine, *_ = hybrid_engine.initialize(
+        model=model, config={**MINIMAL, "flops_profiler": {"enabled": True, "profile_step": 0, **options}}
+    )
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    head, *table = capsys.readouterr().out.splitlines()
+    assert "flops_profiler: step 0" in head and sorted(line.split()[1] for line in table) == shown
 
 
 def test_csv_monitor_writes_a_file_for_each_quantity_by_samples(tmp_path):
@@ -552,6 +612,14 @@ def test_methods_named_forward_gather_the_parameters_like_forward(two_ranks):
     after = critic.forward_value(torch.ones(1, 3))
     for results in two_ranks:
         torch.testing.assert_close(results["value"], (before.detach(), after.detach()), rtol=1e-5, atol=1e-6)
+
+
+def test_different_tags_are_warned_of_unless_the_config_says_otherwise(monkeypatch, caplog):
+    from hybrid_engine import checkpoint_checks
+
+    monkeypatch.setattr(checkpoint_checks, "gather_objects", lambda tag: ["a", tag])
+    assert checkpoint_checks.choose_tag("b", _linear().config.checkpoint.tag_validation) == "a"
+    assert "different tags, ['a', 'b']" in caplog.text and "that of rank 0 is used" in caplog.text
 
 
 def test_processes_with_different_tags_fail_or_use_that_of_rank_0(two_ranks):

@@ -108,7 +108,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"config={path!r} must be a dict or the path of a JSON file, not {type(path).__name__}")
     try:
         text = _decode_base64(path) or _read_text(path)
-        content = json.loads(text, object_pairs_hook=_refuse_duplicates)
+        content = json.loads(text, object_pairs_hook=_Pairs)
     except OSError as error:
         raise ValueError(f"config={os.fspath(path)!r} cannot be read: {error.strerror}; give a JSON file") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -116,9 +116,13 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"config={os.fspath(path)!r} is not valid JSON: {error}; correct the file there (of Hjson, which DeepSpeed "
             f"reads too, comments and trailing commas are not read here)"
         ) from error
-    if not isinstance(content, dict):
+    if not isinstance(content, _Pairs):
         raise ValueError(f"config={os.fspath(path)!r} must hold a JSON object, not {type(content).__name__}")
-    return content
+    try:
+        result: dict[str, Any] = _without_pairs(content, "")
+    except ValueError as error:
+        raise ValueError(f"config={os.fspath(path)!r}: {error}") from error
+    return result
 
 
 def _read_text(path: str | os.PathLike[str]) -> str:
@@ -137,12 +141,21 @@ def _decode_base64(text: str | os.PathLike[str]) -> str | None:
     return decoded if decoded.lstrip().startswith("{") else None
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(
-                f"{key} is given twice in one JSON object, {result[key]!r} and {value!r}; keep one of them"
-            )
-        result[key] = value
-    return result
+class _Pairs(list[tuple[str, Any]]):
+    """The entries of a JSON object in their order, some keys perhaps twice."""
+
+
+def _without_pairs(content: Any, path: str) -> Any:
+    """`content` with dicts for `_Pairs`; raises ValueError for a key that is given twice."""
+    if isinstance(content, _Pairs):
+        result: dict[str, Any] = {}
+        for key, value in content:
+            name = join(path, key)
+            plain = _without_pairs(value, name)
+            if key in result:
+                raise ValueError(f"{name} is given twice, {result[key]!r} and {plain!r}; keep one of them")
+            result[key] = plain
+        return result
+    if isinstance(content, list):
+        return [_without_pairs(value, f"{path}[{index}]") for index, value in enumerate(content)]
+    return content
