@@ -63,7 +63,7 @@ def with_peft(model):
 
 def with_lora_linears(model):
     """LoRA as scripts for DeepSpeed write it, on every linear of `model`."""
-    return randomise_adapters(replace_linears(model, scaling=1.0)).eval()
+    return randomise_adapters(replace_linears(model, scaling=1.0, dropout=0.0)).eval()
 
 
 ADAPTED = {"peft": with_peft, "written by the script": with_lora_linears}
@@ -93,6 +93,42 @@ def test_everything_trainable_moves_after_containers_are_built(family):
     trainable = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
     assert trainable == {name for name, _ in build_model(family).named_parameters()}
     assert [name for name, tensor in weights(engine).items() if torch.equal(tensor, before[name])] == []
+
+
+def learning_steps(rank, world_size):
+    """At each stage, with each kind of adapter: what a step after a rollout did not move, what it did, and how far the
+    rollout from the new weights is from the trainer's log-probabilities.
+    """
+    input_ids, mask = (tensor.split([4, 2])[rank] for tensor in padded_prompts())
+    results = {}
+    for stage in (0, 1, 2, 3):
+        for kind, adapt in {"none": nn.Module.eval, **ADAPTED}.items():
+            for is_pinned in (True, False) if stage == 3 else (True,):
+                engine = build_engine(adapt(build_model()), stage=stage, pin_parameters=is_pinned)
+                before = weights(engine)
+                engine.eval().generate(input_ids, attention_mask=mask, **GREEDY)
+                train_step(engine, input_ids, mask)
+                after, trainable = weights(engine), {n for n, p in engine.module.named_parameters() if p.requires_grad}
+                moved = {name for name in before if not torch.equal(before[name], after[name])}
+                output = engine.eval().generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+                expected = module_logprobs(engine, output.sequences, mask)
+                distance = (output.logprobs - expected).abs().max().item()
+                results[stage, kind, is_pinned] = trainable, moved, distance
+    return results
+
+
+@pytest.mark.parametrize("kind", ["none", *ADAPTED])
+def test_at_every_stage_what_trains_is_what_trained_before_and_the_next_rollout_sees_all_of_it(two_ranks, kind):
+    model = {"none": nn.Module.eval, **ADAPTED}[kind](build_model())
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert (kind == "none") == all("lora" not in name for name in trainable)
+    assert any("lm_head" in name for name in trainable) == (kind != "peft")  # which leaves it out of all linears
+    settings = [(stage, kind, True) for stage in (0, 1, 2, 3)] + [(3, kind, False)]
+    for part in two_ranks:
+        for setting in settings:
+            found, moved, distance = part["learned"][setting]
+            assert (found, moved) == (trainable, trainable), setting
+            assert distance < 5e-5, setting
 
 
 # 2
@@ -188,7 +224,32 @@ def test_a_thousand_fusings_in_bf16_leave_every_weight_as_it_was_to_the_bit(kind
     assert is_same(before, weights(engine))
 
 
+def fused_on_shards(rank, world_size):
+    """Whether weights sharded at stage 3 are to the bit what they were after fusing, rollouts and what ends them."""
+    input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
+    results = {}
+    for kind, adapt in ADAPTED.items():
+        for is_pinned in (True, False):
+            engine = build_engine(
+                adapt(build_model()), stage=3, config={"bf16": {"enabled": True}}, pin_parameters=is_pinned
+            )
+            before = weights(engine)
+            for _ in range(10):
+                engine.fuse_lora_weight()
+                engine.unfuse_lora_weight()
+                engine.eval().generate(input_ids, attention_mask=mask, **GREEDY | {"max_new_tokens": 3})
+                engine.train()
+            results[kind, is_pinned] = is_same(before, weights(engine))
+    return results
+
+
+def test_fusings_of_sharded_weights_leave_every_shard_as_it_was(two_ranks):
+    assert all(part["fused"].values() for part in two_ranks)
+
+
 # 6
+
+SHARED = ["llama", "gpt2", "phi3"]  # separate, fused and transposed, fused projections
 
 
 def shared_rollouts(rank, world_size):
@@ -196,20 +257,23 @@ def shared_rollouts(rank, world_size):
     input_ids, mask = (tensor.split([4, 2])[rank] for tensor in padded_prompts())
     answers = {}
     for kind, adapt in {"none": nn.Module.eval, **ADAPTED}.items():
-        engine = build_engine(adapt(build_model()), stage=3, inference_tp_size=2).eval()
-        assert engine.generator.group.size == 2
-        output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
-        answers[kind] = output.sequences, output.logprobs
+        for family in SHARED:
+            engine = build_engine(adapt(build_model(family)), stage=3, inference_tp_size=2).eval()
+            assert engine.generator.group.size == 2
+            output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
+            answers[kind, family] = output.sequences, output.logprobs
     return answers
 
 
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize("family", SHARED)
 @pytest.mark.parametrize("kind", ["none", *ADAPTED])
-def test_two_processes_share_a_model_without_an_mpu_and_with_an_attention_mask(two_ranks, kind):
+def test_two_processes_share_a_model_without_an_mpu_and_with_an_attention_mask(two_ranks, kind, family):
     """DeepSpeed needs an mpu for `inference_tp_size` > 1, and gathers the prompts of a group but not their masks."""
     input_ids, mask = padded_prompts()
     assert not mask.all(1)[:4].all() and not mask.all(1)[4:].all()  # either process has padding
-    model = build_model() if kind == "none" else merged(ADAPTED[kind](build_model()))
-    sequences, logprobs = rows_of_both(part["shared"][kind] for part in two_ranks)
+    model = build_model(family) if kind == "none" else merged(ADAPTED[kind](build_model(family)))
+    sequences, logprobs = rows_of_both(part["shared"][kind, family] for part in two_ranks)
     assert torch.equal(sequences, model.generate(input_ids, attention_mask=mask, **GREEDY))
     torch.testing.assert_close(logprobs, module_logprobs(model, sequences, mask).float(), atol=5e-5, rtol=0)
 
@@ -290,8 +354,8 @@ def train_and_generate(engine, input_ids, mask):
     return weights(engine), engine.eval().generate(input_ids, attention_mask=mask, **GREEDY)
 
 
-def undisturbed(stage, input_ids, mask):
-    return train_and_generate(build_engine(with_peft(build_model()), stage=stage), input_ids, mask)
+def undisturbed(kind, stage, input_ids, mask):
+    return train_and_generate(build_engine(ADAPTED[kind](build_model()), stage=stage), input_ids, mask)
 
 
 def break_off(place, engine, input_ids, mask, expected):
@@ -305,8 +369,9 @@ def break_off(place, engine, input_ids, mask, expected):
         except PowerCut as raised:
             if raised is not error:
                 found.append("another error was raised")
-    if engine.sharding.is_sharded and not all(isinstance(p, DTensor) for p in engine.module.parameters()):
-        found.append("weights are still gathered")
+    is_apart = engine.sharding.is_sharded and engine.zero_optimization_stage() == 3
+    if any(isinstance(parameter, DTensor) != is_apart for parameter in engine.module.parameters()):
+        found.append("weights are gathered that were not, or the other way round")
     if not is_same(before, weights(engine)):
         found.append("weights changed")
     if any(linear.is_fused for linear in engine.convert_to_linear_transposed()):
@@ -323,15 +388,25 @@ def break_off(place, engine, input_ids, mask, expected):
     return found
 
 
+# Kind of adapters, stage, and how the weights come together for a rollout.
+BROKEN = {
+    "gathered": ("peft", 3, {}),
+    "streamed": ("peft", 3, {"pin_parameters": False}),
+    "streamed, adapters of the script": ("written by the script", 3, {"pin_parameters": False}),
+    "shared": ("written by the script", 3, {"inference_tp_size": 2}),
+    "stage 2": ("written by the script", 2, {"release_inference_cache": True}),
+}
+
+
 def broken_rollouts(rank, world_size):
-    """For each place, and for weights gathered whole or streamed at stage 3, what was wrong afterwards."""
+    """For each place and each way of BROKEN what was wrong afterwards."""
     prompts = [tensor.chunk(world_size)[rank] for tensor in padded_prompts()]
-    expected = undisturbed(3, *prompts)
     results = {}
-    for place in PLACES:
-        for is_pinned in (True, False):
-            engine = build_engine(with_peft(build_model()), stage=3, pin_parameters=is_pinned)
-            results[place, is_pinned] = break_off(place, engine, *prompts, expected)
+    for way, (kind, stage, options) in BROKEN.items():
+        expected = undisturbed(kind, stage, *prompts)
+        for place in PLACES:
+            engine = build_engine(ADAPTED[kind](build_model()), stage=stage, **options)
+            results[place, way] = break_off(place, engine, *prompts, expected)
     return results
 
 
@@ -339,52 +414,73 @@ def broken_rollouts(rank, world_size):
 def test_an_exception_inside_generate_leaves_everything_as_it_was_and_is_raised_again(two_ranks, place):
     """DeepSpeed has no `finally`: the model stays fused and gathered."""
     prompts = padded_prompts()
-    assert break_off(place, build_engine(with_peft(build_model())), *prompts, undisturbed(0, *prompts)) == []
+    for kind, adapt in ADAPTED.items():
+        assert break_off(place, build_engine(adapt(build_model())), *prompts, undisturbed(kind, 0, *prompts)) == []
     for part in two_ranks:
-        assert (part["broken"][place, True], part["broken"][place, False]) == ([], [])
+        assert {way: found for way in BROKEN if (found := part["broken"][place, way])} == {}
 
 
 # 8
 
 
-def sampled_rollouts(rank, world_size):
+# How samples are drawn: on containers, from weights that are whole, gathered, streamed or shared; by the model itself.
+DRAWN = {
+    "whole": (0, {}, {}),
+    "gathered": (3, {}, {}),
+    "streamed": (3, {"pin_parameters": False}, {}),
+    "shared": (3, {"inference_tp_size": 2}, {}),
+    "own": (0, {}, {"no_repeat_ngram_size": 500}),
+    "own, gathered": (3, {}, {"no_repeat_ngram_size": 500}),
+}
+
+
+def sampled_rollouts(rank, world_size, ways=DRAWN):
     """Samples of the same prompt, on two rows of each rank, under one seed, another and none."""
-    model = build_model()
-    torch.manual_seed(100 + rank)
-    state = torch.get_rng_state()
-    engine = build_engine(model).eval()
-    keeps_state = torch.equal(torch.get_rng_state(), state)
     prompts = padded_prompts()[0][:1].expand(4, -1).chunk(world_size)[rank]
+    results = {}
+    for way in ways:
+        stage, hybrid_options, options = DRAWN[way]
+        model = build_model()
+        torch.manual_seed(100 + rank)
+        state = torch.get_rng_state()
+        engine = build_engine(model, stage=stage, **hybrid_options).eval()
+        keeps_state = torch.equal(torch.get_rng_state(), state)
 
-    def sample(**options):
-        return engine.generate(prompts, **SAMPLED, **options)[:, prompts.shape[1] :]
+        def sample(engine=engine, options=options, **seed):
+            return engine.generate(prompts, **SAMPLED, **options, **seed)[:, prompts.shape[1] :]
 
-    unseeded = []
-    for _ in range(2):
-        torch.manual_seed(7)  # the same on all ranks, as scripts do
-        unseeded.append(sample())
-    return {
-        "keeps_state": keeps_state,
-        "seeded": [sample(seed=5), sample(seed=5)],
-        "unseeded": unseeded,
-        "other": sample(seed=6),
-    }
+        unseeded = []
+        for _ in range(2):
+            torch.manual_seed(7)  # the same on all ranks, as scripts do
+            unseeded.append(sample())
+        results[way] = {
+            "keeps_state": keeps_state,
+            "seeded": [sample(seed=5), sample(seed=5)],
+            "unseeded": unseeded,
+            "other": [sample(seed=6)],
+        }
+    return results
 
 
-def test_samples_differ_by_rank_and_row_and_are_reproducible_on_any_number_of_ranks(two_ranks):
+@pytest.mark.parametrize("way", DRAWN)
+def test_samples_differ_by_rank_and_row_and_are_reproducible_on_any_number_of_ranks(two_ranks, way):
     """DeepSpeed gives every rank the random state of rank 0, so all draw the same samples for the same prompt."""
-    parts, alone = [part["sampled"] for part in two_ranks], sampled_rollouts(0, 1)
+    parts = [part["sampled"][way] for part in two_ranks]
     assert all(part["keeps_state"] for part in parts)
+    samples = {kind: torch.cat([part[kind][0] for part in parts]) for kind in ("seeded", "unseeded", "other")}
     for kind in ("seeded", "unseeded"):
-        samples = torch.cat([part[kind][0] for part in parts])
-        assert len({tuple(row) for row in samples.tolist()}) == 12
-        assert torch.equal(samples, torch.cat([part[kind][1] for part in parts]))
-        assert torch.equal(samples, alone[kind][0])
-    assert not torch.equal(torch.cat([part["other"] for part in parts]), alone["seeded"][0])
+        assert len({tuple(row) for row in samples[kind].tolist()}) == 12
+        assert torch.equal(samples[kind], torch.cat([part[kind][1] for part in parts]))
+    assert not torch.equal(samples["other"], samples["seeded"])
+    if "own" not in way:  # which draws by the process
+        alone = sampled_rollouts(0, 1, ["whole"])["whole"]
+        assert all(torch.equal(samples[kind], alone[kind][0]) for kind in samples)
 
 
 def rank_work(rank, world_size):
     return {
+        "learned": learning_steps(rank, world_size),
+        "fused": fused_on_shards(rank, world_size),
         "unpinned": unpinned_rollouts(rank, world_size),
         "shared": shared_rollouts(rank, world_size),
         "broken": broken_rollouts(rank, world_size),

@@ -20,7 +20,7 @@ from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config_checks import check_integer
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
-from hybrid_engine.generation.noise import agree_on_keys
+from hybrid_engine.generation.noise import agree_on_keys, rank_seed
 from hybrid_engine.generation.options import (
     GenerationOptions,
     check_names,
@@ -157,6 +157,10 @@ class Generator:
         assert request is not None
         if self.group.has_same_prompts and self.group.size > 1 and request.options.do_sample:
             request.seed = shares[0].seed  # the model's own generate() must draw the same everywhere
+        elif not is_native and request.options.do_sample and self.sharding.world_size > 1:
+            # Scripts seed all processes alike, and equal prompts would be given equal samples.
+            drawn = int(torch.randint(2**62, ()).item()) if request.seed is None else request.seed
+            request.seed = rank_seed(drawn, self.sharding.rank)
         if request.plan is not None:
             for sequence, key in zip(request.plan.sequences, [key for row in keys for key in row], strict=True):
                 sequence.key = key

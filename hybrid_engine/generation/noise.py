@@ -35,6 +35,11 @@ def _key(seed: int, digest: bytes, index: int) -> int:
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little", signed=True)
 
 
+def rank_seed(seed: int, rank: int) -> int:
+    """A seed of rank `rank`'s own for noise that is not drawn by keys; rank 0's is `seed` itself."""
+    return seed if rank == 0 else _key(seed, b"", rank)
+
+
 def agree_on_keys(
     prompts: list[list[int]],
     error: str | None,
