@@ -47,6 +47,8 @@ class Initialised(nn.Module):
             self.layers[2].weight.mul_(1 / self.layers[2].weight.norm())
         with deepspeed.zero.GatheredParameters([self.layers[2].weight], modifier_rank=0):
             self.layers[2].weight.data[0] = 3.0
+        self.layers[3].weight.data.abs_()
+        self.layers[3].weight.requires_grad = False
 
     def _initialise(self, module):
         if isinstance(module, nn.Linear):
@@ -79,6 +81,7 @@ def build_inside(rank, world_size):
     results = {"values": whole(model).keys() == plain.keys() and relative_error(whole(model), plain)}
     results["restored"] = classes_with_constructors() == before and "__init_subclass__" not in vars(nn.Module)
     results["types"] = {type(p) for p in model.parameters()}
+    results["frozen"] = [name for name, p in model.named_parameters() if not p.requires_grad]
     results["tied"] = model.head.weight is model.embed.weight
     results["marks"] = (inside.weight.ds_status.name, tuple(inside.weight.ds_shape), inside.weight.ds_tensor.numel())
     results["clones"] = len({p.ds_id for p in model.parameters()}) == len(list(model.parameters()))
@@ -211,6 +214,7 @@ def test_the_values_are_those_of_a_plain_build_on_rank_0(runs):
     for _, built, *_ in runs:
         assert built["values"] == 0.0
         assert built["tied"] and built["clones"] and built["restored"]
+        assert built["frozen"] == ["layers.3.weight"]
 
 
 def test_parameters_are_marked_shards(runs):

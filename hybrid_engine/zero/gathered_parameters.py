@@ -137,11 +137,12 @@ class GatheredParameters:
     ) -> None:
         for param in self.params:
             if type(param) is WholeParameter:
-                whole = param.__dict__.pop("ds_whole").detach()
+                whole = param.__dict__.pop("ds_whole")
                 param.__class__, param.ds_status = DTensor, ZeroParamStatus.NOT_AVAILABLE
+                param.requires_grad_(whole.requires_grad)
                 # After an error the others may never come to a collective.
                 if self.modifier_rank is not None and error is None:
-                    _write_back(param, whole, self.modifier_rank)
+                    _write_back(param, whole.detach(), self.modifier_rank)
                 param.__class__ = param.__dict__.pop("ds_class")
             else:
                 kept = param.__dict__.pop("ds_gathered")
