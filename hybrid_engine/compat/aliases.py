@@ -38,6 +38,7 @@ ALIASES = {
     "utils": "hybrid_engine.compat.utils",
     "utils.logging": "hybrid_engine.compat.utils",
     "utils.tensor_fragment": "hybrid_engine.compat.whole_values",
+    "utils.zero_to_fp32": "hybrid_engine.compat.zero_to_fp32",
 }
 """DeepSpeed's path of a module, and ours; a namespace only holds others. Parents come before their children."""
 REAL_MODULES = (

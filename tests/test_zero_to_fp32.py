@@ -1,0 +1,72 @@
+"""deepspeed.utils.zero_to_fp32: the weights of a checkpoint, read without an engine."""
+
+import pytest
+import torch
+from distributed import run_distributed
+from safetensors.torch import load_file
+from training_reference import engine_config, tiny_llama, train_engine, whole_weights
+
+import hybrid_engine as deepspeed
+from hybrid_engine.utils.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
+
+
+def train_and_save(rank, world_size, folder):
+    """Stage 3 in bf16; the masters, whole."""
+    engine = deepspeed.initialize(
+        model=tiny_llama(), config=engine_config(3, world_size, bf16={"enabled": True}, scheduler=None)
+    )[0]
+    train_engine(engine, 1)
+    engine.save_checkpoint(folder, tag="first")
+    train_engine(engine, 1, first_step=1)
+    engine.save_checkpoint(folder, tag="second")
+    masters = {
+        name: deepspeed.utils.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()
+    }
+    return masters, whole_weights(engine)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return folder, run_distributed(train_and_save, 2, folder)[0]
+
+
+def test_the_latest_checkpoint_of_two_processes_gives_its_masters_to_one(saved):
+    folder, (masters, weights) = saved
+    state = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert state.keys() >= masters.keys()
+    assert all(torch.equal(state[name], masters[name]) for name in masters)
+    assert any(not torch.equal(state[name], weights[name].float()) for name in weights), "not the rounded parameters"
+    first = get_fp32_state_dict_from_zero_checkpoint(folder, tag="first")
+    assert any(not torch.equal(first[name], state[name]) for name in masters)
+
+
+def test_a_plain_model_takes_them_tied_ones_too(saved, caplog):
+    folder, (masters, _) = saved
+    model = load_state_dict_from_zero_checkpoint(tiny_llama(seed=1), folder)
+    assert all(torch.equal(param, masters[name]) for name, param in model.named_parameters())
+    assert model.lm_head.weight is model.model.embed_tokens.weight and "keep their" not in caplog.text
+    load_state_dict_from_zero_checkpoint(tiny_llama(tie=False), folder)
+    assert "has no lm_head.weight: they keep their values" in caplog.text
+    with pytest.raises(ValueError, match="is of another model, which has model"):
+        load_state_dict_from_zero_checkpoint(torch.nn.Linear(2, 2), folder)
+
+
+def test_they_are_written_to_one_file(saved, tmp_path):
+    folder, (masters, _) = saved
+    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path)
+    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path, safe_serialization=True)
+    for state in (torch.load(tmp_path / "pytorch_model.bin"), load_file(tmp_path / "model.safetensors")):
+        assert all(torch.equal(state[name], masters[name]) for name in masters)
+
+
+def test_what_there_is_not_is_refused(saved):
+    folder, _ = saved
+    with pytest.raises(ValueError, match="third"):
+        get_fp32_state_dict_from_zero_checkpoint(folder, tag="third")
+    with pytest.raises(ValueError, match="lazy_mode=True is not supported"):
+        get_fp32_state_dict_from_zero_checkpoint(folder, lazy_mode=True)
