@@ -465,6 +465,15 @@ def test_old_names_stand_for_the_new_ones():
     assert load_config(BATCH | types, world_size=1).accumulation_dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["bf16", "BF16", "bfloat16", "torch.bfloat16"])
+def test_dtypes_have_the_names_that_deepspeed_reads(name):
+    types = {"data_types": {"grad_accum_dtype": name}, "communication_data_type": name, "bf16": {"enabled": True}}
+    config = load_config(BATCH | types, world_size=1)
+    assert config.accumulation_dtype == config.communication_dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="gradient_accumulation_dtype: 'int8' is not one of fp32, fp16, bf16"):
+        load_config(BATCH | {"gradient_accumulation_dtype": "int8"}, world_size=1)
+
+
 def test_parameters_are_offloaded_at_stage_3_only_as_in_deepspeed(caplog):
     zero = {"stage": 2, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     with caplog.at_level(logging.INFO, logger="hybrid_engine"):

@@ -60,6 +60,8 @@ logger = logging.getLogger("hybrid_engine")
 
 Block = TypeVar("Block")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
+"""Other names of the dtypes, which DeepSpeed reads too, also after "torch."."""
 SIMPLE_BLOCKS: dict[str, Any] = {
     "fp16": Fp16Config,
     "bf16": Bf16Config,
@@ -180,7 +182,11 @@ class EngineConfig:
         if self.seed is not None:
             check_integer("seed", self.seed, 0, 2**31)
         for name in ("gradient_accumulation_dtype", "communication_data_type"):
-            if getattr(self, name) is not None:
+            value = getattr(self, name)
+            if isinstance(value, str):
+                value = value.lower().removeprefix("torch.")
+                object.__setattr__(self, name, DTYPE_NAMES.get(value, value))
+            if value is not None:
                 check_choice(name, getattr(self, name), tuple(DTYPES))
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError(

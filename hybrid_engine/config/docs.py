@@ -44,7 +44,7 @@ Written by `python -m hybrid_engine.config.docs`; edit the dataclasses and table
 base64. Each key *works*, is *accepted* because what it tunes has no meaning here, or is *not supported*: an error
 while it is switched on. Any other key is an error that names the nearest known one; at the top level, where DeepSpeed
 reads past it, only if there is one, and else a warning. Keys that begin with `_`, `#` or `//` and "comment" are
-comments.
+comments; those of Hjson, which DeepSpeed reads too, are not read.
 """
 
 
