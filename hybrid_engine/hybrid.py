@@ -31,7 +31,7 @@ from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.latency import LatencyStats
-from hybrid_engine.model_group import share_sharded_model
+from hybrid_engine.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 
 
 class ModuleGenerate:
@@ -79,6 +79,7 @@ class HybridEngine(ZeroEngine):
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
         """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
         _check_generates(model)
+        check_group_size(config.hybrid_engine.inference_tp_size, TRAINING_OPTION)
         super().__init__(model, config, **kwargs)
         self.names = HybridNames(self)
         group = share_sharded_model(config.hybrid_engine.inference_tp_size, self.sharding, self.device)

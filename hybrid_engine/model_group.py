@@ -13,6 +13,8 @@ from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import SliceReader
 
 Value = TypeVar("Value")
+TRAINING_OPTION = "hybrid_engine.inference_tp_size"
+"""What says how many processes share the model of a training engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +56,23 @@ class ModelGroup:
         return values  # type: ignore[return-value]
 
 
-def join_model_group(size: int, device: torch.device, option: str) -> ModelGroup:
-    """The group of `size` consecutive processes that this one belongs to; collective over all processes.
-
-    Raises ValueError, which names `option`, where such groups do not make up all processes.
-    """
+def check_group_size(size: int, option: str) -> None:
+    """Raises ValueError, which names `option`, where groups of `size` processes do not make up all processes."""
     world_size = get_world_size()
     if world_size % size:
         choices = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ValueError(f"{option}={size} must divide the number of processes {world_size}; use one of {choices}")
+
+
+def join_model_group(size: int, device: torch.device, option: str) -> ModelGroup:
+    """The group of `size` consecutive processes that this one belongs to; collective over all processes.
+
+    Raises ValueError as `check_group_size` does.
+    """
+    check_group_size(size, option)
     if size == 1:
         return ModelGroup()
-    mesh = init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("replicate", "tensor"))
+    mesh = init_device_mesh(device.type, (get_world_size() // size, size), mesh_dim_names=("replicate", "tensor"))
     return describe_group(mesh["tensor"].get_group(), option)
 
 
@@ -91,7 +98,7 @@ def describe_group(group: dist.ProcessGroup, option: str) -> ModelGroup:
 
 def share_sharded_model(size: int, sharding: Sharding, device: torch.device) -> ModelGroup:
     """The group in which `generate()` of a training engine shares the model; collective."""
-    group = join_model_group(size, device, "hybrid_engine.inference_tp_size")
+    group = join_model_group(size, device, TRAINING_OPTION)
     if size == 1:
         return group
     slices = SliceReader(sharding, size)

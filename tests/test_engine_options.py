@@ -377,13 +377,18 @@ def test_a_folder_in_place_of_the_profilers_file_is_refused_before_the_model_is_
     _assert_refused(r"flops_profiler.output_file=.* is a folder", "flops_profiler", output_file=str(tmp_path))
 
 
-def _assert_refused(message, name, **block):
-    model = nn.Linear(3, 2)
+def test_processes_that_do_not_divide_are_refused_before_the_model_is_changed():
+    message = "hybrid_engine.inference_tp_size=2 must divide the number of processes 1"
+    _assert_refused(message, "hybrid_engine", tiny_llama(), inference_tp_size=2)
+
+
+def _assert_refused(message, name, model=None, **block):
+    model = model or nn.Linear(3, 2)
     with pytest.raises(ValueError, match=message):
         hybrid_engine.initialize(
             model=model, config={**MINIMAL, name: {"enabled": True, **block}, "bf16": {"enabled": True}}
         )
-    assert model.weight.dtype == torch.float32
+    assert all(param.dtype == torch.float32 for param in model.parameters())
 
 
 def test_a_function_that_builds_no_optimizer_is_refused():
