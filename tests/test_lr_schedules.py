@@ -169,3 +169,22 @@ def test_a_run_shorter_than_its_warmup_is_reported(caplog):
     with caplog.at_level(logging.WARNING, logger="hybrid_engine"):
         WarmupDecayLR(sgd(0.5), total_num_steps=10, warmup_num_steps=20)
     assert "total_num_steps=10 is below warmup_num_steps=20" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cls", "params"),
+    [
+        (WarmupLR, ()),
+        (WarmupDecayLR, (10,)),
+        (WarmupCosineLR, (10,)),
+        (LRRangeTest, ()),
+        (OneCycle, (0.1, 0.2)),
+    ],
+)
+def test_schedules_begin_at_the_beginning_as_deepspeeds_do_unless_told_otherwise(cls, params):
+    optimizers = sgd(0.1), sgd(0.1)
+    cls(optimizers[0], *params)
+    cls(optimizers[1], *params, last_batch_iteration=-1)
+    assert optimizers[0].param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
+    with pytest.raises(ValueError, match="last_batch_iteration=3 is not supported; load_checkpoint"):
+        cls(sgd(0.1), *params, last_batch_iteration=3)

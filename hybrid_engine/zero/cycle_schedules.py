@@ -27,6 +27,12 @@ def per_group(name: str, value: float | Sequence[float], num_groups: int) -> lis
     return list(value)
 
 
+def check_last_batch_iteration(value: int) -> None:
+    """Raises ValueError for a place to begin at but the first, which DeepSpeed's schedules take."""
+    if value != -1:
+        raise ValueError(f"last_batch_iteration={value} is not supported; load_checkpoint() continues a schedule")
+
+
 class LRRangeTest(LRScheduler):
     """A rate that only grows, to find where training diverges.
 
@@ -48,7 +54,9 @@ class LRRangeTest(LRScheduler):
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
         lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
     ):
+        check_last_batch_iteration(last_batch_iteration)
         self.min_lrs = per_group("lr_range_test_min_lr", lr_range_test_min_lr, len(optimizer.param_groups))
         self.step_size = lr_range_test_step_size
         self.step_rate = lr_range_test_step_rate
@@ -94,7 +102,9 @@ class OneCycle(LRScheduler):
         cycle_min_mom: float = 0.8,
         cycle_max_mom: float = 0.9,
         decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
     ):
+        check_last_batch_iteration(last_batch_iteration)
         self.lr_range = (cycle_min_lr, cycle_max_lr)
         self.momentum_range = (cycle_min_mom, cycle_max_mom)
         self.sizes = (cycle_first_step_size, cycle_second_step_size or cycle_first_step_size)

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.config import SchedulerConfig
 from hybrid_engine.config.optimizer import PER_GROUP
-from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle, per_group
+from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle, check_last_batch_iteration, per_group
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -83,7 +83,9 @@ class WarmupLR(_WarmupSchedule):
         warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
+        last_batch_iteration: int = -1,
     ):
+        check_last_batch_iteration(last_batch_iteration)
         peak = optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = per_group("warmup_min_lr", warmup_min_lr, len(optimizer.param_groups))
         self.max_lrs = per_group("warmup_max_lr", peak, len(optimizer.param_groups))
@@ -115,7 +117,9 @@ class WarmupDecayLR(WarmupLR):
         warmup_max_lr: float | Sequence[float] | None = 0.001,
         warmup_num_steps: int = 1000,
         warmup_type: str = "log",
+        last_batch_iteration: int = -1,
     ):
+        check_last_batch_iteration(last_batch_iteration)
         self.total_num_steps = total_num_steps
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
         _warn_if_short(total_num_steps, self.warmup_num_steps)
@@ -150,7 +154,9 @@ class WarmupCosineLR(_WarmupSchedule):
         warmup_num_steps: int = 1000,
         cos_min_ratio: float = 0.0001,
         warmup_type: str = "log",
+        last_batch_iteration: int = -1,
     ):
+        check_last_batch_iteration(last_batch_iteration)
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
