@@ -1,0 +1,42 @@
+"""docs/from-deepspeed.md: its scripts run as they stand, on two processes, with its command."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from distributed import free_port
+from transformers import LlamaForCausalLM
+
+PAGE = (Path(__file__).parent.parent / "docs/from-deepspeed.md").read_text()
+NAMES = ("train.py", "trainer.py")
+SCRIPTS = dict(zip(NAMES, re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), strict=True))
+(COMMAND,) = re.findall(r"```\n(hybrid-engine .*?)\n```", PAGE)
+
+
+def launch(name, folder):
+    """Standard output of the page's command for the script."""
+    (folder / name).write_text(SCRIPTS[name])
+    program, verb, *arguments = shlex.split(COMMAND.replace("train.py", name))
+    assert program == "hybrid-engine"
+    command = [sys.executable, "-m", "hybrid_engine.cli", verb, "--master_port", str(free_port()), *arguments]
+    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in torchrun}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_of_the_page_runs_on_two_processes(tmp_path, name):
+    output = launch(name, tmp_path)
+    if name == "train.py":
+        assert all(f"{rank} torch.Size([64, 32])" in output for rank in (0, 1))
+        assert (tmp_path / "checkpoints" / "latest").exists()
+    else:
+        assert all(f"{rank} 2" in output for rank in (0, 1))
+        assert LlamaForCausalLM.from_pretrained(tmp_path / "final").config.hidden_size == 32
