@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from distributed import run_distributed
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 from training_reference import (
@@ -149,6 +150,26 @@ def train(rank, world_size):
     return results
 
 
+def train_adapters(rank, world_size):
+    """With adapters from peft, added inside the block and after it, only they are trained."""
+    config = engine_config(3, world_size)
+    results = {}
+    for name in ("inside", "after"):
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = tiny_llama()
+            if name == "inside":
+                model = with_adapters(model)
+        model = with_adapters(model) if name == "after" else model
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        results[name] = train_engine(engine, STEPS).weights
+    return results
+
+
+def with_adapters(model):
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(r=3, lora_alpha=9, target_modules=["q_proj", "down_proj", "embed_tokens"]))
+
+
 def generate(rank, world_size):
     config = engine_config(3, world_size, hybrid_engine={"enabled": True})
     with deepspeed.zero.Init(config_dict_or_path=config):
@@ -197,6 +218,7 @@ def everything(rank, world_size):
         other_ways(rank, world_size),
         train(rank, world_size),
         generate(rank, world_size),
+        train_adapters(rank, world_size),
     )
 
 
@@ -239,7 +261,7 @@ def test_precision_existing_modules_nesting_and_errors(runs):
 
 def test_it_trains_like_a_plain_loop(runs):
     expected = train_plainly(tiny_llama(), STEPS).weights
-    for _, _, _, trained, _ in runs:
+    for _, _, _, trained, *_ in runs:
         for name in ("config", "instance", "mesh"):
             assert relative_error(trained[name], expected) < 1e-5
         assert trained["same objects"] and trained["alias"]
@@ -248,7 +270,17 @@ def test_it_trains_like_a_plain_loop(runs):
 
 def test_it_generates_like_transformers(runs):
     expected = tiny_llama().generate(torch.arange(6)[None], max_new_tokens=8, do_sample=False)
-    assert all(torch.equal(result[-1], expected) for result in runs)
+    assert all(torch.equal(generated, expected) for *_, generated, _ in runs)
+
+
+def test_adapters_train_like_in_a_plain_loop_whether_added_inside_or_after(runs):
+    model = with_adapters(tiny_llama())
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    expected = train_plainly(model, STEPS).weights
+    assert any(not torch.equal(before[name], expected[name]) for name in before)
+    for *_, trained in runs:
+        for name in ("inside", "after"):
+            assert relative_error(trained[name], expected) < 1e-5
 
 
 @pytest.mark.parametrize(
