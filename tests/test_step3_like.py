@@ -19,6 +19,7 @@ def stages(actor, critic):
     return ["--actor_zero_stage", str(actor), "--critic_zero_stage", str(critic)]
 
 
+SHORT = ["--steps", "2"]
 LORA = ["--actor_lora_dim", "4", "--enable_ema"]
 FP16 = ["--dtype", "fp16", "--initial_scale_power", "8", "--loss_scale_window", "4", "--record_norms"]
 ALONE = {
@@ -26,23 +27,37 @@ ALONE = {
     "stage 3": [*LORA, *stages(3, 3), "--offload"],
 }
 ON_TWO = {
-    "stage 0, micro-batches": [*LORA, "--gradient_accumulation_steps", "2"],
-    "stage 1, recomputed": [*LORA, *stages(1, 1), "--actor_gradient_checkpointing", "--critic_gradient_checkpointing"],
-    "stage 2, offloaded": [*LORA, *stages(2, 2), "--offload"],
+    "stage 0, micro-batches": [*LORA, *SHORT, "--gradient_accumulation_steps", "2"],
+    "stage 1, recomputed": [
+        *LORA,
+        *SHORT,
+        *stages(1, 1),
+        "--actor_gradient_checkpointing",
+        "--critic_gradient_checkpointing",
+    ],
+    "stage 2, offloaded": [*LORA, *SHORT, *stages(2, 2), "--offload"],
     "stage 3, offloaded": [*LORA, *stages(3, 3), "--offload", "--offload_reference_model"],
     "stage 3, only LoRA, streamed": [
         *LORA,
+        *SHORT,
         *stages(3, 2),
         "--only_optimize_lora",
         "--unpin_actor_parameters",
         "--actor_gradient_checkpointing",
     ],
-    "stage 3, sampled": ["--enable_ema", *stages(3, 3), "--do_sample", "--release_inference_cache"],
+    "stage 3, sampled": ["--enable_ema", *SHORT, *stages(3, 3), "--do_sample", "--release_inference_cache"],
 }
 OVERFLOWS = [2, 3]
 FP16_ON_TWO = {
     "aligned": [*LORA, *stages(3, 2), *FP16, "--align_overflow", "--inject_overflow_at", *map(str, OVERFLOWS)],
     "not aligned": [*stages(1, 0), *FP16, "--inject_overflow_at", *map(str, OVERFLOWS)],
+}
+
+IN_16_BITS = {name: [*LORA, *stages(3, 3), "--dtype", name, "--initial_scale_power", "8"] for name in ("bf16", "fp16")}
+OFFLOADS = {
+    f"{name}, {where}": [*argv, *SHORT, *(["--offload"] if where == "offloaded" else [])]
+    for name, argv in IN_16_BITS.items()
+    for where in ("on the device", "offloaded")
 }
 
 KILLED = "stage 3, offloaded"
@@ -74,7 +89,7 @@ def killed(folder):
 def two_ranks(killed, folder):
     """The records of all cases on each of two processes, which began by resuming the killed run."""
     resumed = {"resumed": [*checkpointed(folder), "--resume"]}
-    return run_distributed(run_cases, 2, {**resumed, **ON_TWO, **FP16_ON_TWO}, folder)
+    return run_distributed(run_cases, 2, {**resumed, **ON_TWO, **FP16_ON_TWO, **OFFLOADS}, folder)
 
 
 def load(file):
@@ -120,6 +135,28 @@ def test_in_16_bits_losses_are_those_of_fp32_up_to_rounding(name, dtype):
     losses = torch.tensor([(row["actor_loss"], row["critic_loss"]) for row in record["training"]])
     tolerance = 16 * torch.finfo(dtype).eps
     torch.testing.assert_close(losses, torch.tensor(plain.losses[0]), rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The records of one process, in 16 bits with and without offload."""
+    return run_cases(0, 1, OFFLOADS, folder / "alone")
+
+
+@pytest.mark.parametrize("dtype", IN_16_BITS)
+def test_offload_changes_no_number_in_16_bits_with_rollouts_between_the_steps(dtype, alone, two_ranks, folder):
+    for runs, place in ([alone], folder / "alone"), (two_ranks, folder):
+        for results in runs:
+            kept, offloaded = (results[f"{dtype}, {where}"] for where in ("on the device", "offloaded"))
+            assert kept["training"] == offloaded["training"] and len(kept["training"]) == 8
+            assert kept["sequences"] == offloaded["sequences"]
+        for role in ("actor", "critic", "actor_ema"):
+            weights, expected = (
+                load(place / f"{dtype}, {where}" / role / "pytorch_model.bin")
+                for where in ("on the device", "offloaded")
+            )
+            assert weights.keys() == expected.keys()
+            assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
 def test_saved_models_load_with_from_pretrained_and_give_the_logits_of_plain_pytorch(two_ranks, folder):
