@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from hybrid_engine import checkpoint
 from hybrid_engine.checkpoint_checks import choose_tag
 from hybrid_engine.compat.engine_names import EngineNames
+from hybrid_engine.compat.parameter_offload import ParameterOffload
 from hybrid_engine.compat.whole_values import link_parameters
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.dataloader import TrainingDataLoader
@@ -109,7 +110,9 @@ class ZeroEngine(nn.Module):
         self.module = model
         self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
         self.sharding.settle()
-        link_parameters(model, self.optimizer)
+        if self.optimizer is not None:
+            link_parameters(model, self.optimizer)
+            self.optimizer.parameter_offload = ParameterOffload()
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
         self.global_steps = 0
         self.micro_steps = 0

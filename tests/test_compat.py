@@ -72,6 +72,39 @@ def test_enable_compat_makes_the_same_imports_work_below_deepspeeds():
     assert result.returncode == 0, result.stderr
 
 
+def test_under_deepspeeds_name_the_version_is_that_of_its_names_and_other_modules_are_missing():
+    source = """
+import importlib.metadata, importlib.util
+import hybrid_engine
+hybrid_engine.enable_compat()
+hybrid_engine.enable_compat()
+import deepspeed
+assert deepspeed.__version__ == importlib.metadata.version("deepspeed") != hybrid_engine.__version__
+assert importlib.util.find_spec("deepspeed") is not None
+try:
+    import deepspeed.pipe
+except ModuleNotFoundError:
+    print("missing")
+"""
+    result = run_python(source)
+    assert result.stdout == "missing\n", result.stderr
+
+
+def test_hooks_that_gather_may_be_taken_off_and_put_back_as_trl_does():
+    engine, optimizer, *_ = deepspeed.initialize(model=tiny_llama(), config=engine_config(3))
+    expected = engine(input_ids=torch.arange(6)[None]).logits
+    with deepspeed.zero.GatheredParameters(engine.parameters()):
+        offload = optimizer.parameter_offload
+        for _, param in [*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()]:
+            param.ds_active_sub_modules.clear()
+        for hook in offload.forward_hooks + offload.backward_hooks:
+            hook.remove()
+        offload.forward_hooks = offload.backward_hooks = []
+        inside = engine.module(input_ids=torch.arange(6)[None]).logits
+        offload._register_deepspeed_module(offload.module)
+    assert torch.equal(inside, expected) and torch.equal(engine(input_ids=torch.arange(6)[None]).logits, expected)
+
+
 def test_without_enable_compat_there_is_no_deepspeed_here():
     assert "deepspeed" not in sys.modules
 

@@ -36,6 +36,7 @@ def _checks(rank, world_size):
     whole = tiny_llama().model.embed_tokens.weight.detach()
     results["marks"] = (embedding.ds_numel, tuple(embedding.ds_shape), len({p.ds_id for p in named.values()}))
     results["shard"] = embedding.ds_tensor.numel()
+    results["in forward"] = _marks_in_a_forward_pass(engine, embedding)
     with deepspeed.zero.GatheredParameters(list(named.values())):
         results["whole"] = all(type(p.data) is torch.Tensor for p in named.values())
         results["same"] = torch.equal(embedding.data, whole) and torch.equal(embedding.cpu().detach(), whole)
@@ -80,6 +81,21 @@ def _checks(rank, world_size):
     return results
 
 
+def _marks_in_a_forward_pass(engine, tied):
+    """What a head's forward asks of its parameters, as TRL's does, and whether they are those of outside."""
+    seen = []
+
+    def look(part, inputs):
+        with deepspeed.zero.GatheredParameters(to_fetch(part.parameters())):
+            seen.append((part.weight.ds_id, part.weight.ds_status, part.weight.ds_numel, tuple(part.weight.shape)))
+
+    handle = engine.module.lm_head.register_forward_pre_hook(look)
+    with torch.no_grad():
+        engine(input_ids=torch.arange(6)[None])
+    handle.remove()
+    return seen == [(tied.ds_id, STATUS.AVAILABLE, tied.ds_numel, tuple(tied.ds_shape))]
+
+
 def _evaluation_below_stage_3(world_size):
     engine = deepspeed.initialize(model=tiny_llama(), config={"train_batch_size": 2 * world_size})[0]
     with torch.no_grad():
@@ -109,6 +125,10 @@ def test_parameters_carry_deepspeeds_marks(runs):
     for results in runs:
         assert results["marks"] == (whole.numel(), tuple(whole.shape), 20)
     assert runs[0]["shard"] == whole.numel() and runs[1]["shard"] + runs[2]["shard"] == whole.numel()
+
+
+def test_parameters_carry_the_same_marks_where_a_forward_pass_meets_them(runs):
+    assert all(results["in forward"] for results in runs)
 
 
 def test_inside_they_are_plain_whole_tensors_and_layers_can_be_called(runs):

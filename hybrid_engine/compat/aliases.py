@@ -6,9 +6,10 @@
 
 import importlib
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from hybrid_engine.compat.presence import announce
+from hybrid_engine.compat.presence import VERSION, announce
 
 NAMESPACE = ""
 ALIASES = {
@@ -71,15 +72,24 @@ def enable_compat() -> None:
         ValueError: the real DeepSpeed was imported before; what holds its objects would go on with them.
     """
     ours = sys.modules["hybrid_engine"]
-    if sys.modules.get("deepspeed", ours) is not ours:
+    namesake = sys.modules.setdefault("deepspeed", _build_namesake(ours))
+    if getattr(namesake, "initialize", None) is not ours.initialize:
         raise ValueError(
             "enable_compat(): the real deepspeed is already imported; call enable_compat() before anything imports it"
         )
-    sys.modules["deepspeed"] = ours
     for path in REAL_MODULES:
         sys.modules[f"deepspeed.{path}"] = importlib.import_module(f"hybrid_engine.{path}")
     register("deepspeed")
     announce()
+
+
+def _build_namesake(ours: ModuleType) -> ModuleType:
+    """Our package with DeepSpeed's version, which callers compare; it has no modules but those registered below it."""
+    namesake = ModuleType("deepspeed", ours.__doc__)
+    own = {name: value for name, value in vars(ours).items() if not name.startswith("__")}
+    spec = ModuleSpec("deepspeed", loader=None, is_package=True)  # importlib.util.find_spec() looks at it
+    vars(namesake).update(own, __version__=VERSION, __path__=[], __all__=ours.__all__, __spec__=spec)
+    return namesake
 
 
 def _place(name: str, module: ModuleType) -> None:

@@ -46,12 +46,12 @@ class OptimizerLink:
         return type(None), ()
 
 
-def link_parameters(module: nn.Module, optimizer: ZeroOptimizer | None) -> None:
+def link_parameters(module: nn.Module, optimizer: ZeroOptimizer) -> None:
     """Links the parameters of `module`, as scripts see them, to the optimizer that trains them."""
-    trained = {entry.name: entry for entry in optimizer.parameters} if optimizer is not None else {}
+    trained = {entry.name: entry for entry in optimizer.parameters}
     for name, param in module.named_parameters():
         if name in trained:
-            param.ds_optimizer = OptimizerLink(optimizer, trained[name])  # type: ignore[attr-defined,arg-type]
+            param.ds_optimizer = OptimizerLink(optimizer, trained[name])  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 from hybrid_engine.zero.masters import renew_masters
 from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
+MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
 _numbers = itertools.count()
 
 
@@ -65,6 +66,10 @@ def mark_parameters(sharding: Sharding) -> None:
         return
     for param in sharding.root.parameters():
         mark_parameter(param)
+    # A forward pass meets other parameters, while they are gathered; scripts ask there too.
+    for shard, whole in sharding.gathered_pairs():
+        vars(whole).update({name: value for name, value in vars(shard).items() if name in MARKS})
+        whole.ds_status = ZeroParamStatus.AVAILABLE
 
 
 def mark_parameter(param: Any) -> None:

@@ -62,6 +62,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.overflow = False
         self.skip_step = False
         self.grad_norm: float | None = None
+        self.parameter_offload: Any = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's version patches the class's `step` for all optimizers when it meets one without hooks.

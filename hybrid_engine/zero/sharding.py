@@ -133,33 +133,41 @@ class Sharding:
         """Copies whole parameters into their shards."""
         if not self.stays_whole:
             return
-        for param in self._fsdp_params(is_gathered=True):
+        for param in self._fsdp_params(self.fsdp_modules(), is_gathered=True):
             shard = param.sharded_param
             own = distribute_tensor(
                 param.unsharded_param.detach(), shard.device_mesh, shard.placements, src_data_rank=None
             )
             local_tensor(shard).copy_(local_tensor(own))
 
+    def gathered_pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Each parameter's shard, and the parameter that stands in its place while it is gathered; collective."""
+        for module in self.fsdp_modules():
+            module.unshard()
+            for param in self._fsdp_params([module]):
+                yield param.sharded_param, param.unsharded_param
+            module.reshard()
+
     def has_late_gradients(self) -> bool:
         """Whether gradients came after those of their layer were reduced, in a backward pass that reduces."""
         return any(
             hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
-            for param in self._fsdp_params()
+            for param in self._fsdp_params(self.fsdp_modules())
         )
 
     def drop_pending_gradients(self) -> None:
         """Forgets the gradients that stages 0 and 1 hold unreduced between two boundaries."""
-        for param in self._fsdp_params():
+        for param in self._fsdp_params(self.fsdp_modules()):
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
 
-    def _fsdp_params(self, is_gathered: bool = False) -> Iterator[Any]:
-        """FSDP2's own records of parameters, all or those that are gathered.
+    def _fsdp_params(self, modules: list[FSDPModule], is_gathered: bool = False) -> Iterator[Any]:
+        """FSDP2's own records of the modules' parameters, all or those that are gathered.
 
         Private, for lack of a public way; these names hold from torch 2.11 to 2.13.
         """
-        for module in self.fsdp_modules():
+        for module in modules:
             group = module._get_fsdp_state()._fsdp_param_group
             if group is not None and (group.is_unsharded or not is_gathered):  # without parameters there is no group
                 yield from group.fsdp_params
