@@ -198,6 +198,8 @@ REFUSED = {
         "config": BF16,
         "optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1),
     },
+    "entry 1 of a group is a int": lambda model: {"config": BF16, "model_parameters": [model.weight, 2]},
+    r"a group with \['lr'\] has no \"params\"": lambda model: {"config": BF16, "model_parameters": [{"lr": 0.1}]},
     "none of the 2 parameters.*requires_grad_": lambda model: {"model": model.requires_grad_(False), "config": BF16},
     "no optimizer to schedule": lambda model: {
         "config": {"train_batch_size": 1, "bf16": {"enabled": True}, "scheduler": {"type": "WarmupLR"}}

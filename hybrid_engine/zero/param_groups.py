@@ -14,7 +14,7 @@ def name_groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> li
     """Reads what `torch.optim` optimizers accept as parameters; None stands for all that require a gradient.
 
     Raises:
-        ValueError: a parameter that is not one of `module`, or no parameter that requires a gradient.
+        ValueError: what is no parameter or none of `module`'s, a group without parameters, or no parameter that requires a gradient.
     """
     named = dict(module.named_parameters())
     if model_parameters is None:
@@ -35,10 +35,17 @@ def _as_groups(entries: list[Any]) -> list[dict[str, Any]]:
 
 
 def _name_group(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
+    if "params" not in group:
+        raise ValueError(f'model_parameters: a group with {sorted(group)} has no "params"; name its parameters there')
     entries = group["params"]
     params = [entries] if isinstance(entries, torch.Tensor) else list(entries)
     params = [entry[1] if isinstance(entry, tuple) else entry for entry in params]
     for index, param in enumerate(params):
+        if not isinstance(param, torch.Tensor):
+            raise ValueError(
+                f"model_parameters: entry {index} of a group is a {type(param).__name__}, it must be a parameter; pass "
+                f"model.parameters() or groups of them"
+            )
         if id(param) not in names:
             raise ValueError(
                 f"optimizer: parameter {index} of a group, of shape {tuple(param.shape)}, is not a parameter of the "
