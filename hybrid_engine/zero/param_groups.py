@@ -14,8 +14,8 @@ def name_groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> li
     """Reads what `torch.optim` optimizers accept as parameters; None stands for all that require a gradient.
 
     Raises:
-        ValueError: what is no parameter or none of `module`'s, a group without parameters, or no parameter that requires
-            a gradient.
+        ValueError: what is no parameter or none of `module`'s, a group without parameters, or no parameter that
+            requires a gradient.
     """
     named = dict(module.named_parameters())
     if model_parameters is None:
