@@ -97,6 +97,8 @@ def load(
     folder, state, stored = on_rank_zero(lambda: _read_and_check(engine, Path(directory), tag, trains, is_strict))
     engine.zero_grad()
     with engine.sharding.as_shards():
+        if engine.optimizer is not None:
+            engine.optimizer.renew_masters()  # those of weights that the checkpoint may not have
         optimizer_state = _load_tensors(engine, folder, stored, trains)
         if trains:
             _restore_training(engine, state, optimizer_state, with_scheduler)

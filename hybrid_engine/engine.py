@@ -104,7 +104,7 @@ class ZeroEngine(nn.Module):
             seed_everything(config.seed + get_rank())
         cast_parameters(model, config.dtype)
         # What is offloaded reaches the device layer by layer, while it is sharded: the whole might not fit there.
-        broadcast_module(model if offloads_parameters(config) else model.to(self.device))
+        broadcast_module(model.to("cpu" if offloads_parameters(config) else self.device))
         self.sharding = shard_module(model, config, trains)
         mark_parameters(self.sharding)
         self.module = model
@@ -137,7 +137,8 @@ class ZeroEngine(nn.Module):
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
         self.sharding.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
-        with self.observer.forward(self.global_steps, self.module.training), self._saving_activations():
+        observed = self.observer.forward(self.global_steps, self.module.training)
+        with observed, self._saving_activations(), self.sharding.ending_passes_on_error():
             try:
                 return self.module(*args, **kwargs)
             except RuntimeError as error:
@@ -164,7 +165,7 @@ class ZeroEngine(nn.Module):
         reduces = self._reduces_gradients and self.is_gradient_accumulation_boundary()
         self.sharding.set_gradient_sync(reduces)
         factor = self.sharding.loss_factor / (self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
-        with self.observer.backward(loss):
+        with self.observer.backward(loss), self.sharding.ending_passes_on_error():
             optimizer.scale_loss(loss.float() * factor).backward(retain_graph=retain_graph)
             if reduces and self.sharding.has_late_gradients():
                 self.zero_grad()
@@ -306,6 +307,7 @@ class ZeroEngine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str, Any]:
         """Continues a saved run, by default the latest; collective. Returns its path and the client state.
 
@@ -316,10 +318,16 @@ class ZeroEngine(nn.Module):
             load_optimizer_states: False takes only the weights, like `load_module_only`.
             load_lr_scheduler_states: False leaves the schedule where it is.
             load_module_only: takes only the weights; steps are counted on from where they are.
+            custom_load_fn: must be None: DeepSpeed's gets the whole state dict, which there never is here.
 
         Raises:
-            ValueError: see `checkpoint.load`; the engine is then unchanged.
+            ValueError: see `checkpoint.load`; a `custom_load_fn`. The engine is then unchanged.
         """
+        if custom_load_fn is not None:
+            raise ValueError(
+                f"load_checkpoint(): {custom_load_fn=} is not supported, as the weights are read as shards and never "
+                f"as one state dict; leave it out, and change the weights after loading"
+            )
         module_only = load_module_only or not load_optimizer_states
         path, client_state = checkpoint.load(
             self,

@@ -3,10 +3,16 @@
 import ast
 import inspect
 import textwrap
+from dataclasses import is_dataclass
 
 
 def field_meanings(config_class: type) -> dict[str, str]:
-    """The string below each field of a dataclass, by the field's name, read from its source."""
+    """The string below each field of a dataclass and of those it derives from, by the field's name, from the source."""
+    classes = [base for base in reversed(config_class.__mro__) if is_dataclass(base)]
+    return {name: text for base in classes for name, text in _own_meanings(base).items()}
+
+
+def _own_meanings(config_class: type) -> dict[str, str]:
     definition = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
     assert isinstance(definition, ast.ClassDef), config_class
     meanings = {}

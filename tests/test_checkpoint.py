@@ -27,6 +27,9 @@ from training_reference import (
 
 import hybrid_engine
 from hybrid_engine import checkpoint_folder
+from hybrid_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from hybrid_engine.ops.lamb import FusedLamb
+from hybrid_engine.ops.lion import DeepSpeedCPULion, FusedLion
 
 BEFORE, AFTER = 3, 4
 # Stages, and whether the engine ran before it loads: at the first forward pass FSDP may lay its shards out anew.
@@ -82,6 +85,51 @@ def test_resuming_gives_bit_for_bit_the_run_that_never_stopped(tmp_path, precisi
     assert engine.optimizer.loss_scaler.state_dict() == resumed.optimizer.loss_scaler.state_dict()
 
 
+RATES = {"lr": 1e-2, "weight_decay": 0.1}
+UNCORRECTED = {**RATES, "bias_correction": False}
+OPTIMIZERS = {
+    "FusedAdam": lambda groups: FusedAdam(groups, **RATES),
+    "FusedAdam, uncorrected": lambda groups: FusedAdam(groups, **UNCORRECTED),
+    "DeepSpeedCPUAdam, uncorrected": lambda groups: DeepSpeedCPUAdam(groups, **UNCORRECTED),
+    "FusedLamb": lambda groups: FusedLamb(groups, **RATES),
+    "FusedLion": lambda groups: FusedLion(groups, **RATES),
+    "DeepSpeedCPULion": lambda groups: DeepSpeedCPULion(groups, **RATES),
+    "Adam of the config, uncorrected": {"type": "Adam", "params": UNCORRECTED},
+    "Adam of the config, uncorrected and coupled": {"type": "Adam", "params": {**UNCORRECTED, "adam_w_mode": False}},
+    "Lamb of the config": {"type": "Lamb", "params": RATES},
+    "Lion of the config": {"type": "Lion", "params": RATES},
+}
+
+
+def _engine_on_noise(seed, optimizer):
+    """An engine with an optimizer that is passed, or is the config's."""
+    torch.manual_seed(seed)
+    config = {"train_batch_size": 1, "bf16": {"enabled": True}}
+    if callable(optimizer):
+        return hybrid_engine.initialize(model=nn.Linear(5, 3), optimizer=optimizer, config=config)[0]
+    return hybrid_engine.initialize(model=nn.Linear(5, 3), config={**config, "optimizer": optimizer})[0]
+
+
+def _train_on_noise(engine, first_step, num_steps):
+    for step in range(first_step, first_step + num_steps):
+        # Other inputs at each step, so that moments are no multiple of the gradient.
+        inputs = torch.randn(1, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
+        engine.backward(engine(inputs).float().square().sum())
+        engine.step()
+    return [trained.master.detach().clone() for trained in engine.optimizer.parameters]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_resumes_bit_for_bit(tmp_path, name):
+    engine = _engine_on_noise(0, OPTIMIZERS[name])
+    _train_on_noise(engine, 0, BEFORE)
+    engine.save_checkpoint(tmp_path)
+    resumed = _engine_on_noise(1, OPTIMIZERS[name])
+    resumed.load_checkpoint(tmp_path)
+    expected, continued = (_train_on_noise(each, BEFORE, AFTER) for each in (engine, resumed))
+    assert all(torch.equal(a, b) for a, b in zip(expected, continued, strict=True))
+
+
 def test_saving_changes_nothing(tmp_path):
     engine, other = _engine(), _engine()
     torch.manual_seed(3)
@@ -132,6 +180,18 @@ def _two_processes(rank, world_size, folder, from_one):
         _, client_state = engine.load_checkpoint(from_one, tag="of_one")
         assert engine.global_steps == BEFORE and client_state == {}
         results["from one", stage, has_run] = train_engine(engine, AFTER, first_step=BEFORE)
+    results["uncorrected"] = []
+    uncorrected = {"type": "Adam", "params": {"lr": 1e-2, "bias_correction": False}}
+    for has_saved in (True, False):
+        engine, *_ = hybrid_engine.initialize(
+            model=tiny_llama(0 if has_saved else 7), config=engine_config(3, world_size, optimizer=uncorrected)
+        )
+        if has_saved:
+            train_engine(engine, BEFORE)
+            engine.save_checkpoint(folder / "uncorrected")
+        else:
+            engine.load_checkpoint(folder / "uncorrected")
+        results["uncorrected"].append(train_engine(engine, 2, first_step=BEFORE).weights)
     try:
         engine.load_checkpoint(from_one, tag="absent")
     except ValueError as error:
@@ -151,6 +211,8 @@ def test_a_checkpoint_continues_on_another_number_of_processes_and_at_another_st
             continued = results["from one", stage, has_run]
             assert relative_error(continued.weights, plain.weights) < 1e-6
             assert continued.norms == pytest.approx(plain.norms[BEFORE:], rel=1e-6)
+        never_stopped, resumed = results["uncorrected"]
+        assert all(torch.equal(never_stopped[name], resumed[name]) for name in never_stopped)
         assert "no such checkpoint" in results["error"] and "of_one" in results["error"]
 
     one, *_ = hybrid_engine.initialize(model=tiny_llama(7), config=engine_config(1))
@@ -300,6 +362,16 @@ def test_a_garbled_state_of_the_right_size_is_refused_as_damaged(saved, content)
     size = path.stat().st_size
     path.write_bytes((content * size)[:size])
     _assert_refuses(_step(_linear_engine(2.0)), saved, "is damaged: state.pt cannot be read; load another tag")
+
+
+def test_a_function_that_would_load_the_state_dict_itself_is_refused(saved):
+    engine = _step(_linear_engine(2.0))
+    before = engine.module.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"custom_load_fn=<function .* is not supported, as the weights are read as"):
+        engine.load_checkpoint(saved, None, True, True, True, False, lambda source, target: None)
+    assert torch.equal(engine.module.weight, before)
+    engine.load_checkpoint(saved, custom_load_fn=None)
+    assert not torch.equal(engine.module.weight, before)
 
 
 def test_a_missing_tag_or_folder_is_refused_naming_what_there_is(saved, tmp_path):

@@ -1,6 +1,7 @@
 """Training scripts as DeepSpeed's tutorials, Megatron's and OpenRLHF's loops write them, in one process."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -118,6 +119,36 @@ def test_model_and_sequence_parallelism_are_refused_and_their_absence_is_not():
         deepspeed.initialize(model=Net(), config=CONFIG, mpu=Mpu(2))
     with pytest.raises(ValueError, match=r"mesh_param=\(1, 2\) asks for sequence parallelism"):
         deepspeed.initialize(model=Net(), config=CONFIG, mesh_param=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("is_file", "arguments"),
+    [
+        (False, lambda config: {"config": config}),
+        (True, lambda path: {"config": path}),
+        (True, lambda path: {"config": str(path)}),
+        (False, lambda config: {"config_params": config}),
+        (True, lambda path: {"config_params": str(path)}),
+        (True, lambda path: {"args": SimpleNamespace(deepspeed_config=str(path))}),
+        (True, lambda path: {"args": SimpleNamespace(deepscale_config=str(path))}),
+    ],
+)
+def test_initialize_takes_the_config_in_each_of_deepspeeds_ways(tmp_path, is_file, arguments):
+    config, path = {**CONFIG, "gradient_clipping": 0.25}, tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    engine = deepspeed.initialize(model=Net(), **arguments(path if is_file else config))[0]
+    assert (engine.train_batch_size(), engine.gradient_clipping()) == (4, 0.25)
+    assert engine.optimizer.param_groups[0]["betas"] == (0.8, 0.999)
+
+
+def test_batches_of_the_training_data_are_made_by_the_function_that_is_passed():
+    def collate(samples):
+        return {"x": torch.tensor(samples), "num": len(samples)}
+
+    _, _, loader, _ = deepspeed.initialize(model=Net(), training_data=list(range(8)), collate_fn=collate, config=CONFIG)
+    batches = list(loader)
+    assert [batch["num"] for batch in batches] == [4, 4]
+    assert sorted(torch.cat([batch["x"] for batch in batches]).tolist()) == list(range(8))
 
 
 ALONE = """

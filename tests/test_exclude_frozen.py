@@ -138,6 +138,12 @@ def test_without_strictness_weights_that_one_side_lacks_stay_as_they_are(tmp_pat
         loading.load_checkpoint(tmp_path)
     loading.load_checkpoint(tmp_path, "t", False, True, True, False)  # positions of DeepSpeed's arguments
     assert (loading.module.a.tolist(), loading.module.c.tolist()) == ([1.0] * 3, [0.0] * 3)
+    in_bf16, *_ = hybrid_engine.initialize(
+        model=Two("a", "c"), config={**config, "bf16": {"enabled": True}, "optimizer": {"type": "Adam"}}
+    )
+    in_bf16.module.c.data.fill_(5.0)  # like a head that was initialised later
+    in_bf16.load_checkpoint(tmp_path, load_module_strict=False, load_module_only=True)
+    assert (in_bf16.module.a.tolist(), in_bf16.module.c.tolist()) == ([1.0] * 3, [5.0] * 3)
     wider, *_ = hybrid_engine.initialize(model=Two("a", "c", size=4), config=config)
     with pytest.raises(ValueError, match=r"a has shape \[4\] in the model and \[3\]"):
         wider.load_checkpoint(tmp_path, load_module_strict=False)

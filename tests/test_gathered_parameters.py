@@ -4,6 +4,7 @@ import pytest
 import torch
 from distributed import run_distributed
 from torch import nn
+from torch.distributed.tensor import DTensor
 from training_reference import engine_config, relative_error, tiny_llama, train_engine, train_plainly, whole_weights
 
 import hybrid_engine as deepspeed
@@ -70,6 +71,7 @@ def _checks(rank, world_size):
     train_engine(engine, 3)
     moving_average(engine, average, 0.75, rank)
     results["average"] = whole_weights(average)
+    results["refused"] = _refused_uses(engine)
     results["resumes"] = train_engine(engine, 1, first_step=3).weights
     state = {}
     for name, param in engine.module.named_parameters():
@@ -94,6 +96,37 @@ def _marks_in_a_forward_pass(engine, tied):
         engine(input_ids=torch.arange(6)[None])
     handle.remove()
     return seen == [(tied.ds_id, STATUS.AVAILABLE, tied.ds_numel, tuple(tied.ds_shape))]
+
+
+def _refused_uses(engine):
+    """What would be lost: gradients of gathered parameters, and changes of those that a forward pass gathered."""
+    weight, tokens = engine.module.model.embed_tokens.weight, torch.arange(6)[None]
+    found = []
+
+    def change(part, inputs):
+        block = deepspeed.zero.GatheredParameters(part.parameters(), modifier_rank=0)
+        with pytest.raises(ValueError, match="that a forward pass has gathered; change it before"):
+            block.__enter__()
+        found.append("change")
+
+    if isinstance(weight, DTensor):  # on several processes
+        handle = engine.module.lm_head.register_forward_pre_hook(change)
+        with torch.no_grad():
+            engine(input_ids=tokens)
+        handle.remove()
+        with deepspeed.zero.GatheredParameters(weight):
+            loss = weight.square().sum()
+        with pytest.raises(ValueError, match="depends on a parameter inside GatheredParameters"):
+            loss.backward()
+        found.append("gradient")
+    else:
+        with deepspeed.zero.GatheredParameters(weight):
+            loss = weight.square().sum()
+            weight.data.zero_()
+        loss.backward()
+        found.append(torch.equal(weight.grad, 2 * weight))
+        weight.grad = None
+    return found
 
 
 def _evaluation_below_stage_3(world_size):
@@ -136,6 +169,10 @@ def test_inside_they_are_plain_whole_tensors_and_layers_can_be_called(runs):
     for results in runs:
         assert results["whole"] and results["same"] and results["inside"]
         torch.testing.assert_close(results["layer"], expected)
+
+
+def test_what_would_be_lost_is_refused(runs):
+    assert runs[0]["refused"] == [True] and runs[1]["refused"] == runs[2]["refused"] == ["change", "gradient"]
 
 
 def test_without_a_modifier_changes_are_discarded(runs):

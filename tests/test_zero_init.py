@@ -95,6 +95,16 @@ def other_ways(rank, world_size):
     with deepspeed.zero.Init(config_dict_or_path=config), deepspeed.zero.Init():
         model = Initialised()
     results["dtypes"] = ({p.dtype for p in model.parameters()}, model.steps.dtype)
+    with deepspeed.zero.Init():
+        model = tiny_llama()
+    held = list(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    params = list(engine.module.parameters())
+    results["cast"] = {p.dtype for p in params} | {local_tensor(p).dtype for p in params}
+    results["cast in place"] = all(p is q for p, q in zip(held, params, strict=True))
+    results["cast state"] = train_engine(engine, STEPS).weights
+    engine, *_ = deepspeed.initialize(model=tiny_llama(), config=config)
+    results["built plainly"] = train_engine(engine, STEPS).weights
     existing = Initialised()
     values = whole(existing)
     deepspeed.zero.Init(module=existing)
@@ -251,6 +261,9 @@ def test_parameters_are_marked_shards(runs):
 def test_precision_existing_modules_nesting_and_errors(runs):
     for _, _, other, *_ in runs:
         assert other["dtypes"] == ({torch.bfloat16}, torch.int64)
+        assert other["cast"] == {torch.bfloat16} and other["cast in place"]
+        built_plainly = other["built plainly"]
+        assert all(torch.equal(other["cast state"][name], built_plainly[name]) for name in built_plainly)
         assert other["existing"] == 0.0 and other["disabled"] and other["after an error"]
         assert other["existing types"] == {DTensor if len(runs) > 1 else nn.Parameter}
         if len(runs) > 1:

@@ -203,10 +203,40 @@ def _two_processes(rank, world_size):
         results["bf16", stage] = _train_bf16(rank, world_size, stage)
         results["fp16", stage] = _overflow_on_one_rank(rank, world_size, stage)
         results["nan", stage] = _nan_on_one_rank(rank, world_size, stage)
+        results["interrupted", stage] = _interrupted_passes(world_size, stage)
+    results["moved"] = _moved_by_to(world_size)
     results["evaluates"] = _evaluate_at_stage_3()
     results["gathered"] = _gathered_after_each_pass_at_stage_3()
     results["refused"] = _other_architecture(rank)
     return results
+
+
+def _interrupted_passes(world_size, stage):
+    """An error in a forward and in a backward pass, on all processes, as when memory runs out; then training."""
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size))
+    tokens = torch.arange(12)[None]
+    layer = engine.module.model.layers[0]
+
+    def fail(*args):
+        raise KeyError("interrupted")
+
+    handle = layer.mlp.register_forward_pre_hook(fail)
+    with pytest.raises(KeyError, match="interrupted"):
+        engine(input_ids=tokens, labels=tokens)
+    handle.remove()
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    handle = layer.mlp.register_full_backward_hook(fail)
+    loss = engine(input_ids=tokens, labels=tokens).loss
+    with pytest.raises(KeyError, match="interrupted"):
+        engine.backward(loss)
+    handle.remove()
+    engine.zero_grad()
+    return train_engine(engine, STEPS).weights
+
+
+def _moved_by_to(world_size):
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(3, world_size))
+    return train_engine(engine.to("cpu"), STEPS).weights
 
 
 def _read_between_steps(rank, engine):
@@ -440,6 +470,16 @@ def test_bf16_masters_of_two_processes_follow_those_of_one(two_ranks):
             moved = (expected[name] - start[name].bfloat16().float()).norm()
             # The sum over ranks is rounded to bf16 once, where one process rounds each micro-batch.
             assert (masters[name] - expected[name]).norm() < 0.05 * moved, name
+
+
+def test_training_goes_on_after_an_error_in_a_forward_or_backward_pass(two_ranks, plain):
+    for results in two_ranks:
+        for stage in range(4):
+            assert relative_error(results["interrupted", stage], plain.weights) < TOLERANCE
+
+
+def test_an_engine_may_be_moved(two_ranks, plain):
+    assert all(relative_error(results["moved"], plain.weights) < TOLERANCE for results in two_ranks)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):

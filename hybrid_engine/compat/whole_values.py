@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hybrid_engine.zero.masters import TrainedParameter
+from hybrid_engine.zero.masters import TrainedParameter, renew_masters
 from hybrid_engine.zero.optimizer import ZeroOptimizer
 from hybrid_engine.zero.sharding import full_tensor, local_tensor
 
@@ -20,27 +20,27 @@ class OptimizerLink:
 
     def __init__(self, optimizer: ZeroOptimizer, trained: TrainedParameter) -> None:
         # Weak, or a model would stay in memory until the garbage collector finds the circle.
-        self._optimizer = weakref.ref(optimizer)
-        self._master = weakref.ref(trained.master)
-        self.has_master = trained.has_master
-        self._param = weakref.ref(trained.param)
+        # To the tensors themselves it would keep `engine.to()` from exchanging them.
+        self._optimizer, self._trained = weakref.ref(optimizer), weakref.ref(trained)
 
     @property
     def master(self) -> Any:
-        """What the optimizer steps; None when it is gone."""
-        return self._master()
+        """What the optimizer steps instead of the parameter; None if it steps that, or is gone."""
+        trained = self._trained()
+        return trained.master if trained is not None and trained.has_master else None
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient of the step under way."""
-        owners = (self._master(), self._param())
-        return next((owner.grad for owner in owners if owner is not None and owner.grad is not None), None)
+        trained = self._trained()
+        owners = (trained.master, trained.param) if trained is not None else ()
+        return next((owner.grad for owner in owners if owner.grad is not None), None)
 
     @property
     def state(self) -> dict[str, Any]:
         """The optimizer's state of this parameter; empty before the first step."""
-        optimizer = self._optimizer()
-        return optimizer.state.get(self._master(), {}) if optimizer is not None else {}
+        optimizer, trained = self._optimizer(), self._trained()
+        return optimizer.state.get(trained.master, {}) if optimizer is not None and trained is not None else {}
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -57,15 +57,19 @@ def link_parameters(module: nn.Module, optimizer: ZeroOptimizer) -> None:
 @torch.no_grad()
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """The parameter as the optimizer steps it, in fp32."""
-    link = _link(param)
-    return _copy(link.master if link is not None and link.has_master else param).float()
+    master = _master(param)
+    if master is None:
+        return _copy(param).float()
+    if isinstance(param, DTensor) == isinstance(master, DTensor):
+        renew_masters([(local_tensor(param), local_tensor(master))])
+    return _copy(master).float()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the parameter, and its fp32 master, to `value`, which every process must give alike."""
-    link = _link(param)
-    if link is not None and link.has_master:
-        _assign(link.master, value)
+    master = _master(param)
+    if master is not None:
+        _assign(master, value)
     _assign(param, value)
 
 
@@ -106,6 +110,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 def _link(param: nn.Parameter) -> OptimizerLink | None:
     return getattr(param, "ds_optimizer", None)
+
+
+def _master(param: nn.Parameter) -> torch.Tensor | None:
+    link = _link(param)
+    return None if link is None else link.master
 
 
 def _grad(param: nn.Parameter) -> torch.Tensor | None:

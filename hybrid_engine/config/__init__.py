@@ -25,6 +25,7 @@ from hybrid_engine.config.blocks import (
     CheckpointConfig,
     Fp16Config,
     OffloadConfig,
+    OffloadParamConfig,
     ZeroConfig,
 )
 from hybrid_engine.config.generation import HybridEngineConfig
@@ -50,6 +51,7 @@ __all__ = [
     "Fp16Config",
     "HybridEngineConfig",
     "OffloadConfig",
+    "OffloadParamConfig",
     "OptimizerConfig",
     "SchedulerConfig",
     "ZeroConfig",
@@ -339,9 +341,9 @@ def _build_zero(block: dict[str, Any], without_effect: list[str]) -> ZeroConfig:
                 block = {**block, old: {"device": "cpu"}}
                 _rename(block, path, old, new)
     values = read_block(block, path, [entry.name for entry in fields(ZeroConfig)], without_effect)
-    for name in ("offload_optimizer", "offload_param"):
+    for name, kind in (("offload_optimizer", OffloadConfig), ("offload_param", OffloadParamConfig)):
         inner = f"{path}.{name}"
-        values[name] = _build(OffloadConfig, child_block(block, name, path), inner, without_effect, block=inner)
+        values[name] = _build(kind, child_block(block, name, path), inner, without_effect, block=inner)
     result = ZeroConfig(**values)
     if result.offload_param.device == "cpu" and not result.offloads_parameters:
         without_effect.append(f"{path}.offload_param (read at stage 3)")

@@ -14,8 +14,6 @@ class OffloadConfig:
     device: str = "none"
     """"cpu" keeps it in the CPU's memory; "none" on the device that computes. On a machine without GPU both are the
     same."""
-    pin_memory: bool = False
-    """Whether that memory is page-locked, which makes copies faster (offload_param)."""
 
     def __post_init__(self) -> None:
         if self.device == "nvme":
@@ -23,6 +21,17 @@ class OffloadConfig:
                 f'{self.block}.device="nvme" is not supported: there is no NVMe offloading; set it to "cpu"'
             )
         check_choice(f"{self.block}.device", self.device, ("none", "cpu"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadParamConfig(OffloadConfig):
+    """`zero_optimization.offload_param`."""
+
+    pin_memory: bool = False
+    """Whether that memory is page-locked, which makes copies faster."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_flag(f"{self.block}.pin_memory", self.pin_memory)
 
 
@@ -34,7 +43,7 @@ class ZeroConfig:
     """0 replicates, 1 and 2 shard optimizer state and gradients, 3 also shards the parameters."""
     offload_optimizer: OffloadConfig = OffloadConfig(block="zero_optimization.offload_optimizer")
     """Where fp32 masters and optimizer state lie and are stepped."""
-    offload_param: OffloadConfig = OffloadConfig(block="zero_optimization.offload_param")
+    offload_param: OffloadParamConfig = OffloadParamConfig(block="zero_optimization.offload_param")
     """Where parameters and gradients lie between uses; read at stage 3, as in DeepSpeed."""
     zero_hpz_partition_size: int = 1
     """Processes that share one copy of a stage 3 model, with copies across; 1 shards over all of them."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from hybrid_engine.config import OTHER_NAMES, SIMPLE_BLOCKS, EngineConfig, OffloadConfig, ZeroConfig
+from hybrid_engine.config import OTHER_NAMES, SIMPLE_BLOCKS, EngineConfig, OffloadConfig, OffloadParamConfig, ZeroConfig
 from hybrid_engine.config.auto import FROM_ARGUMENTS, ONLY_THE_USER_KNOWS
 from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, OPTIMIZERS_NOT_SUPPORTED, as_json
 from hybrid_engine.config.optimizer import (
@@ -25,7 +25,7 @@ WORKING: dict[str, Any] = {
     "": EngineConfig,
     "zero_optimization": ZeroConfig,
     "zero_optimization.offload_optimizer": OffloadConfig,
-    "zero_optimization.offload_param": OffloadConfig,
+    "zero_optimization.offload_param": OffloadParamConfig,
     "optimizer": OptimizerConfig,
     "scheduler": SchedulerConfig,
     **SIMPLE_BLOCKS,

@@ -102,7 +102,7 @@ NO_MEANING: dict[str, dict[str, str]] = {
         "mics_hierarchical_params_gather": "the process group's backend chooses its algorithm",
         "model_persistence_threshold": OTHER_NAME.format("stage3_model_persistence_threshold"),
         "module_granularity_threshold": OTHER_NAME.format("stage3_module_granularity_threshold"),
-        "override_module_apply": "sharding happens after the model is built",
+        "override_module_apply": "zero.Init shards parameters when they are built, or touched in a constructor",
         "overlap_comm": "FSDP2 always overlaps communication and computation",
         "param_persistence_threshold": OTHER_NAME.format("stage3_param_persistence_threshold"),
         "pipeline_loading_checkpoint": "checkpoints are read in shards",

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hybrid_engine.config import EngineConfig, Fp16Config, OptimizerConfig
 from hybrid_engine.config.optimizer import TORCH_OPTIMIZERS
 from hybrid_engine.ops.adam import FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
 from hybrid_engine.ops.lion import FusedLion
-from hybrid_engine.zero.gathered_parameters import MasterLink
 from hybrid_engine.zero.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from hybrid_engine.zero.lr_schedules import build_scheduler
 from hybrid_engine.zero.masters import build_trained_parameters
@@ -61,7 +61,13 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     Buffers keep their precision on purpose: rotary frequencies in bf16 put distant tokens at the wrong position.
     """
     for param in module.parameters():
-        if param.is_floating_point() and param.dtype != dtype:
+        if not param.is_floating_point() or param.dtype == dtype:
+            continue
+        if isinstance(param, DTensor):  # its `data` is the local part's in part only
+            cast = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+            vars(cast).update(vars(param))
+            torch.utils.swap_tensors(param, cast)
+        else:
             param.data = param.data.to(dtype)
 
 
@@ -86,9 +92,6 @@ def build_optimizer(
         master_device=torch.device("cpu") if config.zero_optimization.offloads_optimizer else None,
     )
     masters = {trained.name: trained.master for trained in parameters}
-    for trained in parameters:
-        if trained.has_master:
-            trained.param.ds_master = MasterLink(trained.master)
     if isinstance(optimizer, torch.optim.Optimizer):
         repoint_groups(optimizer, groups, masters)
         inner = optimizer

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import unserializable_hook
 
-from hybrid_engine.zero.masters import renew_masters
 from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
@@ -69,7 +69,7 @@ def mark_parameters(sharding: Sharding) -> None:
     # A forward pass meets other parameters, while they are gathered; scripts ask there too.
     for shard, whole in sharding.gathered_pairs():
         vars(whole).update({name: value for name, value in vars(shard).items() if name in MARKS})
-        whole.ds_status = ZeroParamStatus.AVAILABLE
+        whole.ds_status, whole.ds_is_copy = ZeroParamStatus.AVAILABLE, True
 
 
 def mark_parameter(param: Any) -> None:
@@ -80,28 +80,20 @@ def mark_parameter(param: Any) -> None:
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE if isinstance(param, DTensor) else ZeroParamStatus.AVAILABLE
 
 
-class MasterLink:
-    """A parameter's way to its fp32 master; a copy of the parameter has none, like a copy of it has no optimizer."""
-
-    def __init__(self, master: torch.Tensor) -> None:
-        self.master = master
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
-
-
 class GatheredParameters:
     """Makes stage 3 parameters whole inside the block; collective, entered and left by every process.
 
     Args:
         params: a parameter or several; those without `ds_id` are left alone.
-        modifier_rank: the process whose changes reach the parameters, and their fp32 masters, everywhere. None
-            discards all changes.
+        modifier_rank: the process whose changes reach the parameters everywhere, and with the next step their fp32
+            masters. None discards all changes.
         fwd_module: has no meaning here.
         enabled: False does nothing.
 
     Raises:
-        ValueError: on entering, for a parameter that another block has gathered and not left yet.
+        ValueError: on entering, for a parameter that another block has gathered and not left yet, or that a forward
+            pass has gathered if it is to be changed; in a backward pass that comes to a gathered parameter, which has
+            no gradient.
     """
 
     def __init__(
@@ -127,34 +119,60 @@ class GatheredParameters:
                     f"GatheredParameters: a parameter of shape {tuple(param.ds_shape)} is gathered already by a block "
                     f"around this one; gather each parameter once"
                 )
-        for param in self.params:
+            if self.modifier_rank is not None and hasattr(param, "ds_is_copy"):
+                raise ValueError(
+                    f"GatheredParameters: modifier_rank={self.modifier_rank} cannot change a parameter of shape "
+                    f"{tuple(param.ds_shape)} that a forward pass has gathered; change it before, or after backward()"
+                )
+        # Everything that may fail first: __exit__ never sees a block that was not entered.
+        values = [_gather(param) if isinstance(param, DTensor) else self._keep(param) for param in self.params]
+        for param, value in zip(self.params, values, strict=True):
             if isinstance(param, DTensor):
-                param.ds_class, param.__class__ = type(param), DTensor
-                whole = nn.Parameter(full_tensor(param).clone(), requires_grad=param.requires_grad)
-                param.ds_whole, param.ds_status = whole, ZeroParamStatus.AVAILABLE
-                param.__class__ = WholeParameter
+                param.ds_whole, param.ds_status = value, ZeroParamStatus.AVAILABLE
+                param.ds_class, param.__class__ = type(param), WholeParameter
             else:
-                param.ds_gathered = None if self.modifier_rank is not None else param.detach().clone()
+                param.ds_gathered = value
+
+    def _keep(self, param: torch.Tensor) -> torch.Tensor | None:
+        return None if self.modifier_rank is not None else param.detach().clone()
 
     @torch.no_grad()
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        changed = []
         for param in self.params:
             if type(param) is WholeParameter:
                 whole = param.__dict__.pop("ds_whole")
-                param.__class__, param.ds_status = DTensor, ZeroParamStatus.NOT_AVAILABLE
+                param.__class__, param.ds_status = param.__dict__.pop("ds_class"), ZeroParamStatus.NOT_AVAILABLE
                 param.requires_grad_(whole.requires_grad)
-                # After an error the others may never come to a collective.
-                if self.modifier_rank is not None and error is None:
-                    _write_back(param, whole.detach(), self.modifier_rank)
-                param.__class__ = param.__dict__.pop("ds_class")
+                changed.append((param, whole.detach()))
             else:
                 kept = param.__dict__.pop("ds_gathered")
                 if kept is not None:
-                    param.copy_(kept)
-            if self.modifier_rank is not None and error is None:
-                _renew_master(param)
+                    # What was computed from it inside may still go backward: it is the same value.
+                    with torch.autograd._unsafe_preserve_version_counter(param):
+                        param.copy_(kept)
+        # After an error the others may never come to a collective.
+        if self.modifier_rank is not None and error is None:
+            for param, whole in changed:
+                _write_back(param, whole, self.modifier_rank)
+
+
+def _gather(param: DTensor) -> nn.Parameter:
+    with torch._C.DisableTorchFunctionSubclass():  # of a parameter under construction, which would gather itself
+        whole = nn.Parameter(full_tensor(param).clone(), requires_grad=param.requires_grad)
+    if whole.requires_grad:
+        whole.register_hook(_refuse_gradient)
+    return whole
+
+
+@unserializable_hook
+def _refuse_gradient(grad: torch.Tensor) -> None:
+    raise ValueError(
+        "backward(): the loss depends on a parameter inside GatheredParameters, where it has no gradient; compute the "
+        "loss by the engine's forward pass"
+    )
 
 
 def _write_back(param: DTensor, whole: torch.Tensor, modifier_rank: int) -> None:
@@ -169,10 +187,3 @@ def _write_back(param: DTensor, whole: torch.Tensor, modifier_rank: int) -> None
     dist.broadcast(whole, src=modifier_rank)
     shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
     local_tensor(param).copy_(local_tensor(shard))
-
-
-def _renew_master(param: Any) -> None:
-    """The optimizer's fp32 copy follows, or its next step would undo the change."""
-    link = param.__dict__.get("ds_master")
-    if link is not None:
-        renew_masters([(local_tensor(param), local_tensor(link.master))])

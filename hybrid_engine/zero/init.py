@@ -36,7 +36,7 @@ from hybrid_engine.zero.processes import default_device, get_world_size, init_di
 from hybrid_engine.zero.sharding import build_mesh, offloads_parameters
 
 KEPT_WHOLE = 4
-"""Parameters that stay whole after they were touched, the latest ones; initialisers use one or two at a time."""
+"""Calls whose parameters stay whole after they were touched, the latest ones; initialisers use one or two at a time."""
 READ_KEYS = {
     "zero_optimization": ("stage", "offload_param", "zero_hpz_partition_size", "mics_shard_size"),
     "fp16": ("enabled",),

@@ -57,7 +57,7 @@ def renew_masters(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Masters take what a script or `load_state_dict` has written to their parameters; else a step would undo it.
 
     A value that is still its master rounded was not written to and keeps the master's precision. One synchronisation
-    with the device.
+    with the device; masters on another device are rounded and sent there, 2 bytes for each value in 16 bits.
 
     Args:
         pairs: parameters and their masters, plain tensors of one shape; either may lie on another device.

@@ -208,7 +208,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self.norm_group is not None:
             squares = squares.to(self._collective_device)
             dist.all_reduce(squares, group=self.norm_group)
-        # The one synchronisation with the device in a step.
+        # A synchronisation with the device.
         return squares.sqrt().item()
 
     @property

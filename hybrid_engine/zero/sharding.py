@@ -114,7 +114,6 @@ class Sharding:
             return
         for module in self.fsdp_modules():
             module.unshard()
-            _keep_whole_in_state_dict(module)
 
     @contextmanager
     def as_shards(self) -> Iterator[None]:
@@ -127,6 +126,16 @@ class Sharding:
         self.reshard()
         yield
         self.settle()
+
+    @contextmanager
+    def ending_passes_on_error(self) -> Iterator[None]:
+        """An error in a forward or backward pass inside ends that pass; else FSDP2 takes the next one for its rest."""
+        try:
+            yield
+        except BaseException:
+            self._keep_changes()
+            self.reshard()
+            raise
 
     @torch.no_grad()
     def _keep_changes(self) -> None:
@@ -199,6 +208,9 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
                 part.set_gradient_divide_factor(world_size * factor)
     _register_forward_methods(module)
     _make_root(module)
+    if stage < 3:
+        for part in [*layers, module]:
+            _keep_whole_in_state_dict(part)
     return Sharding(
         root=module, layers=layers, stage=stage, world_size=world_size, rank=rank, mesh=mesh, loss_factor=factor
     )
@@ -326,7 +338,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of `tensor`, detached; collective when it is sharded."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
+    value = tensor.detach()  # inside GatheredParameters the whole of it already
+    if not isinstance(value, DTensor):
+        return value
     # What is offloaded to the CPU meets on the device: nccl reaches no further, and gloo is slow.
-    return tensor.detach().to(tensor.device_mesh.device_type).full_tensor()
+    return value.to(value.device_mesh.device_type).full_tensor()
