@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybrid_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
@@ -82,15 +83,58 @@ def test_lamb_takes_the_plain_step_for_weights_of_zero():
     torch.testing.assert_close(param.detach(), torch.full((3,), -0.5))
 
 
-def test_lion_steps_by_the_sign_of_an_interpolated_momentum():
-    def formula(p, g, memory, step):
-        direction = torch.sign(0.9 * memory["m"] + 0.1 * g)
-        memory["m"] = 0.99 * memory["m"] + 0.01 * g
-        return p - LR * (direction + DECAY * p)
+def lion(p, g, memory, step):
+    direction = torch.sign(0.9 * memory["m"] + 0.1 * g)
+    memory["m"] = 0.99 * memory["m"] + 0.01 * g
+    return p - LR * (direction + DECAY * p)
 
-    run(lambda params: FusedLion(params, lr=LR, betas=(0.9, 0.99), weight_decay=DECAY), formula)
+
+def test_lion_steps_by_the_sign_of_an_interpolated_momentum():
+    run(lambda params: FusedLion(params, lr=LR, betas=(0.9, 0.99), weight_decay=DECAY), lion)
     arguments = {"lr": LR, "betas": (0.9, 0.99), "weight_decay": DECAY, "fp32_optimizer_states": True}
-    run(lambda params: DeepSpeedCPULion(model_params=params, **arguments), formula)
+    run(lambda params: DeepSpeedCPULion(model_params=params, **arguments), lion)
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.add(operation.name())
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, DeepSpeedCPUAdam])
+@pytest.mark.parametrize(("decoupled", "kernel"), [(True, "aten::_fused_adamw_"), (False, "aten::_fused_adam_")])
+def test_both_adams_run_torchs_fused_implementation(kind, decoupled, kernel):
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = kind([param], **{"adam_w_mode" if kind is FusedAdam else "adamw_mode": decoupled})
+    with Operations() as operations:
+        optimizer.step()
+    assert kernel in operations.names and "aten::addcmul_" not in operations.names
+
+
+def test_arguments_may_be_given_by_deepspeeds_positions():
+    betas = (0.9, 0.99)
+
+    def plain_adam(*args):
+        return adam(*args, decoupled=False, corrects=False)
+
+    def lamb(p, g, memory, step):
+        m, v = moments(g, memory)
+        update = m / (v + EPS).sqrt() + DECAY * p
+        ratio = (p.norm() / update.norm()).clamp(0.3, 1.1)
+        return p - LR * ratio * update
+
+    run(lambda params: FusedAdam(params, LR, False, betas, EPS, False, DECAY, False, True), plain_adam)
+    run(lambda params: DeepSpeedCPUAdam(params, LR, False, betas, EPS, DECAY, False, False, True), plain_adam)
+    run(lambda params: FusedLamb(params, LR, False, betas, EPS, True, DECAY, 0.0, 1.1, 0.3, False), lamb)
+    run(lambda params: FusedLion(params, LR, betas, DECAY, True), lion)
+    run(lambda params: DeepSpeedCPULion(params, LR, betas, DECAY, True), lion)
 
 
 def test_groups_have_their_own_rates_and_decays_as_scripts_write_them():
