@@ -64,7 +64,10 @@ class FusedAdam(torch.optim.Adam):
         for param in (p for p in group["params"] if p.grad is not None):
             state, grad = self.state[param], param.grad
             if not state:
+                # Counted as torch.optim.Adam does, which reads it whenever a state is loaded.
+                state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+            state["step"] += 1
             if group["decoupled_weight_decay"]:
                 param.mul_(1 - lr * decay)
             else:
