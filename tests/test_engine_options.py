@@ -1,14 +1,19 @@
 """Options of the config that change how the engine trains: each against training without it, or plain PyTorch."""
 
 import json
+import sys
 from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from distributed import run_distributed
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_reference import (
+    MICRO_BATCH,
     batches,
     engine_config,
     relative_error,
@@ -20,6 +25,7 @@ from training_reference import (
 from transformers import TrainingArguments
 
 import hybrid_engine
+from hybrid_engine.zero.sharding import local_tensor
 
 STEPS = 4
 TOLERANCE = 1e-6
@@ -320,37 +326,55 @@ def test_csv_monitor_writes_a_file_for_each_quantity_by_samples(tmp_path):
     assert files["mine.csv"] == ["step,mine", "7,2.5"]
 
 
+class Service:
+    """What wandb, Comet and TensorBoard log to; remembers each call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append((name, *args, *kwargs.values()))
+
+
+def _install(monkeypatch, name, **members):
+    """A package in place of one that is not installed."""
+    package = ModuleType(name)
+    package.__spec__ = ModuleSpec(name, None)
+    package.__dict__.update(members)
+    monkeypatch.setitem(sys.modules, name, package)
+
+
 def test_trackers_are_accelerates_and_get_what_the_config_says(monkeypatch, tmp_path):
-    built = []
+    """accelerate's own classes, over packages with the functions and names of arguments that it calls."""
+    asked, services = [], {name: Service() for name in ("tensorboard", "wandb", "comet")}
 
-    class Fake:
-        def __init__(self, *args, **kwargs):
-            built.append((args, kwargs))
-            self.events = []
+    def write_summaries(log_dir):
+        asked.append(log_dir)
+        return services["tensorboard"]
 
-        def start(self):
-            pass
+    def init(*, project, entity, group):
+        asked.append((project, entity, group))
+        return services["wandb"]
 
-        def log(self, values, step):
-            self.events.append((values, step))
+    def start(*, project_name, workspace, online):
+        asked.append((project_name, workspace, online))
+        return services["comet"]
 
-    from hybrid_engine.observing import monitor
-
-    for name in ("TensorBoardTracker", "WandBTracker", "CometMLTracker"):
-        monkeypatch.setattr(monitor, name, Fake)
-    monkeypatch.setattr(monitor.importlib.util, "find_spec", lambda name: object())
+    _install(monkeypatch, "tensorboard")
+    summaries = SimpleNamespace(SummaryWriter=write_summaries)
+    monkeypatch.setattr(torch.utils, "tensorboard", summaries, raising=False)
+    _install(monkeypatch, "wandb", init=init)
+    _install(monkeypatch, "comet_ml", start=start, __version__="3.47.0")
     engine = _linear(
         tensorboard={"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
         wandb={"enabled": True, "project": "p", "group": "g", "team": "t"},
-        comet={"enabled": True, "project": "c", "workspace": "w", "online": False},
+        comet={"enabled": True, "project": "c", "workspace": "w", "online": False, "experiment_name": "mine"},
     )
-    assert built == [
-        (("job", str(tmp_path)), {}),
-        (("p",), {"group": "g", "entity": "t"}),
-        (("c",), {"workspace": "w", "online": False}),
-    ]
+    assert asked == [str(tmp_path / "job"), ("p", "t", "g"), ("c", "w", False)]
     engine.monitor.write_events([("a", 1.0, 2)])
-    assert all(tracker.events == [({"a": 1.0}, 2)] for tracker in engine.monitor.trackers)
+    assert services["tensorboard"].calls == [("add_scalar", "a", 1.0, 2), ("flush",)]
+    assert services["wandb"].calls == [("log", {"a": 1.0}, 2)]
+    assert services["comet"].calls == [("set_name", "mine"), ("set_step", 2), ("log_metric", "a", 1.0, 2)]
 
 
 def test_a_tracker_without_its_package_is_refused_before_the_model_is_changed(monkeypatch):
@@ -484,8 +508,10 @@ def _two_processes(rank, world_size, folder):
     }
     for stage in (0, 2, 3):
         results["fp16", stage] = _scales_in_fp16(rank, world_size, stage)
-    results["no_sync"] = [_train_without_sync(rank, world_size, stage) for stage in (0, 1)]
-    results["no_sync refused"] = _refusal(lambda: _train_without_sync(rank, world_size, 3))
+    results["no_sync"] = [
+        _train_without_sync(rank, world_size, stage, counts) for stage in (0, 1) for counts in (False, True)
+    ]
+    results["no_sync refused"] = _refusal(lambda: _train_without_sync(rank, world_size, 3, False))
     torch.manual_seed(0)
     engine, *_ = hybrid_engine.initialize(
         model=Critic(), config={**MINIMAL, "train_batch_size": 2, "zero_optimization": {"stage": 3}}
@@ -513,17 +539,43 @@ def _scales_in_fp16(rank, world_size, stage):
     return seen
 
 
-def _train_without_sync(rank, world_size, stage):
-    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size))
+class Communication(TorchDispatchMode):
+    """Counts torch.distributed's collectives that run inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += operation.namespace in ("c10d", "_c10d_functional")
+        return operation(*args, **(kwargs or {}))
+
+
+def _train_without_sync(rank, world_size, stage, counts_by_engine):
+    """The weights, and the collectives of the backward passes inside and after no_sync().
+
+    Scripts add up gradients under an engine that accumulates none itself, or say where a step ends.
+    """
+    config = engine_config(stage, world_size)
+    if not counts_by_engine:
+        config |= {"train_batch_size": MICRO_BATCH * world_size, "gradient_accumulation_steps": 1}
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
+    inside, after = Communication(), Communication()
     for micro_batches in batches(STEPS):
         *first, last = micro_batches[rank::world_size]
+        factor = 1.0 if counts_by_engine else 1 / (len(first) + 1)
         with engine.no_sync():
             for tokens in first:
-                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.micro_steps += len(first)
-        engine.backward(engine(input_ids=last, labels=last).loss)
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                with inside:
+                    engine.backward(loss * factor)
+        if counts_by_engine:
+            engine.set_gradient_accumulation_boundary(True)
+        loss = engine(input_ids=last, labels=last).loss
+        with after:
+            engine.backward(loss * factor)
         engine.step()
-    return whole_weights(engine)
+    return whole_weights(engine), inside.count, after.count
 
 
 def _save_with_other_tags(rank, folder, validation):
@@ -556,6 +608,33 @@ def test_offloading_changes_no_bit_of_training_in_bf16(two_ranks):
         nothing, everything = results["bf16", "nothing"], results["bf16", "everything"]
         assert nothing.losses == everything.losses
         assert all(torch.equal(everything.weights[name], nothing.weights[name]) for name in nothing.weights)
+
+
+def _train_and_generate(zero):
+    """On one process: the weights after three steps, tokens, and where masters and parameters lie."""
+    config = engine_config(zero_optimization={"stage": 3, **zero}, hybrid_engine={"enabled": True})
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
+    for micro_batches in batches(3):
+        for tokens in micro_batches:
+            tokens = tokens.to(engine.device)
+            engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+            engine.step()
+    weights = {name: weight.cpu() for name, weight in whole_weights(engine).items()}
+    masters = {local_tensor(trained.master).device.type for trained in engine.optimizer.parameters}
+    params = {local_tensor(param).device.type for param in engine.module.parameters()}
+    prompts = batches(1)[0][0].to(engine.device)
+    return weights, engine.eval().generate(prompts, max_new_tokens=6, do_sample=False).tolist(), masters, params
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="without a GPU everything lies in the CPU's memory anyway")
+def test_offloading_from_a_gpu_changes_no_number_and_keeps_masters_and_parameters_in_the_cpus_memory():
+    kept, kept_tokens, *kept_on = _train_and_generate({})
+    offloaded, offloaded_tokens, *offloaded_on = _train_and_generate(OFFLOAD)
+    assert kept_on == [{"cuda"}, {"cuda"}] and offloaded_on == [{"cpu"}, {"cpu"}]
+    # Adam's kernels of the CPU and of the GPU round differently.
+    assert relative_error(offloaded, kept) < 1e-5
+    assert offloaded_tokens == kept_tokens and len(kept_tokens[0]) > 12
 
 
 def test_the_loss_scale_grows_and_halves_and_a_step_is_skipped_on_every_process_alike(two_ranks):
@@ -602,8 +681,9 @@ def test_gradients_are_reduced_in_the_dtype_that_is_asked_for(two_ranks, plain):
 
 
 def test_no_sync_reduces_only_at_the_end_and_is_refused_where_gradients_are_sharded(two_ranks, plain):
-    for weights in two_ranks[0]["no_sync"]:
+    for weights, num_inside, num_after in two_ranks[0]["no_sync"]:
         assert relative_error(weights, plain.weights) < TOLERANCE
+        assert num_inside == 0 and num_after >= STEPS
     assert "zero_optimization.stage=3 keeps only shards" in two_ranks[0]["no_sync refused"]
 
 
