@@ -43,4 +43,5 @@ def kernels(monkeypatch):
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "compat")]
 
 # The tests' tensors are tiny: more threads than cores only make them wait for each other.
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(2, os.cpu_count() or 1))))
+most = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", min(most, os.cpu_count() or 1))))

@@ -127,7 +127,7 @@ def test_logprobs_are_of_the_unfiltered_temperature_scaled_distribution(engine, 
         ({"top_p": 0.9}, TopPLogitsWarper(0.9)),
         ({"min_p": 0.3}, MinPLogitsWarper(0.3)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else type(value).__name__,
 )
 def test_filters_keep_what_transformers_keeps(kept, warper):
     logits = torch.randn(17, 63) * 3
