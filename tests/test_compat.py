@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import os
+import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -11,7 +13,6 @@ import pytest
 import torch
 from distributed import free_port, run_distributed
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from training_reference import engine_config, tiny_llama, train_engine
 
 import hybrid_engine as deepspeed
@@ -60,7 +61,9 @@ assert {root}.initialize is hybrid_engine.initialize and FusedAdam is hybrid_eng
 
 
 def run_python(source, environment=None):
-    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=False, env=environment, timeout=300
+    )
 
 
 def test_every_import_of_the_scripts_works_below_our_name():
@@ -136,6 +139,8 @@ def test_arguments_are_added_and_the_local_rank_comes_from_torchrun(monkeypatch)
 
 COLLECTIVES_ALONE = """
 import hybrid_engine as deepspeed, torch
+deepspeed.init_distributed(dist_init_required=False)
+assert not deepspeed.comm.is_initialized()
 if {joins}:
     deepspeed.init_distributed()
     assert torch.distributed.get_rank() == 0 and torch.distributed.get_world_size() == 1
@@ -275,12 +280,18 @@ def _consolidated(rank, world_size):
     return engine._zero3_consolidated_16bit_state_dict(), list(names)
 
 
+def _processes(rank, world_size):
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2})
+    return engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size
+
+
 def _two_processes(rank, world_size):
     return (
         _collectives(rank, world_size),
         _overflow_of_one_of_two_engines(rank, world_size),
         _configs_that_differ(rank, world_size),
         _consolidated(rank, world_size),
+        _processes(rank, world_size),
     )
 
 
@@ -311,7 +322,7 @@ def test_engines_whose_overflows_are_aligned_skip_together_and_only_the_overflow
 
 
 def test_a_config_that_differs_or_is_wrong_on_one_process_is_an_error_on_all(two_ranks):
-    for rank, (_, _, (differ, wrong, may_differ), _) in enumerate(two_ranks):
+    for rank, (_, _, (differ, wrong, may_differ), *_) in enumerate(two_ranks):
         assert f"config: rank {rank} and rank {1 - rank} differ in zero_optimization (" in differ
         assert f"gradient_clipping ({float(rank)} and {float(1 - rank)})" in differ
         assert wrong.startswith("config of rank 1: " if rank == 0 else "steps_per_prin is not a known option")
@@ -320,12 +331,18 @@ def test_a_config_that_differs_or_is_wrong_on_one_process_is_an_error_on_all(two
 
 def test_the_state_dict_of_a_sharded_model_is_whole_on_rank_0(two_ranks):
     expected = {name: value.detach().bfloat16() for name, value in tiny_llama(tie=False).state_dict().items()}
-    for rank, (*_, (state, trained)) in enumerate(two_ranks):
+    for rank, (*_, (state, trained), _) in enumerate(two_ranks):
         assert bool(state) == (rank == 0) == bool(trained)
         if rank == 0:
             assert state.keys() == expected.keys()
             assert all(torch.equal(state[name], expected[name]) for name in expected)
             assert set(expected) - set(trained) == {"model.embed_tokens.weight"}
+
+
+def test_an_engine_says_which_process_of_how_many_it_is_in(two_ranks, monkeypatch):
+    assert [processes for *_, processes in two_ranks] == [(0, 0, 2, 2), (1, 1, 2, 2)]
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert _processes(0, 1) == (3, 0, 1, 1)
 
 
 def test_helpers_of_utils_do_what_their_names_say():
@@ -371,7 +388,6 @@ def test_an_engine_answers_to_deepspeeds_names_before_its_module_is_asked():
     engine, *_ = deepspeed.initialize(model=tiny_llama(), config=config)
     assert (engine.zero_optimization_stage(), engine.zero_optimization()) == (2, True)
     assert (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.loss_scale()) == (True, False, 1.0)
-    assert (engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
     assert engine.gradient_clipping() == 0.5 and engine.get_mom() == [(0.8, 0.9)]
     assert engine.optimizer_name() == "adamw" and engine.scheduler_name() is None
     assert engine.optimizer_params()["betas"] == (0.8, 0.9) and engine.scheduler_params() is None
@@ -382,7 +398,7 @@ def test_an_engine_answers_to_deepspeeds_names_before_its_module_is_asked():
     assert engine.config["zero_optimization"] == {"stage": 2} and engine.config.get("seed") is None
     assert engine.basic_optimizer is engine.optimizer.inner
     assert not engine.monitor.enabled and not engine.was_step_applied() and engine.get_global_grad_norm() is None
-    assert engine.model is engine.module.model and engine.device.type in ("cpu", "cuda")
+    assert engine.model is engine.module.model and {p.device for p in engine.parameters()} == {engine.device}
     engine.gradient_checkpointing_enable()
     assert engine.module.is_gradient_checkpointing
     engine.custom = 3
@@ -408,14 +424,25 @@ def test_attributes_are_read_and_written_by_their_dotted_path():
     assert engine.module.model.layers[1].self_attn.q_proj is new
 
 
-def test_a_recomputed_function_has_the_same_gradients():
+def test_a_function_is_computed_again_in_the_backward_pass_and_has_the_same_gradients():
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    deepspeed.checkpointing.configure(None, deepspeed_config={"activation_checkpointing": {"cpu_checkpointing": True}})
-    assert deepspeed.checkpointing.is_configured()
-    deepspeed.checkpointing.checkpoint(lambda y: layer(y).relu(), x).sum().backward()
-    gradient, x.grad = x.grad, None
-    torch_checkpoint(lambda y: layer(y).relu(), x, use_reentrant=False).sum().backward()
-    assert torch.equal(gradient, x.grad)
+    calls = []
+
+    def function(y, factor):
+        calls.append(factor)
+        return layer(y).relu() * factor
+
+    for cpu_checkpointing in (False, True):
+        block = {"cpu_checkpointing": cpu_checkpointing}
+        deepspeed.checkpointing.configure(None, deepspeed_config={"activation_checkpointing": block})
+        assert deepspeed.checkpointing.is_configured()
+        out = deepspeed.checkpointing.checkpoint(function, x, 3.0)
+        assert calls == [3.0]
+        gradients = torch.autograd.grad(out.sum(), (x, layer.weight))
+        assert calls == [3.0, 3.0]
+        expected = torch.autograd.grad((layer(x).relu() * 3.0).sum(), (x, layer.weight))
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+        calls.clear()
 
 
 def test_the_accelerator_is_the_cpu_where_there_is_no_gpu():
@@ -426,11 +453,17 @@ def test_the_accelerator_is_the_cpu_where_there_is_no_gpu():
     assert accelerator.communication_backend_name() == "gloo" and accelerator.device_count() == 1
     assert accelerator.is_bf16_supported() and accelerator.is_fp16_supported() and accelerator.is_available()
     accelerator.set_device(0)
-    accelerator.manual_seed_all(3)
+    for seed in (accelerator.manual_seed, accelerator.manual_seed_all):
+        torch.manual_seed(4)
+        seed(3)
+        first = torch.rand(2)
+        assert torch.equal(first, torch.rand(2, generator=torch.Generator().manual_seed(3)))
+        assert accelerator.initial_seed() == 3
     state = accelerator.get_rng_state()
-    first = torch.rand(2)
+    assert torch.equal(state, torch.get_rng_state())
+    following = torch.rand(2)
     accelerator.set_rng_state(state)
-    assert torch.equal(torch.rand(2), first)
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(torch.rand(2), following)
     accelerator.synchronize()
     accelerator.empty_cache()
     assert 0 < accelerator.memory_allocated() <= accelerator.total_memory()
@@ -467,8 +500,10 @@ def test_the_accelerators_streams_graphs_ranges_and_tensor_types_answer_without_
 
 
 PEAKS = """
+import os
 import hybrid_engine as deepspeed, torch
 accelerator = deepspeed.get_accelerator()
+assert accelerator.max_memory_allocated() < accelerator.memory_allocated() + 200e6
 for _ in range(200):
     current = accelerator.memory_allocated()
     assert accelerator.max_memory_allocated() >= current and accelerator.max_memory_reserved() >= current
@@ -482,14 +517,19 @@ stats = accelerator.memory_stats()
 assert 0 < stats["allocated_bytes.all.current"] < most <= stats["allocated_bytes.all.peak"]
 accelerator.reset_peak_memory_stats()
 assert accelerator.memory_allocated() <= accelerator.max_memory_allocated() < most - 100e6
-large = torch.ones(25_000_000)
+large = torch.ones(25_000_000)  # 100 MB, between two readings
 del large
-assert small + 80e6 < accelerator.max_memory_cached() < most
+assert accelerator.max_memory_cached() < most
+if os.path.exists("/proc/self/clear_refs"):  # elsewhere the system cannot forget its peak
+    assert small + 50e6 < accelerator.max_memory_cached()
 """
 
 
 def test_the_peaks_of_a_process_are_never_below_a_reading_and_begin_anew_after_a_reset():
+    # Linux hands the peak of the process that starts another on to it; this one's is then above all of the other's.
+    held = torch.ones(250_000_000)
     result = run_python(PEAKS, {**_clean_environment(), "CUDA_VISIBLE_DEVICES": ""})
+    del held
     assert result.returncode == 0, result.stderr
 
 
@@ -546,16 +586,19 @@ def test_the_first_host_of_slurms_list(nodelist, first):
 
 def test_processes_started_by_mpi_meet(tmp_path):
     script = tmp_path / "script.py"
+    port = free_port()
     script.write_text(
-        textwrap.dedent("""
+        textwrap.dedent(f"""
+        import os
         import hybrid_engine as deepspeed, torch
-        deepspeed.init_distributed()
+        deepspeed.init_distributed(distributed_port={port})
+        assert os.environ["MASTER_PORT"] == "{port}"
         total = torch.ones(1)
         deepspeed.comm.all_reduce(total)
         print(deepspeed.comm.get_rank(), total.item())
         """)
     )
-    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(free_port())}
+    mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     processes = [
         subprocess.Popen(
             [sys.executable, str(script)],
@@ -569,7 +612,8 @@ def test_processes_started_by_mpi_meet(tmp_path):
 
 
 def _clean_environment():
-    return {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in launched}
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 0, "world_size": 2}, {"init_method": "tcp://127.0.0.1:1"}, {"rank": 7}])
@@ -578,6 +622,40 @@ def test_a_process_group_is_described_by_the_environment_only(monkeypatch, wrong
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"the environment .* says how processes meet"):
         deepspeed.init_distributed(**wrong)
+
+
+def test_a_process_waits_for_the_others_as_long_as_the_timeout_says():
+    source = """
+import datetime, torch
+import hybrid_engine as deepspeed
+try:
+    deepspeed.init_distributed(timeout=datetime.timedelta(seconds=1))
+except torch.distributed.DistStoreError as error:
+    print(error)
+"""
+    first_of_two = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
+    environment = {**_clean_environment(), **first_of_two, "CUDA_VISIBLE_DEVICES": ""}
+    result = run_python(source, environment)
+    assert re.match(r"Timed out after [12] seconds waiting for clients", result.stdout), result.stderr
+
+
+def test_initialize_meets_the_other_processes_at_the_port_that_it_is_given():
+    second_of_two = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with socket.socket() as meeting_point:
+        meeting_point.bind(("127.0.0.1", 0))
+        meeting_point.listen()
+        meeting_point.settimeout(60)
+        port = meeting_point.getsockname()[1]
+        source = f"""
+import hybrid_engine as deepspeed, torch
+deepspeed.initialize(model=torch.nn.Linear(1, 1), config={{"train_batch_size": 2}}, distributed_port={port})
+"""
+        process = subprocess.Popen([sys.executable, "-c", source], env={**_clean_environment(), **second_of_two})
+        try:
+            meeting_point.accept()[0].close()
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_what_the_environment_says_may_be_said_again():

@@ -9,13 +9,15 @@ import psutil
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
 """Writing 5 to it makes Linux forget the peak; see proc(5)."""
+STATUS = Path("/proc/self/status")
+"""Where Linux says the peak, as VmHWM."""
 
 
 class ResidentMemory:
     """Readings of one process; the peak is never below any of them.
 
-    The system's peak alone is: its counters lag behind the reading. Where the system does not forget its peak, what it
-    says counts again when it has grown since the reset, until then the largest reading does.
+    The system's peak alone is: its counters lag behind the reading. Where the system does not forget its peak (not
+    Linux), what it says counts again when it has grown since the reset, until then the largest reading does.
     """
 
     def __init__(self) -> None:
@@ -45,6 +47,11 @@ class ResidentMemory:
 
 
 def _system_peak_bytes() -> int:
+    """Of this process alone: on Linux getrusage also counts the process that started it, and never forgets that."""
+    with suppress(OSError):
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024  # in kilobytes
     # In kilobytes on Linux, in bytes on a Mac.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
