@@ -19,8 +19,9 @@ help:
 demo: $(INSTALLED)
 	$(BIN)/hybrid-engine ppo --out runs/demo
 
+# Two tests at a time: they wait for processes that start. Those of a file share what they build.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: lint types wheel
 
