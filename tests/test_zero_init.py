@@ -2,9 +2,9 @@
 
 import copy
 import ctypes
-import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,7 +206,9 @@ def give_memory_back_at_once():
 
 
 def peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Of this process alone: getrusage's is never below that of the process which started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def peak_of_building(rank, world_size):
@@ -239,7 +241,7 @@ def runs(request):
 
 def test_no_process_ever_holds_the_whole_model(runs):
     for (peak, whole_bytes), *_ in runs:
-        assert peak < whole_bytes * (0.75 if len(runs) > 1 else 1.5)
+        assert 0.4 < peak / whole_bytes * len(runs) < 1.5
 
 
 def test_the_values_are_those_of_a_plain_build_on_rank_0(runs):
