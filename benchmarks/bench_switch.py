@@ -72,7 +72,9 @@ class Switch:
 def build_module(shape: Shape, dtype: torch.dtype, device: str, rank: int | None) -> nn.Module:
     """A Llama, with rank-`rank` adapters on every linear of its layers unless that is None."""
     torch.manual_seed(0)
-    model: nn.Module = LlamaForCausalLM(llama_config(shape, bos_token_id=None, eos_token_id=None, pad_token_id=0))
+    model: nn.Module = LlamaForCausalLM(
+        llama_config(shape, shape.positions, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    )
     if rank is not None:
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False)
         model = get_peft_model(model, config)

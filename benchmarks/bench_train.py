@@ -29,7 +29,7 @@ from common import RESULTS, Quantiles, add_shape_options, append_rows, chosen_sh
 from processes import run_fresh
 from rich.console import Console
 from rich.table import Table
-from train_loops import CUDA, SMALL, Case, TrainShape
+from train_loops import CUDA, FULL, SMALL, Case, TrainShape
 from train_measure import KINDS, Paired, measure_paired, measure_peak
 from train_offload import STATE_BYTES, measure_training, shape_for_card
 from train_offload import check as check_offload
@@ -213,7 +213,7 @@ def measure_offload(shape: TrainShape, args: argparse.Namespace) -> None:
 def parse_arguments() -> tuple[argparse.Namespace, TrainShape]:
     """The command line."""
     parser = run_options(__doc__, repeats=5)
-    full = CUDA if torch.cuda.is_available() else TrainShape()
+    full = CUDA if torch.cuda.is_available() else FULL
     add_shape_options(parser, full, SMALL)
     parser.add_argument("--offload", action="store_true", help="train and generate with offload, and without")
     parser.add_argument("--processes", type=int, help="of the sharded cases (default 2, on CUDA one per GPU)")

@@ -26,20 +26,34 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """A Llama, and the prompts and answers it is given. The defaults make a model of 17M parameters."""
+class LlamaShape:
+    """A Llama."""
 
-    hidden: int = 384
-    layers: int = 6
-    heads: int = 6
-    kv_heads: int = 6
-    intermediate: int = 1024
-    vocab: int = 8192
-    prompts: int = 32
-    prompt_tokens: int = 64
-    new_tokens: int = 128
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape(LlamaShape):
+    """A Llama, and the prompts and answers it is given."""
+
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+
+    @property
+    def positions(self) -> int:
+        """Of the longest prompt with its answer."""
+        return self.prompt_tokens + self.new_tokens
+
+
+# 17M parameters.
+FULL = Shape(hidden=384, layers=6, heads=6, kv_heads=6, intermediate=1024, vocab=8192, prompts=32, prompt_tokens=64,
+             new_tokens=128)  # fmt: skip
 SMALL = Shape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=512, prompts=4, prompt_tokens=16,
               new_tokens=24)  # fmt: skip
 
@@ -59,7 +73,7 @@ def run_options(description: str | None, repeats: int = 5) -> argparse.ArgumentP
 def base_parser(description: str | None) -> argparse.ArgumentParser:
     """`run_options`, `--dtype` and a shape, whose options that are not given are those of `Shape`, or of `SMALL`."""
     parser = run_options(description)
-    add_shape_options(parser, Shape(), SMALL)
+    add_shape_options(parser, FULL, SMALL)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     return parser
 
@@ -81,7 +95,7 @@ def chosen_shape(args: argparse.Namespace, full: ShapeT, small: ShapeT) -> Shape
 def parse(parser: argparse.ArgumentParser, name: str) -> tuple[argparse.Namespace, Shape]:
     """Reads the command line, sets the threads, and fills in what was not given."""
     args = parse_run(parser, name)
-    return args, chosen_shape(args, Shape(), SMALL)
+    return args, chosen_shape(args, FULL, SMALL)
 
 
 def parse_run(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
@@ -95,8 +109,8 @@ def parse_run(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
     return args
 
 
-def llama_config(shape: Shape, **options: Any) -> transformers.LlamaConfig:
-    """The model of a shape, with room for its prompts and answers."""
+def llama_config(shape: LlamaShape, positions: int, **options: Any) -> transformers.LlamaConfig:
+    """The model of a shape, with room for so many tokens in a sequence."""
     return transformers.LlamaConfig(
         hidden_size=shape.hidden,
         num_hidden_layers=shape.layers,
@@ -104,7 +118,7 @@ def llama_config(shape: Shape, **options: Any) -> transformers.LlamaConfig:
         num_key_value_heads=shape.kv_heads,
         intermediate_size=shape.intermediate,
         vocab_size=shape.vocab,
-        max_position_embeddings=shape.prompt_tokens + shape.new_tokens,
+        max_position_embeddings=positions,
         **options,
     )
 

@@ -56,7 +56,9 @@ def build_countdown_model(shape: Shape, probabilities: torch.Tensor, seed: int =
     """
     _check_sizes(shape)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(llama_config(shape, bos_token_id=None, eos_token_id=EOS, pad_token_id=shape.vocab - 1))
+    model = LlamaForCausalLM(
+        llama_config(shape, shape.positions, bos_token_id=None, eos_token_id=EOS, pad_token_id=shape.vocab - 1)
+    )
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=shape.vocab - 1)
     # Of tokens 1 .. T + 1 and of the start token, orthonormal.
     directions, _ = torch.linalg.qr(torch.randn(shape.hidden, start_token(shape), dtype=torch.float64))

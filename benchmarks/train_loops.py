@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from common import LlamaShape, llama_config
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine.zero.build import cast_parameters
@@ -22,20 +23,17 @@ CLIPPING = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainShape:
-    """A Llama and the batch of one process's step. The defaults make 35M parameters and a second or more on a CPU."""
+class TrainShape(LlamaShape):
+    """A Llama and the batch of one process's step."""
 
-    hidden: int = 512
-    layers: int = 8
-    heads: int = 8
-    kv_heads: int = 8
-    intermediate: int = 1408
-    vocab: int = 8192
-    sequence_tokens: int = 128
-    micro_batch: int = 4
-    accumulation: int = 4
+    sequence_tokens: int
+    micro_batch: int
+    accumulation: int
 
 
+# 34M parameters, a second or more on a CPU.
+FULL = TrainShape(hidden=512, layers=8, heads=8, kv_heads=8, intermediate=1408, vocab=8192, sequence_tokens=128,
+                  micro_batch=4, accumulation=4)  # fmt: skip
 SMALL = TrainShape(hidden=64, layers=2, heads=4, kv_heads=4, intermediate=128, vocab=512, sequence_tokens=16,
                    micro_batch=2, accumulation=2)  # fmt: skip
 # 1.2 billion parameters: two contenders' fp32 weights, gradients and moments take 40 GB of a card.
@@ -73,16 +71,7 @@ class TrainingLoop(Protocol):
 
 def build_model(shape: TrainShape, device: str, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """The same random weights at every call with the same arguments, made on the device in their dtype."""
-    config = LlamaConfig(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab,
-        max_position_embeddings=shape.sequence_tokens,
-        use_cache=False,
-    )
+    config = llama_config(shape, shape.sequence_tokens, use_cache=False)
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -38,7 +38,7 @@ from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.external_parameters import LATE, MIXED, SHARD_USED
 from hybrid_engine.zero.gathered_parameters import mark_parameters
 from hybrid_engine.zero.lr_schedules import check_rates
-from hybrid_engine.zero.param_groups import name_groups
+from hybrid_engine.zero.param_groups import NamedGroup, name_groups
 from hybrid_engine.zero.processes import (
     broadcast_module,
     check_same_architecture,
@@ -85,16 +85,8 @@ class ZeroEngine(nn.Module):
             ValueError: for what cannot be trained; the model is then as it was.
         """
         super().__init__()
-        check_choices(model, optimizer, lr_scheduler, config)
         trains = optimizer is not None or config.optimizer is not None
-        stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
-        groups = name_groups(stepped, model) if trains else []
-        if config.scheduler is not None and lr_scheduler is None:
-            check_rates(config.scheduler, len(groups))
-        check_packages(config)
-        prepare_outputs(config)
-        check_same_architecture(model)
-        check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))
+        groups = _check(model, config, optimizer, model_parameters, lr_scheduler, trains)
         self.training_dataloader = _build_dataloader(training_data, collate_fn, config)
         # Everything is checked; from here on the model is changed.
         self.config = config
@@ -383,6 +375,22 @@ class ZeroEngine(nn.Module):
         if self.optimizer is None:
             raise ValueError(f"{what}: this engine only evaluates; pass an optimizer to initialize()")
         return self.optimizer
+
+
+def _check(
+    model: nn.Module, config: EngineConfig, optimizer: Any, model_parameters: Any, lr_scheduler: Any, trains: bool
+) -> list[NamedGroup]:
+    """The names of the parameters to step; raises ValueError for what cannot be trained. Collective."""
+    check_choices(model, optimizer, lr_scheduler, config)
+    stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
+    groups = name_groups(stepped, model) if trains else []
+    if config.scheduler is not None and lr_scheduler is None:
+        check_rates(config.scheduler, len(groups))
+    check_packages(config)
+    prepare_outputs(config)
+    check_same_architecture(model)
+    check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))
+    return groups
 
 
 def _build_dataloader(

@@ -107,7 +107,6 @@ class GatheredParameters:
         marked = {id(p): p for p in entries if hasattr(p, "ds_id")} if enabled else {}
         self.params: list[Any] = sorted(marked.values(), key=lambda p: p.ds_id)
         self.modifier_rank = modifier_rank
-        self._kept: list[torch.Tensor | None] = []
 
     @torch.no_grad()
     def __enter__(self) -> None:
