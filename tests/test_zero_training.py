@@ -459,17 +459,12 @@ def test_adapters_train_on_two_processes_as_on_one(two_ranks):
         assert relative_error(two_ranks[0]["lora", stage], expected) < 1e-5
 
 
-def test_bf16_masters_of_two_processes_follow_those_of_one(two_ranks):
+def test_bf16_masters_of_two_processes_are_those_of_one_because_gradients_are_reduced_and_kept_in_fp32(two_ranks):
     engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(bf16={"enabled": True}))
     train_engine(engine, STEPS)
     expected = {t.name: t.master.detach() for t in engine.optimizer.parameters}
-    start = dict(tiny_llama().named_parameters())
     for stage in range(4):
-        masters = two_ranks[0]["bf16", stage]
-        for name in expected:
-            moved = (expected[name] - start[name].bfloat16().float()).norm()
-            # The sum over ranks is rounded to bf16 once, where one process rounds each micro-batch.
-            assert (masters[name] - expected[name]).norm() < 0.05 * moved, name
+        assert relative_error(two_ranks[0]["bf16", stage], expected) < TOLERANCE
 
 
 def test_training_goes_on_after_an_error_in_a_forward_or_backward_pass(two_ranks, plain):

@@ -208,8 +208,10 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
                 part.set_gradient_divide_factor(world_size * factor)
     _register_forward_methods(module)
     _make_root(module)
-    if stage < 3:
-        for part in [*layers, module]:
+    for part in [*layers, module]:
+        if config.accumulation_dtype == torch.float32:
+            _keep_gradients_in_fp32(part)
+        if stage < 3:
             _keep_whole_in_state_dict(part)
     return Sharding(
         root=module, layers=layers, stage=stage, world_size=world_size, rank=rank, mesh=mesh, loss_factor=factor
@@ -267,6 +269,26 @@ def _fully_shard(
     part.set_reshard_after_backward(stage == 3)
     # Averages are then a sum and a division; gloo has no reduction with a factor.
     part.set_force_sum_reduction_for_comms(True)
+
+
+def _keep_gradients_in_fp32(module: FSDPModule) -> None:
+    """Leaves reduced gradients as they are: FSDP2 rounds them to the parameters' dtype, whose masters are fp32.
+
+    Private, for lack of a public way; these names hold from torch 2.11 to 2.13.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    read_dtypes = group._init_mp_dtypes  # called again whenever the parameters are gathered
+
+    def read_dtypes_of_parameters() -> None:
+        read_dtypes()
+        group._orig_dtype = torch.float32
+
+    group._init_mp_dtypes = read_dtypes_of_parameters
+    for param in group.fsdp_params:
+        param.sharded_param.grad_dtype = torch.float32
+    group._init_mp_dtypes()
 
 
 def _keep_whole_in_state_dict(module: FSDPModule) -> None:
