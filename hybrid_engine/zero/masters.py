@@ -25,6 +25,12 @@ class TrainedParameter:
     def has_master(self) -> bool:
         return self.master is not self.param
 
+    @property
+    def grad_lies_like_masters(self) -> bool:
+        """Whether the parameter's gradient has the dtype and the device of the master and the master has none yet."""
+        grad, master = self.param.grad, self.master
+        return grad is not None and master.grad is None and (grad.dtype, grad.device) == (master.dtype, master.device)
+
 
 def build_trained_parameters(
     named_parameters: Iterable[tuple[str, nn.Parameter]],

@@ -92,14 +92,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss if self.cur_scale == 1.0 else loss * self.cur_scale
 
     def accumulate_gradients(self) -> None:
-        """Takes the gradients of one backward pass; local, without a sync."""
+        """Takes the gradients of one backward pass; local, without a sync.
+
+        Those that lie as the master's would, fp32 under FSDP2, stay where the next pass adds to them.
+        """
         if self.accumulates_in_masters:
-            self._move_gradients()
+            self._move_gradients([t for t in self.parameters if not t.grad_lies_like_masters])
 
     @torch.no_grad()
-    def _move_gradients(self) -> None:
+    def _move_gradients(self, parameters: list[TrainedParameter]) -> None:
         """Adds the gradients of parameters to those of their masters."""
-        for trained in self.parameters:
+        for trained in parameters:
             grad = trained.param.grad
             if not trained.has_master or grad is None:
                 continue
@@ -121,7 +124,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("closure: the engine computes the loss itself, call step() without one")
-        self._move_gradients()
+        self._move_gradients(self.parameters)
         grads = self._local_gradients()
         scaled_norm = self._global_norm(grads)
         overflow = not math.isfinite(scaled_norm)
@@ -144,7 +147,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Nothing is changed: the next `step()` finds the same. `external` is DeepSpeed's name for asking from outside.
         """
-        self._move_gradients()
+        self._move_gradients(self.parameters)
         return not math.isfinite(self._global_norm(self._local_gradients()))
 
     def quantize_nontrainable_params(self) -> None:
