@@ -36,7 +36,7 @@ from hybrid_engine.random_state import seed_everything
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
 from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.external_parameters import LATE, MIXED, SHARD_USED
-from hybrid_engine.zero.gathered_parameters import mark_parameters
+from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.lr_schedules import check_rates
 from hybrid_engine.zero.param_groups import NamedGroup, name_groups
 from hybrid_engine.zero.processes import (
@@ -124,6 +124,11 @@ class ZeroEngine(nn.Module):
                 raise
         return getattr(self.names if hasattr(type(self.names), name) else self.module, name)
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "ZeroEngine":
+        """What `to()` and its like call; collective below stage 3, where the parameters are whole afterwards again."""
+        with self.sharding.as_shards(), keeping_attributes(self.module):
+            return super()._apply(fn, recurse)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward; raises ValueError where it uses a parameter of which there is only a shard."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
@@ -155,7 +160,7 @@ class ZeroEngine(nn.Module):
         optimizer = self._check_trains("backward()")
         _check_loss(loss)
         reduces = self._reduces_gradients and self.is_gradient_accumulation_boundary()
-        self.sharding.set_gradient_sync(reduces)
+        self.sharding.expect_gradients(reduces)
         factor = self.sharding.loss_factor / (self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
         with self.observer.backward(loss), self.sharding.ending_passes_on_error():
             optimizer.scale_loss(loss.float() * factor).backward(retain_graph=retain_graph)

@@ -204,7 +204,7 @@ def _two_processes(rank, world_size):
         results["fp16", stage] = _overflow_on_one_rank(rank, world_size, stage)
         results["nan", stage] = _nan_on_one_rank(rank, world_size, stage)
         results["interrupted", stage] = _interrupted_passes(world_size, stage)
-    results["moved"] = _moved_by_to(world_size)
+        results["moved", stage] = _moved_by_to(rank, world_size, stage)
     results["evaluates"] = _evaluate_at_stage_3()
     results["gathered"] = _gathered_after_each_pass_at_stage_3()
     results["refused"] = _other_architecture(rank)
@@ -234,9 +234,13 @@ def _interrupted_passes(world_size, stage):
     return train_engine(engine, STEPS).weights
 
 
-def _moved_by_to(world_size):
-    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(3, world_size))
-    return train_engine(engine.to("cpu"), STEPS).weights
+def _moved_by_to(rank, world_size, stage):
+    """What a script finds after `to()`, and where training then leads, also in bf16."""
+    engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=engine_config(stage, world_size))
+    before = [(type(p), sorted(vars(p))) for p in engine.module.parameters()]
+    assert engine.to("cpu") is engine
+    after = [(type(p), sorted(vars(p))) for p in engine.module.parameters()]
+    return before, after, train_engine(engine, STEPS).weights, _train_bf16(rank, world_size, stage, moves=True)
 
 
 def _read_between_steps(rank, engine):
@@ -329,9 +333,11 @@ def _train_lora(world_size, stage):
     return train_engine(engine, STEPS).weights
 
 
-def _train_bf16(rank, world_size, stage):
+def _train_bf16(rank, world_size, stage, moves=False):
     config = engine_config(stage, world_size, bf16={"enabled": True})
     engine, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
+    if moves:
+        engine.to("cpu")
     train_engine(engine, STEPS)
     return {t.name: t.master.full_tensor().detach() for t in engine.optimizer.parameters}
 
@@ -473,8 +479,14 @@ def test_training_goes_on_after_an_error_in_a_forward_or_backward_pass(two_ranks
             assert relative_error(results["interrupted", stage], plain.weights) < TOLERANCE
 
 
-def test_an_engine_may_be_moved(two_ranks, plain):
-    assert all(relative_error(results["moved"], plain.weights) < TOLERANCE for results in two_ranks)
+def test_an_engine_may_be_moved_and_its_parameters_keep_their_attributes(two_ranks, plain):
+    for stage in range(4):
+        for results in two_ranks:
+            before, after, weights, bf16_masters = results["moved", stage]
+            assert before == after
+            assert any("ds_id" in names for _, names in before) == (stage == 3)
+            assert relative_error(weights, plain.weights) < TOLERANCE
+            assert relative_error(bf16_masters, results["bf16", stage]) == 0
 
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):

@@ -14,7 +14,8 @@ process's shard).
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from types import TracebackType
 from typing import Any
@@ -78,6 +79,17 @@ def mark_parameter(param: Any) -> None:
     param.ds_shape, param.ds_numel = param.shape, param.numel()
     param.ds_tensor = local_tensor(param)
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE if isinstance(param, DTensor) else ZeroParamStatus.AVAILABLE
+
+
+@contextmanager
+def keeping_attributes(module: nn.Module) -> Iterator[None]:
+    """Inside, shards may be moved: PyTorch swaps their tensors, and with them the attributes."""
+    kept = [vars(param).copy() for param in module.parameters()]
+    yield
+    for param, attributes in zip(module.parameters(), kept, strict=True):
+        vars(param).update(attributes)
+        if "ds_tensor" in attributes:
+            param.ds_tensor = local_tensor(param)  # type: ignore[attr-defined]
 
 
 class GatheredParameters:

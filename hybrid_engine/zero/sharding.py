@@ -62,6 +62,8 @@ class Sharding:
     loss_factor: float = 1.0
     """What the loss is multiplied by, so that gradients are divided before they are added up; FSDP2 divides by the
     rest."""
+    keeps_fp32_gradients: bool = True
+    """Whether reduced gradients are added up in fp32; otherwise in the parameters' dtype."""
 
     @property
     def is_sharded(self) -> bool:
@@ -75,10 +77,25 @@ class Sharding:
             return None
         return self.mesh["fsdp"].get_group()
 
-    def set_gradient_sync(self, is_boundary: bool) -> None:
-        """Says whether the next backward pass reduces the gradients or keeps adding them up locally."""
+    def expect_gradients(self, is_boundary: bool) -> None:
+        """Before each backward pass: says whether it reduces the gradients or keeps adding them up locally."""
         if isinstance(self.root, FSDPModule):
             self.root.set_requires_gradient_sync(is_boundary or self.stage >= 2)
+            if self.keeps_fp32_gradients:
+                self._keep_fp32_gradients()
+
+    def _keep_fp32_gradients(self) -> None:
+        """Leaves reduced gradients as they are: FSDP2 would round them to the parameters' dtype.
+
+        Private, for lack of a public way; these names hold from torch 2.11 to 2.13. FSDP2 reads the dtypes anew when
+        parameters are gathered or moved.
+        """
+        for module in self.fsdp_modules():
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group._orig_dtype = torch.float32
+                for param in group.fsdp_params:
+                    param.sharded_param.grad_dtype = None  # any
 
     def expect_backward(self, is_expected: bool) -> None:
         """Says whether a backward pass follows the next forward pass.
@@ -208,13 +225,18 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
                 part.set_gradient_divide_factor(world_size * factor)
     _register_forward_methods(module)
     _make_root(module)
-    for part in [*layers, module]:
-        if config.accumulation_dtype == torch.float32:
-            _keep_gradients_in_fp32(part)
-        if stage < 3:
+    if stage < 3:
+        for part in [*layers, module]:
             _keep_whole_in_state_dict(part)
     return Sharding(
-        root=module, layers=layers, stage=stage, world_size=world_size, rank=rank, mesh=mesh, loss_factor=factor
+        root=module,
+        layers=layers,
+        stage=stage,
+        world_size=world_size,
+        rank=rank,
+        mesh=mesh,
+        loss_factor=factor,
+        keeps_fp32_gradients=config.accumulation_dtype == torch.float32,
     )
 
 
@@ -269,26 +291,6 @@ def _fully_shard(
     part.set_reshard_after_backward(stage == 3)
     # Averages are then a sum and a division; gloo has no reduction with a factor.
     part.set_force_sum_reduction_for_comms(True)
-
-
-def _keep_gradients_in_fp32(module: FSDPModule) -> None:
-    """Leaves reduced gradients as they are: FSDP2 rounds them to the parameters' dtype, whose masters are fp32.
-
-    Private, for lack of a public way; these names hold from torch 2.11 to 2.13.
-    """
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is None:
-        return
-    read_dtypes = group._init_mp_dtypes  # called again whenever the parameters are gathered
-
-    def read_dtypes_of_parameters() -> None:
-        read_dtypes()
-        group._orig_dtype = torch.float32
-
-    group._init_mp_dtypes = read_dtypes_of_parameters
-    for param in group.fsdp_params:
-        param.sharded_param.grad_dtype = torch.float32
-    group._init_mp_dtypes()
 
 
 def _keep_whole_in_state_dict(module: FSDPModule) -> None:
