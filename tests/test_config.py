@@ -332,7 +332,7 @@ def test_the_dtype_of_sequence_parallelism_means_nothing_without_it(name, caplog
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not one of 0, 1, 2, 3"),
         ({"zero_optimization": True}, "zero_optimization=True must be a block of options"),
         ({"fp16": {"initial_scale_power": 127}}, "fp16.initial_scale_power=127 must be an integer from 0 to 126"),
-        ({"fp16": {"min_loss_scale": 0}}, "fp16.min_loss_scale=0 must be above 0"),
+        ({"fp16": {"min_loss_scale": -1}}, "fp16.min_loss_scale=-1 must be a finite number of at least 0"),
         ({"hybrid_engine": {"max_out_tokens": 0}}, "hybrid_engine.max_out_tokens=0 must be an integer of at least 1"),
         ({"optimizer": {"params": {}}}, "optimizer.type=None must be one of Adam, AdamW"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, "optimizer.params.lr='1e-3' must be a finite"),

@@ -201,6 +201,7 @@ def test_fp16_masters_step_the_parameters_themselves():
         ({"initial_scale_power": 6, "hysteresis": 2, "consecutive_hysteresis": True}, [64, 64, 64, 64]),
         ({"initial_scale_power": 6, "hysteresis": 1, "loss_scale_window": 1}, [128, 64, 128, 64]),
         ({"initial_scale_power": 6, "hysteresis": 1, "min_loss_scale": 24}, [64, 32, 32, 24]),
+        ({"initial_scale_power": 0, "hysteresis": 1, "min_loss_scale": 0}, [1, 0.5, 0.5, 0.25]),
     ],
 )
 def test_the_keys_of_fp16_steer_the_loss_scale_of_the_engine(more, scales):

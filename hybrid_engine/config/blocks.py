@@ -109,7 +109,7 @@ class Fp16Config:
     consecutive_hysteresis: bool = False
     """Whether a step without overflow refills the hysteresis."""
     min_loss_scale: float = 1
-    """The dynamic scale never falls below this."""
+    """The dynamic scale never falls below this; 0 is the smallest normal number of fp32."""
     fp16_master_weights_and_grads: bool = False
     """Whether the optimizer steps the fp16 parameters themselves, with its state in fp16: less memory, less precise."""
 
@@ -122,8 +122,6 @@ class Fp16Config:
         check_integer("fp16.loss_scale_window", self.loss_scale_window, 1)
         check_integer("fp16.hysteresis", self.hysteresis, 1)
         check_number("fp16.min_loss_scale", self.min_loss_scale, 0)
-        if self.min_loss_scale == 0:
-            raise ValueError("fp16.min_loss_scale=0 must be above 0; a loss scaled by 0 has no gradient; set it to 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,7 +142,10 @@ NO_MEANING: dict[str, dict[str, str]] = {
         "max_in_cpu": NVME,
         "nvme_path": NVME,
     },
-    "fp16": {"fused_mode": "PyTorch's fused optimizers take all parameters at once"},
+    "fp16": {
+        "fused_mode": "PyTorch's fused optimizers take all parameters at once",
+        "opt_level": "a key of NVIDIA Apex, which DeepSpeed reads in amp alone",
+    },
     "bf16": {"immediate_grad_update": "gradients reach the fp32 masters after every micro-batch"},
     "optimizer": {"legacy_fusion": "PyTorch's fused optimizers take all parameters at once"},
     "optimizer.params": {

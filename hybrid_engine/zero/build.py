@@ -137,7 +137,7 @@ def _build_loss_scaler(config: Fp16Config) -> LossScaler:
         window=config.loss_scale_window,
         hysteresis=config.hysteresis,
         consecutive_hysteresis=config.consecutive_hysteresis,
-        min_scale=config.min_loss_scale,
+        min_scale=config.min_loss_scale or torch.finfo(torch.float32).tiny,
     )
 
 
