@@ -1,8 +1,8 @@
 """The optimizer shim: precision, gradient accumulation, clipping and overflow around a plain `torch.optim` optimizer.
 
 fp32 parameters are stepped where they are. For bf16 and fp16 parameters the gradients of all micro-batches are added up
-in their masters (`masters.py`), which are stepped and rounded into the parameters. Whether the parameters are sharded
-makes no difference here; frozen parameters have neither master nor state.
+in fp32, by FSDP2 or in their masters (`masters.py`), which are stepped and rounded into the parameters. Whether the
+parameters are sharded makes no other difference here; frozen parameters have neither master nor state.
 """
 
 import math
