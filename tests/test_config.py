@@ -181,10 +181,12 @@ def test_the_config_that_deepspeed_chat_writes_is_accepted_with_one_line_for_wha
         {"zero_optimization": {"offload_optimizer": None, "zero_quantized_gradients": False}},
         {"checkpoint": {"tag_validation": "Warn", "load_universal": False}},
         {"zero_optimization": None},
+        {"zero_optimization": {"load_from_fp32_weights": False}},
+        {"comms_logger": {"enabled": False, "verbose": True}},
     ],
 )
-def test_a_feature_may_be_named_while_it_is_off(off):
-    assert load_config(BATCH | off, world_size=1) == load_config(BATCH, world_size=1)
+def test_a_feature_may_be_named_while_it_is_off(off, caplog):
+    assert load_config(BATCH | off, world_size=1) == load_config(BATCH, world_size=1) and not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -305,6 +307,44 @@ def test_numbers_of_steps_may_be_written_as_1e5_as_many_files_do(tmp_path):
     assert isinstance(config.scheduler.params["warmup_num_steps"], int)
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"allgather_size": 500_000_000}, "allgather_size"),
+        ({"disable_python_gc": True}, "disable_python_gc"),
+        ({"comms_logger": {"enabled": True, "verbose": False}}, "comms_logger"),
+        ({"zero_optimization": {"grad_hooks": True}}, "zero_optimization.grad_hooks"),
+        ({"zero_optimization": {"load_from_fp32_weights": True}}, "zero_optimization.load_from_fp32_weights"),
+        ({"bf16": {"auto_cast": True}}, "bf16.auto_cast"),
+        ({"bf16": {"loss_scale": 128}}, "bf16.loss_scale"),
+        ({"bf16": {"loss_scale_window": 250}}, "bf16.loss_scale_window"),
+        ({"bf16": {"initial_scale_power": 16}}, "bf16.initial_scale_power"),
+        ({"bf16": {"hysteresis": 2}}, "bf16.hysteresis"),
+        ({"bf16": {"min_loss_scale": 1}}, "bf16.min_loss_scale"),
+    ],
+)
+def test_what_has_no_meaning_here_is_accepted_and_named(given, name, caplog):
+    assert load_config(BATCH | given, world_size=1) == load_config(BATCH, world_size=1)
+    assert f"without effect in this engine: {name}" in caplog.text
+
+
+def test_adam_w_mode_beside_params_changes_nothing_as_in_deepspeed_which_reads_it_inside(caplog):
+    optimizer = {"type": "Adam", "adam_w_mode": True, "params": {"lr": 0.1}}
+    config = load_config(BATCH | {"optimizer": optimizer}, world_size=1)
+    assert "without effect in this engine: optimizer.adam_w_mode" in caplog.text
+    optimizer["params"] = {"lr": 0.1, "adam_w_mode": False}
+    assert (config.optimizer.type, load_config(BATCH | {"optimizer": optimizer}, world_size=1).optimizer.type) == (
+        "AdamW",
+        "Adam",
+    )
+
+
+@pytest.mark.parametrize(("old", "stage"), [(False, 0), (True, 1)])
+def test_zero_optimization_may_be_true_or_false_as_it_was_before_there_were_stages(old, stage):
+    config = load_config(BATCH | {"zero_optimization": old}, world_size=1)
+    assert config == load_config(BATCH | {"zero_optimization": {"stage": stage}}, world_size=1)
+
+
 @pytest.mark.parametrize("name", ["seq_parallel_comm_data_type", "seq_parallel_communication_data_type"])
 def test_the_dtype_of_sequence_parallelism_means_nothing_without_it(name, caplog):
     assert load_config(BATCH | {name: "bf16"}, world_size=1) == load_config(BATCH, world_size=1)
@@ -330,7 +370,8 @@ def test_the_dtype_of_sequence_parallelism_means_nothing_without_it(name, caplog
         ({"optimizer": {"type": "Adam", "params": 3}}, "optimizer.params=3 must be a block of options"),
         ({"steps_per_print": -1}, "steps_per_print=-1 must"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not one of 0, 1, 2, 3"),
-        ({"zero_optimization": True}, "zero_optimization=True must be a block of options"),
+        ({"zero_optimization": 2}, "zero_optimization=2 must be a block of options"),
+        ({"zero_optimization": [True]}, r"zero_optimization=\[True\] must be a block of options"),
         ({"fp16": {"initial_scale_power": 127}}, "fp16.initial_scale_power=127 must be an integer from 0 to 126"),
         ({"fp16": {"min_loss_scale": -1}}, "fp16.min_loss_scale=-1 must be a finite number of at least 0"),
         ({"hybrid_engine": {"max_out_tokens": 0}}, "hybrid_engine.max_out_tokens=0 must be an integer of at least 1"),

@@ -114,7 +114,7 @@ class EngineConfig:
     gradient_accumulation_steps: int
     """Forward passes per optimizer step."""
     zero_optimization: ZeroConfig = field(default_factory=ZeroConfig)
-    """Sharding."""
+    """Sharding; true is stage 1, false stage 0."""
     fp16: Fp16Config = field(default_factory=Fp16Config)
     """Half precision."""
     bf16: Bf16Config = field(default_factory=Bf16Config)
@@ -279,6 +279,8 @@ def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> Engi
     blocks: dict[str, Any] = {
         name: _build(cls, child_block(top, name), name, without_effect) for name, cls in SIMPLE_BLOCKS.items()
     }
+    if isinstance(top.get("zero_optimization"), bool):  # as DeepSpeed had it before there were stages
+        top["zero_optimization"] = {"stage": int(top["zero_optimization"])}
     blocks["zero_optimization"] = _build_zero(child_block(top, "zero_optimization"), without_effect)
     blocks["optimizer"] = build_optimizer_config(child_block(top, "optimizer"), without_effect)
     blocks["scheduler"] = build_scheduler_config(child_block(top, "scheduler"), without_effect)

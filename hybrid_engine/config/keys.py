@@ -62,15 +62,19 @@ PIPELINES = "there is no pipeline engine whose options these are"
 NVME = "there is no offloading to NVMe, which it tunes"
 SEQUENCES = "there is no sequence parallelism whose gradients travel in it"
 COMPRESSION = "weights are never quantised or pruned during training"
+UNSCALED = "the loss is not scaled in bf16"
 DATA_PIPELINE = "the caller chooses the samples and their order"
 
 NO_MEANING: dict[str, dict[str, str]] = {
     "": {
         "aio": NVME,
+        "allgather_size": FSDP2_BUCKETS,
+        "comms_logger": "torch.profiler shows the collectives",
         "compile": "the module may be compiled by the caller with torch.compile",
         "dataloader_drop_last": "the training dataloader always leaves an incomplete last batch for the next epoch",
         "datastates_ckpt": "checkpoints are on disk when save_checkpoint() returns",
         "disable_allgather": "FSDP2 chooses its collectives",
+        "disable_python_gc": "Python's garbage collector is the caller's to switch",
         "dump_state": "engine.report() describes the engine",
         "graph_harvesting": "kernels are not recorded in training",
         "log_level": "the logger `hybrid_engine` of Python's logging has its own level",
@@ -92,9 +96,11 @@ NO_MEANING: dict[str, dict[str, str]] = {
         "cpu_offload_use_pin_memory": "the old name of offload_param.pin_memory",
         "elastic_checkpoint": "every checkpoint loads on another number of processes",
         "enable_sanity_checks": "checks that matter are always on",
+        "grad_hooks": "FSDP2 has hooks of its own",
         "ignore_unused_parameters": "parameters without a gradient are left alone",
         "leaf_module": "the groups are the transformer layers",
         "legacy_stage1": "there is one implementation",
+        "load_from_fp32_weights": "of trained weights a checkpoint holds the masters alone, 16-bit ones follow",
         "log_trace_cache_warnings": "there is no trace of the order of layers",
         "max_live_parameters": OTHER_NAME.format("stage3_max_live_parameters"),
         "max_reuse_distance": OTHER_NAME.format("stage3_max_reuse_distance"),
@@ -146,8 +152,19 @@ NO_MEANING: dict[str, dict[str, str]] = {
         "fused_mode": "PyTorch's fused optimizers take all parameters at once",
         "opt_level": "a key of NVIDIA Apex, which DeepSpeed reads in amp alone",
     },
-    "bf16": {"immediate_grad_update": "gradients reach the fp32 masters after every micro-batch"},
-    "optimizer": {"legacy_fusion": "PyTorch's fused optimizers take all parameters at once"},
+    "bf16": {
+        "auto_cast": "DeepSpeed reads it in fp16 alone",
+        "hysteresis": UNSCALED,
+        "immediate_grad_update": "gradients reach the fp32 masters after every micro-batch",
+        "initial_scale_power": UNSCALED,
+        "loss_scale": UNSCALED,
+        "loss_scale_window": UNSCALED,
+        "min_loss_scale": UNSCALED,
+    },
+    "optimizer": {
+        "adam_w_mode": "DeepSpeed reads it in optimizer.params alone",
+        "legacy_fusion": "PyTorch's fused optimizers take all parameters at once",
+    },
     "optimizer.params": {
         "foreach": "the fastest implementation there is, is taken",
         "fused": "the fastest implementation there is, is taken",
@@ -174,7 +191,6 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
     "": {
         "amp": block("NVIDIA Apex is superseded by bf16 and fp16"),
         "autotuning": block("sizes are the caller's choice"),
-        "comms_logger": block("torch.profiler shows the collectives"),
         "compression_training": NotSupported(COMPRESSION),
         "curriculum_learning": block(DATA_PIPELINE),
         "data_efficiency": block(DATA_PIPELINE),
@@ -201,7 +217,6 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
         "param_dtype": NotSupported("fp16 and bf16 choose the dtype of parameters", off=(None,)),
     },
     "zero_optimization": {
-        "load_from_fp32_weights": NotSupported("fp32 masters are always what is loaded", off=(True,)),
         "zenflow": NotSupported("all gradients are applied at once"),
         "zero_quantized_gradients": NotSupported("collectives carry what communication_data_type says"),
         "zero_quantized_nontrainable_weights": NotSupported("frozen weights keep their dtype"),

@@ -47,13 +47,17 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
         elif key in fields:
             found[key] = value
         elif key in ignored:
-            if value not in (False, None):
+            if _is_switched_on(value):
                 without_effect.append(name)
         elif not refused[key].is_off(without_auto(value) if isinstance(value, dict) else value):
             raise ValueError(
                 f"{name}={as_json(value)} is not supported: {refused[key].why}; {refused[key].remedy(name)}"
             )
     return found
+
+
+def _is_switched_on(value: Any) -> bool:
+    return (value.get("enabled", True) if isinstance(value, Mapping) else value) not in (False, None)
 
 
 def _read_unknown(key: str, path: str, fields: Collection[str]) -> list[str]:
