@@ -143,6 +143,25 @@ def test_each_process_may_have_files_of_its_own_for_its_output_and_no_local_rank
     assert texts == [f"argument ['a'] {rank}\n" for rank in range(2)]
 
 
+def test_a_script_whose_last_line_is_a_collective_ends_without_an_error(tmp_path):
+    """Twice two processes, of which a third aborts where gloo's threads wait for the lock as Python ends."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import sys
+        import torch
+        import hybrid_engine as deepspeed
+        deepspeed.init_distributed()
+        tensor = torch.ones(1000)
+        sys.setswitchinterval(100)  # seconds that threads wait for the lock if nobody blocks
+        deepspeed.comm.broadcast(tensor, 0)
+        """)
+    )
+    for _ in range(2):
+        result = _launch(["hybrid_engine.launcher"], ["--no_local_rank", str(script)])
+        assert result.returncode == 0, result.stderr
+
+
 def test_the_module_answers_like_the_command(capsys):
     assert launcher.main(["--num_nodes", "2", "t.py"]) == 2
     assert "hybrid-engine launch: --num_nodes=2 without a hostfile" in capsys.readouterr().err
