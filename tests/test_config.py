@@ -379,6 +379,11 @@ def test_the_dtype_of_sequence_parallelism_means_nothing_without_it(name, caplog
         ({"optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}, "optimizer.params.lr='1e-3' must be a finite"),
         ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "optimizer.params.betas=0.9 must be two numbers"),
         ({"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1]}}}, r"betas\[1\]=1 must be below 1"),
+        ({"flops_profiler": {"profile_step": -2}}, "flops_profiler.profile_step=-2 must be an integer of at least -1"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}},
+            "warmup_num_steps=-1 must be an integer of at least 0",
+        ),
         ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is missing; WarmupDecayLR needs it"),
         ({"optimizer": {"type": "SGD", "params": {"momentun": 0.9}}}, r"momentun is .*optimizer.params.momentum\?"),
         ({"optimizer": {"type": "SGD", "params": {"lr": -1}}}, "optimizer.params.lr=-1 must be a finite number"),

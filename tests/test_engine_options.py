@@ -308,6 +308,16 @@ def test_the_profilers_table_shows_the_modules_that_are_asked_for_and_is_printed
     assert "flops_profiler: step 0" in head and sorted(line.split()[1] for line in table) == shown
 
 
+def test_the_profiler_never_profiles_step_minus_1(capsys):
+    model = nn.Linear(2, 2)
+    profiler = {"enabled": True, "profile_step": -1}
+    engine, *_ = hybrid_engine.initialize(model=model, config={**MINIMAL, "flops_profiler": profiler})
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+    assert "flops_profiler" not in capsys.readouterr().out
+
+
 def test_csv_monitor_writes_a_file_for_each_quantity_by_samples(tmp_path):
     csv_monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     engine = _linear(csv_monitor=csv_monitor, fp16={"enabled": True, "initial_scale_power": 4}, train_batch_size=4)

@@ -45,10 +45,23 @@ def test_warmup_without_a_peak_climbs_to_the_optimizers_own_rate():
     assert seen_rates(scheduler, optimizer, 4) == pytest.approx([0, 0, 0.5, 0.5])
 
 
-def test_a_warmup_of_one_step_counts_as_two():
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_warmup_of_one_step_or_none_counts_as_two(num_steps):
     optimizer = sgd(0.5)
-    scheduler = WarmupLR(optimizer, 0.0, 1.0, 1, "linear")
+    scheduler = WarmupLR(optimizer, 0.0, 1.0, num_steps, "linear")
     assert seen_rates(scheduler, optimizer, 5) == pytest.approx([0, 0, 0.5, 1, 1])
+
+
+@pytest.mark.parametrize("total_num_steps", [1, 2, 6])
+@pytest.mark.parametrize("warmup_type", ["log", "linear"])
+@pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_a_schedule_that_decays_takes_no_warmup_for_two_steps_too(kind, warmup_type, total_num_steps):
+    def rates(warmup_num_steps):
+        params = {"total_num_steps": total_num_steps, "warmup_num_steps": warmup_num_steps, "warmup_type": warmup_type}
+        optimizer = sgd(0.5)
+        return seen_rates(build_scheduler(SchedulerConfig(type=kind, params=params), optimizer), optimizer, 9)
+
+    assert rates(0) == rates(2)
 
 
 def test_decay_is_a_line_from_the_peak_to_the_floor_and_stays_there():
@@ -156,7 +169,7 @@ def test_a_schedule_loaded_in_the_middle_goes_on_as_if_never_stopped(kind, param
     ("arguments", "message"),
     [
         ({"warmup_min_lr": [0.1, 0.2]}, r"warmup_min_lr=\[0.1, 0.2\] has 2 rates for 1 parameter groups"),
-        ({"warmup_num_steps": 0}, "warmup_num_steps=0 must be at least 1"),
+        ({"warmup_num_steps": -1}, "warmup_num_steps=-1 must be at least 0"),
         ({"warmup_type": "cubic"}, "warmup_type='cubic' must be"),
     ],
 )

@@ -94,7 +94,7 @@ class FlopsProfilerConfig:
     enabled: bool = False
     """Whether they are counted."""
     profile_step: int = 1
-    """The optimizer step, counted from 0, whose first micro-batch is profiled."""
+    """The optimizer step, counted from 0, whose first micro-batch is profiled; -1 profiles none."""
     module_depth: int = -1
     """Levels of submodules in the table; -1 shows all."""
     top_modules: int = 1
@@ -107,7 +107,7 @@ class FlopsProfilerConfig:
     def __post_init__(self) -> None:
         check_flag("flops_profiler.enabled", self.enabled)
         check_flag("flops_profiler.detailed", self.detailed)
-        check_integer("flops_profiler.profile_step", self.profile_step, 0)
+        check_integer("flops_profiler.profile_step", self.profile_step, -1)
         check_integer("flops_profiler.module_depth", self.module_depth, -1)
         check_integer("flops_profiler.top_modules", self.top_modules, 1)
         check_text("flops_profiler.output_file", self.output_file, is_optional=True)

@@ -82,7 +82,7 @@ FLAGS = ("lr_range_test_staircase", "cycle_momentum")
 # The smallest integer each of these may be; the other parameters are rates, not negative.
 INTEGERS = {
     "total_num_steps": 1,
-    "warmup_num_steps": 1,
+    "warmup_num_steps": 0,
     "lr_range_test_step_size": 1,
     "cycle_first_step_size": 1,
     "cycle_second_step_size": 1,

@@ -44,8 +44,8 @@ class _WarmupSchedule(LRScheduler):
     """What the three schedules share: the checked warmup and DeepSpeed's count of iterations."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str):
-        if warmup_num_steps < 1:
-            raise ValueError(f"{warmup_num_steps=} must be at least 1; to warm nothing up use a constant rate")
+        if warmup_num_steps < 0:
+            raise ValueError(f"{warmup_num_steps=} must be at least 0; to warm nothing up use a constant rate")
         if warmup_type not in ("log", "linear"):
             raise ValueError(f'{warmup_type=} must be "log" or "linear"; "log" is the default')
         # DeepSpeed's lower bound of 2, below which the logarithm that divides would be 0.
@@ -69,11 +69,11 @@ class WarmupLR(_WarmupSchedule):
         optimizer: its groups' `lr` is set.
         warmup_min_lr: the floor, one number or one per parameter group.
         warmup_max_lr: the peak, likewise; None takes the `lr` of the first parameter group.
-        warmup_num_steps: iterations of warmup.
+        warmup_num_steps: iterations of warmup; 0 and 1 count as 2.
         warmup_type: "log" or "linear".
 
     Raises:
-        ValueError: for a list of the wrong length, a warmup shorter than 1 or another type.
+        ValueError: for a list of the wrong length, a negative number of steps or another type.
     """
 
     def __init__(
