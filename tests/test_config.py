@@ -228,6 +228,10 @@ def test_a_feature_that_is_not_supported_is_refused_while_it_is_on(on, path, rem
     ("wrong", "message"),
     [
         ({"train_batch_sise": 8}, "train_batch_sise is not a known option; did you mean train_batch_size?"),
+        ({"train_batch_sizes": 8}, "train_batch_sizes is not a known option; did you mean train_batch_size?"),
+        ({"optimzer": {"type": "Adam"}}, "optimzer is not a known option; did you mean optimizer?"),
+        ({"lr_scheduler": {"type": "WarmupLR"}}, "lr_scheduler is not a known option; did you mean scheduler?"),
+        ({"bp16": {"enabled": True}}, "bp16 is not a known option; did you mean bf16?"),
         ({"FP16": {"enabled": True}}, "FP16 is not a known option; did you mean fp16?"),
         ({"zero_optimization": {"stge": 1}}, "zero_optimization.stge .* mean zero_optimization.stage?"),
         ({"zero_optimization": {"overlap_com": 1}}, "zero_optimization.overlap_com .* zero_optimization.overlap_comm?"),
@@ -249,6 +253,32 @@ def test_an_unknown_key_that_resembles_none_is_reported_at_the_top_level_where_d
         config = load_config(BATCH | {"qqqqqq": {"a": 1}}, world_size=1)
     assert config == load_config(BATCH, world_size=1)
     assert "without effect in this engine: qqqqqq (unknown to DeepSpeed too)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "communication_buffer_size",
+        "deepspeed",
+        "dtype",
+        "eval_batch_size",
+        "gradient_checkpointing",
+        "monitor",
+        "runtime",
+    ],
+)
+def test_an_unknown_key_that_has_a_little_in_common_with_a_known_one_is_no_misspelling(name, caplog):
+    assert load_config(BATCH | {name: 1}, world_size=1) == load_config(BATCH, world_size=1)
+    assert f"without effect in this engine: {name} (unknown to DeepSpeed too)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["contiguous_gradients", "cpu_offload", "offload_optimizer", "stage3_param_persistence_threshold", "zenflow"],
+)
+def test_an_option_of_zero_at_the_top_level_is_named_with_where_it_belongs(name, caplog):
+    assert load_config(BATCH | {name: {"device": "cpu"}}, world_size=1) == load_config(BATCH, world_size=1)
+    assert f"{name} (belongs in zero_optimization; DeepSpeed, too, ignores it at the top level)" in caplog.text
 
 
 def test_comments_are_read_past_everywhere_without_a_word(caplog):

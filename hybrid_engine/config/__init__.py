@@ -88,19 +88,6 @@ MAY_DIFFER = (
     "wandb",
 )
 """Keys that need not be the same on all processes."""
-OTHER_NAMES = {
-    "bfloat16": "bf16",
-    "data_types.grad_accum_dtype": "gradient_accumulation_dtype",
-    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer.device",
-    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param.device",
-    "zero_optimization.gather_16bit_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
-}
-"""Old names of DeepSpeed that work, and the key each stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)

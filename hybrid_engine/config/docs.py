@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from hybrid_engine.config import OTHER_NAMES, SIMPLE_BLOCKS, EngineConfig, OffloadConfig, OffloadParamConfig, ZeroConfig
+from hybrid_engine.config import SIMPLE_BLOCKS, EngineConfig, OffloadConfig, OffloadParamConfig, ZeroConfig
 from hybrid_engine.config.auto import FROM_ARGUMENTS, ONLY_THE_USER_KNOWS
-from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, OPTIMIZERS_NOT_SUPPORTED, as_json
+from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, OPTIMIZERS_NOT_SUPPORTED, OTHER_NAMES, as_json
 from hybrid_engine.config.optimizer import (
     OPTIMIZER_DEFAULTS,
     OPTIMIZER_PARAMS,
@@ -43,8 +43,9 @@ Written by `python -m hybrid_engine.config.docs`; edit the dataclasses and table
 `initialize(config=...)` takes DeepSpeed's ds_config: a dict, the path of a JSON file, or its content in URL-safe
 base64. Each key *works*, is *accepted* because what it tunes has no meaning here, or is *not supported*: an error
 while it is switched on. Any other key is an error that names the nearest known one; at the top level, where DeepSpeed
-reads past it, only if there is one, and else a warning. Keys that begin with `_`, `#` or `//` and "comment" are
-comments; those of Hjson, which DeepSpeed reads too, are not read.
+reads past it, only if it looks like a misspelt one, and else a warning, as for keys of `zero_optimization` that stand
+there. Keys that begin with `_`, `#` or `//` and "comment" are comments; those of Hjson, which DeepSpeed reads too, are
+not read.
 """
 
 

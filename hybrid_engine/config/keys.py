@@ -65,6 +65,22 @@ COMPRESSION = "weights are never quantised or pruned during training"
 UNSCALED = "the loss is not scaled in bf16"
 DATA_PIPELINE = "the caller chooses the samples and their order"
 
+OTHER_NAMES = {
+    "bfloat16": "bf16",
+    "data_types.grad_accum_dtype": "gradient_accumulation_dtype",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer.device",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param.device",
+    "zero_optimization.gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+}
+"""Old names of DeepSpeed that work, and the key each stands for."""
+MISTAKEN = {"bp16": "bf16"}
+"""Unknown keys at the top level whose author means the known one, though another one looks as much like it."""
+
 NO_MEANING: dict[str, dict[str, str]] = {
     "": {
         "aio": NVME,

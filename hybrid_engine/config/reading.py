@@ -1,12 +1,14 @@
 """Reading blocks of a DeepSpeed-format config against the tables of `keys.py`.
 
 A key that no table has is an error, as it is in DeepSpeed's blocks. At the top level DeepSpeed reads past it, and
-large files carry notes of their own there: such a key is reported with those that have no effect, unless it looks like
-a misspelt one. A key that begins with `_`, `#` or `//`, or is called "comment", is a comment everywhere.
+large files carry notes of their own there, or options of ZeRO that were meant for its block: such a key is reported
+with those that have no effect, unless it looks like a misspelt one (`MISSPELT`). A key that begins with `_`, `#` or
+`//`, or is called "comment", is a comment everywhere.
 """
 
 import base64
 import binascii
+import dataclasses
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -14,7 +16,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from hybrid_engine.config.auto import AUTO, without_auto
-from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, as_json
+from hybrid_engine.config.blocks import ZeroConfig
+from hybrid_engine.config.keys import MISTAKEN, NO_MEANING, NOT_SUPPORTED, OTHER_NAMES, as_json
+
+MISSPELT = 0.8
+"""How alike (difflib's ratio) an unknown key at the top level and a known one are if it is an error: "monitor" and
+"csv_monitor" are two things at 0.78, "train_micro_batch_size" and the full name are one at 0.85."""
 
 
 def join(path: str, key: str) -> str:
@@ -64,7 +71,10 @@ def _read_unknown(key: str, path: str, fields: Collection[str]) -> list[str]:
     """How to report a key that no table has; nothing for a comment."""
     if key.startswith(("_", "#", "//")) or key.lower() == "comment":
         return []
-    close = find_nearest(key, [*fields, *NO_MEANING.get(path, ()), *NOT_SUPPORTED.get(path, ())])
+    if not path and _is_of_zero(key):
+        return [f"{key} (belongs in zero_optimization; DeepSpeed, too, ignores it at the top level)"]
+    known = [*fields, *NO_MEANING.get(path, ()), *NOT_SUPPORTED.get(path, ())]
+    close = find_nearest(key, known) if path else MISTAKEN.get(key.lower(), find_nearest(key, known, MISSPELT))
     if close:
         raise ValueError(f"{join(path, key)} is not a known option; did you mean {join(path, close)}?")
     if path:
@@ -75,10 +85,16 @@ def _read_unknown(key: str, path: str, fields: Collection[str]) -> list[str]:
     return [f"{key} (unknown to DeepSpeed too)"]
 
 
-def find_nearest(word: str, known: Collection[str]) -> str | None:
-    """The entry of `known` that looks most like `word`, whatever its letter case; None when none is close."""
+def _is_of_zero(key: str) -> bool:
+    path = "zero_optimization"
+    known = {entry.name for entry in dataclasses.fields(ZeroConfig)}.union(NO_MEANING[path], NOT_SUPPORTED[path])
+    return key in known or join(path, key) in OTHER_NAMES
+
+
+def find_nearest(word: str, known: Collection[str], alike: float = 0.6) -> str | None:
+    """The entry of `known` most like `word`, whatever its letter case; None when difflib's ratio is below `alike`."""
     by_lower_case = {name.lower(): name for name in known}
-    close = get_close_matches(word.lower(), list(by_lower_case), n=1)
+    close = get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=alike)
     return by_lower_case[close[0]] if close else None
 
 
