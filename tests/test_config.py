@@ -5,6 +5,7 @@ import copy
 import json
 import logging
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -337,6 +338,19 @@ def test_numbers_of_steps_may_be_written_as_1e5_as_many_files_do(tmp_path):
     assert isinstance(config.scheduler.params["warmup_num_steps"], int)
 
 
+def test_every_integer_may_be_written_as_a_whole_float_and_is_kept_as_an_integer():
+    fp16 = {"loss_scale_window": 1e3, "initial_scale_power": 16.0, "hysteresis": 2.0}
+    zero = {"stage": 3.0, "zero_hpz_partition_size": 8.0}
+    others = {"seed": 3.0, "hybrid_engine": {"max_out_tokens": 1e3}, "flops_profiler": {"profile_step": 2.0}}
+    given = {"train_batch_size": 16.0, "fp16": fp16, "zero_optimization": zero, **others}
+    config = load_config(given, world_size=8)
+    blocks = (config, config.fp16, config.zero_optimization, config.hybrid_engine, config.flops_profiler)
+    values = [getattr(block, entry.name) for block in blocks for entry in fields(block) if entry.type is int]
+    assert (config.train_batch_size, config.seed, config.zero_optimization.shard_size) == (16, 3, 8)
+    assert (config.fp16.loss_scale_window, config.hybrid_engine.max_out_tokens) == (1000, 1000)
+    assert {type(value) for value in [*values, config.seed]} == {int}
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [
@@ -387,7 +401,9 @@ def test_the_dtype_of_sequence_parallelism_means_nothing_without_it(name, caplog
         ({"train_batch_size": "8"}, "train_batch_size='8' must be an integer .*without quotes"),
         ({"train_batch_size": True}, "train_batch_size=True must be an integer"),
         ({"train_batch_size": 0}, "train_batch_size=0 must be an integer of at least 1"),
-        ({"train_batch_size": 8.0}, "train_batch_size=8.0 must be an integer"),
+        ({"train_batch_size": 8.5}, "train_batch_size=8.5 must be an integer"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: True is not one of 0, 1, 2, 3"),
+        ({"seed": False}, "seed=False must be an integer"),
         ({"bf16": {"enabled": "auto"}}, 'bf16.enabled="auto"'),
         ({"bf16": {"enabled": 1}}, "bf16.enabled=1 must be true or false"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "exclude each other"),

@@ -42,8 +42,8 @@ from hybrid_engine.config.optimizer import (
     build_optimizer_config,
     build_scheduler_config,
 )
-from hybrid_engine.config.reading import child_block, read_block, read_json
-from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number, whole_number
+from hybrid_engine.config.reading import child_block, read_block, read_json, with_integers
+from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number
 
 __all__ = [
     "Bf16Config",
@@ -159,9 +159,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_number("gradient_clipping", self.gradient_clipping, 0)
-        # Infinity is how accelerate says that nothing is to be printed, 1e5 how many files say that little is.
-        every = 0 if self.steps_per_print == inf else whole_number(self.steps_per_print)
-        object.__setattr__(self, "steps_per_print", every)
+        if self.steps_per_print == inf:  # how accelerate says that nothing is to be printed
+            object.__setattr__(self, "steps_per_print", 0)
         check_integer("steps_per_print", self.steps_per_print, 0)
         for name in ("prescale_gradients", "wall_clock_breakdown"):
             check_flag(name, getattr(self, name))
@@ -260,6 +259,7 @@ def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> Engi
     top = read_block(resolved, "", [*known, "bfloat16", "data_types"], without_effect)
     _rename(top, "", "bfloat16", "bf16")
     _merge_data_types(top, without_effect)
+    top = with_integers(top, EngineConfig)
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     train, micro, steps = (top.pop(name, None) for name in sizes)
     values: dict[str, Any] = {**solve_batch_sizes(train, micro, steps, world_size)}
@@ -316,7 +316,7 @@ def _merge_data_types(top: dict[str, Any], without_effect: list[str]) -> None:
 
 def _build(cls: type[Block], block: dict[str, Any], path: str, without_effect: list[str], /, **more: Any) -> Block:
     known = [entry.name for entry in fields(cls) if entry.name not in more]  # type: ignore[arg-type]
-    return cls(**read_block(block, path, known, without_effect), **more)
+    return cls(**with_integers(read_block(block, path, known, without_effect), cls), **more)
 
 
 def _build_zero(block: dict[str, Any], without_effect: list[str]) -> ZeroConfig:
@@ -333,7 +333,7 @@ def _build_zero(block: dict[str, Any], without_effect: list[str]) -> ZeroConfig:
     for name, kind in (("offload_optimizer", OffloadConfig), ("offload_param", OffloadParamConfig)):
         inner = f"{path}.{name}"
         values[name] = _build(kind, child_block(block, name, path), inner, without_effect, block=inner)
-    result = ZeroConfig(**values)
+    result = ZeroConfig(**with_integers(values, ZeroConfig))
     if result.offload_param.device == "cpu" and not result.offloads_parameters:
         without_effect.append(f"{path}.offload_param (read at stage 3)")
     return result

@@ -18,6 +18,7 @@ from typing import Any
 from hybrid_engine.config.auto import AUTO, without_auto
 from hybrid_engine.config.blocks import ZeroConfig
 from hybrid_engine.config.keys import MISTAKEN, NO_MEANING, NOT_SUPPORTED, OTHER_NAMES, as_json
+from hybrid_engine.config_checks import whole_number
 
 MISSPELT = 0.8
 """How alike (difflib's ratio) an unknown key at the top level and a known one are if it is an error: "monitor" and
@@ -96,6 +97,12 @@ def find_nearest(word: str, known: Collection[str], alike: float = 0.6) -> str |
     by_lower_case = {name.lower(): name for name in known}
     close = get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=alike)
     return by_lower_case[close[0]] if close else None
+
+
+def with_integers(values: dict[str, Any], cls: Any) -> dict[str, Any]:
+    """`values` with an int for each whole float at an integer field of the dataclass `cls`; files have 1e3 and 16.0."""
+    integers = {entry.name for entry in dataclasses.fields(cls) if entry.type in (int, int | None)}
+    return {name: whole_number(value) if name in integers else value for name, value in values.items()}
 
 
 def child_block(parent: dict[str, Any], key: str, path: str = "") -> dict[str, Any]:
