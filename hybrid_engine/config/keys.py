@@ -171,7 +171,7 @@ NO_MEANING: dict[str, dict[str, str]] = {
     "bf16": {
         "auto_cast": "DeepSpeed reads it in fp16 alone",
         "hysteresis": UNSCALED,
-        "immediate_grad_update": "gradients reach the fp32 masters after every micro-batch",
+        "immediate_grad_update": "gradients are added up in fp32 after every micro-batch",
         "initial_scale_power": UNSCALED,
         "loss_scale": UNSCALED,
         "loss_scale_window": UNSCALED,

@@ -87,15 +87,12 @@ class Sharding:
     def _keep_fp32_gradients(self) -> None:
         """Leaves reduced gradients as they are: FSDP2 would round them to the parameters' dtype.
 
-        Private, for lack of a public way; these names hold from torch 2.11 to 2.13. FSDP2 reads the dtypes anew when
-        parameters are gathered or moved.
+        It reads the dtypes anew when parameters are gathered or moved. Private, like `_param_groups`.
         """
-        for module in self.fsdp_modules():
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                group._orig_dtype = torch.float32
-                for param in group.fsdp_params:
-                    param.sharded_param.grad_dtype = None  # any
+        for group in _param_groups(self.fsdp_modules()):
+            group._orig_dtype = torch.float32
+            for param in group.fsdp_params:
+                param.sharded_param.grad_dtype = None  # any
 
     def expect_backward(self, is_expected: bool) -> None:
         """Says whether a backward pass follows the next forward pass.
@@ -189,13 +186,9 @@ class Sharding:
                 param._unsharded_param.grad = None
 
     def _fsdp_params(self, modules: list[FSDPModule], is_gathered: bool = False) -> Iterator[Any]:
-        """FSDP2's own records of the modules' parameters, all or those that are gathered.
-
-        Private, for lack of a public way; these names hold from torch 2.11 to 2.13.
-        """
-        for module in modules:
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None and (group.is_unsharded or not is_gathered):  # without parameters there is no group
+        """FSDP2's own records of the modules' parameters, all or those that are gathered."""
+        for group in _param_groups(modules):
+            if group.is_unsharded or not is_gathered:
                 yield from group.fsdp_params
 
     def fsdp_modules(self) -> list[FSDPModule]:
@@ -226,8 +219,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     _register_forward_methods(module)
     _make_root(module)
     if stage < 3:
-        for part in [*layers, module]:
-            _keep_whole_in_state_dict(part)
+        _keep_whole_in_state_dict([*layers, module])
     return Sharding(
         root=module,
         layers=layers,
@@ -293,13 +285,20 @@ def _fully_shard(
     part.set_force_sum_reduction_for_comms(True)
 
 
-def _keep_whole_in_state_dict(module: FSDPModule) -> None:
-    """Takes FSDP2's hooks away that expect shards whenever a state dict of `module` is read or loaded.
+def _param_groups(modules: list[Any]) -> Iterator[Any]:
+    """FSDP2's own records of what it gathers and reduces at once; a module without parameters has none.
 
-    Private, for lack of a public way; these names hold from torch 2.11 to 2.13.
+    Private, for lack of a public way; the names used of them hold from torch 2.11 to 2.13.
     """
-    group = module._get_fsdp_state()._fsdp_param_group
-    if group is not None:
+    for module in modules:
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            yield group
+
+
+def _keep_whole_in_state_dict(modules: list[Any]) -> None:
+    """Takes FSDP2's hooks away that expect shards whenever a state dict of `modules` is read or loaded."""
+    for group in _param_groups(modules):
         for handle in (
             *group._module_to_pre_save_state_dict_hook_handle.values(),
             *group._module_to_pre_load_state_dict_hook_handle.values(),
