@@ -111,6 +111,10 @@ class InferenceEncoder:
         kwargs.update(zip(inspect.signature(self.base.forward).parameters, args, strict=False))
         reason = self._reason_to_fall_back(kwargs)
         if reason is not None:
+            if any(parameter.is_meta for parameter in self.own_layers.parameters()):
+                raise ValueError(
+                    f"forward(): {reason}, and this process holds only its part of the layers; use tp_size=1"
+                )
             say_once(f"the encoder's own layers run: {reason}")
             return self.module(**kwargs)
         mask = kwargs.get("attention_mask")
@@ -123,6 +127,8 @@ class InferenceEncoder:
 
     def _reason_to_fall_back(self, kwargs: dict[str, Any]) -> str | None:
         """Why the containers cannot give what is asked for; None: they can."""
+        if self.module.training:
+            return "the model is in training mode, and containers have no dropout"
         for name in INNER_OUTPUTS:
             if kwargs.get(name) or getattr(self.base.config, name, False):
                 return f"{name}=True, and containers keep only the last output"

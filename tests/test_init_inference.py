@@ -126,6 +126,7 @@ def refuse(rank):
 
     policy = {"GraniteDecoderLayer": "self_attn.nothing"}
     engine = hybrid_engine.init_inference(build_family("llama"), mp_size=2)
+    encoder = hybrid_engine.init_inference(build_bert(), mp_size=2)
     return [
         message(lambda: share(3)),
         message(lambda: share(2, num_attention_heads=3, num_key_value_heads=3)),
@@ -133,6 +134,8 @@ def refuse(rank):
         message(lambda: hybrid_engine.init_inference(build_granite(), mp_size=2, injection_policy=policy)),
         message(lambda: hybrid_engine.init_inference(build_granite(num_key_value_heads=1), mp_size=2)),
         message(lambda: engine.generate(torch.full((1, 3), 5 + rank), **GREEDY)),
+        message(lambda: engine.to(engine.device).to(engine.dtype).half()),
+        message(lambda: encoder.train()(*padded_prompts())),
     ]
 
 
@@ -213,13 +216,15 @@ def test_linears_of_a_model_without_a_policy_are_shared(shared, how):
 
 def test_what_cannot_be_shared_is_refused(shared):
     for part in shared:
-        processes, heads, width, name, keys, prompts = part[2]
+        processes, heads, width, name, keys, prompts, moved, mode = part[2]
         assert "tensor_parallel.tp_size=3 must divide the number of processes 2" in processes
         assert "tensor_parallel.tp_size=2 must divide num_attention_heads=3" in heads and "use one of 1, 3" in heads
         assert "MLP size 81" in width and "use one of 1" in width
         assert "has no linear 'self_attn.nothing'; it has mlp.down_proj" in name
         assert "num_key_value_heads=1" in keys and "use one of 1" in keys
         assert "other prompts than its first rank" in prompts
+        assert "torch.float16 on cpu is not torch.float32 on cpu" in moved and "pass dtype" in moved
+        assert "training mode" in mode and "only its part of the layers" in mode
 
 
 def test_alone_it_gives_the_models_own_answers_and_falls_back_in_the_open(caplog):

@@ -1,8 +1,12 @@
 """The engine that `init_inference` returns: `forward` and `generate` without a training engine.
 
+    pipe = pipeline("text-generation", model="...")
+    pipe.model = init_inference(pipe.model, dtype="bf16")
+
 B rows, P their padded length, N real tokens, V vocabulary.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from hybrid_engine.agreement import LogprobDifference
 from hybrid_engine.containers import InferenceEncoder, InferenceModel
 from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.options import merge_options
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.prompts import check_prompts
 from hybrid_engine.generation.report import describe_generation
@@ -21,26 +26,79 @@ from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.memory import format_bytes, num_bytes
 from hybrid_engine.model_group import ModelGroup
 from hybrid_engine.ops import PrefillBatch
+from hybrid_engine.zero.processes import default_device
 
 
-class InferenceEngine:
-    """A model for inference. `module` is the model that was passed; `logprob_difference` is how far the containers
-    are from its forward, None where they were not measured."""
+class InferenceEngine(nn.Module):
+    """A model for inference, which takes the model's place: what it has not itself is looked up on the model.
+
+    `module` is the model that was passed; `logprob_difference` is how far the containers are from its forward, None
+    where they were not measured. `config` and `generation_config` are the model's, also when they are set.
+    """
 
     def __init__(
         self,
         module: nn.Module,
-        config: InferenceConfig,
+        options: InferenceConfig,
         generator: Generator | None,
         encoder: InferenceEncoder | None,
         group: ModelGroup,
         reason: str | None,
     ):
         """`reason` is why the model's own layers run; None: they do not."""
-        self.module, self.config, self.generator, self.encoder = module, config, generator, encoder
+        super().__init__()
+        self.module, self.options, self.generator, self.encoder = module, options, generator, encoder
         self.group, self.reason = group, reason
         self.logprob_difference: LogprobDifference | None = None
         self.cut_linears = 0
+        self.train(module.training)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("config", "generation_config"):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights, in which the model computes."""
+        return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes, and its inputs belong."""
+        return next((p.device for p in self.module.parameters() if not p.is_meta), default_device())
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "InferenceEngine":
+        """What `to()` and its like call; raises ValueError where containers hold a part of the model."""
+        dtype, device = self.dtype, self.device
+        if self.group.size > 1 and self._has_containers:
+            moved = fn(torch.empty(1, dtype=dtype, device=device))
+            if (moved.dtype, moved.device) != (dtype, device):
+                raise ValueError(
+                    f"to(): {moved.dtype} on {moved.device} is not {dtype} on {device}, where this process holds its "
+                    "part of the model; pass dtype to init_inference() instead"
+                )
+            return self
+        super()._apply(fn, recurse)
+        if self.encoder is not None:
+            self.encoder.bind()
+        if self.generator is not None and (self.dtype, self.device) != (dtype, device):
+            self.generator.device = self.device
+            self.logprob_difference = self.generator.build_containers()
+        return self
+
+    @property
+    def _has_containers(self) -> bool:
+        return self.encoder is not None or (self.generator is not None and self.generator.model is not None)
 
     def let_go(self) -> None:
         """Called when the module's own weights are gone and only this rank's parts are left."""
@@ -62,8 +120,6 @@ class InferenceEngine:
         if self.group.has_whole_module:
             return self.module(*args, **kwargs)
         return self._forward_shared(*args, **kwargs)
-
-    __call__ = forward
 
     def _forward_shared(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **others: Any
@@ -89,26 +145,41 @@ class InferenceEngine:
     @torch.no_grad()
     def generate(
         self,
-        input_ids: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         generation_config: GenerationConfig | None = None,
         *,
+        inputs: torch.Tensor | None = None,
         seed: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | GenerateOutput:
         """Generates with Hugging Face's options, meanings and shapes, as `HybridEngine.generate` does.
 
-        Where processes share the model all pass the same prompts and get all rows.
+        Where processes share the model all pass the same prompts and get all rows. `inputs` is transformers' other
+        name of `input_ids`; without either one sequence begins with the token that begins sequences.
 
         Raises:
             ValueError: for a model without `generate()`, or any input or option that cannot work.
         """
         if self.generator is None:
             raise ValueError(f"generate(): {type(self.module).__name__} does not generate; call forward()")
+        if inputs is not None and input_ids is not None:
+            raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
+        input_ids = inputs if inputs is not None else input_ids
+        if input_ids is None and kwargs.get("inputs_embeds") is None:
+            input_ids = self._first_tokens(generation_config, kwargs)
         request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
         with ExitStack() as release:
             self.generator.gather(request, release)
             return self.generator.run(request).output
+
+    def _first_tokens(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> torch.Tensor:
+        """`[1, 1]`: what transformers begins with where there is no prompt."""
+        merged = merge_options(self.module.generation_config, generation_config, kwargs)
+        token = merged.get("bos_token_id")
+        if token is None:
+            raise ValueError("generate(): there is no prompt and no bos_token_id to begin with; pass input_ids")
+        return torch.tensor([[token]], device=self.device)
 
     def destroy(self) -> None:
         """Gives the KV workspace's memory back; the next `generate()` takes it again."""
@@ -127,11 +198,8 @@ class InferenceEngine:
             lines = [f"containers: none, the model's own layers run, because {self.reason}"]
         if self.cut_linears:
             lines.append(f"{self.cut_linears} linears found by their names or by injection_policy are shared")
-        parameter = next(self.module.parameters())
         here = [parameter for parameter in self.module.parameters() if parameter.device.type != "meta"]
-        lines.append(
-            f"{type(self.module).__name__} in {parameter.dtype}, {format_bytes(num_bytes(here))} in the module"
-        )
+        lines.append(f"{type(self.module).__name__} in {self.dtype}, {format_bytes(num_bytes(here))} in the module")
         return "\n".join(lines)
 
 
