@@ -55,8 +55,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
 
 
 def say_once(line: str) -> None:
-    """Logs a warning the first time it comes up in this process."""
-    if line not in _said:
+    """Logs a warning the first time it comes up in this process, the first of those that a launcher started."""
+    if line not in _said and os.environ.get("RANK", "0") == "0":
         _said.add(line)
         logger.warning(line)
 

@@ -15,6 +15,8 @@ from transformers import TrainingArguments
 from transformers.integrations import deepspeed as integration
 
 from hybrid_engine.config import EngineConfig, HybridEngineConfig, docs, load_config
+from hybrid_engine.config.json_comments import without_comments
+from hybrid_engine.config.keys import CALLED_ELSEWHERE
 from hybrid_engine.zero.lr_schedules import build_scheduler
 
 DATA = Path(__file__).parent / "data"
@@ -274,6 +276,46 @@ def test_an_unknown_key_that_has_a_little_in_common_with_a_known_one_is_no_missp
 
 
 @pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("learning_rate", "optimizer.params.lr"),
+        ("LR", "optimizer.params.lr"),
+        ("weight-decay", "optimizer.params.weight_decay"),
+        ("batch_size", "train_batch_size"),
+        ("max_grad_norm", "gradient_clipping"),
+        ("warmup_steps", "scheduler.params.warmup_num_steps"),
+        ("mixed_precision", "fp16.enabled or bf16.enabled"),
+        ("zero_stage", "zero_optimization.stage"),
+    ],
+)
+def test_what_other_programs_call_an_option_is_an_error_that_names_its_place(name, place):
+    with pytest.raises(ValueError, match=f"{name} is not a known option; set {place}.* instead, or remove it"):
+        load_config(BATCH | {name: 1}, world_size=1)
+
+
+def test_every_place_that_such_an_error_names_is_in_the_list_of_options():
+    sections = dict(re.findall(r"^## `?([^`\n]*)`?\n(.*?)(?=^## |\Z)", docs.render(), re.DOTALL | re.MULTILINE))
+    for place in CALLED_ELSEWHERE.values():
+        path, _, name = re.match(r"[\w.]+", place)[0].rpartition(".")
+        assert f"| `{name}` |" in sections[path or "Top level"], place
+
+
+def test_frozen_weights_that_were_to_be_quantised_keep_their_dtype_and_the_log_says_so(caplog):
+    zero = {"stage": 3, "overlap_comm": True, "zero_quantized_nontrainable_weights": True}
+    config = load_config(BATCH | {"zero_optimization": zero}, world_size=1)
+    assert config == load_config(BATCH | {"zero_optimization": {"stage": 3}}, world_size=1)
+    line = "engine: zero_optimization.zero_quantized_nontrainable_weights (frozen weights keep their dtype), zero_opt"
+    assert line in caplog.text
+
+
+def test_a_config_that_is_read_again_is_not_warned_of_again_and_another_one_is(caplog):
+    for _ in range(3):
+        load_config(BATCH | {"my_note": 1}, world_size=1)
+    load_config(BATCH | {"my_other_note": 1}, world_size=1)
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize(
     "name",
     ["contiguous_gradients", "cpu_offload", "offload_optimizer", "stage3_param_persistence_threshold", "zenflow"],
 )
@@ -454,7 +496,11 @@ def test_a_wrong_value_is_refused_with_its_name_the_value_and_the_rule(wrong, me
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"train_batch_size": 8,}', "ds.json' is not valid JSON: .*line 1 column 24"),
+        ('{"train_batch_size": 8,,}', "ds.json' is not valid JSON: .*line 1 column 2[45]"),
+        ('{"a": 1, // one\n"b": /* two\n\n*/ x}', "ds.json' is not valid JSON: .*line 4 column 4"),
+        ('{"a": 1 /* never ends }', "ds.json' is not valid JSON: .*line 1 column 9"),
+        ('{"a": [,]}', "ds.json' is not valid JSON: .*line 1 column 8"),
+        ('{"a": "b // c', "ds.json' is not valid JSON: .*line 1 column 7"),
         ("[1]", "ds.json' must hold a JSON object, not list"),
         ('{"fp16": {"enabled": true, "enabled": false}}', "ds.json': fp16.enabled is given twice, True and False"),
         ('{"a": [1, {"b": {"c": 1}, "b": 2}]}', r"ds.json': a\[1\].b is given twice, {'c': 1} and 2; keep one"),
@@ -467,6 +513,37 @@ def test_a_file_that_holds_no_config_is_refused(tmp_path, text, message):
         path.write_text(text)
     with pytest.raises(ValueError, match=message):
         load_config(path, world_size=1)
+
+
+COMMENTED = r"""// A config of ours, "commented" as Hjson.
+{
+    "train_batch_size": 8, # samples, /* not */ tokens
+    "csv_monitor": {
+        "enabled": true, /* a block,
+        "enabled": false, over lines */
+        "output_path": "file:// # /* \" // */ ,]", // no comment
+        "job_name": "a, }",
+    },
+    "optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.95, /* two */ ], }, },
+}
+# the end"""
+
+
+def test_comments_and_trailing_commas_of_hjson_are_read_past_and_strings_stay_whole(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(COMMENTED)
+    monitor = {"enabled": True, "output_path": 'file:// # /* " // */ ,]', "job_name": "a, }"}
+    optimizer = {"type": "Adam", "params": {"betas": [0.9, 0.95]}}
+    plain = {"train_batch_size": 8, "csv_monitor": monitor, "optimizer": optimizer}
+    encoded = base64.urlsafe_b64encode(COMMENTED.partition("\n")[2].encode()).decode()
+    for config in (path, encoded):
+        assert load_config(config, world_size=1) == load_config(plain, world_size=1)
+
+
+@pytest.mark.parametrize("value", [REAL_FILES, [], {}, "#", ["// [,", {"a, }": [{}, [""], -1.5, True, None]}]])
+def test_a_text_without_comments_is_left_as_it_is(value):
+    for text in (json.dumps(value), json.dumps(value, indent=2)):
+        assert without_comments(text) == text
 
 
 def test_a_file_that_is_nested_too_deeply_is_refused_and_a_byte_order_mark_read_past(tmp_path):

@@ -8,7 +8,6 @@ row of `keys.py`; anything else is an error or reported, so a misspelt option ca
 `docs/config.md` lists them all and is written by `python -m hybrid_engine.config.docs`.
 """
 
-import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -44,6 +43,7 @@ from hybrid_engine.config.optimizer import (
 )
 from hybrid_engine.config.reading import child_block, read_block, read_json, with_integers
 from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number
+from hybrid_engine.notices import say_once
 
 __all__ = [
     "Bf16Config",
@@ -57,8 +57,6 @@ __all__ = [
     "ZeroConfig",
     "load_config",
 ]
-
-logger = logging.getLogger("hybrid_engine")
 
 Block = TypeVar("Block")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -235,7 +233,7 @@ def load_config(
         arguments: TrainingArguments of transformers, which fill in "auto"; see `auto.py`.
 
     Returns:
-        The checked config. Accepted keys without effect here are named in one line of the log.
+        The checked config. Accepted keys without effect here are named in one line of the log, on rank 0.
 
     Raises:
         ValueError: for an unreadable file or any option that is unknown, not supported or out of range; the message
@@ -281,7 +279,9 @@ def _read_config(whole: dict[str, Any], world_size: int, arguments: Any) -> Engi
             f"the {world_size} there are; choose a divisor for zero_hpz_partition_size or mics_shard_size"
         )
     if without_effect:
-        logger.warning("config: accepted, without effect in this engine: %s", ", ".join(without_effect))
+        # What has a remark to it, unknown keys above all, comes first: large files have many others.
+        names = ", ".join(sorted(without_effect, key=lambda entry: "(" not in entry))
+        say_once(f"config: accepted, without effect in this engine: {names}")
     return result
 
 

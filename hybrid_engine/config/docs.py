@@ -43,9 +43,12 @@ Written by `python -m hybrid_engine.config.docs`; edit the dataclasses and table
 `initialize(config=...)` takes DeepSpeed's ds_config: a dict, the path of a JSON file, or its content in URL-safe
 base64. Each key *works*, is *accepted* because what it tunes has no meaning here, or is *not supported*: an error
 while it is switched on. Any other key is an error that names the nearest known one; at the top level, where DeepSpeed
-reads past it, only if it looks like a misspelt one, and else a warning, as for keys of `zero_optimization` that stand
-there. Keys that begin with `_`, `#` or `//` and "comment" are comments; those of Hjson, which DeepSpeed reads too, are
-not read.
+reads past it, only if it looks like a misspelt one, or is what other programs call an option that has another place
+here, as `learning_rate`, `batch_size` or `max_grad_norm`; and else a warning, as for keys of `zero_optimization` that
+stand there. Rank 0 warns, once for the same keys.
+
+Keys that begin with `_`, `#` or `//` and "comment" are comments. So are `// ...`, `# ...` and `/* ... */` in files, and
+trailing commas are read past; the rest of Hjson, which DeepSpeed reads too, is not read.
 """
 
 

@@ -81,6 +81,71 @@ OTHER_NAMES = {
 MISTAKEN = {"bp16": "bf16"}
 """Unknown keys at the top level whose author means the known one, though another one looks as much like it."""
 
+LEARNING_RATE = "optimizer.params.lr (or warmup_max_lr and the like of scheduler.params)"
+MICRO_BATCH_SIZE = "train_micro_batch_size_per_gpu"
+WARMUP = "scheduler.params.warmup_num_steps"
+PRECISION = "fp16.enabled or bf16.enabled"
+CALLED_ELSEWHERE = {
+    "accumulation_steps": "gradient_accumulation_steps",
+    "adam_beta1": "optimizer.params.betas",
+    "adam_beta2": "optimizer.params.betas",
+    "adam_epsilon": "optimizer.params.eps",
+    "adam_eps": "optimizer.params.eps",
+    "base_lr": LEARNING_RATE,
+    "batch_size": f"train_batch_size, which is that of all processes and accumulation steps, or {MICRO_BATCH_SIZE}",
+    "beta1": "optimizer.params.betas",
+    "beta2": "optimizer.params.betas",
+    "betas": "optimizer.params.betas",
+    "clip_grad": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
+    "eps": "optimizer.params.eps",
+    "epsilon": "optimizer.params.eps",
+    "global_batch_size": "train_batch_size",
+    "grad_accum": "gradient_accumulation_steps",
+    "grad_accum_steps": "gradient_accumulation_steps",
+    "grad_accumulation": "gradient_accumulation_steps",
+    "grad_accumulation_steps": "gradient_accumulation_steps",
+    "grad_clip": "gradient_clipping",
+    "grad_clipping": "gradient_clipping",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "gradient_clip": "gradient_clipping",
+    "gradient_clip_val": "gradient_clipping",
+    "learning_rate": LEARNING_RATE,
+    "learningrate": LEARNING_RATE,
+    "lr": LEARNING_RATE,
+    "lr_scheduler_type": "scheduler.type",
+    "max_grad_norm": "gradient_clipping",
+    "max_lr": LEARNING_RATE,
+    "max_norm": "gradient_clipping",
+    "max_out_tokens": "hybrid_engine.max_out_tokens",
+    "micro_batch": MICRO_BATCH_SIZE,
+    "micro_batch_size": MICRO_BATCH_SIZE,
+    "micro_batch_size_per_gpu": MICRO_BATCH_SIZE,
+    "min_lr": "scheduler.params.warmup_min_lr",
+    "mini_batch_size": MICRO_BATCH_SIZE,
+    "mixed_precision": PRECISION,
+    "num_warmup_steps": WARMUP,
+    "optimizer_type": "optimizer.type",
+    "per_device_batch_size": MICRO_BATCH_SIZE,
+    "per_device_train_batch_size": MICRO_BATCH_SIZE,
+    "per_gpu_train_batch_size": MICRO_BATCH_SIZE,
+    "precision": PRECISION,
+    "scheduler_type": "scheduler.type",
+    "total_num_steps": "scheduler.params.total_num_steps",
+    "warmup": WARMUP,
+    "warmup_max_lr": "scheduler.params.warmup_max_lr",
+    "warmup_min_lr": "scheduler.params.warmup_min_lr",
+    "warmup_num_steps": WARMUP,
+    "warmup_ratio": f"{WARMUP} (steps, not a share of them)",
+    "warmup_steps": WARMUP,
+    "weight_decay": "optimizer.params.weight_decay",
+    "zero_stage": "zero_optimization.stage",
+}
+"""Keys at the top level, in lower case, that other programs and their authors call options which have another place
+here. Read past they would leave the option at its default."""
+TAKES_MEMORY = ("zero_optimization.zero_quantized_nontrainable_weights",)
+"""Keys without meaning here whose author counts on memory that is not saved; the log says so."""
+
 NO_MEANING: dict[str, dict[str, str]] = {
     "": {
         "aio": NVME,
@@ -145,6 +210,7 @@ NO_MEANING: dict[str, dict[str, str]] = {
         "sub_group_size": "the fused optimizers take all parameters at once",
         "use_all_reduce_for_fetch_params": OTHER_NAME.format("stage3_use_all_reduce_for_fetch_params"),
         "use_multi_rank_bucket_allreduce": FSDP2_BUCKETS,
+        "zero_quantized_nontrainable_weights": "frozen weights keep their dtype",
     },
     "zero_optimization.offload_optimizer": {
         "buffer_count": NVME,
@@ -235,7 +301,6 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
     "zero_optimization": {
         "zenflow": NotSupported("all gradients are applied at once"),
         "zero_quantized_gradients": NotSupported("collectives carry what communication_data_type says"),
-        "zero_quantized_nontrainable_weights": NotSupported("frozen weights keep their dtype"),
         "zero_quantized_weights": NotSupported("collectives carry what communication_data_type says"),
         "zeropp_loco_param": NotSupported("collectives carry what communication_data_type says"),
     },

@@ -2,8 +2,8 @@
 
 A key that no table has is an error, as it is in DeepSpeed's blocks. At the top level DeepSpeed reads past it, and
 large files carry notes of their own there, or options of ZeRO that were meant for its block: such a key is reported
-with those that have no effect, unless it looks like a misspelt one (`MISSPELT`). A key that begins with `_`, `#` or
-`//`, or is called "comment", is a comment everywhere.
+with those that have no effect, unless it looks like a misspelt one (`MISSPELT`) or is what other programs call an
+option (`CALLED_ELSEWHERE`). A key that begins with `_`, `#` or `//`, or is called "comment", is a comment everywhere.
 """
 
 import base64
@@ -17,7 +17,16 @@ from typing import Any
 
 from hybrid_engine.config.auto import AUTO, without_auto
 from hybrid_engine.config.blocks import ZeroConfig
-from hybrid_engine.config.keys import MISTAKEN, NO_MEANING, NOT_SUPPORTED, OTHER_NAMES, as_json
+from hybrid_engine.config.json_comments import without_comments
+from hybrid_engine.config.keys import (
+    CALLED_ELSEWHERE,
+    MISTAKEN,
+    NO_MEANING,
+    NOT_SUPPORTED,
+    OTHER_NAMES,
+    TAKES_MEMORY,
+    as_json,
+)
 from hybrid_engine.config_checks import whole_number
 
 MISSPELT = 0.8
@@ -56,7 +65,7 @@ def read_block(block: dict[str, Any], path: str, fields: Collection[str], withou
             found[key] = value
         elif key in ignored:
             if _is_switched_on(value):
-                without_effect.append(name)
+                without_effect.append(f"{name} ({ignored[key]})" if name in TAKES_MEMORY else name)
         elif not refused[key].is_off(without_auto(value) if isinstance(value, dict) else value):
             raise ValueError(
                 f"{name}={as_json(value)} is not supported: {refused[key].why}; {refused[key].remedy(name)}"
@@ -72,6 +81,8 @@ def _read_unknown(key: str, path: str, fields: Collection[str]) -> list[str]:
     """How to report a key that no table has; nothing for a comment."""
     if key.startswith(("_", "#", "//")) or key.lower() == "comment":
         return []
+    if not path and (meant := CALLED_ELSEWHERE.get(key.lower().replace("-", "_"))):
+        raise ValueError(f"{key} is not a known option; set {meant} instead, or remove it")
     if not path and _is_of_zero(key):
         return [f"{key} (belongs in zero_optimization; DeepSpeed, too, ignores it at the top level)"]
     known = [*fields, *NO_MEANING.get(path, ()), *NOT_SUPPORTED.get(path, ())]
@@ -135,13 +146,13 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"config={path!r} must be a dict or the path of a JSON file, not {type(path).__name__}")
     try:
         text = _decode_base64(path) or _read_text(path)
-        content = json.loads(text, object_pairs_hook=_Pairs)
+        content = json.loads(without_comments(text), object_pairs_hook=_Pairs)
     except OSError as error:
         raise ValueError(f"config={os.fspath(path)!r} cannot be read: {error.strerror}; give a JSON file") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(
             f"config={os.fspath(path)!r} is not valid JSON: {error}; correct the file there (of Hjson, which DeepSpeed "
-            f"reads too, comments and trailing commas are not read here)"
+            f"reads too, comments and trailing commas alone are read here)"
         ) from error
     if not isinstance(content, _Pairs):
         raise ValueError(f"config={os.fspath(path)!r} must hold a JSON object, not {type(content).__name__}")

@@ -4,7 +4,6 @@ The engine above it has modes and clocks; this has none. A rollout is `prepare`,
 """
 
 import inspect
-import logging
 import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -34,11 +33,10 @@ from hybrid_engine.generation.shares import Share, find_disagreement
 from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.memory import usable_memory_bytes
 from hybrid_engine.model_group import ModelGroup
+from hybrid_engine.notices import say_once
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
-
-logger = logging.getLogger("hybrid_engine")
 
 
 @dataclass
@@ -81,7 +79,6 @@ class Generator:
         # Beside GenerationConfig's fields: what transformers' generate() and the model's forward take by name.
         functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
         self._accepted = [name for function in functions for name in inspect.signature(function).parameters]
-        self._told: set[str] = set()
         self._modules: list[nn.Module] = []  # when the containers were built
 
     def build_containers(self) -> LogprobDifference | None:
@@ -125,9 +122,7 @@ class Generator:
         """
         self.gatherer.choose(usable_memory_bytes(self.device))
         if self.gatherer.is_streamed and self.gatherer.is_pinned:
-            self._tell(
-                "the whole weights do not fit into the free memory: layers are gathered one by one on every pass"
-            )
+            say_once("the whole weights do not fit into the free memory: layers are gathered one by one on every pass")
         request, error = None, None
         try:
             request = self._check(input_ids, attention_mask, generation_config, seed, kwargs)
@@ -236,7 +231,7 @@ class Generator:
                 f"set {self.group.parallel.option}=1"
             )
         if reason is not None:
-            self._tell(f"generate() uses the model's own implementation: {reason}")
+            say_once(f"generate() uses the model's own implementation: {reason}")
         kwargs = {"generation_config": generation_config, **kwargs}
         return Request(input_ids, mask, prompts, options, reason is None, seed, kwargs)
 
@@ -262,12 +257,6 @@ class Generator:
         if foreign:
             return f"option {foreign[0]} is not served natively"
         return None
-
-    def _tell(self, line: str) -> None:
-        """Logs a line once, on rank 0."""
-        if line not in self._told and self.sharding.rank == 0:
-            logger.warning(line)
-        self._told.add(line)
 
 
 @contextmanager

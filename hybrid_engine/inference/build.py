@@ -23,11 +23,12 @@ from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_whole
 from hybrid_engine.generation.generator import Generator, fused
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
-from hybrid_engine.inference.config import InferenceConfig, logger, read_config
+from hybrid_engine.inference.config import InferenceConfig, read_config
 from hybrid_engine.inference.engine import InferenceEngine
 from hybrid_engine.inference.held_slices import HeldSlices
 from hybrid_engine.inference.linears import share_linears
 from hybrid_engine.model_group import ModelGroup, describe_group, join_model_group
+from hybrid_engine.notices import say_once
 from hybrid_engine.zero.build import cast_parameters
 from hybrid_engine.zero.processes import default_device, get_rank, init_distributed
 from hybrid_engine.zero.sharding import Sharding
@@ -173,8 +174,8 @@ def answer_old_flags(config: InferenceConfig, policy: Policy | None, reason: str
         lines.append(f"injection_policy is not needed: {policy.layer_class} has a policy")
     if not config.triangular_masking and policy is not None and not policy.is_encoder:
         lines.append(f"triangular_masking=False, but {policy.layer_class} is causal")
-    for line in lines if get_rank() == 0 else []:
-        logger.warning(line)
+    for line in lines:
+        say_once(line)
 
 
 def convert_dtype(model: nn.Module, config: InferenceConfig, device: torch.device) -> None:

@@ -5,14 +5,13 @@ k - 1. Source of both: Smith (2018), "A disciplined approach to neural network h
 DeepSpeed's, `runtime/lr_schedules.py`.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-logger = logging.getLogger("hybrid_engine")
+from hybrid_engine.notices import say_once
 
 # DeepSpeed's, whatever the optimizer had: while the momentum is cycled, beta2 stands still here.
 CYCLED_BETA2 = 0.99
@@ -114,7 +113,7 @@ class OneCycle(LRScheduler):
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         self.cycles_momentum = cycle_momentum and "betas" in optimizer.defaults
         if cycle_momentum and not self.cycles_momentum:
-            logger.warning("OneCycle: %s has no betas, its momentum is not cycled", type(optimizer).__name__)
+            say_once(f"OneCycle: {type(optimizer).__name__} has no betas, its momentum is not cycled")
         super().__init__(optimizer)
         self._set_momentum()
 

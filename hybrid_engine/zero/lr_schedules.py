@@ -16,7 +16,6 @@ of the way from the floor to the peak; what follows is said at each class. `stat
 and `get_last_lr` are PyTorch's. Source of the formulas: DeepSpeed, `runtime/lr_schedules.py`.
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,9 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.config import SchedulerConfig
 from hybrid_engine.config.optimizer import PER_GROUP
+from hybrid_engine.notices import say_once
 from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle, check_last_batch_iteration, per_group
-
-logger = logging.getLogger("hybrid_engine")
 
 
 def warmup_fraction(iteration: int, warmup_num_steps: int, warmup_type: str) -> float:
@@ -206,4 +204,4 @@ def check_rates(config: SchedulerConfig, num_groups: int) -> None:
 
 def _warn_if_short(total_num_steps: int, warmup_num_steps: int) -> None:
     if total_num_steps < warmup_num_steps:
-        logger.warning("%s", f"{total_num_steps=} is below {warmup_num_steps=}: the learning rate never decays")
+        say_once(f"{total_num_steps=} is below {warmup_num_steps=}: the learning rate never decays")

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hybrid_engine.notices import say_once
 from hybrid_engine.zero.loss_scaler import LossScaler
 from hybrid_engine.zero.masters import TrainedParameter, renew_masters
 from hybrid_engine.zero.sharding import local_tensor
@@ -151,7 +152,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return not math.isfinite(self._global_norm(self._local_gradients()))
 
     def quantize_nontrainable_params(self) -> None:
-        """Does nothing: frozen weights keep their dtype (`zero_quantized_nontrainable_weights` is not supported)."""
+        """Does nothing but say so: frozen weights keep their dtype."""
+        say_once("quantize_nontrainable_params(): frozen weights keep their dtype")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Frees the gradients of parameters and masters (there is no other way: zeros would only take memory)."""

@@ -16,7 +16,6 @@ One process wraps nothing: gathering from oneself is still a copy. Only paramete
 wrapped there too, because they lie in the CPU's memory and are gathered from there.
 """
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,11 +37,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybrid_engine.config import EngineConfig
+from hybrid_engine.notices import say_once
 from hybrid_engine.zero.built_shards import placeholders
 from hybrid_engine.zero.external_parameters import can_gather_layers_alone
 from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
-
-logger = logging.getLogger("hybrid_engine")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +234,7 @@ def _layers_to_wrap(module: nn.Module) -> list[nn.Module]:
     layers = find_layers(module)
     if can_gather_layers_alone(module, layers):
         return layers
-    logger.warning(
+    say_once(
         "zero_optimization: parameters of transformer layers are registered as used outside of them, so the layers are "
         "gathered and reduced all at once"
     )

@@ -1,0 +1,24 @@
+"""Lines for the user that come up again with every engine and on every process, and are worth reading once."""
+
+import logging
+import os
+from functools import cache
+
+import torch.distributed as dist
+
+logger = logging.getLogger("hybrid_engine")
+
+
+@cache
+def say_once(line: str) -> None:
+    """Logs a warning on rank 0, the first time that it comes up in this process.
+
+    Python shows warnings on stderr where nobody has set logging up.
+    """
+    if _is_first_process():
+        logger.warning("%s", line)
+
+
+def _is_first_process() -> bool:
+    # Before processes have met, their launcher's word counts.
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
