@@ -3,40 +3,24 @@
     import hybrid_engine as deepspeed
 
 runs code written for DeepSpeed: its module paths exist below this package (`compat/`).
+
+What the package offers (`surface.py`) is imported at the first use of any of it, because torch and transformers take
+seconds, which `hybrid-engine --help` shall not wait for.
 """
 
-from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.compat.accelerator import get_accelerator
-from hybrid_engine.compat.aliases import enable_compat, register
-from hybrid_engine.compat.arguments import add_config_arguments
-from hybrid_engine.compat.distributed import init_distributed
-from hybrid_engine.compat.utils import OnDevice, log_dist, logger
-from hybrid_engine.engine import ZeroEngine
-from hybrid_engine.entry import initialize
-from hybrid_engine.hybrid import HybridEngine
-from hybrid_engine.inference import InferenceEngine, init_inference
+from hybrid_engine.first_use import import_surface, watch_imports
 
-__version__ = version("hybrid-engine")
+if TYPE_CHECKING:
+    from hybrid_engine.surface import *  # noqa: F403
 
-DeepSpeedEngine = ZeroEngine
-DeepSpeedHybridEngine = HybridEngine
+watch_imports()
 
-register(__name__)
 
-__all__ = [
-    "DeepSpeedEngine",
-    "DeepSpeedHybridEngine",
-    "HybridEngine",
-    "InferenceEngine",
-    "OnDevice",
-    "ZeroEngine",
-    "add_config_arguments",
-    "enable_compat",
-    "get_accelerator",
-    "init_distributed",
-    "init_inference",
-    "initialize",
-    "log_dist",
-    "logger",
-]
+def __getattr__(name: str) -> Any:
+    """A name of the surface or a module below this one, which is not imported yet."""
+    import_surface()
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]

@@ -15,8 +15,13 @@ def field_meanings(config_class: type) -> dict[str, str]:
 def _own_meanings(config_class: type) -> dict[str, str]:
     definition = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
     assert isinstance(definition, ast.ClassDef), config_class
-    meanings = {}
+    return {name: text for name, (_, text) in documented_fields(definition).items()}
+
+
+def documented_fields(definition: ast.ClassDef) -> dict[str, tuple[ast.AnnAssign, str]]:
+    """The fields of a class that have a string below them, by name, each with that string."""
+    found = {}
     for node, following in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
-            meanings[node.target.id] = inspect.cleandoc(ast.literal_eval(following.value))
-    return meanings
+            found[node.target.id] = (node, inspect.cleandoc(ast.literal_eval(following.value)))
+    return found

@@ -1,11 +1,4 @@
-"""Starts a script on several processes with torchrun, from the flags of DeepSpeed's launcher.
-
-    hybrid-engine launch --num_gpus 2 train.py --deepspeed_config ds.json
-
-All work is torchrun's. On several machines the same command runs once on each of them (DeepSpeed's launcher logs in
-to them by ssh; this one does not), and `--node_rank` or the order of the hostfile says which is which.
-Like DeepSpeed's it passes `--local_rank` to the script, unless `--no_local_rank` is given; LOCAL_RANK has it too.
-"""
+"""Starts a script on several processes: the flags of DeepSpeed's launcher become torchrun's, which does the work."""
 
 import argparse
 import os
@@ -16,8 +9,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+DESCRIPTION = """\
+Starts a script on several processes, from the flags of DeepSpeed's launcher; torchrun does the work.
 
+    hybrid-engine launch --num_gpus 2 train.py --deepspeed_config ds.json
+
+On several machines the same command runs once on each of them (DeepSpeed's launcher logs in to them by ssh; this one
+does not), and --node_rank or the order of the hostfile says which is which. Like DeepSpeed's it passes --local_rank to
+the script, unless --no_local_rank is given; the variable LOCAL_RANK has it too.
+"""
 LOCAL_RANK = "--local_rank=${local_rank}"
 """What each process gets before the script's own arguments; torchrun fills the number in."""
 SSH = "this launcher never logs in to another machine"
@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The flags of DeepSpeed's launcher that mean something here; the script and its arguments come last."""
     parser = argparse.ArgumentParser(
         prog="hybrid-engine launch",
-        description=__doc__,
+        description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -118,7 +118,7 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
     names = list(hosts)
     node_rank = _node_rank(options.node_rank, names)
     slots = hosts[names[node_rank]] if names else []
-    num_processes = options.num_gpus if options.num_gpus > 0 else len(slots) or max(1, torch.cuda.device_count())
+    num_processes = options.num_gpus if options.num_gpus > 0 else len(slots) or count_gpus()
     num_nodes = max(1, len(names), options.num_nodes)
     if num_nodes > 1 and not names and (options.node_rank < 0 or not options.master_addr):
         raise ValueError(
@@ -136,6 +136,13 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
     return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if is_chosen else {}
 
 
+def count_gpus() -> int:
+    """GPUs of this machine, and 1 where there is none: as many processes are started."""
+    import torch  # takes seconds, which --help and refused flags do not wait for
+
+    return max(1, torch.cuda.device_count())
+
+
 def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
     """Host names in order, each with the GPUs to use; empty when there is only this machine and nothing is chosen."""
     if options.include and options.exclude:
@@ -145,7 +152,7 @@ def choose_hosts(options: argparse.Namespace) -> dict[str, list[int]]:
     hosts = read_hostfile(Path(options.hostfile), is_required=options.hostfile != DEFAULT_HOSTFILE)
     filtered = options.include or options.exclude
     if not hosts and filtered:
-        hosts = {LOCALHOST: list(range(max(1, torch.cuda.device_count())))}
+        hosts = {LOCALHOST: list(range(count_gpus()))}
     if filtered:
         hosts = _filter(hosts, filtered, keeps=bool(options.include))
     if options.num_nodes > 0 and hosts:

@@ -63,7 +63,16 @@ PLOT_PANELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of the main job."""
+    """Trains a language model by PPO: it answers prompts, the answers are scored, its weights follow the scores.
+
+        hybrid-engine ppo --out runs/docs
+        hybrid-engine ppo --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward my_rewards:score --out runs/mine
+
+    What is missing is made first: the actor by `hybrid-engine sft`, the reward model by `hybrid-engine reward`. Left
+    below --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
+    checkpoints/ and actor/, a Hugging Face folder. After an interruption the same command with --resume goes on from
+    the last checkpoint.
+    """
 
     out: str = "runs/docs"
     """folder of the run; finished stages found in it are not run again"""

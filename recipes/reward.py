@@ -41,7 +41,13 @@ from hybrid_engine.zero.processes import get_rank, get_world_size
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of the reward stage."""
+    """Trains a reward model on pairs of summary lines: one that follows PEP 257, one that does not.
+
+        hybrid-engine reward --out runs/docs
+
+    It is a sequence classifier with one label on the body of the model in sft/ below --out, or of --model. It is left
+    in reward/ below --out, a Hugging Face folder, the figures of the training in reward-log/.
+    """
 
     out: str = "runs/docs"
     """folder of the run; this stage writes its subfolder reward"""

@@ -36,7 +36,13 @@ MAX_POSITIONS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of the SFT stage."""
+    """Trains a tokenizer and a small Llama to write a docstring's summary line from a signature.
+
+        hybrid-engine sft --out runs/docs
+
+    The examples are the functions of Python's own standard library; nothing is downloaded. The model and its tokenizer
+    are left in sft/ below --out, a Hugging Face folder, the figures of the training in sft-log/.
+    """
 
     out: str = "runs/docs"
     """folder of the run; this stage writes its subfolder sft"""

@@ -1,0 +1,100 @@
+"""The `hybrid-engine` command itself: what it says quickly, and how it ends."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+
+from hybrid_engine import cli
+from hybrid_engine.field_meanings import field_meanings
+from hybrid_engine.recipe_options import KINDS, read_recipe_help
+from hybrid_engine.recipes import ppo, reward, sft
+
+RECIPES = {"sft": sft, "reward": reward, "ppo": ppo}
+
+
+def run_python(source, *arguments):
+    command = [sys.executable, "-c", source, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_what_the_command_says_without_training_needs_neither_torch_nor_transformers():
+    result = run_python("""
+import contextlib, sys
+from hybrid_engine.cli import main
+for line in ["--version", "--help", "ppo --help", "launch --help", "sft --epoch 2", "reward --batch-size x"]:
+    with contextlib.suppress(SystemExit):
+        main(line.split())
+assert main(["launch", "--include", "a", "--exclude", "b", "train.py"]) == 2
+print("imported:", {"torch", "transformers", "datasets", "numpy"} & sys.modules.keys())
+""")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("hybrid-engine 0.1.0\n") and result.stdout.endswith("imported: set()\n")
+
+
+def test_whatever_is_imported_first_of_the_package_brings_all_of_it():
+    """Each statement in a process of its own, forked from one that has torch and transformers but nothing of ours."""
+    result = run_python("""
+import os, sys
+import torch, transformers
+check = "; import sys; assert d.zero.Init and d.comm.get_rank and d.runtime.zero.partition_parameters"
+check += " and d.initialize and d.__version__ and d.ops.adam.__spec__.name == 'hybrid_engine.ops.adam'"
+failed = 0
+for statement in [
+    "import hybrid_engine as d",
+    "import hybrid_engine.comm as dist; import hybrid_engine as d; assert dist is d.comm",
+    "from hybrid_engine.ops.adam.cpu_adam import *; import hybrid_engine as d",
+    "from hybrid_engine.ops.adam import FusedAdam; import hybrid_engine as d; assert d.ops.adam.FusedAdam is FusedAdam",
+    "from hybrid_engine import *; initialize; import hybrid_engine as d",
+    "import hybrid_engine as d; d.enable_compat(); import deepspeed.comm as c; assert c is d.comm",
+]:
+    child = os.fork()
+    if child == 0:
+        exec(statement + check)
+        os._exit(0)
+    failed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+sys.exit(failed)
+""")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_name_that_the_package_has_not_is_an_attribute_error():
+    import hybrid_engine
+
+    with pytest.raises(AttributeError, match="module 'hybrid_engine' has no attribute 'initialise'"):
+        _ = hybrid_engine.initialise
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_help_shows_every_option_of_a_recipe_with_its_meaning_and_no_notes_for_developers(name, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([name, "--help"])
+    text = capsys.readouterr().out
+    shown = "".join(text.split())  # argparse breaks lines within words that have a hyphen
+    meanings = field_meanings(RECIPES[name].Config)
+    for field in fields(RECIPES[name].Config):
+        assert f"--{field.name.replace('_', '-')}" in shown
+        assert "".join(meanings[field.name].split()) in shown
+    assert ".py`" not in text and "arXiv" not in text and "engine." not in text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_options_read_from_the_source_are_the_fields_of_the_config(name):
+    config = RECIPES[name].Config
+    types_of = get_type_hints(config)
+    read = {option.name: (option.kind, option.default) for option in read_recipe_help(name).options}
+    kinds = {field.name: types_of[field.name] for field in fields(config)}
+    assert list(read) == list(kinds)
+    for field in fields(config):
+        kind, default = read[field.name]
+        assert default == field.default and KINDS[str(getattr(field.type, "__name__", field.type))] is kind
+
+
+def test_an_option_is_not_guessed_from_its_beginning(capsys):
+    for line in (["ppo", "--step", "3"], ["sft", "--epoch", "1"], ["--vers"]):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(line)
+        assert stopped.value.code == 2
+    assert "unrecognized arguments: --step 3" in capsys.readouterr().err
