@@ -29,6 +29,7 @@ from hybrid_engine.compat.parameter_offload import ParameterOffload
 from hybrid_engine.compat.whole_values import link_parameters
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.dataloader import TrainingDataLoader
+from hybrid_engine.interrupts import holding_interrupts, restoring_modes
 from hybrid_engine.memory import describe_memory
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
 from hybrid_engine.observing.observer import Observer
@@ -133,9 +134,10 @@ class ZeroEngine(nn.Module):
         """The module's forward; raises ValueError where it uses a parameter of which there is only a shard."""
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
+        self._check_whole("forward()")
         self.sharding.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
         observed = self.observer.forward(self.global_steps, self.module.training)
-        with observed, self._saving_activations(), self.sharding.ending_passes_on_error():
+        with restoring_modes(), observed, self._saving_activations(), self.sharding.ending_passes_on_error():
             try:
                 return self.module(*args, **kwargs)
             except RuntimeError as error:
@@ -155,21 +157,26 @@ class ZeroEngine(nn.Module):
 
         Raises:
             ValueError: `loss` is not one number or does not depend on the parameters; the engine does not train; a
-                parameter of a layer was used before it. All gradients are dropped then.
+                parameter of a layer was used before it.
+
+        After an error on the way, also Ctrl-C, all gradients are dropped and the accumulation starts again.
         """
         optimizer = self._check_trains("backward()")
         _check_loss(loss)
         reduces = self._reduces_gradients and self.is_gradient_accumulation_boundary()
-        self.sharding.expect_gradients(reduces)
         factor = self.sharding.loss_factor / (self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
-        with self.observer.backward(loss), self.sharding.ending_passes_on_error():
-            optimizer.scale_loss(loss.float() * factor).backward(retain_graph=retain_graph)
-            if reduces and self.sharding.has_late_gradients():
-                self.zero_grad()
-                raise ValueError(LATE)
-            optimizer.accumulate_gradients()
-        self._backward_was_called = True
-        return loss
+        try:
+            self.sharding.expect_gradients(reduces)
+            with restoring_modes(), self.observer.backward(loss), self.sharding.ending_passes_on_error():
+                optimizer.scale_loss(loss.float() * factor).backward(retain_graph=retain_graph)
+                if reduces and self.sharding.has_late_gradients():
+                    raise ValueError(LATE)
+                optimizer.accumulate_gradients()
+            self._backward_was_called = True
+            return loss  # inside: Ctrl-C before the caller has it is one, too
+        except BaseException:
+            self._drop_accumulation()
+            raise
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the accumulation boundary the optimizer and the scheduler step.
@@ -180,17 +187,24 @@ class ZeroEngine(nn.Module):
         Raises:
             ValueError: no `backward()` since the last `step()`; or a non-finite gradient norm outside fp16: nothing
                 was stepped, the gradients are dropped and the accumulation starts again.
+
+        Ctrl-C is raised when the step is done.
         """
         self._check_trains("step()")
+        self._check_whole("step()")
         if not self._reduces_gradients:
             raise ValueError("step(): inside no_sync() gradients are not reduced; step after it")
         if not self._backward_was_called:
             raise ValueError("step(): there are no gradients; call backward(loss) before each step()")
+        with holding_interrupts():
+            self._end_micro_batch(lr_kwargs or {})
+
+    def _end_micro_batch(self, lr_kwargs: dict[str, Any]) -> None:
         self._backward_was_called = False
         is_boundary = self.is_gradient_accumulation_boundary()
         with self.observer.step(is_boundary):
             if is_boundary:
-                self._step_optimizer(lr_kwargs or {})
+                self._step_optimizer(lr_kwargs)
             else:
                 self.num_pending_micro_batches += 1
         self.micro_steps += 1
@@ -203,8 +217,7 @@ class ZeroEngine(nn.Module):
             with self.sharding.as_shards():
                 self.optimizer.step()
         except ValueError:  # on every process alike
-            self.micro_steps -= self.num_pending_micro_batches
-            self.zero_grad()
+            self._drop_accumulation()
             self.sharding.settle()
             raise
         self.global_steps += 1
@@ -214,6 +227,12 @@ class ZeroEngine(nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.observer.finish_step(self.optimizer, self.global_steps, self.global_samples, self.skipped_steps)
+        self.zero_grad()
+
+    def _drop_accumulation(self) -> None:
+        """Drops all gradients; the next micro-batch is the first of a step again."""
+        self._backward_was_called = False
+        self.micro_steps -= self.num_pending_micro_batches
         self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -293,6 +312,7 @@ class ZeroEngine(nn.Module):
         `save_latest=False` leaves the tag that is loaded by default as it is. With `exclude_frozen_parameters` it
         goes on only where the model has them already, as the base of adapters.
         """
+        self._check_whole("save_checkpoint()")
         tag = choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -334,6 +354,8 @@ class ZeroEngine(nn.Module):
             with_scheduler=load_lr_scheduler_states,
             is_strict=load_module_strict,
         )
+        if self.optimizer is not None:
+            self.optimizer.is_torn = False
         return str(path), client_state
 
     def save_16bit_model(
@@ -356,6 +378,7 @@ class ZeroEngine(nn.Module):
         # Here, not at the top: training a plain module needs neither transformers nor peft.
         from hybrid_engine.export import save_16bit_model
 
+        self._check_whole("save_16bit_model()")
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
@@ -380,6 +403,13 @@ class ZeroEngine(nn.Module):
         if self.optimizer is None:
             raise ValueError(f"{what}: this engine only evaluates; pass an optimizer to initialize()")
         return self.optimizer
+
+    def _check_whole(self, what: str) -> None:
+        if self.optimizer is not None and self.optimizer.is_torn:
+            raise ValueError(
+                f"{what}: an error came in the middle of the last step(), so that some parameters may be stepped and "
+                f"others not; go on from a checkpoint, by load_checkpoint()"
+            )
 
 
 def _check(

@@ -30,6 +30,7 @@ from hybrid_engine.generation.backend import RolloutResult
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.interrupts import holding_interrupts
 from hybrid_engine.latency import LatencyStats
 from hybrid_engine.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 
@@ -90,8 +91,6 @@ class HybridEngine(ZeroEngine):
         self.create_inference_containers()
         self.module.generate = ModuleGenerate(self)
 
-    @torch.inference_mode(False)  # tensors made in inference mode would stay behind in the workspace
-    @torch.no_grad()
     def generate(
         self,
         input_ids: torch.Tensor | None = None,
@@ -116,32 +115,37 @@ class HybridEngine(ZeroEngine):
         Raises:
             ValueError: for any mode, input or option that cannot work, before anything is done.
         """
-        self._check_not_generating("generate()")
-        self._follow_module()
-        request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
-        with self._generating(), ExitStack() as release:
-            with self.latency.measure("gather"):
-                self.generator.gather(request, release)
-            with self.latency.measure("generate"):
-                result = self.generator.run(request)
-            self._count(result)
+        self._check_whole("generate()")
+        # Tensors made in inference mode would stay behind in the workspace.
+        with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
+            self._check_not_generating("generate()")
+            self._follow_module()
+            request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
+            with self._generating(), ExitStack() as release:
+                with self.latency.measure("gather"):
+                    self.generator.gather(request, release)
+                with self.latency.measure("generate"), held.allowed():
+                    result = self.generator.run(request)
+                self._count(result)
         return result.output
 
     def eval(self) -> "HybridEngine":
         """Ends an iteration, printing where its time went (rank 0, from the second call on), and stops training."""
         self._check_not_generating("eval()")
-        line = self.latency.begin()
-        if line is not None and self.sharding.rank == 0:
-            print(line, flush=True)
-        super().eval()
+        with holding_interrupts():
+            line = self.latency.begin()
+            if line is not None and self.sharding.rank == 0:
+                print(line, flush=True)
+            super().eval()
         return self
 
     def train(self, mode: bool = True) -> "HybridEngine":
         """Training mode; raises ValueError inside `generate()`."""
         self._check_not_generating("train()")
-        super().train(mode)
-        if mode:
-            self.latency.mark_training()
+        with holding_interrupts():
+            super().train(mode)
+            if mode:
+                self.latency.mark_training()
         return self
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -154,7 +158,8 @@ class HybridEngine(ZeroEngine):
     def create_inference_containers(self) -> None:
         """Builds the containers anew, as after a change of the module's structure, and measures them."""
         self._check_not_generating("create_inference_containers()")
-        self.logprob_difference = self.generator.build_containers()
+        with holding_interrupts():
+            self.logprob_difference = self.generator.build_containers()
 
     def convert_to_linear_transposed(self) -> list[TransposedLinear]:
         """The containers' linears, whose weights are [in, out] views of the parameters."""
@@ -164,7 +169,9 @@ class HybridEngine(ZeroEngine):
 
     def fuse_lora_weight(self) -> None:
         """Fuses the adapters into the containers, until `unfuse_lora_weight()` or the next `generate()`."""
-        if self.generator.model is not None:
+        if self.generator.model is None:
+            return
+        with holding_interrupts():
             with self.generator.gatherer.gathered(whole=True):
                 self.generator.model.bind()
                 self.generator.model.fuse_lora()

@@ -23,6 +23,7 @@ from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.prompts import check_prompts
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.inference.config import InferenceConfig
+from hybrid_engine.interrupts import holding_interrupts
 from hybrid_engine.memory import format_bytes, num_bytes
 from hybrid_engine.model_group import ModelGroup
 from hybrid_engine.ops import PrefillBatch
@@ -141,8 +142,6 @@ class InferenceEngine(nn.Module):
         logits[mask] = packed
         return CausalLMOutput(logits=logits)
 
-    @torch.inference_mode(False)  # tensors made in inference mode would stay behind in the workspace
-    @torch.no_grad()
     def generate(
         self,
         input_ids: torch.Tensor | None = None,
@@ -166,12 +165,15 @@ class InferenceEngine(nn.Module):
         if inputs is not None and input_ids is not None:
             raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
         input_ids = inputs if inputs is not None else input_ids
-        if input_ids is None and kwargs.get("inputs_embeds") is None:
-            input_ids = self._first_tokens(generation_config, kwargs)
-        request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
-        with ExitStack() as release:
-            self.generator.gather(request, release)
-            return self.generator.run(request).output
+        # Tensors made in inference mode would stay behind in the workspace.
+        with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
+            if input_ids is None and kwargs.get("inputs_embeds") is None:
+                input_ids = self._first_tokens(generation_config, kwargs)
+            request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
+            with ExitStack() as release:
+                self.generator.gather(request, release)
+                with held.allowed():
+                    return self.generator.run(request).output
 
     def _first_tokens(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> torch.Tensor:
         """`[1, 1]`: what transformers begins with where there is no prompt."""

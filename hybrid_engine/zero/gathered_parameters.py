@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import unserializable_hook
 
+from hybrid_engine.interrupts import holding_interrupts
 from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
@@ -119,9 +120,19 @@ class GatheredParameters:
         marked = {id(p): p for p in entries if hasattr(p, "ds_id")} if enabled else {}
         self.params: list[Any] = sorted(marked.values(), key=lambda p: p.ds_id)
         self.modifier_rank = modifier_rank
+        self._is_inside = False
 
-    @torch.no_grad()
     def __enter__(self) -> None:
+        try:
+            with holding_interrupts(), torch.no_grad():
+                self._enter()
+                self._is_inside = True
+        except BaseException as error:
+            if self._is_inside:  # Ctrl-C in the meantime: no block follows whose end would leave it
+                self.__exit__(type(error), error, None)
+            raise
+
+    def _enter(self) -> None:
         for param in self.params:
             if "ds_release" in param.__dict__:  # whole only because a constructor has just used it
                 param.ds_release()
@@ -147,10 +158,14 @@ class GatheredParameters:
     def _keep(self, param: torch.Tensor) -> torch.Tensor | None:
         return None if self.modifier_rank is not None else param.detach().clone()
 
-    @torch.no_grad()
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        with holding_interrupts(), torch.no_grad():
+            self._leave(error)
+            self._is_inside = False
+
+    def _leave(self, error: BaseException | None) -> None:
         changed = []
         for param in self.params:
             if type(param) is WholeParameter:

@@ -27,6 +27,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `inner` is the `torch.optim` optimizer over the masters; `param_groups`, `state` and `defaults` are its own, so a
     scheduler may be built on either. `overflow` says whether the last step was skipped. Setting `skip_step` skips the
     next one, on every process or on none: two models then keep their steps aligned when only one of them overflows.
+    `is_torn` says that an error came in the middle of one, until a checkpoint is loaded.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.accumulates_in_masters = accumulates_in_masters
         self.overflow = False
         self.skip_step = False
+        self.is_torn = False
         self.grad_norm: float | None = None
         self.parameter_offload: Any = None
 
@@ -136,8 +138,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self.overflow:
             self._rescale(grads)
             self.renew_masters()
+            self.is_torn = True
             self.inner.step()
             self.write_masters_back()
+            self.is_torn = False
         if overflow or not self.skip_step:  # a step that was only asked to be skipped says nothing about the scale
             self.loss_scaler.update(overflow)
         self.skip_step = False
