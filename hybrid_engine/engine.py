@@ -40,6 +40,7 @@ from hybrid_engine.zero.external_parameters import LATE, MIXED, SHARD_USED
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.lr_schedules import check_rates
 from hybrid_engine.zero.param_groups import NamedGroup, name_groups
+from hybrid_engine.zero.parameter_watch import ParameterWatch
 from hybrid_engine.zero.processes import (
     broadcast_module,
     check_same_architecture,
@@ -103,6 +104,8 @@ class ZeroEngine(nn.Module):
         self.module = model
         self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
         self.sharding.settle()
+        trained = [entry.name for entry in self.optimizer.parameters] if self.optimizer is not None else []
+        self.watch = ParameterWatch(model, trained, self.sharding.twins())
         if self.optimizer is not None:
             link_parameters(model, self.optimizer)
             self.optimizer.parameter_offload = ParameterOffload()
@@ -131,7 +134,13 @@ class ZeroEngine(nn.Module):
             return super()._apply(fn, recurse)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; raises ValueError where it uses a parameter of which there is only a shard."""
+        """The module's forward.
+
+        Raises:
+            ValueError: it uses a parameter of which there is only a shard; or its parameters are no longer those that
+                the engine trains.
+        """
+        self._check_parameters()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
         self._check_whole("forward()")
@@ -156,13 +165,14 @@ class ZeroEngine(nn.Module):
             scale_wrt_gas: False does not divide by the accumulation steps.
 
         Raises:
-            ValueError: `loss` is not one number or does not depend on the parameters; the engine does not train; a
-                parameter of a layer was used before it.
+            ValueError: `loss` is not one number or does not depend on the parameters; the engine does not train, or not
+                what are the module's parameters now; a parameter of a layer was used before it.
 
         After an error on the way, also Ctrl-C, all gradients are dropped and the accumulation starts again.
         """
         optimizer = self._check_trains("backward()")
         _check_loss(loss)
+        self._check_parameters()
         reduces = self._reduces_gradients and self.is_gradient_accumulation_boundary()
         factor = self.sharding.loss_factor / (self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
         try:
@@ -185,12 +195,14 @@ class ZeroEngine(nn.Module):
             lr_kwargs: what the scheduler's `step()` takes by name, such as `metrics` of ReduceLROnPlateau.
 
         Raises:
-            ValueError: no `backward()` since the last `step()`; or a non-finite gradient norm outside fp16: nothing
-                was stepped, the gradients are dropped and the accumulation starts again.
+            ValueError: no `backward()` since the last `step()`; the module's parameters are no longer those that the
+                engine trains; or a non-finite gradient norm outside fp16, or no gradient of any trained parameter:
+                nothing was stepped, the gradients are dropped and the accumulation starts again.
 
         Ctrl-C is raised when the step is done.
         """
         self._check_trains("step()")
+        self._check_parameters()
         self._check_whole("step()")
         if not self._reduces_gradients:
             raise ValueError("step(): inside no_sync() gradients are not reduced; step after it")
@@ -398,6 +410,11 @@ class ZeroEngine(nn.Module):
         if not self.config.activation_checkpointing.cpu_checkpointing or self.device.type == "cpu":
             return nullcontext()
         return save_on_cpu(pin_memory=True)
+
+    def _check_parameters(self) -> None:
+        """Raises ValueError where the module's parameters are no longer those that the engine trains; local."""
+        if self.optimizer is not None or self.sharding.is_sharded:
+            self.watch.check(self.module, torch.is_grad_enabled())
 
     def _check_trains(self, what: str) -> Any:
         if self.optimizer is None:

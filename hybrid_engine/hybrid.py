@@ -217,12 +217,17 @@ class HybridEngine(ZeroEngine):
         return f"{super().report()}\n{describe_generation(self.generator, self.logprob_difference)}"
 
     def _follow_module(self) -> None:
-        """Containers are views of modules: where others have taken their place, they are built anew."""
+        """Containers are views of modules: where others have taken their place, they are built anew.
+
+        On several processes others' parameters would not be gathered, and are refused.
+        """
         if self.module is not self.generator.module:
             raise ValueError(
                 "generate(): engine.module is not the model that this engine was built for; give the new one an engine "
                 "of its own by initialize()"
             )
+        if self.sharding.is_sharded:
+            self.watch.check(self.module, will_train=False)
         if self.generator.has_other_modules():
             self.create_inference_containers()
 

@@ -122,14 +122,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         A non-finite gradient norm skips the step in fp16 (`overflow` is then True and the loss scale lowered).
 
         Raises:
-            ValueError: a non-finite gradient norm in fp32 or bf16, naming the first parameters concerned; or a
-                closure. On every process alike, and nothing was stepped.
+            ValueError: a non-finite gradient norm in fp32 or bf16, naming the first parameters concerned; no gradient
+                of any parameter; or a closure. On every process alike, and nothing was stepped.
         """
         if closure is not None:
             raise ValueError("closure: the engine computes the loss itself, call step() without one")
         self._move_gradients(self.parameters)
         grads = self._local_gradients()
-        scaled_norm = self._global_norm(grads)
+        scaled_norm, num_gradients = self._measure(grads)
+        if num_gradients == 0 and not self.skip_step:
+            raise ValueError(
+                f"step(): none of the {len(self.parameters)} trained parameters has a gradient, on no process; compute "
+                f"the loss from the output of the engine's forward pass, with parameters that are not frozen"
+            )
         overflow = not math.isfinite(scaled_norm)
         if overflow and not self.skips_overflow:
             raise ValueError(self._describe_non_finite(scaled_norm))
@@ -153,7 +158,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Nothing is changed: the next `step()` finds the same. `external` is DeepSpeed's name for asking from outside.
         """
         self._move_gradients(self.parameters)
-        return not math.isfinite(self._global_norm(self._local_gradients()))
+        return not math.isfinite(self._measure(self._local_gradients())[0])
 
     def quantize_nontrainable_params(self) -> None:
         """Does nothing but say so: frozen weights keep their dtype."""
@@ -207,18 +212,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _local_gradients(self) -> list[torch.Tensor]:
         return [local_tensor(t.master.grad) for t in self.parameters if t.master.grad is not None]
 
-    def _global_norm(self, grads: list[torch.Tensor]) -> float:
-        """The 2-norm over all parameters and processes, still multiplied by the loss scale."""
+    def _measure(self, grads: list[torch.Tensor]) -> tuple[float, int]:
+        """The gradients' 2-norm, still multiplied by the loss scale, and their number, over all processes."""
         if not self.parameters:
-            return 0.0
+            return 0.0, 0
         device = local_tensor(self.parameters[0].master).device
         norms = torch._foreach_norm(grads, 2, torch.float32) if grads else [torch.zeros((), device=device)]
         squares = torch.stack(list(norms)).float().square().sum()
+        sums = torch.stack([squares, squares.new_full((), len(grads))])
         if self.norm_group is not None:
-            squares = squares.to(self._collective_device)
-            dist.all_reduce(squares, group=self.norm_group)
-        # A synchronisation with the device.
-        return squares.sqrt().item()
+            sums = sums.to(self._collective_device)
+            dist.all_reduce(sums, group=self.norm_group)
+        sums[0].sqrt_()
+        norm, num_gradients = sums.tolist()  # a synchronisation with the device
+        return norm, round(num_gradients)
 
     @property
     def _collective_device(self) -> str:

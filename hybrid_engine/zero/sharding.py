@@ -151,15 +151,18 @@ class Sharding:
 
     @torch.no_grad()
     def _keep_changes(self) -> None:
-        """Copies whole parameters into their shards."""
+        """Copies whole parameters into their shards, and whether they are frozen."""
         if not self.stays_whole:
             return
         for param in self._fsdp_params(self.fsdp_modules(), is_gathered=True):
-            shard = param.sharded_param
-            own = distribute_tensor(
-                param.unsharded_param.detach(), shard.device_mesh, shard.placements, src_data_rank=None
-            )
+            shard, whole = param.sharded_param, param.unsharded_param
+            own = distribute_tensor(whole.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
             local_tensor(shard).copy_(local_tensor(own))
+            shard.requires_grad_(whole.requires_grad)
+            gathered = param.all_gather_outputs[0]
+            if whole.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr():
+                # A script has set `data` to another tensor, where the next gathering would not reach it.
+                whole.data = gathered.view(-1)[: whole.numel()].view(whole.shape)
 
     def gathered_pairs(self) -> Iterator[tuple[Any, Any]]:
         """Each parameter's shard, and the parameter that stands in its place while it is gathered; collective."""
@@ -182,6 +185,14 @@ class Sharding:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
+
+    def twins(self) -> Iterator[tuple[Any, Any]]:
+        """Each parameter's shard, and the parameter that stands in its place while it is gathered; local.
+
+        Each must have been gathered before.
+        """
+        for param in self._fsdp_params(self.fsdp_modules()):
+            yield param.sharded_param, param._unsharded_param
 
     def _fsdp_params(self, modules: list[FSDPModule], is_gathered: bool = False) -> Iterator[Any]:
         """FSDP2's own records of the modules' parameters, all or those that are gathered."""
