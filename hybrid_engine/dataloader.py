@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate
 
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.zero.processes import get_rank, get_world_size
+
 
 class TrainingDataLoader:
     """Micro-batches of a map-style dataset, reshuffled in each epoch from (seed, epoch) and split over the processes.
@@ -35,7 +38,7 @@ class TrainingDataLoader:
         self.rank = rank
         self.seed = seed
         self.epoch = 0
-        self._collate_fn = collate_fn or default_collate
+        self.collate_fn = collate_fn or default_collate
         self._num_samples_done = 0
 
     def __len__(self) -> int:
@@ -49,7 +52,7 @@ class TrainingDataLoader:
             samples = [self.dataset[index] for index in order[start : start + self.micro_batch_size]]
             # Counted before it is handed out: a checkpoint taken while the batch is in use must not repeat it.
             self._num_samples_done += self._num_per_batch
-            yield self._collate_fn(samples)
+            yield self.collate_fn(samples)
         self.epoch += 1
         self._num_samples_done = 0
 
@@ -66,6 +69,23 @@ class TrainingDataLoader:
         self.seed = state["seed"]
         self.epoch = state["epoch"]
         self._num_samples_done = state["num_samples_done"]
+
+
+def build_training_dataloader(
+    dataset: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: EngineConfig,
+    micro_batch_size: int | None = None,
+) -> TrainingDataLoader:
+    """The loader of this process; `micro_batch_size` None is the config's."""
+    return TrainingDataLoader(
+        dataset,
+        micro_batch_size=micro_batch_size or config.train_micro_batch_size_per_gpu,
+        rank=get_rank(),
+        world_size=get_world_size(),
+        collate_fn=collate_fn,
+        seed=config.seed or 0,
+    )
 
 
 def _check_dataset(dataset: Any, num_per_batch: int) -> None:

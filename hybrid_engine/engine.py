@@ -28,7 +28,7 @@ from hybrid_engine.compat.engine_names import EngineNames
 from hybrid_engine.compat.parameter_offload import ParameterOffload
 from hybrid_engine.compat.whole_values import link_parameters
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.dataloader import TrainingDataLoader
+from hybrid_engine.dataloader import build_training_dataloader
 from hybrid_engine.interrupts import holding_interrupts, restoring_modes
 from hybrid_engine.memory import describe_memory
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
@@ -89,7 +89,9 @@ class ZeroEngine(nn.Module):
         super().__init__()
         trains = optimizer is not None or config.optimizer is not None
         groups = _check(model, config, optimizer, model_parameters, lr_scheduler, trains)
-        self.training_dataloader = _build_dataloader(training_data, collate_fn, config)
+        self.training_dataloader = (
+            build_training_dataloader(training_data, collate_fn, config) if training_data is not None else None
+        )
         # Everything is checked; from here on the model is changed.
         self.config = config
         self.names = EngineNames(self)
@@ -443,21 +445,6 @@ def _check(
     check_same_architecture(model)
     check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))
     return groups
-
-
-def _build_dataloader(
-    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, config: EngineConfig
-) -> TrainingDataLoader | None:
-    if dataset is None:
-        return None
-    return TrainingDataLoader(
-        dataset,
-        micro_batch_size=config.train_micro_batch_size_per_gpu,
-        rank=get_rank(),
-        world_size=get_world_size(),
-        collate_fn=collate_fn,
-        seed=config.seed or 0,
-    )
 
 
 def _to_half(value: Any) -> Any:

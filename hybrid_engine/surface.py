@@ -6,31 +6,44 @@ from importlib.metadata import version
 from hybrid_engine.compat.accelerator import get_accelerator
 from hybrid_engine.compat.aliases import enable_compat, register
 from hybrid_engine.compat.arguments import add_config_arguments
+from hybrid_engine.compat.compiler_names import is_compile_supported
+from hybrid_engine.compat.config_names import DeepSpeedConfig, DeepSpeedConfigError
 from hybrid_engine.compat.distributed import init_distributed
-from hybrid_engine.compat.utils import OnDevice, log_dist, logger
+from hybrid_engine.compat.optimizer_names import DeepSpeedOptimizer
+from hybrid_engine.compat.utils import DeepSpeedDataLoader, OnDevice, log_dist, logger
+from hybrid_engine.compat.version_names import __git_branch__, __git_hash__
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.entry import initialize
 from hybrid_engine.hybrid import HybridEngine
-from hybrid_engine.inference import InferenceEngine, init_inference
+from hybrid_engine.inference import InferenceConfig, InferenceEngine, init_inference
 
 __version__ = version("hybrid-engine")
 
 DeepSpeedEngine = ZeroEngine
 DeepSpeedHybridEngine = HybridEngine
+DeepSpeedInferenceConfig = InferenceConfig
 
 __all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "DeepSpeedHybridEngine",
+    "DeepSpeedInferenceConfig",
+    "DeepSpeedOptimizer",
     "HybridEngine",
     "InferenceEngine",
     "OnDevice",
     "ZeroEngine",
+    "__git_branch__",
+    "__git_hash__",
     "add_config_arguments",
     "enable_compat",
     "get_accelerator",
     "init_distributed",
     "init_inference",
     "initialize",
+    "is_compile_supported",
     "log_dist",
     "logger",
 ]

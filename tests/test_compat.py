@@ -85,7 +85,7 @@ import deepspeed
 assert deepspeed.__version__ == importlib.metadata.version("deepspeed") != hybrid_engine.__version__
 assert importlib.util.find_spec("deepspeed") is not None
 try:
-    import deepspeed.pipe
+    import deepspeed.warp_drive
 except ModuleNotFoundError:
     print("missing")
 """

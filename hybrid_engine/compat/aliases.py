@@ -6,42 +6,77 @@
 
 import importlib
 import sys
+from functools import cache
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from hybrid_engine.compat import absent, version_names
 from hybrid_engine.compat.presence import VERSION, announce
 
 NAMESPACE = ""
 ALIASES = {
     "accelerator": "hybrid_engine.compat.accelerator",
+    "accelerator.abstract_accelerator": "hybrid_engine.compat.accelerator",
     "accelerator.real_accelerator": "hybrid_engine.compat.accelerator",
     "checkpoint.utils": "hybrid_engine.compat.utils",
     "checkpointing": "hybrid_engine.compat.checkpointing",
     "comm": "hybrid_engine.compat.comm",
     "comm.comm": "hybrid_engine.compat.comm",
-    "compression": NAMESPACE,
     "compression.helper": "hybrid_engine.compat.compression_helper",
+    "constants": "hybrid_engine.compat.config_names",
+    "git_version_info": "hybrid_engine.compat.version_names",
+    "moe.utils": "hybrid_engine.compat.moe_utils",
+    "ops.adagrad": "hybrid_engine.compat.adagrad",
     "ops.adam.cpu_adam": "hybrid_engine.ops.adam",
     "ops.adam.fused_adam": "hybrid_engine.ops.adam",
+    "ops.lamb.fused_lamb": "hybrid_engine.ops.lamb",
+    "ops.lion.cpu_lion": "hybrid_engine.ops.lion",
+    "ops.lion.fused_lion": "hybrid_engine.ops.lion",
+    "profiling": NAMESPACE,
+    "profiling.flops_profiler": "hybrid_engine.compat.flops_profiler",
+    "profiling.flops_profiler.profiler": "hybrid_engine.compat.flops_profiler",
     "runtime": NAMESPACE,
     "runtime.activation_checkpointing": NAMESPACE,
     "runtime.activation_checkpointing.checkpointing": "hybrid_engine.compat.checkpointing",
+    "runtime.base_optimizer": "hybrid_engine.compat.optimizer_names",
+    "runtime.bf16_optimizer": "hybrid_engine.compat.optimizer_names",
+    "runtime.compiler": "hybrid_engine.compat.compiler_names",
+    "runtime.config": "hybrid_engine.compat.config_names",
+    "runtime.constants": "hybrid_engine.compat.config_names",
     "runtime.dataloader": "hybrid_engine.compat.utils",
     "runtime.engine": "hybrid_engine.compat.engines",
+    "runtime.fp16": NAMESPACE,
+    "runtime.fp16.fused_optimizer": "hybrid_engine.compat.optimizer_names",
+    "runtime.fp16.unfused_optimizer": "hybrid_engine.compat.optimizer_names",
     "runtime.hybrid_engine": "hybrid_engine.compat.engines",
     "runtime.lr_schedules": "hybrid_engine.zero.lr_schedules",
-    "runtime.utils": "hybrid_engine.compat.utils",
     "runtime.rollout": "hybrid_engine.compat.rollout",
     "runtime.rollout.base": "hybrid_engine.compat.rollout",
     "runtime.rollout.hybrid_engine_rollout": "hybrid_engine.compat.rollout",
+    "runtime.utils": "hybrid_engine.compat.runtime_utils",
     "runtime.zero": "hybrid_engine.zero",
+    "runtime.zero.config": "hybrid_engine.compat.config_names",
+    "runtime.zero.mics": "hybrid_engine.zero",
     "runtime.zero.partition_parameters": "hybrid_engine.compat.partition_parameters",
+    "runtime.zero.stage3": "hybrid_engine.compat.stage3_names",
+    "runtime.zero.stage_1_and_2": "hybrid_engine.compat.stage3_names",
+    "runtime.zero.tiling": "hybrid_engine.zero.tiled_linear",
+    "runtime.zero.utils": "hybrid_engine.compat.partition_parameters",
     "utils": "hybrid_engine.compat.utils",
+    "utils.groups": "hybrid_engine.compat.groups",
+    "utils.init_on_device": "hybrid_engine.compat.utils",
     "utils.logging": "hybrid_engine.compat.utils",
-    "utils.tensor_fragment": "hybrid_engine.compat.whole_values",
+    "utils.nvtx": "hybrid_engine.compat.utils",
+    "utils.tensor_fragment": "hybrid_engine.compat.utils",
+    "utils.z3_leaf_module": "hybrid_engine.compat.leaf_modules",
     "utils.zero_to_fp32": "hybrid_engine.compat.zero_to_fp32",
 }
-"""DeepSpeed's path of a module, and ours; a namespace only holds others. Parents come before their children."""
+"""DeepSpeed's path of a module, and ours; a namespace only holds others. What is absent is in `absent.py`."""
+BELOW_DEEPSPEED = {
+    "launcher": "hybrid_engine.compat.launcher_names",
+    "launcher.runner": "hybrid_engine.compat.launcher_names",
+}
+"""The same where our own package has another module of that name."""
 REAL_MODULES = (
     "checkpoint",
     "inference",
@@ -57,10 +92,15 @@ REAL_MODULES = (
 
 
 def register(root: str) -> None:
-    """Makes every alias importable below the imported module `root`, once or again."""
-    for path, target in ALIASES.items():
-        name = f"{root}.{path}"
-        _place(name, ModuleType(name) if target == NAMESPACE else importlib.import_module(target))
+    """Makes every alias, absent module and absent name importable below the imported module `root`, once or again."""
+    absent.find_below_absent_modules()
+    aliases = ALIASES | (BELOW_DEEPSPEED if root == "deepspeed" else {})
+    for path in sorted([*aliases, *absent.MODULES], key=lambda path: path.count(".")):  # parents first
+        _place(f"{root}.{path}", _build(path, aliases.get(path)))
+    for path, why in absent.NAMES.items():
+        parent, _, name = f"{root}.{path}".rpartition(".")
+        if name not in vars(sys.modules[parent]):
+            setattr(sys.modules[parent], name, absent.absence(path, why))
 
 
 def enable_compat() -> None:
@@ -86,13 +126,29 @@ def enable_compat() -> None:
 def _build_namesake(ours: ModuleType) -> ModuleType:
     """Our package with DeepSpeed's version, which callers compare; it has no modules but those registered below it."""
     namesake = ModuleType("deepspeed", ours.__doc__)
-    own = {name: value for name, value in vars(ours).items() if not name.startswith("__")}
+    own = {
+        name: value for name, value in vars(ours).items() if not name.startswith("__") and name not in BELOW_DEEPSPEED
+    }
     spec = ModuleSpec("deepspeed", loader=None, is_package=True)  # importlib.util.find_spec() looks at it
-    vars(namesake).update(own, __version__=VERSION, __path__=[], __all__=ours.__all__, __spec__=spec)
+    versions = {name: value for name, value in vars(version_names).items() if "version" in name or "git_" in name}
+    vars(namesake).update(own, **versions, __version__=VERSION, __path__=[], __all__=ours.__all__, __spec__=spec)
     return namesake
+
+
+def _build(path: str, target: str | None) -> ModuleType:
+    if target is None:
+        return absent.absent_module(path)
+    return _namespace(path) if target == NAMESPACE else importlib.import_module(target)
+
+
+@cache
+def _namespace(path: str) -> ModuleType:
+    return ModuleType(f"deepspeed.{path}")
 
 
 def _place(name: str, module: ModuleType) -> None:
     module = sys.modules.setdefault(name, module)
     parent, _, child = name.rpartition(".")
-    setattr(sys.modules[parent], child, module)
+    # What a module has of its own comes first: `utils` has a function `z3_leaf_module`, and PyTorch as `torch`.
+    if child not in vars(sys.modules[parent]):
+        setattr(sys.modules[parent], child, module)

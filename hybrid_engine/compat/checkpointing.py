@@ -61,11 +61,19 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Does nothing: activations are not replicated, there is no tensor parallelism in training."""
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, whose inner activations are computed again in the backward pass."""
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, whose inner activations are computed again in the backward pass.
+
+    Args:
+        use_reentrant: has no meaning here: the pass is never reentrant, which FSDP2 needs.
+        kwargs: also what torch.utils.checkpoint.checkpoint takes by name, as `preserve_rng_state`.
+    """
     keeps_on_cpu = _settings.get("cpu", False) and torch.cuda.is_available()
     with save_on_cpu(pin_memory=True) if keeps_on_cpu else nullcontext():
-        return torch_checkpoint(function, *args, use_reentrant=False)
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+non_reentrant_checkpoint = checkpoint
 
 
 class RandomStates:

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
+from hybrid_engine.compat.config_names import ROUTE_TRAIN
 from hybrid_engine.config_checks import check_integer
+from hybrid_engine.dataloader import build_training_dataloader
 from hybrid_engine.observing.monitor import Monitor
 from hybrid_engine.observing.timing import ThroughputTimer
 from hybrid_engine.zero.sharding import full_tensor
@@ -206,6 +209,37 @@ class EngineNames:
         )
         self.tput_timer.batch_size = engine.config.train_batch_size
         engine.micro_steps = engine.global_steps * num_micro_batches
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of micro-batches of `dataset`, as `initialize(training_data=...)` builds one.
+
+        With a sampler, for another route than "train" and of an IterableDataset it is PyTorch's DataLoader; for
+        another route every process then gets all samples, in their order.
+
+        Args:
+            batch_size: samples of a micro-batch; None is the config's.
+            route: "train", "eval" or "predict".
+            pin_memory: has no meaning here.
+            collate_fn: makes a batch of a list of samples; None is what `initialize()` was given.
+            num_local_io_workers: processes of a DataLoader.
+        """
+        size = batch_size or self._engine.config.train_micro_batch_size_per_gpu
+        loader = self._engine.training_dataloader
+        collate_fn = collate_fn or (loader.collate_fn if loader is not None else None)
+        if data_sampler is None and route == ROUTE_TRAIN and not isinstance(dataset, IterableDataset):
+            return build_training_dataloader(dataset, collate_fn, self._engine.config, size)
+        return DataLoader(
+            dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=num_local_io_workers or 0
+        )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The module's state dict: whole below stage 3, there with shards."""

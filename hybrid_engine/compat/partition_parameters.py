@@ -5,12 +5,25 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.zero.external_parameters import register_external_parameter, unregister_external_parameter
 from hybrid_engine.zero.gathered_parameters import GatheredParameters, ZeroParamStatus
 from hybrid_engine.zero.init import Init
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "is_zero_param",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
 
 _orig_torch_arange = torch.arange
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Whether `parameter` is one of a stage 3 model."""
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

@@ -1,17 +1,36 @@
-"""`deepspeed.utils`, `runtime.utils`, `runtime.dataloader` and `checkpoint.utils`: the logger, and helpers.
+"""`deepspeed.utils`, `runtime.dataloader` and `checkpoint.utils`: the logger, and helpers.
 
 `utils.logging` is this module too, so Python's own is not imported under that name.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from logging import INFO, getLogger
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 
 from hybrid_engine.compat.accelerator import get_accelerator
+from hybrid_engine.compat.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+    z3_leaf_parameter,
+)
+from hybrid_engine.compat.local_values import (
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
 from hybrid_engine.compat.whole_values import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -20,24 +39,40 @@ from hybrid_engine.compat.whole_values import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.zero.processes import get_rank
 
 __all__ = [
     "OnDevice",
     "RepeatingLoader",
     "clone_tensors_for_torch_save",
+    "get_z3_leaf_modules",
     "instrument_w_nvtx",
     "log_dist",
+    "log_dist_once",
     "logger",
     "print_rank_0",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "see_memory_usage",
+    "set_z3_leaf_module",
     "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -49,6 +84,12 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO
     """Logs `message` on the given ranks; None, or -1 among them, means all."""
     if ranks is None or -1 in ranks or get_rank() in ranks:
         logger.log(level, "[Rank %d] %s", get_rank(), message)
+
+
+@cache
+def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = INFO) -> None:
+    """Logs `message` as `log_dist` does, the first time."""
+    log_dist(message, ranks, level)
 
 
 def print_rank_0(message: str) -> None:
@@ -89,6 +130,9 @@ def instrument_w_nvtx(func: Function) -> Function:
     return func
 
 
+DeepSpeedDataLoader = TrainingDataLoader
+
+
 class RepeatingLoader:
     """Begins `loader` again whenever it ends; a training script takes `next()` of it."""
 
@@ -110,12 +154,3 @@ class RepeatingLoader:
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     """`item` with every tensor in it copied to `device`, so that nothing of a larger storage is saved with it."""
     return tree_map(lambda x: x.detach().to(device, copy=True) if isinstance(x, torch.Tensor) else x, item)
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[type | str]) -> list[nn.Module]:
-    """The modules of those classes. Nothing else: FSDP2 gathers whole layers, whatever runs inside."""
-    return [
-        module
-        for module in model.modules()
-        if any(type(module).__name__ == kind or type(module) is kind for kind in leaf_module_classes)
-    ]

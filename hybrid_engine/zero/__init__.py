@@ -1,7 +1,22 @@
 """ZeRO on FSDP2: sharding, gathering, the optimizer shim, loss scaling and learning-rate schedules."""
 
 from hybrid_engine.zero.external_parameters import register_external_parameter, unregister_external_parameter
-from hybrid_engine.zero.gathered_parameters import GatheredParameters
+from hybrid_engine.zero.for_generation import unwrap_model_for_generation
+from hybrid_engine.zero.gathered_parameters import GatheredParameters, ZeroParamStatus
 from hybrid_engine.zero.init import Init
+from hybrid_engine.zero.tiled_linear import TiledLinear, TiledLinearReturnBias
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+MiCS_Init = Init
+"""DeepSpeed's name for it where `mics_shard_size` is set, which `Init` reads."""
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "MiCS_Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroParamStatus",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
