@@ -33,13 +33,23 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.notices import say_once
 from hybrid_engine.zero.built_shards import placeholders
 from hybrid_engine.zero.external_parameters import can_gather_layers_alone
+from hybrid_engine.zero.fsdp2_private import (
+    drop_unreduced_gradients,
+    end_passes,
+    fsdp_params,
+    has_unreduced_gradients,
+    keep_reduced_gradients,
+    keep_whole_in_state_dict,
+    make_root,
+    return_to_gathered_storage,
+    twins,
+)
 from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
 
 
@@ -80,17 +90,7 @@ class Sharding:
         if isinstance(self.root, FSDPModule):
             self.root.set_requires_gradient_sync(is_boundary or self.stage >= 2)
             if self.keeps_fp32_gradients:
-                self._keep_fp32_gradients()
-
-    def _keep_fp32_gradients(self) -> None:
-        """Leaves reduced gradients as they are: FSDP2 would round them to the parameters' dtype.
-
-        It reads the dtypes anew when parameters are gathered or moved. Private, like `_param_groups`.
-        """
-        for group in _param_groups(self.fsdp_modules()):
-            group._orig_dtype = torch.float32
-            for param in group.fsdp_params:
-                param.sharded_param.grad_dtype = None  # any
+                keep_reduced_gradients(self.fsdp_modules(), torch.float32)
 
     def expect_backward(self, is_expected: bool) -> None:
         """Says whether a backward pass follows the next forward pass.
@@ -113,7 +113,7 @@ class Sharding:
         copies stay, and the next forward pass would use them instead of gathering the new values.
         """
         for module in self.fsdp_modules():
-            _end_passes(module)
+            end_passes(module)
             module.reshard()
 
     def settle(self) -> None:
@@ -154,51 +154,35 @@ class Sharding:
         """Copies whole parameters into their shards, and whether they are frozen."""
         if not self.stays_whole:
             return
-        for param in self._fsdp_params(self.fsdp_modules(), is_gathered=True):
+        for param in fsdp_params(self.fsdp_modules(), is_gathered=True):
             shard, whole = param.sharded_param, param.unsharded_param
             own = distribute_tensor(whole.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
             local_tensor(shard).copy_(local_tensor(own))
             shard.requires_grad_(whole.requires_grad)
-            gathered = param.all_gather_outputs[0]
-            if whole.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr():
-                # A script has set `data` to another tensor, where the next gathering would not reach it.
-                whole.data = gathered.view(-1)[: whole.numel()].view(whole.shape)
+            return_to_gathered_storage(param)
 
     def gathered_pairs(self) -> Iterator[tuple[Any, Any]]:
         """Each parameter's shard, and the parameter that stands in its place while it is gathered; collective."""
         for module in self.fsdp_modules():
             module.unshard()
-            for param in self._fsdp_params([module]):
+            for param in fsdp_params([module]):
                 yield param.sharded_param, param.unsharded_param
             module.reshard()
 
     def has_late_gradients(self) -> bool:
         """Whether gradients came after those of their layer were reduced, in a backward pass that reduces."""
-        return any(
-            hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None
-            for param in self._fsdp_params(self.fsdp_modules())
-        )
+        return has_unreduced_gradients(self.fsdp_modules())
 
     def drop_pending_gradients(self) -> None:
         """Forgets the gradients that stages 0 and 1 hold unreduced between two boundaries."""
-        for param in self._fsdp_params(self.fsdp_modules()):
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
+        drop_unreduced_gradients(self.fsdp_modules())
 
     def twins(self) -> Iterator[tuple[Any, Any]]:
         """Each parameter's shard, and the parameter that stands in its place while it is gathered; local.
 
         Each must have been gathered before.
         """
-        for param in self._fsdp_params(self.fsdp_modules()):
-            yield param.sharded_param, param._unsharded_param
-
-    def _fsdp_params(self, modules: list[FSDPModule], is_gathered: bool = False) -> Iterator[Any]:
-        """FSDP2's own records of the modules' parameters, all or those that are gathered."""
-        for group in _param_groups(modules):
-            if group.is_unsharded or not is_gathered:
-                yield from group.fsdp_params
+        return twins(self.fsdp_modules())
 
     def fsdp_modules(self) -> list[FSDPModule]:
         """What FSDP2 gathers one at a time; empty when nothing is wrapped."""
@@ -220,15 +204,18 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     factor = _loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
     layers = _layers_to_wrap(module)
+    keeps_fp32_gradients = config.accumulation_dtype == torch.float32
     with placeholders(module):
+        if keeps_fp32_gradients:
+            _expect_fp32_gradients(module)
         for part in [*layers, module]:
             _fully_shard(part, mesh, stage, config.communication_dtype, policy)
             if factor != 1.0:
                 part.set_gradient_divide_factor(world_size * factor)
     _register_forward_methods(module)
-    _make_root(module)
+    make_root(module)
     if stage < 3:
-        _keep_whole_in_state_dict([*layers, module])
+        keep_whole_in_state_dict([*layers, module])
     return Sharding(
         root=module,
         layers=layers,
@@ -237,7 +224,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         rank=rank,
         mesh=mesh,
         loss_factor=factor,
-        keeps_fp32_gradients=config.accumulation_dtype == torch.float32,
+        keeps_fp32_gradients=keeps_fp32_gradients,
     )
 
 
@@ -282,61 +269,21 @@ def _loss_factor(config: EngineConfig, mesh: DeviceMesh) -> float:
     return 1.0 / config.gradient_predivide_factor
 
 
+def _expect_fp32_gradients(module: nn.Module) -> None:
+    """Says that the reduced gradients of parameters in 16 bits may be fp32, which they are reduced in."""
+    for param in module.parameters():
+        param.grad_dtype = torch.float32
+
+
 def _fully_shard(
     part: nn.Module, mesh: DeviceMesh, stage: int, reduce_dtype: torch.dtype, offload: OffloadPolicy
 ) -> None:
-    same = all(p.dtype == reduce_dtype for p in part.parameters())
     # fp32 unless asked otherwise: adding up many ranks' gradients in 16 bits would round each sum.
-    policy = MixedPrecisionPolicy(reduce_dtype=None if same else reduce_dtype)
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=offload)
     part.set_reshard_after_backward(stage == 3)
     # Averages are then a sum and a division; gloo has no reduction with a factor.
     part.set_force_sum_reduction_for_comms(True)
-
-
-def _param_groups(modules: list[Any]) -> Iterator[Any]:
-    """FSDP2's own records of what it gathers and reduces at once; a module without parameters has none.
-
-    Private, for lack of a public way; the names used of them hold from torch 2.11 to 2.13.
-    """
-    for module in modules:
-        group = module._get_fsdp_state()._fsdp_param_group
-        if group is not None:
-            yield group
-
-
-def _keep_whole_in_state_dict(modules: list[Any]) -> None:
-    """Takes FSDP2's hooks away that expect shards whenever a state dict of `modules` is read or loaded."""
-    for group in _param_groups(modules):
-        for handle in (
-            *group._module_to_pre_save_state_dict_hook_handle.values(),
-            *group._module_to_pre_load_state_dict_hook_handle.values(),
-            *[param._post_load_hook_handle for param in group.fsdp_params],
-        ):
-            handle.remove()
-
-
-def _end_passes(module: FSDPModule) -> None:
-    """Ends the forward or backward pass in which an error left `module`: FSDP2 frees no weights that are in use.
-
-    Private, for lack of a public way: torch 2.13's `reset_iter_state` drops gradients too. These names hold from torch
-    2.11 to 2.13.
-    """
-    state = module._get_fsdp_state()
-    state._training_state = TrainingState.IDLE
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-    if state._fsdp_param_group is not None:
-        state._fsdp_param_group._training_state = TrainingState.IDLE
-
-
-def _make_root(module: FSDPModule) -> None:
-    """Says that `module` is the outermost part: FSDP2 takes the one whose forward pass comes first.
-
-    That would be an inner module's where the first call is `generate()` of one that wraps a language model, as peft's.
-    Private, for lack of a public way; the name holds from torch 2.11 to 2.13.
-    """
-    module._get_fsdp_state()._lazy_init()
 
 
 def _register_forward_methods(module: nn.Module) -> None:

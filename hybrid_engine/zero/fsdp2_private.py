@@ -1,0 +1,141 @@
+"""What FSDP2 offers no public way to; no other file uses its private names.
+
+They were read in, and tried with, torch 2.11 to 2.15; `pyproject.toml` allows no other. `make versions` runs the tests
+with each of them.
+
+| private name                                             | of                | torch         |
+|----------------------------------------------------------|-------------------|---------------|
+| `_get_fsdp_state()`                                      | FSDPModule        | 2.11 to 2.15  |
+| `_lazy_init()`, `_fsdp_param_group`, `_training_state`   | its state         | 2.11 to 2.15  |
+| `_state_ctx.iter_forward_root`                           | its state         | 2.11 to 2.15  |
+| `_state_ctx.post_backward_final_callback_queued`         | its state         | 2.11 to 2.15  |
+| `_training_state`, `is_unsharded`, `fsdp_params`         | a parameter group | 2.11 to 2.15  |
+| `_module_to_pre_{save,load}_state_dict_hook_handle`      | a parameter group | 2.11 to 2.15  |
+| `_orig_dtype`                                            | a parameter group | 2.11 to 2.14  |
+| `_sharding_spec` (and its `tensor_meta`)                 | a parameter       | 2.11 to 2.14  |
+| `sharded_param`, `unsharded_param`, `_unsharded_param`   | a parameter       | 2.11 to 2.15  |
+| `_post_load_hook_handle`, `all_gather_outputs`           | a parameter       | 2.11 to 2.15  |
+| `unsharded_accumulated_grad`                             | a parameter       | 2.11 to 2.14; |
+|                                                          |                   | read-only 2.15|
+| `_fsdp_common.TrainingState`                             | the package       | 2.11 to 2.15  |
+
+What torch 2.15 changed: a parameter's public `grad_dtype` says in which dtype FSDP2 leaves its reduced gradient, where
+`_orig_dtype` and `_sharding_spec` said so before. Gradients that wait for their reduction are `_unsharded_param.grad`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+
+def make_root(module: FSDPModule) -> None:
+    """Says that `module` is the outermost part: FSDP2 takes the one whose forward pass comes first.
+
+    That would be an inner module's where the first call is `generate()` of one that wraps a language model, as peft's.
+    """
+    module._get_fsdp_state()._lazy_init()
+
+
+def fsdp_params(modules: Iterable[FSDPModule], is_gathered: bool = False) -> Iterator[Any]:
+    """FSDP2's own records of the modules' parameters, all or those that are gathered.
+
+    Of a record `sharded_param` is this process's shard and `unsharded_param` the parameter that stands in its place
+    while it is gathered.
+    """
+    for group in _param_groups(modules):
+        if group.is_unsharded or not is_gathered:
+            yield from group.fsdp_params
+
+
+def twins(modules: Iterable[FSDPModule]) -> Iterator[tuple[Any, Any]]:
+    """Each parameter's shard, and the parameter that stands in its place while it is gathered; local.
+
+    Each must have been gathered before.
+    """
+    for param in fsdp_params(modules):
+        yield param.sharded_param, param._unsharded_param
+
+
+def return_to_gathered_storage(param: Any) -> None:
+    """Lets a gathered parameter lie where it is gathered to again: a script may have set `data` to another tensor.
+
+    Takes one of `fsdp_params`; the value there is the one before that, until it is gathered the next time.
+    """
+    whole, gathered = param.unsharded_param, param.all_gather_outputs[0]
+    if whole.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr():
+        whole.data = gathered.view(-1)[: whole.numel()].view(whole.shape)
+
+
+def _param_groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
+    """FSDP2's own records of what it gathers and reduces at once; a module without parameters has none."""
+    for module in modules:
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            yield group
+
+
+def keep_reduced_gradients(modules: Iterable[FSDPModule], dtype: torch.dtype) -> None:
+    """Leaves reduced gradients in `dtype`; FSDP2 would round them to that of the parameters.
+
+    Needed before each backward pass up to torch 2.14, which reads the dtypes anew whenever parameters are gathered or
+    moved. Later ones keep to the `grad_dtype` that the parameters had when they were sharded.
+    """
+    for group in _param_groups(modules):
+        if not hasattr(group, "_orig_dtype"):
+            return
+        group._orig_dtype = dtype
+        for param in group.fsdp_params:
+            param.sharded_param.grad_dtype = dtype
+            # From this it makes the gradient's DTensor, which would call fp32 values bf16.
+            if param._sharding_spec.tensor_meta.dtype != dtype:
+                meta = param._sharding_spec.tensor_meta._replace(dtype=dtype)
+                param._sharding_spec = replace(param._sharding_spec, tensor_meta=meta)
+
+
+def has_unreduced_gradients(modules: Iterable[FSDPModule]) -> bool:
+    """Whether a parameter has a gradient that no process has reduced, but for those kept for a later backward pass."""
+    return any(
+        hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None for param in fsdp_params(modules)
+    )
+
+
+def drop_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
+    """Forgets the gradients that wait for a backward pass which reduces them."""
+    for param in fsdp_params(modules):
+        if _keeps_gradients_apart(param):
+            param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
+
+
+def _keeps_gradients_apart(param: Any) -> bool:
+    """Whether gradients that wait have an attribute of their own, as before torch 2.15."""
+    return not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
+
+
+def keep_whole_in_state_dict(modules: Iterable[FSDPModule]) -> None:
+    """Takes FSDP2's hooks away that expect shards whenever a state dict of `modules` is read or loaded."""
+    for group in _param_groups(modules):
+        for handle in (
+            *group._module_to_pre_save_state_dict_hook_handle.values(),
+            *group._module_to_pre_load_state_dict_hook_handle.values(),
+            *[param._post_load_hook_handle for param in group.fsdp_params],
+        ):
+            handle.remove()
+
+
+def end_passes(module: FSDPModule) -> None:
+    """Ends the forward or backward pass in which an error left `module`: FSDP2 frees no weights that are in use.
+
+    Public only since torch 2.13, as `reset_iter_state`, which drops the gradients of earlier backward passes too.
+    """
+    state = module._get_fsdp_state()
+    state._training_state = TrainingState.IDLE
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    for group in _param_groups([module]):
+        group._training_state = TrainingState.IDLE
