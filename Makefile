@@ -10,14 +10,14 @@ CHECK := $(CURDIR)/.venv-check
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo    install into .venv and run the whole PPO job on the CPU; results in runs/demo'
+	@echo 'make demo    install into .venv and run the whole PPO job on the CPU; results in runs/demo, earlier ones moved aside'
 	@echo 'make test    install into .venv and run the tests'
 	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
 	@echo 'make clean   remove .venv and everything built; runs/ stays'
 	@echo 'PYTHON=...   the interpreter to build .venv with (now $(PYTHON)), Python 3.10 or newer'
 
 demo: $(INSTALLED)
-	$(BIN)/hybrid-engine ppo --out runs/demo
+	$(BIN)/hybrid-engine ppo --out runs/demo --restart
 
 # Two tests at a time: they wait for processes that start. Those of a file share what they build.
 test: $(INSTALLED)

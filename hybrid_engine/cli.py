@@ -19,6 +19,7 @@ from typing import Any
 
 import hybrid_engine.launcher as launcher
 from hybrid_engine.recipe_options import Option, read_recipe_help
+from hybrid_engine.recipes.run_folder import PPO_RESULTS, has_checkpoint, left_behind
 
 RECIPES = ("sft", "reward", "ppo")
 LAUNCH = "launch"
@@ -69,9 +70,12 @@ def is_ours(error: BaseException) -> bool:
 
 def how_to_go_on(options: Mapping[str, Any]) -> str:
     """What to do after Ctrl-C; a checkpoint that was being written does not count until it is complete."""
-    has_checkpoint = (Path(options["out"]) / "checkpoints" / "actor" / "latest").is_file()
-    if "resume" in options and has_checkpoint:
-        return "the same command with --resume goes on from the last checkpoint"
+    folder = Path(options["out"])
+    if "resume" in options and has_checkpoint(folder):
+        place = "in place of --restart" if options["restart"] else "added"
+        return f"the same command, --resume {place}, goes on from the last checkpoint"
+    if "resume" in options and left_behind(folder, PPO_RESULTS):
+        return "there is no checkpoint yet: the same command with --restart begins again"
     return "finished stages stay, the same command begins the unfinished one again"
 
 

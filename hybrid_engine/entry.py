@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from hybrid_engine.compat.presence import is_announced
 from hybrid_engine.config import EngineConfig, load_config
 from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.engine import ZeroEngine
@@ -140,5 +141,6 @@ def _join_processes(dist_init_required: bool | None, port: int) -> None:
             f"torch.distributed.init_process_group() first, or leave dist_init_required out"
         )
     init_distributed(port)
-    if dist_init_required or (dist_init_required is None and "WORLD_SIZE" in os.environ):
-        join_alone()  # scripts go on with torch.distributed.get_rank() and barrier()
+    # Scripts that were launched, and libraries that take this for deepspeed, go on with get_rank() and barrier().
+    if dist_init_required or (dist_init_required is None and ("WORLD_SIZE" in os.environ or is_announced())):
+        join_alone()

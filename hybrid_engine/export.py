@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from hybrid_engine.containers.linear import active_adapters, carries_lora, stores_transposed
+from hybrid_engine.peft_models import without_renamed_attribute_warning
 from hybrid_engine.zero.processes import get_rank, on_rank_zero
 from hybrid_engine.zero.sharding import full_tensor
 
@@ -117,7 +118,8 @@ def _add_adapters(skeleton: PreTrainedModel, source: PeftModel) -> Any:
         # The weights follow; some initialisations would compute with the base weights, which are not there yet.
         config.init_lora_weights = False
     (name, config), *others = configs.items()
-    model = PeftModel(skeleton, config, adapter_name=name)
+    with without_renamed_attribute_warning():
+        model = PeftModel(skeleton, config, adapter_name=name)
     for name, config in others:
         model.add_adapter(name, config)
     return model

@@ -20,6 +20,7 @@ WITHOUT_TORCH = frozenset(
         "hybrid_engine.launcher",
         "hybrid_engine.recipe_options",
         "hybrid_engine.recipes",
+        "hybrid_engine.recipes.run_folder",
         SURFACE,
     }
 )

@@ -1,10 +1,13 @@
 """Starts a script on several processes: the flags of DeepSpeed's launcher become torchrun's, which does the work."""
 
 import argparse
+import importlib.util
+import logging
 import os
 import re
+import shutil
+import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +21,7 @@ On several machines the same command runs once on each of them (DeepSpeed's laun
 does not), and --node_rank or the order of the hostfile says which is which. Like DeepSpeed's it passes --local_rank to
 the script, unless --no_local_rank is given; the variable LOCAL_RANK has it too.
 """
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 LOCAL_RANK = "--local_rank=${local_rank}"
 """What each process gets before the script's own arguments; torchrun fills the number in."""
 SSH = "this launcher never logs in to another machine"
@@ -92,14 +96,69 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs torchrun and returns its exit status; 2 after one line on stderr for flags that cannot be meant."""
+    """Runs torchrun and returns its exit status, after a signal that of the signal.
+
+    One line on stderr says what cannot be meant (2), and that Ctrl-C ended it (130).
+    """
     options = build_parser().parse_args(arguments)
     try:
         command, environment = build_command(options)
+        check_script(options)
     except ValueError as error:
         print(f"hybrid-engine launch: {error}", file=sys.stderr)
         return 2
-    return subprocess.call(command, env={**os.environ, **environment})
+    os.environ.update(environment)
+    try:
+        return run_torchrun(command[len(TORCHRUN) :])
+    except KeyboardInterrupt:
+        return _ended_by(signal.SIGINT)
+
+
+def check_script(options: argparse.Namespace) -> None:
+    """Raises ValueError unless there is something to start on this machine."""
+    script = options.user_script
+    if options.module:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+        is_there = importlib.util.find_spec(script.partition(".")[0]) is not None
+        sys.path.pop(0)
+    elif options.no_python:
+        is_there = shutil.which(script) is not None
+    else:
+        is_there = Path(script).is_file() or (Path(script) / "__main__.py").is_file()
+    if not is_there:
+        kind = "module" if options.module else "program" if options.no_python else "script"
+        raise ValueError(f"there is no {kind} {script!r} here; check its name, and that flags stand before it")
+
+
+def run_torchrun(arguments: list[str]) -> int:
+    """torchrun in this process, so that a signal ends it without its tracebacks; returns the exit status.
+
+    The processes it started get the signal from it, and as long as torchrun gives them.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(_is_not_about_signals)
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except SignalException as error:
+        return _ended_by(error.sigval)
+    return 0
+
+
+def _is_not_about_signals(record: logging.LogRecord) -> bool:
+    return "signal" not in record.getMessage()
+
+
+def _ended_by(received: signal.Signals) -> int:
+    how = "interrupted" if received == signal.SIGINT else f"ended by {received.name}"
+    print(f"hybrid-engine launch: {how}", file=sys.stderr)
+    return 128 + received
 
 
 def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -131,7 +190,7 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
     if options.enable_each_rank_log is not None:
         flags += [f"--log_dir={options.enable_each_rank_log}", "--redirects=3"]
     script = [options.user_script, *([] if options.no_local_rank else [LOCAL_RANK]), *options.user_args]
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, *script]
+    command = [*TORCHRUN, *flags, *script]
     is_chosen = bool(options.include or options.exclude) and bool(slots)
     return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if is_chosen else {}
 

@@ -26,28 +26,28 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hybrid_engine
+from hybrid_engine.peft_models import without_renamed_attribute_warning
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.recipes.checkpoints import load_checkpoints, remove_checkpoints, save_checkpoints
-from hybrid_engine.recipes.engine_config import build_engine_config
-from hybrid_engine.recipes.evaluation import evaluate, global_means, rollout_sums, show_comparison
-from hybrid_engine.recipes.prompts import load_prompts, select_prompts
-from hybrid_engine.recipes.rewards import build_critic, load_reward
-from hybrid_engine.recipes.rollout import Roles, Rollout, SamplingOptions, sample
-from hybrid_engine.recipes.run_log import RunLog, plot_metrics, read_metrics, say, write_json
-from hybrid_engine.recipes.sequences import Sequences, in_parts, response_logprobs, response_values
-from hybrid_engine.recipes.stages import (
+from hybrid_engine.recipes.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.checks import (
     check_above,
     check_at_least,
     check_between,
+    check_common,
     check_divides,
     check_finite,
-    load_model,
-    load_tokenizer,
-    mix_seed,
-    save_stage,
-    seed_everything,
 )
+from hybrid_engine.recipes.engine_config import build_engine_config
+from hybrid_engine.recipes.evaluation import evaluate, global_means, rollout_sums, show_comparison
+from hybrid_engine.recipes.ppo_checks import check_ppo
+from hybrid_engine.recipes.prompts import select_prompts
+from hybrid_engine.recipes.rewards import build_critic, load_reward
+from hybrid_engine.recipes.rollout import Roles, Rollout, SamplingOptions, sample
+from hybrid_engine.recipes.run_folder import CHECKPOINTS, PPO_RESULTS
+from hybrid_engine.recipes.run_log import RunLog, plot_metrics, read_metrics, say, write_json
+from hybrid_engine.recipes.sequences import Sequences, in_parts, response_logprobs, response_values
+from hybrid_engine.recipes.stages import load_model, load_tokenizer, mix_seed, move_aside, save_stage, seed_everything
 from hybrid_engine.rl.advantages import gae, token_rewards, whiten
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.rl.kl import kl_k1
@@ -79,13 +79,14 @@ class Config:
     model: str | None = None
     """Hugging Face name or folder of the first actor; default: the run's sft, trained if missing"""
     dataset: str | None = None
-    """prompts: a .jsonl file with "prompt", a folder or a hub name; default: the standard library's signatures"""
+    """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: the
+    standard library's signatures"""
     reward: str | None = None
     """a reward-model folder, or module:function of (prompts, responses); default: the run's reward"""
     seed: int = 0
     """seed of everything random"""
     restart: bool = False
-    """run the stages before this one again although their folders exist"""
+    """begin again; what an earlier PPO run left is moved to previous-1 (or the next number) below --out"""
     resume: bool = False
     """go on from the last checkpoint of an interrupted run"""
     steps: int = 30
@@ -134,6 +135,7 @@ class Config:
     """ZeRO stage of actor and critic, 0 to 3"""
 
     def __post_init__(self) -> None:
+        check_common(self)
         for name in ("steps", "minibatch_size", "micro_batch_size", "ppo_epochs"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("max_prompt_tokens", "max_new_tokens", "eval_prompts"):
@@ -144,7 +146,6 @@ class Config:
             check_above(name, getattr(self, name), 0)
         for name in ("gamma", "lam"):
             check_between(name, getattr(self, name), 0, 1)
-        check_between("zero_stage", self.zero_stage, 0, 3)
         check_finite("missing_eos_score", self.missing_eos_score)
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
 
@@ -176,25 +177,16 @@ def run(config: Config) -> Path:
     """Runs the missing stages and PPO; returns the folder of the final actor. Collective."""
     out = Path(config.out)
     hybrid_engine.init_distributed()
-    check_divides("minibatch_size", config.minibatch_size, get_world_size())
-    train_prompts, held_out_prompts = load_prompts(config.dataset)
-    held_out_prompts = held_out_prompts[: config.eval_prompts]
-    check_at_least("eval_prompts", len(held_out_prompts), get_world_size())
-    if config.model:  # what cannot be loaded is to be said before the stages run
-        load_tokenizer(config.model)
-    if config.reward:
-        load_reward(config.reward)
+    train_prompts, held_out_prompts = check_ppo(config)
+    if config.restart:
+        move_aside(out, PPO_RESULTS)
     source, reward_source = run_earlier_stages(config)
     seed_everything(config.seed)
     roles = build_roles(config, source, reward_source)
     say(roles.actor.report())
 
     before = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
-    first_step = 0
-    if config.resume:
-        first_step = load_checkpoints(roles, out / "checkpoints", config)
-    else:
-        remove_checkpoints(out / "checkpoints")
+    first_step = load_checkpoints(roles, out / CHECKPOINTS, config) if config.resume else 0
     started = time.perf_counter()
     log = RunLog(out, "PPO", config.steps, first_step)
     train_loop(roles, train_prompts, config, log, first_step)
@@ -213,7 +205,6 @@ def run_earlier_stages(config: Config) -> tuple[str, str]:
     shared: dict[str, Any] = {
         "out": config.out,
         "seed": config.seed,
-        "restart": config.restart,
         "zero_stage": config.zero_stage,
     }
     source = config.model or str(sft_stage.run(sft_stage.Config(**shared)))
@@ -227,9 +218,9 @@ def build_roles(config: Config, source: str, reward_source: str) -> Roles:
     reference = load_model(AutoModelForCausalLM, source).to(default_device()).eval().requires_grad_(False)
     model = load_model(AutoModelForCausalLM, source)
     if config.lora_rank:
-        model = get_peft_model(
-            model, LoraConfig(r=config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
+        adapter = LoraConfig(r=config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        with without_renamed_attribute_warning():
+            model = get_peft_model(model, adapter)
     max_tokens = config.max_prompt_tokens + config.max_new_tokens
     actor, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, config.actor_lr, max_tokens))
     critic, *_ = hybrid_engine.initialize(
@@ -282,7 +273,7 @@ def train_loop(roles: Roles, prompts: list[str], config: Config, log: RunLog, fi
             figures |= update(roles, experience, rollout.logprobs, config, seed=mix_seed(config.seed, step))
             log.write(step, figures | roles.actor.latency_stats(), ["score", "kl_per_sequence", "length"])
             if config.save_every and (step + 1) % config.save_every == 0:
-                save_checkpoints(roles, Path(config.out) / "checkpoints", step + 1, config)
+                save_checkpoints(roles, Path(config.out) / CHECKPOINTS, step + 1, config)
 
 
 @torch.no_grad()

@@ -19,18 +19,18 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 import hybrid_engine
+from hybrid_engine.recipes.checks import check_above, check_at_least, check_common, check_divides
 from hybrid_engine.recipes.engine_config import build_engine_config
 from hybrid_engine.recipes.preferences import Preference, build_preferences
 from hybrid_engine.recipes.run_log import RunLog, say, write_json
 from hybrid_engine.recipes.sequences import batches_of_similar_length
 from hybrid_engine.recipes.stages import (
-    check_above,
-    check_at_least,
-    check_between,
-    check_divides,
     is_finished,
+    load_config,
     load_model,
     load_tokenizer,
+    move_aside,
+    num_positions,
     save_stage,
     score_head,
     seed_everything,
@@ -56,7 +56,7 @@ class Config:
     seed: int = 0
     """seed of the pairs, their order and the head's initial weights"""
     restart: bool = False
-    """train again although the stage's folder exists"""
+    """train again; what an earlier run left is moved to previous-1 (or the next number) below --out"""
     epochs: int = 1
     """passes over the pairs"""
     batch_size: int = 32
@@ -71,33 +71,38 @@ class Config:
     """ZeRO stage, 0 to 3"""
 
     def __post_init__(self) -> None:
+        check_common(self)
         for name in ("epochs", "batch_size"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("max_examples", "max_pairs"):
             check_at_least(name, getattr(self, name), 0)
         check_above("learning_rate", self.learning_rate, 0)
-        check_between("zero_stage", self.zero_stage, 0, 3)
 
 
 def run(config: Config) -> Path:
     """Trains and saves the reward model unless its folder exists; returns the folder. Collective."""
     folder = Path(config.out) / "reward"
+    hybrid_engine.init_distributed()
     if is_finished(folder, config.restart):
         return folder
-    hybrid_engine.init_distributed()
     check_divides("batch_size", config.batch_size, get_world_size())
     seed_everything(config.seed)
-    source = config.model or str(Path(config.out) / "sft")
+    source = config.model or str(folder.with_name("sft"))
+    if not config.model and not Path(source).exists():
+        raise ValueError(f"--out={config.out!r} has no sft; run `hybrid-engine sft` with it first, or give --model")
     tokenizer = load_tokenizer(source)
     check_pad_token(tokenizer, source)
-    model = build_reward_model(source, tokenizer)
     train, held_out = split(stdlib_examples())
     train = train[: config.max_examples or None]
     pairs = build_preferences(train, config.seed)
     random.shuffle(pairs)
     pairs = pairs[: config.max_pairs or None]
     if len(pairs) < config.batch_size:
-        raise ValueError(f"batch_size={config.batch_size} must not exceed the {len(pairs)} preference pairs; lower it")
+        raise ValueError(
+            f"--batch-size={config.batch_size} must not exceed the {len(pairs)} preference pairs; lower it"
+        )
+    check_lengths(pairs, tokenizer, source)
+    model = build_reward_model(source, tokenizer)
     num_steps = config.epochs * (len(pairs) // config.batch_size)
     say(f"Reward model: {len(pairs)} preference pairs of {len(train)} signatures, {config.epochs} epochs")
 
@@ -109,6 +114,7 @@ def run(config: Config) -> Path:
         warmup_steps=min(20, num_steps),
         zero_stage=config.zero_stage,
     )
+    move_aside(folder.parent, [folder.name, "reward-log"])
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config)
     started = time.perf_counter()
     train_loop(engine, pairs, tokenizer, config, RunLog(folder.parent / "reward-log", "Reward", num_steps))
@@ -208,10 +214,22 @@ def score_statistics(engine, examples: list, tokenizer: PreTrainedTokenizerBase)
     return joined.mean().item(), joined.std().item()
 
 
+def check_lengths(pairs: list[Preference], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """ValueError where a pair has more tokens than `source` has positions."""
+    limit = num_positions(load_config(source))
+    texts = [text for pair in pairs for text in (pair.prompt + pair.chosen, pair.prompt + pair.rejected)]
+    longest = max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) + 1  # the end-of-sequence token
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"--model={source!r} has {limit} positions, and a prompt with its summary has up to {longest} tokens; "
+            "use a model with more positions"
+        )
+
+
 def check_pad_token(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """ValueError unless padding can be told from the end-of-sequence token, where the score is read."""
     if tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise ValueError(
-            f"model={source!r} pads with its eos_token {tokenizer.eos_token!r}; the score is read at the last token "
+            f"--model={source!r} pads with its eos_token {tokenizer.eos_token!r}; the score is read at the last token "
             "that is not padding, so pad must differ: set another pad_token in its tokenizer"
         )

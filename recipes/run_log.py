@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: a progress bar, `metrics.jsonl`, a table of samples and a plot. Rank 0 only."""
+"""What a run shows and leaves behind: its progress, `metrics.jsonl`, a table of samples and a plot. Rank 0 only."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,15 +17,20 @@ from hybrid_engine.zero.processes import get_rank
 class RunLog:
     """Appends one JSON line per step to `metrics.jsonl` in `folder` and shows the figures beside a progress bar.
 
+    What is printed meanwhile appears above the bar. Where the output is no terminal, each step has a line instead.
     Used as a context manager. On ranks other than 0 it does nothing.
     """
 
     def __init__(self, folder: Path, title: str, num_steps: int, first_step: int = 0):
         """Lines of steps from `first_step` on, left by a run that was interrupted later, are dropped."""
         self._is_writer = get_rank() == 0
+        self._title, self._num_steps = title, num_steps
         self._path = folder / "metrics.jsonl"
         columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, TextColumn("{task.fields[figures]}"), disable=not self._is_writer)
+        console = Console()
+        self._has_bar = self._is_writer and console.is_terminal
+        figures = TextColumn("{task.fields[figures]}")
+        self._progress = Progress(*columns, figures, console=console, disable=not self._has_bar)
         self._task = self._progress.add_task(title, total=num_steps, completed=first_step, figures="")
         if self._is_writer:
             folder.mkdir(parents=True, exist_ok=True)
@@ -48,7 +53,10 @@ class RunLog:
         with self._path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
         figures = "  ".join(f"{name} {metrics[name]:.3g}" for name in shown)
-        self._progress.update(self._task, completed=step + 1, figures=figures)
+        if self._has_bar:
+            self._progress.update(self._task, completed=step + 1, figures=figures)
+        else:
+            print(f"{self._title} {step + 1}/{self._num_steps}  {figures}", flush=True)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -62,7 +70,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def say(message: str | Table) -> None:
     """Prints on rank 0."""
     if get_rank() == 0:
-        Console().print(message, markup=False, highlight=False)
+        console = Console()
+        # In a file a sentence is one line, however wide the console that Rich imagines there.
+        console.print(
+            message, markup=False, highlight=False, soft_wrap=isinstance(message, str) and not console.is_terminal
+        )
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

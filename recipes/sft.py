@@ -15,23 +15,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import hybrid_engine
+from hybrid_engine.recipes.checks import check_above, check_at_least, check_common, check_divides
 from hybrid_engine.recipes.engine_config import build_engine_config
 from hybrid_engine.recipes.run_log import RunLog, say, write_json
 from hybrid_engine.recipes.sequences import Sequences, batches_of_similar_length, build_sequences, response_logprobs
-from hybrid_engine.recipes.stages import (
-    check_above,
-    check_at_least,
-    check_between,
-    check_divides,
-    is_finished,
-    save_stage,
-    seed_everything,
-)
+from hybrid_engine.recipes.stages import is_finished, move_aside, save_stage, seed_everything
 from hybrid_engine.recipes.stdlib_docs import DocExample, split, stdlib_examples
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.zero.processes import get_rank, get_world_size
 
-MAX_POSITIONS = 256
+MAX_POSITIONS = 512
+"""Enough for any example, and for two summaries behind a prompt, if each byte is a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +43,7 @@ class Config:
     seed: int = 0
     """seed of the initial weights and of the order of the examples"""
     restart: bool = False
-    """train again although the stage's folder exists"""
+    """train again; what an earlier run left is moved to previous-1 (or the next number) below --out"""
     vocab_size: int = 2048
     """tokens of the BPE vocabulary"""
     hidden_size: int = 192
@@ -68,21 +62,21 @@ class Config:
     """ZeRO stage, 0 to 3"""
 
     def __post_init__(self) -> None:
+        check_common(self)
         for name in ("num_layers", "epochs", "batch_size"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("vocab_size", self.vocab_size, 300)
         check_at_least("max_examples", self.max_examples, 0)
         check_above("learning_rate", self.learning_rate, 0)
-        check_between("zero_stage", self.zero_stage, 0, 3)
         check_divides("hidden_size", self.hidden_size, 64)
 
 
 def run(config: Config) -> Path:
     """Trains and saves the model unless its folder exists; returns the folder. Collective."""
     folder = Path(config.out) / "sft"
+    hybrid_engine.init_distributed()
     if is_finished(folder, config.restart):
         return folder
-    hybrid_engine.init_distributed()
     check_divides("batch_size", config.batch_size, get_world_size())
     seed_everything(config.seed)
     train, held_out = split(stdlib_examples())
@@ -103,6 +97,7 @@ def run(config: Config) -> Path:
         zero_stage=config.zero_stage,
         weight_decay=0.1,
     )
+    move_aside(folder.parent, [folder.name, "sft-log"])
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config)
     started = time.perf_counter()
     train_loop(engine, encoded, tokenizer.pad_token_id, config, RunLog(folder.parent / "sft-log", "SFT", num_steps))
@@ -197,5 +192,5 @@ def collate(encoded: list[tuple[list[int], list[int]]], pad_token: int, device: 
 def num_batches(encoded: list[tuple[list[int], list[int]]], batch_size: int) -> int:
     """Optimizer steps of one epoch."""
     if len(encoded) < batch_size:
-        raise ValueError(f"batch_size={batch_size} must not exceed the {len(encoded)} training examples; lower it")
+        raise ValueError(f"--batch-size={batch_size} must not exceed the {len(encoded)} training examples; lower it")
     return len(encoded) // batch_size

@@ -1,16 +1,20 @@
-"""What the three stages share: seeds, checks of options, and folders that are either complete or absent."""
+"""What the three stages share: seeds, models and tokenizers, and folders that are either complete or absent."""
 
 import hashlib
-import math
 import random
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from hybrid_engine.recipes.checks import flag
+from hybrid_engine.recipes.run_folder import check_out, set_aside
 from hybrid_engine.recipes.run_log import say
 from hybrid_engine.zero.processes import on_rank_zero
 
@@ -21,78 +25,84 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def check_finite(name: str, value: float) -> None:
-    """ValueError if `value` of option `name` is infinite or not a number."""
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value} must be finite; give a number")
-
-
-def check_at_least(name: str, value: float, smallest: float) -> None:
-    """ValueError unless `value` of option `name` is finite and reaches `smallest`."""
-    check_finite(name, value)
-    if value < smallest:
-        raise ValueError(f"{name}={value} must be at least {smallest}; raise it")
-
-
-def check_above(name: str, value: float, bound: float) -> None:
-    """ValueError unless `value` of option `name` is finite and above `bound`."""
-    check_finite(name, value)
-    if value <= bound:
-        raise ValueError(f"{name}={value} must be above {bound}; raise it")
-
-
-def check_between(name: str, value: float, smallest: float, largest: float) -> None:
-    """ValueError unless `value` of option `name` is one of `smallest` to `largest`, both included."""
-    if not smallest <= value <= largest:
-        raise ValueError(f"{name}={value} must be from {smallest} to {largest}; choose a number in that range")
-
-
-def check_divides(name: str, value: int, divisor: int) -> None:
-    """ValueError unless `value` of option `name` is a positive multiple of `divisor`."""
-    if value < 1 or value % divisor:
-        raise ValueError(
-            f"{name}={value} must be a positive multiple of {divisor}; use {-(-max(value, 1) // divisor) * divisor}"
-        )
-
-
 def is_finished(folder: Path, restart: bool) -> bool:
-    """Whether a stage left `folder` complete and may be skipped; with `restart` the folder is removed instead."""
+    """Whether a stage left `folder` complete and may be skipped, which `restart` forbids; collective.
 
-    def look() -> bool:
-        if restart:
-            shutil.rmtree(folder, ignore_errors=True)
-        return folder.exists()
-
-    found = on_rank_zero(look)
+    Raises:
+        ValueError: nothing can be written to the folder of the run.
+    """
+    on_rank_zero(lambda: check_out(str(folder.parent)))
+    found = not restart and on_rank_zero(folder.exists)
     if found:
-        say(f"{folder} is there: this stage is not run again (--restart does)")
+        say(f"{folder} is there: this stage is not run again (`hybrid-engine {folder.name} --restart` does)")
     return found
+
+
+def move_aside(folder: Path, names: Sequence[str]) -> None:
+    """Moves what an earlier run left under `names` to a folder of its own, and says where; collective."""
+    target = on_rank_zero(lambda: set_aside(folder, names))
+    if target is not None:
+        say(f"What an earlier run left is now in {target}")
 
 
 def save_stage(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Writes model and tokenizer as a Hugging Face folder that gets its name only when complete; collective."""
-    unfinished = folder.with_name(f".{folder.name}-unfinished")
+    unfinished, replaced = (folder.with_name(f".{folder.name}-{state}") for state in ("unfinished", "replaced"))
     on_rank_zero(lambda: shutil.rmtree(unfinished, ignore_errors=True))
     engine.save_16bit_model(unfinished)
 
     def publish() -> None:
         tokenizer.save_pretrained(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if folder.exists():
+            folder.rename(replaced)
         unfinished.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     on_rank_zero(publish)
 
 
-def load_model(auto_class: Any, source: str | Path, **options: Any) -> nn.Module:
+def load_config(source: str | Path, option: str = "model", **options: Any) -> PretrainedConfig:
+    """The config of a Hugging Face folder or name; ValueError, naming `option`, where there is none."""
+    with explained(option, source):
+        return AutoConfig.from_pretrained(source, **options)
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence that the model can read; None without a limit, as with dynamic RoPE scaling."""
+    text_config = config.get_text_config()
+    if "dynamic" in str(getattr(text_config, "rope_parameters", None)):
+        return None
+    return getattr(text_config, "max_position_embeddings", None)
+
+
+@contextmanager
+def explained(option: str, source: str | Path) -> Iterator[None]:
+    """Turns what transformers raises for a folder or name that does not load into a ValueError that names `option`."""
+    try:
+        yield
+    # By the model's family and by what is missing or damaged it is any of these.
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{flag(option)}={str(source)!r} must be a Hugging Face folder or name that loads: {reason}"
+        ) from error
+
+
+def load_model(auto_class: Any, source: str | Path, option: str = "model", **options: Any) -> nn.Module:
     """`auto_class.from_pretrained(source)` in fp32 with every dropout probability of its config set to 0.
 
     Dropout would make the log-probabilities of two passes over the same weights differ.
+
+    Raises:
+        ValueError: naming `option`, nothing loads.
     """
-    config = AutoConfig.from_pretrained(source, **options)
+    config = load_config(source, option, **options)
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    return auto_class.from_pretrained(source, config=config, dtype=torch.float32)
+    with explained(option, source):
+        return auto_class.from_pretrained(source, config=config, dtype=torch.float32)
 
 
 def score_head(classifier: nn.Module, option: str, source: str | Path) -> nn.Linear:
@@ -100,8 +110,8 @@ def score_head(classifier: nn.Module, option: str, source: str | Path) -> nn.Lin
     head = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"{option}={str(source)!r} loads as {type(classifier).__name__}, which has no linear head named score; "
-            "use a causal model family (such as Llama, Qwen2 or GPT-2)"
+            f"{flag(option)}={str(source)!r} loads as {type(classifier).__name__}, which has no linear head named "
+            "score; use a causal model family (such as Llama, Qwen2 or GPT-2)"
         )
     return head
 
@@ -114,11 +124,9 @@ def load_tokenizer(folder: str | Path, option: str = "model") -> PreTrainedToken
     Raises:
         ValueError: naming `option`: nothing loads, the vocabulary is empty or there is no end-of-sequence token.
     """
-    given = f"{option}={str(folder)!r}"
-    try:
+    given = f"{flag(option)}={str(folder)!r}"
+    with explained(option, folder):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:  # a folder without a tokenizer raises either, by the model's family
-        raise ValueError(f"{given} must be a Hugging Face folder or name that loads: {error}") from error
     tokenizer.padding_side = "left"
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise ValueError(

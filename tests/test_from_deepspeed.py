@@ -17,18 +17,30 @@ SCRIPTS = dict(zip(NAMES, re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), s
 (COMMAND,) = re.findall(r"```\n(hybrid-engine .*?)\n```", PAGE)
 
 
+def environment():
+    """That of a shell which no launcher has started, on a machine without a GPU."""
+    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {key: value for key, value in os.environ.items() if key not in torchrun} | {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def launch(name, folder):
     """Standard output of the page's command for the script."""
     (folder / name).write_text(SCRIPTS[name])
     program, verb, *arguments = shlex.split(COMMAND.replace("train.py", name))
     assert program == "hybrid-engine"
     command = [sys.executable, "-m", "hybrid_engine.cli", verb, "--master_port", str(free_port()), *arguments]
-    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in torchrun}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment())
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def test_the_scripts_of_the_page_run_on_one_process_without_a_launcher(tmp_path):
+    for name in NAMES:
+        (tmp_path / name).write_text(SCRIPTS[name])
+        command = [sys.executable, name]
+        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment())
+        assert result.returncode == 0, result.stderr
+        assert ("process 0 of 1" if name == "trainer.py" else "rank 0: torch.Size([64, 32])") in result.stdout
 
 
 @pytest.mark.parametrize("name", NAMES)

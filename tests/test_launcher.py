@@ -1,6 +1,7 @@
 """The launcher: DeepSpeed's flags become torchrun's, and torchrun starts the script."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -160,6 +161,49 @@ def test_a_script_whose_last_line_is_a_collective_ends_without_an_error(tmp_path
     for _ in range(2):
         result = _launch(["hybrid_engine.launcher"], ["--no_local_rank", str(script)])
         assert result.returncode == 0, result.stderr
+
+
+def test_a_script_that_is_not_there_is_one_line_before_torchrun_starts(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for words, what in (
+        (["nothing.py"], "script 'nothing.py'"),
+        (["folder"], "script 'folder'"),
+        (["--module", "no_such.module"], "module 'no_such.module'"),
+        (["--no_python", "no-such-program"], "program 'no-such-program'"),
+    ):
+        assert launcher.main(["--num_gpus", "2", *words, "--lr", "1"]) == 2
+        line = f"hybrid-engine launch: there is no {what} here; check its name, and that flags stand before it\n"
+        assert capfd.readouterr().err == line
+
+
+def test_ctrl_c_ends_the_scripts_with_one_line_of_the_launchers(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys, time
+        try:
+            print("ready", flush=True)
+            time.sleep(100)
+        except KeyboardInterrupt:
+            print("interrupted", os.environ["LOCAL_RANK"], flush=True)
+        """)
+    )
+    command = [sys.executable, "-m", "hybrid_engine.launcher", "--num_gpus", "2", "--master_port", str(free_port())]
+    with subprocess.Popen(
+        [*command, "--no_local_rank", str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        for _ in range(2):
+            assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does: all that runs in it gets the signal
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors == "hybrid-engine launch: interrupted\n"
+    assert sorted(output.splitlines()) == ["interrupted 0", "interrupted 1"]
 
 
 def test_the_module_answers_like_the_command(capsys):

@@ -1,10 +1,13 @@
 """The data of the main job: the judge, the standard library's summaries, preference pairs and users' datasets."""
 
+import csv
 import json
+import re
 
 import pytest
 from datasets import Dataset
 
+from hybrid_engine.recipes.data_files import read_prompts
 from hybrid_engine.recipes.pep257 import conforms, pep257_violations
 from hybrid_engine.recipes.preferences import FAULTS, build_preferences, mend
 from hybrid_engine.recipes.prompts import load_prompts, select_prompts
@@ -141,13 +144,62 @@ def test_a_dataset_without_prompts_is_refused_with_the_columns_that_it_has(tmp_p
     with pytest.raises(ValueError, match=r"has the columns 'text' and must have 'prompt'"):
         load_prompts(str(tmp_path / "saved"))
     (tmp_path / "empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
-    with pytest.raises(ValueError, match="row 1 has prompt=''"):
+    with pytest.raises(ValueError, match="line 2 has prompt=''"):
         load_prompts(str(tmp_path / "empty.jsonl"))
     (tmp_path / "torn.jsonl").write_text('{"prompt": "a"}\n{"prom')
-    with pytest.raises(ValueError, match=r"must be a .jsonl file, a folder or a hub name"):
+    with pytest.raises(ValueError, match=r"must be a file \(.jsonl, .json, .csv, .parquet\), a folder or a hub name"):
         load_prompts(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         load_prompts(str(tmp_path / "torn.jsonl"))
+
+
+TEXTS = [f"prompt {n}" for n in range(60)] + ["a\u2028b", "c\u0085d", "e\x0cf", 'ä, "g"', "12", "NA"]
+
+
+def test_prompts_of_every_kind_of_file_are_the_same(tmp_path):
+    rows = [{"prompt": text} for text in TEXTS]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "plain.jsonl").write_text(lines, encoding="utf-8")
+    (tmp_path / "windows.jsonl").write_bytes(lines.replace("\n", "\r\n").encode("utf-8-sig"))
+    (tmp_path / "wide.jsonl").write_text(lines, encoding="utf-16")
+    (tmp_path / "lines.json").write_text(lines, encoding="utf-8-sig")
+    (tmp_path / "list.json").write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8-sig")
+    Dataset.from_list(rows).to_parquet(tmp_path / "table.parquet")
+    for encoding in ("utf-8", "utf-8-sig"):
+        with open(tmp_path / f"{encoding}.csv", "w", newline="", encoding=encoding) as file:
+            csv.writer(file).writerows([["id", "prompt"], *enumerate(TEXTS)])
+    found = {path.name: read_prompts(str(path)) for path in sorted(tmp_path.iterdir())}
+    assert len(found) == 8 and all(texts == TEXTS for texts in found.values()), found.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe4"}\n', "line 2 is not UTF-8"),
+        ("a.csv", b"prompt\na\n\xe4\n", "line 3 is not UTF-8"),
+        ("a.json", b'[{"prompt": "a"},\n{"prompt": "\xe4"}]', "line 2 is not UTF-8"),
+        ("a.jsonl", b'{"prompt": "a"}\n\n["b"]\n', "line 3 must be a JSON object"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": 5}\n', "line 2 has prompt=5; it must be text"),
+        ("a.jsonl", b'{"prompt": "\\ud800"}\n', "line 1 has a prompt that is no text"),
+        ("a.json", b'[{"prompt": "a"}, {"prompt": null}]', "entry 2 has prompt=None"),
+        ("a.json", b'[{"prompt": "a"}, 5]', "entry 2 must be a JSON object"),
+        ("a.json", b'[{"prompt": "a"}', "is not JSON"),
+        ("a.csv", b'prompt\na\n"b\n', "is not CSV"),
+        ("a.csv", b"prompt;id\na;1\n", "has the columns 'prompt;id' and must have 'prompt'"),
+        ("a.csv", b"", "has the columns none and must have 'prompt'"),
+        ("a.parquet", b"not one", "must be a file"),
+        ("a.txt", b"prompt", "ends in '.txt'; a file must end in .jsonl, .json, .csv, .parquet"),
+        ("a.jsonl", None, "must be an existing file"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path, name, content, message):
+    if content is None:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        read_prompts(str(tmp_path / name))
+    assert str(tmp_path / name) in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_prompts_are_chosen_without_repetition_and_alike_however_they_are_asked_for():

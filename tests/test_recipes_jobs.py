@@ -2,7 +2,10 @@
 
 import json
 import shutil
-from dataclasses import replace
+import signal
+import traceback
+import warnings
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -54,6 +57,7 @@ def test_a_finished_stage_is_not_run_again_unless_asked(stages, tmp_path):
     assert marker.exists()
     sft.run(replace(tiny, restart=True))
     assert not marker.exists() and (tmp_path / "sft" / "config.json").exists()
+    assert (tmp_path / "previous-1" / "sft" / "marker").exists()
 
 
 def test_ppo_writes_metrics_plot_samples_and_an_actor_that_changed(stages, tmp_path):
@@ -93,7 +97,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monk
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunLog, "write", stop_at_the_last_step)
         ppo.run(replace(config, out=torn))
-    with pytest.raises(ValueError, match=r"kl_coef=0.5 but the interrupted run had 0.07"):
+    with pytest.raises(ValueError, match=r"--resume: --kl-coef=0.5 but the interrupted run had 0.07"):
         ppo.run(replace(config, out=torn, resume=True, kl_coef=0.5))
     ppo.run(replace(config, out=torn, resume=True))
 
@@ -106,13 +110,101 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monk
     assert all(map(torch.equal, *(actor.state_dict().values() for actor in actors)))
 
 
+def files_in(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_begun_again_only_when_asked_and_what_was_there_is_moved_aside(stages, tmp_path, capsys):
+    config = replace(TINY, out=new_run(stages, tmp_path / "run"), steps=1, save_every=1)
+    ppo.run(config)
+    before = files_in(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"metrics.jsonl.*: --resume goes on with it, --restart moves it aside"):
+        ppo.run(config)
+    with pytest.raises(ValueError, match="--resume goes on with a run and --restart begins it again"):
+        ppo.run(replace(config, resume=True, restart=True))
+    assert files_in(tmp_path / "run") == before
+    capsys.readouterr()
+    ppo.run(replace(config, restart=True, seed=1, save_every=0))
+    aside = tmp_path / "run" / "previous-1"
+    assert f"What an earlier run left is now in {aside}\n" in capsys.readouterr().out
+    stages_files = {path for path in before if path.parts[0] in ("sft", "reward")}
+    assert files_in(aside) == {path: data for path, data in before.items() if path not in stages_files}
+    assert {path: files_in(tmp_path / "run")[path] for path in stages_files} == {p: before[p] for p in stages_files}
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_ctrl_c_is_one_line_and_the_last_checkpoint_stays(stages, tmp_path, monkeypatch, capsys):
+    out, write = new_run(stages, tmp_path / "run"), RunLog.write
+
+    def interrupt_at_the_third_step(log, step, metrics, shown=()):
+        write(log, step, metrics, shown)
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    options = "--rollout-size 4 --minibatch-size 4 --steps 4 --max-new-tokens 4 --eval-prompts 3 --save-every 2"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "write", interrupt_at_the_third_step)
+        assert cli.main(f"ppo --out {out} {options}".split()) == 130
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "hybrid-engine: interrupted; the same command, --resume added, goes on from the last checkpoint\n"
+    )
+    assert cli.main(f"ppo --out {out} {options} --resume".split()) == 0
+    assert "Going on after step 2" in capsys.readouterr().out
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+def test_nothing_to_resume_and_other_options_are_refused_before_any_model_loads(stages, tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo, "build_roles", None)
+    config = replace(TINY, out=str(tmp_path), resume=True)
+    with pytest.raises(ValueError, match=r"--resume: .*checkpoints' holds no complete checkpoint; leave it out"):
+        ppo.run(config)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ValueError, match=r"no complete checkpoint; --restart begins again .* \(metrics.jsonl\)"):
+        ppo.run(config)
+    (tmp_path / "checkpoints" / "actor").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "actor" / "latest").write_text("step1")
+    (tmp_path / "checkpoints" / "options.json").write_text(json.dumps(asdict(replace(config, gamma=0.5))))
+    with pytest.raises(ValueError, match=r"--resume: --gamma=1.0 but the interrupted run had 0.5"):
+        ppo.run(config)
+
+
+def test_an_error_in_the_users_reward_keeps_its_traceback(stages, tmp_path, monkeypatch, capsys):
+    """Whatever it raises, where it raises it: in the function, in a generator that it returns, or when imported."""
+    (tmp_path / "raising.py").write_text("def score(prompts, responses):\n    return int('x')\n")
+    (tmp_path / "yielding.py").write_text("def score(prompts, responses):\n    yield int('x')\n")
+    (tmp_path / "importing.py").write_text("int('x')\n")
+    (tmp_path / "lacking.py").write_text("import no_such_module\n")
+    monkeypatch.chdir(tmp_path)
+    options = f"--model {stages / 'sft'} --rollout-size 4 --minibatch-size 4 --max-new-tokens 2 --eval-prompts 2"
+    for name, kind in (
+        ("raising", ValueError),
+        ("yielding", ValueError),
+        ("importing", ValueError),
+        ("lacking", ModuleNotFoundError),
+    ):
+        with pytest.raises(kind) as raised:
+            cli.main(f"ppo --out run --reward {name}:score {options}".split())
+        assert traceback.extract_tb(raised.value.__traceback__)[-1].filename.endswith(f"{name}.py")
+    assert "hybrid-engine:" not in capsys.readouterr().err
+
+
+def test_where_the_output_is_no_terminal_each_step_has_a_line(tmp_path, capsys):
+    with RunLog(tmp_path, "PPO", 3, first_step=1) as log:
+        for step in (1, 2):
+            log.write(step, {"score": step / 2, "kl": 1.0, "length": 7}, ["score", "length"])
+    assert capsys.readouterr().out == "PPO 2/3  score 0.5  length 7\nPPO 3/3  score 1  length 7\n"
+
+
 def test_own_prompts_reward_and_adapter_run_without_the_judge(stages, tmp_path, monkeypatch):
     (tmp_path / "length_reward.py").write_text("def score(prompts, responses):\n    return [7.0 for _ in responses]\n")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"f{n}(x)\n"}) + "\n" for n in range(80)))
     monkeypatch.chdir(tmp_path)
     options = "--rollout-size 4 --minibatch-size 4 --steps 1 --max-new-tokens 4 --eval-prompts 3 --lora-rank 2"
     sources = f"--model {stages / 'sft'} --dataset prompts.jsonl --reward length_reward:score --out run"
-    assert cli.main(f"ppo {sources} {options} --missing-eos-score 7".split()) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # of a name that peft reads and transformers renamed
+        assert cli.main(f"ppo {sources} {options} --missing-eos-score 7".split()) == 0
     (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert line["score"] == 7.0 and "judge_pass_rate" not in line
     assert not (tmp_path / "run" / "sft").exists() and not (tmp_path / "run" / "reward").exists()
@@ -166,9 +258,9 @@ def test_two_processes_under_zero_3_sample_what_one_process_samples(stages, tmp_
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("steps", 0, "steps=0 must be at least 1"),
-        ("temperature", 0.0, "temperature=0.0 must be above 0"),
-        ("rollout_size", 65, "rollout_size=65 must be a positive multiple of 32; use 96"),
+        ("steps", 0, "--steps=0 must be at least 1"),
+        ("temperature", 0.0, "--temperature=0.0 must be above 0"),
+        ("rollout_size", 65, "--rollout-size=65 must be a positive multiple of 32; use 96"),
     ],
 )
 def test_options_that_cannot_work_are_refused_with_the_remedy(option, value, message):
@@ -185,13 +277,13 @@ def test_a_reward_that_cannot_be_found_is_named(tmp_path, monkeypatch):
 
 def test_a_model_that_does_not_load_is_named_before_any_work(tmp_path, capsys):
     assert cli.main(["ppo", "--out", str(tmp_path / "run"), "--model", str(tmp_path / "nowhere")]) == 2
-    assert f"model='{tmp_path / 'nowhere'}' must be a Hugging Face folder or name" in capsys.readouterr().err
+    assert f"--model='{tmp_path / 'nowhere'}' must be a Hugging Face folder or name" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 def test_bad_input_is_one_line_and_status_2(tmp_path, capsys):
     assert cli.main(["ppo", "--out", str(tmp_path), "--dataset", str(tmp_path / "no.jsonl")]) == 2
     assert capsys.readouterr().err == (
-        f"hybrid-engine: dataset='{tmp_path / 'no.jsonl'}' must be an existing file; check the path\n"
+        f"hybrid-engine: --dataset='{tmp_path / 'no.jsonl'}' must be an existing file; check the path\n"
     )
     assert list(tmp_path.iterdir()) == []

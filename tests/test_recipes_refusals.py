@@ -1,11 +1,15 @@
 """What the recipes refuse before they train anything: options out of range, and sources that cannot serve."""
 
+import json
 import re
 import sys
+from dataclasses import fields
 
 import pytest
+import torch
 from torch import nn
 from transformers import (
+    AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
@@ -55,8 +59,38 @@ NAN, INFINITY = float("nan"), float("inf")
 )
 def test_a_number_out_of_range_is_refused_with_its_option_and_rule(recipe, option, values, rule):
     for value in values:
-        with pytest.raises(ValueError, match=re.escape(f"{option}={value} {rule}")):
+        with pytest.raises(ValueError, match=re.escape(f"--{option.replace('_', '-')}={value} {rule}")):
             recipe.Config(**{option: value})
+
+
+@pytest.mark.parametrize("recipe", [sft, reward, ppo])
+def test_every_option_refuses_an_empty_text_and_a_number_of_the_wrong_sign_or_none(recipe):
+    wrong = {"str": [""], "str | None": [""], "int": [-1], "float": [-1.0, NAN, INFINITY, -INFINITY], "bool": []}
+    for field in fields(recipe.Config):
+        values = wrong[field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))]
+        for value in values:
+            if field.name == "missing_eos_score" and value == -1.0:
+                continue
+            with pytest.raises(ValueError, match=f"^--{field.name.replace('_', '-')}="):
+                recipe.Config(**{field.name: value})
+
+
+def test_a_folder_that_cannot_be_written_is_refused_by_every_recipe(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "reward").write_text("")
+    (tmp_path / "strange" / "metrics.jsonl").mkdir(parents=True)
+    for name in ("sft", "reward", "ppo"):
+        for out, rule in (
+            ("file", "must be a folder, and"),
+            ("file/below", "must be a folder, and"),
+            ("odd", "reward must be a folder and is a file"),
+            ("strange", "metrics.jsonl must be a file and is a folder"),
+            ("x" * 300, "cannot be a folder"),
+        ):
+            assert cli.main([name, "--out", str(tmp_path / out)]) == 2
+            line = capsys.readouterr().err
+            assert line.startswith("hybrid-engine: --out=") and rule in line and line.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +136,38 @@ def test_a_reward_folder_without_a_single_score_is_refused(sources, tmp_path, ca
     assert f"reward='{sources / name}' {rule}" in line
 
 
+def test_lengths_beyond_the_models_positions_are_refused_before_any_work(sources, tmp_path, capsys):
+    short = tmp_path / "short"
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=1, n_head=2)).save_pretrained(short)
+    AutoTokenizer.from_pretrained(sources / "actor").save_pretrained(short)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(100, 160)))
+    data = ["--dataset", str(tmp_path / "prompts.jsonl")]
+    line = refusal_of_ppo(capsys, tmp_path / "run", "--model", str(short), "--max-new-tokens", "30", *data)
+    assert "--max-new-tokens=30 behind prompts of up to 4 tokens makes 34, more than the 32 positions of" in line
+    line = refusal_of_ppo(capsys, tmp_path / "run", "--model", str(short), "--max-prompt-tokens", "30")
+    assert "makes 70, more than the 32 positions of --model=" in line
+    line = refusal_of_ppo(capsys, tmp_path / "run", "--max-new-tokens", "600")
+    assert "more than the 512 positions of the model that stage sft makes" in line
+    line = refusal_of_ppo(
+        capsys, tmp_path / "run", "--model", str(short), "--lora-rank", "17", "--max-new-tokens", "2", *data
+    )
+    assert "--lora-rank=17 exceeds the width of --model=" in line
+    with pytest.raises(ValueError, match="has 32 positions, and a prompt with its summary has up to"):
+        reward.run(reward.Config(out=str(tmp_path / "run"), model=str(short)))
+
+
+def test_a_reward_model_reads_the_end_of_what_exceeds_its_positions(tmp_path):
+    tokenizer = sft.train_tokenizer(split(stdlib_examples())[0][:50], 300)
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=300, n_positions=24, n_embd=16, n_layer=1, n_head=2, num_labels=1, pad_token_id=0)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
+    score = ppo.load_reward(str(tmp_path))
+    end = "0123456789" * 3
+    long, longer = score(["a prompt\n" * 20] * 2, [end, "x" * 40 + end])
+    assert long == longer == score(["\n"], [end])[0] != score(["\n"], ["another"])[0]
+
+
 def test_a_reward_model_is_not_trained_on_a_body_without_a_score_head(sources, tmp_path):
     with pytest.raises(ValueError, match=re.escape(f"model='{sources / 'bert'}' loads as Bert")):
         reward.run(reward.Config(out=str(tmp_path), model=str(sources / "bert")))
@@ -117,7 +183,7 @@ def test_a_folder_that_is_no_dataset_is_refused_by_name(tmp_path, monkeypatch, c
     (tmp_path / "notes.txt").write_text("no prompt")  # datasets takes it for data, of a dataset without a name
     monkeypatch.chdir(tmp_path)
     line = refusal_of_ppo(capsys, tmp_path / "run", "--dataset", ".")
-    assert "dataset='.' must be a .jsonl file, a folder" in line
+    assert "--dataset='.' must be a file (.jsonl, .json, .csv, .parquet), a folder or a hub name" in line
 
 
 @pytest.mark.parametrize(("spec", "part"), [(":score", "module"), ("json:", "function")])

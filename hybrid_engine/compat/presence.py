@@ -46,9 +46,14 @@ class CompatFinder(DistributionFinder):
             yield CompatDistribution()
 
 
+def is_announced() -> bool:
+    """Whether this engine is the package "deepspeed" of this process."""
+    return any(isinstance(finder, CompatFinder) for finder in sys.meta_path)
+
+
 def announce() -> None:
     """Makes the package "deepspeed" present, also for code that found it absent before."""
-    if not any(isinstance(finder, CompatFinder) for finder in sys.meta_path):
+    if not is_announced():
         sys.meta_path.insert(0, CompatFinder())
         _complete_imports()
         # Its HfDeepSpeedConfig derives from accelerate's only where there is a deepspeed. Functions imported from it

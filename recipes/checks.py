@@ -1,0 +1,56 @@
+"""Checks of single options. The errors speak of the option as it is typed: `--max-new-tokens`, not `max_new_tokens`."""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+LARGEST_SEED = 2**63 - 1
+
+
+def flag(name: str) -> str:
+    """How the field `name` of a recipe's `Config` is given on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def check_common(config: Any) -> None:
+    """What holds for the options of every recipe: no text is empty, and the seed is one that torch takes."""
+    for field in fields(config):
+        if getattr(config, field.name) == "":
+            raise ValueError(f"{flag(field.name)}='' is empty; give a value, or leave the option out")
+    check_between("seed", config.seed, 0, LARGEST_SEED)
+    check_between("zero_stage", config.zero_stage, 0, 3)
+
+
+def check_finite(name: str, value: float) -> None:
+    """ValueError if `value` of option `name` is infinite or not a number."""
+    if not math.isfinite(value):
+        raise ValueError(f"{flag(name)}={value} must be finite; give a number")
+
+
+def check_at_least(name: str, value: float, smallest: float) -> None:
+    """ValueError unless `value` of option `name` is finite and reaches `smallest`."""
+    check_finite(name, value)
+    if value < smallest:
+        raise ValueError(f"{flag(name)}={value} must be at least {smallest}; raise it")
+
+
+def check_above(name: str, value: float, bound: float) -> None:
+    """ValueError unless `value` of option `name` is finite and above `bound`."""
+    check_finite(name, value)
+    if value <= bound:
+        raise ValueError(f"{flag(name)}={value} must be above {bound}; raise it")
+
+
+def check_between(name: str, value: float, smallest: float, largest: float) -> None:
+    """ValueError unless `value` of option `name` is one of `smallest` to `largest`, both included."""
+    if not smallest <= value <= largest:
+        raise ValueError(f"{flag(name)}={value} must be from {smallest} to {largest}; choose a number in that range")
+
+
+def check_divides(name: str, value: int, divisor: int) -> None:
+    """ValueError unless `value` of option `name` is a positive multiple of `divisor`."""
+    if value < 1 or value % divisor:
+        raise ValueError(
+            f"{flag(name)}={value} must be a positive multiple of {divisor}; "
+            f"use {-(-max(value, 1) // divisor) * divisor}"
+        )

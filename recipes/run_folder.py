@@ -1,0 +1,87 @@
+"""The folder of a run, `--out`: whether a run can write there, what an earlier one left, and setting that aside.
+
+Nothing here deletes, and nothing needs torch: the command asks it what to say after Ctrl-C.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+CHECKPOINTS = "checkpoints"
+PPO_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "plot.png", "samples.json", "result.json")
+"""What PPO leaves in the folder of its run."""
+FOLDERS = (CHECKPOINTS, "actor", "sft", "sft-log", "reward", "reward-log")
+"""Those names in the folder of a run that are folders; the others are files."""
+
+
+def check_out(out: str) -> Path:
+    """The folder that `--out` names, which need not exist.
+
+    Raises:
+        ValueError: it could not be made or written to, or a name that a run writes to is taken by a file or a folder.
+    """
+    folder = Path(out)
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except (OSError, ValueError) as error:  # a name that is too long, or not one of a file
+        raise ValueError(f"--out={out!r} cannot be a folder: {error}; choose another name") from error
+    if not existing.is_dir():
+        raise ValueError(f"--out={out!r} must be a folder, and {str(existing)!r} is a file; choose another name")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"--out={out!r} cannot be written: {str(existing)!r} is read-only; choose another folder")
+    for name in (*PPO_RESULTS, *FOLDERS):
+        path, is_folder = folder / name, name in FOLDERS
+        if path.exists() and path.is_dir() != is_folder:
+            kinds = ("folder", "file") if is_folder else ("file", "folder")
+            raise ValueError(f"--out={out!r}: {name} must be a {kinds[0]} and is a {kinds[1]}; move it away")
+    return folder
+
+
+def left_behind(folder: Path, names: Sequence[str]) -> list[str]:
+    """Which of `names` an earlier run left in `folder`; a file without content is nothing."""
+    found = [folder / name for name in names if (folder / name).exists()]
+    return [path.name for path in found if path.is_dir() or path.stat().st_size > 0]
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether the PPO run in `folder` has a complete checkpoint."""
+    return (folder / CHECKPOINTS / "actor" / "latest").is_file()
+
+
+def check_nothing_is_lost(folder: Path) -> None:
+    """Refuses to begin PPO where an earlier run left its results, naming what there is to do."""
+    found = left_behind(folder, PPO_RESULTS)
+    if not found:
+        return
+    going_on = "--resume goes on with it, " if has_checkpoint(folder) else ""
+    raise ValueError(
+        f"--out={str(folder)!r} holds an earlier run ({', '.join(found)}): {going_on}--restart moves it aside and "
+        f"begins again, another --out leaves it as it is"
+    )
+
+
+def check_can_resume(folder: Path) -> None:
+    """Refuses `--resume` without a complete checkpoint."""
+    if has_checkpoint(folder):
+        return
+    found = left_behind(folder, PPO_RESULTS)
+    remedy = f"--restart begins again and moves what there is aside ({', '.join(found)})" if found else "leave it out"
+    raise ValueError(f"--resume: {str(folder / CHECKPOINTS)!r} holds no complete checkpoint; {remedy}")
+
+
+def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
+    """Moves `names` from `folder` to `previous-<n>` in it, the first that is free; None when there is nothing to move.
+
+    For one process.
+    """
+    found = [name for name in names if (folder / name).exists()]
+    if not found:
+        return None
+    number = 1
+    while (folder / f"previous-{number}").exists():
+        number += 1
+    target = folder / f"previous-{number}"
+    target.mkdir()
+    for name in found:
+        (folder / name).rename(target / name)
+    return target
