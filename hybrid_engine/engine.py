@@ -6,7 +6,7 @@
         engine.step()
 
 Where things are: sharding in `zero/sharding.py`, masters, clipping and loss scaling in `zero/optimizer.py`, files in
-`checkpoint.py` and `export.py`. Names and meanings are those of DeepSpeed's engine.
+`checkpoint/` and `export.py`. Names and meanings are those of DeepSpeed's engine.
 """
 
 import logging
@@ -23,7 +23,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from hybrid_engine import checkpoint
-from hybrid_engine.checkpoint_checks import choose_tag
 from hybrid_engine.compat.engine_names import EngineNames
 from hybrid_engine.compat.parameter_offload import ParameterOffload
 from hybrid_engine.compat.whole_values import link_parameters
@@ -118,6 +117,7 @@ class ZeroEngine(nn.Module):
         self.skipped_steps = 0
         self.observer = Observer(config, self.device, self.sharding.rank)
         self.num_pending_micro_batches = 0
+        self.folder_lock: Any = None
         self._boundary: bool | None = None
         self._reduces_gradients = True
         self._backward_was_called = False
@@ -323,11 +323,12 @@ class ZeroEngine(nn.Module):
     ) -> Path:
         """Saves everything needed to go on, on disk when it returns; collective. See `checkpoint.save`.
 
+        Between two boundaries the gradients so far stay in the engine, and are not in the checkpoint.
         `save_latest=False` leaves the tag that is loaded by default as it is. With `exclude_frozen_parameters` it
         goes on only where the model has them already, as the base of adapters.
         """
         self._check_whole("save_checkpoint()")
-        tag = choose_tag(tag, self.config.checkpoint.tag_validation)
+        tag = checkpoint.choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -346,25 +347,26 @@ class ZeroEngine(nn.Module):
             load_dir: where the run was saved.
             tag: which checkpoint; None is the latest.
             load_module_strict: False leaves weights that only the model or only the checkpoint has as they are.
-            load_optimizer_states: False takes only the weights, like `load_module_only`.
+            load_optimizer_states: False leaves the optimizer's state and options as they are; schedule, counters,
+                random states and the position in the data are the checkpoint's.
             load_lr_scheduler_states: False leaves the schedule where it is.
             load_module_only: takes only the weights; steps are counted on from where they are.
             custom_load_fn: must be None: DeepSpeed's gets the whole state dict, which there never is here.
 
         Raises:
-            ValueError: see `checkpoint.load`; a `custom_load_fn`. The engine is then unchanged.
+            ValueError: see `checkpoint.load`; a `custom_load_fn`. The engine is then unchanged, as after Ctrl-C.
         """
         if custom_load_fn is not None:
             raise ValueError(
                 f"load_checkpoint(): {custom_load_fn=} is not supported, as the weights are read as shards and never "
                 f"as one state dict; leave it out, and change the weights after loading"
             )
-        module_only = load_module_only or not load_optimizer_states
         path, client_state = checkpoint.load(
             self,
             load_dir,
             tag,
-            module_only=module_only,
+            module_only=load_module_only,
+            with_optimizer=load_optimizer_states,
             with_scheduler=load_lr_scheduler_states,
             is_strict=load_module_strict,
         )

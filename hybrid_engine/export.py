@@ -5,7 +5,6 @@ The weights are gathered to rank 0's memory and given to an empty model of the s
 
 import copy
 import os
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from hybrid_engine.checkpoint.names import check_file_name, check_folder
+from hybrid_engine.checkpoint.work_folder import save_state_dict, writing_files
 from hybrid_engine.containers.linear import active_adapters, carries_lora, stores_transposed
 from hybrid_engine.peft_models import without_renamed_attribute_warning
 from hybrid_engine.zero.processes import get_rank, on_rank_zero
 from hybrid_engine.zero.sharding import full_tensor
 
-WRITING = ".writing"
 STATE_DICT = "pytorch_model.bin"
 
 
@@ -43,9 +43,15 @@ def save_16bit_model(
         filename: writes the module's state dict, adapters apart, to this file of it instead; None does that only for
             a module that is not of transformers, under the name "pytorch_model.bin".
         without_frozen: writes such a state dict in any case, and leaves parameters out that require no gradient.
+
+    Raises:
+        ValueError: `filename` is no plain name of a file; `save_dir` no path.
+        OSError: the folder cannot be written to; what is in it stays.
     """
     base = module.get_base_model() if isinstance(module, PeftModel) else module
-    folder = Path(save_dir)
+    folder = check_folder("save_dir", save_dir)
+    if filename is not None:
+        check_file_name("save_filename", filename)
     left_out = {name for name, p in _named_parameters(module) if without_frozen and not p.requires_grad}
     weights = _gather_weights(module, left_out)
     if filename is None and not without_frozen and isinstance(base, PreTrainedModel):
@@ -131,18 +137,10 @@ def _active_adapters(model: PeftModel) -> list[str]:
 
 
 def _write(model: PreTrainedModel, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    writing = folder / WRITING
-    if writing.exists():
-        shutil.rmtree(writing)
-    model.save_pretrained(writing)
-    for path in sorted(writing.iterdir()):
-        path.replace(folder / path.name)
-    writing.rmdir()
+    with writing_files(folder) as writing:
+        model.save_pretrained(writing)
 
 
 def _write_state(state: dict[str, Any], folder: Path, filename: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    writing = folder / f"{filename}{WRITING}"
-    torch.save(state, writing)
-    writing.replace(folder / filename)
+    with writing_files(folder) as writing:
+        save_state_dict(state, writing / filename)

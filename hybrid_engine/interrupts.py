@@ -38,12 +38,12 @@ class HeldInterrupts:
         """Lets Ctrl-C through again, and what was held first."""
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
-            self._pass_on()
+            self.pass_on()
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
         """Inside, Ctrl-C comes through at once."""
-        self._pass_on()
+        self.pass_on()
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)
         try:
@@ -55,11 +55,12 @@ class HeldInterrupts:
     def _hold(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._since is not None and now - self._since >= INSISTS_AFTER:
-            self._pass_on()
+            self.pass_on()
         elif self._since is None:
             self._since = now
 
-    def _pass_on(self) -> None:
+    def pass_on(self) -> None:
+        """Raises what Ctrl-C raises, if it came."""
         if self._since is not None:
             self._since = None
             self._previous(signal.SIGINT, None)

@@ -26,7 +26,8 @@ from training_reference import (
 )
 
 import hybrid_engine
-from hybrid_engine import checkpoint_folder
+from hybrid_engine.checkpoint.lock import LOCK_FILE
+from hybrid_engine.checkpoint.manifest import MANIFEST
 from hybrid_engine.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
 from hybrid_engine.ops.lion import DeepSpeedCPULion, FusedLion
@@ -224,10 +225,13 @@ def test_a_checkpoint_continues_on_another_number_of_processes_and_at_another_st
 
 
 # The moments of a save at which the process is killed, as (function, which of its calls).
-KILLS = [("write_data", 1), ("fsync", 2), ("rename", 1), ("rename", 2), ("replace", 1), ("rmtree", 1)]
+KILLS = [
+    *(("touch", 1), ("write_data", 1), ("fsync", 2), ("rename", 1), ("rename", 2), ("rename", 3)),
+    *(("replace", 1), ("unlink", 1), ("unlink", 2), ("unlink", 4), ("rmdir", 1)),
+]
 
 KILLED_SAVE = """
-import os, pathlib, shutil, signal, sys
+import os, pathlib, signal, sys
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
@@ -252,16 +256,21 @@ def kill_at(owner, name, count):
     setattr(owner, name, dying)
 
 path = pathlib.Path
-owners = {"write_data": FileSystemWriter, "fsync": os, "rename": path, "replace": path, "rmtree": shutil}
-for number, (name, count) in enumerate(KILLS):
-    folder = os.path.join(sys.argv[1], str(number))
-    build(1.0).save_checkpoint(folder, tag="kept")
+owners = {"write_data": FileSystemWriter, "fsync": os}
+
+def save_in_child(folder, value, *kill):
     child = os.fork()
     if child == 0:
-        kill_at(owners[name], name, count)
-        build(2.0).save_checkpoint(folder, tag="kept")
+        if kill:
+            kill_at(owners.get(kill[0], path), *kill)
+        build(value).save_checkpoint(folder, tag="kept")
         os._exit(0)
-    status = os.waitpid(child, 0)[1]
+    return os.waitpid(child, 0)[1]
+
+for number, (name, count) in enumerate(KILLS):
+    folder = os.path.join(sys.argv[1], str(number))
+    assert save_in_child(folder, 1.0) == 0
+    status = save_in_child(folder, 2.0, name, count)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (name, count, status)
 """
 
@@ -281,9 +290,10 @@ def test_a_save_over_the_same_tag_killed_at_any_moment_leaves_the_old_or_the_new
         _linear_engine(3.0).save_checkpoint(folder, tag="kept")
         engine.load_checkpoint(folder)
         assert engine.module.weight[0, 0].item() == 3.0
-        assert sorted(path.name for path in folder.iterdir()) == ["kept", "latest"]
+        assert sorted(path.name for path in folder.iterdir()) == [LOCK_FILE, "kept", "latest"]
+        assert not list((folder / "kept").glob(".*hybrid_engine*"))
     # Killed before the new one had its name, and after.
-    assert found == [1.0, 1.0, 1.0, 1.0, 2.0, 2.0]
+    assert found == [1.0] * 6 + [2.0] * 5
 
 
 def _linear_engine(value, size=3, **more):
@@ -339,17 +349,25 @@ def test_a_checkpoint_of_another_model_is_refused_naming_the_first_ten_differenc
     assert str(error.value).count("is not in the") == 10
 
 
+def _without_checksums(folder):
+    """Makes the manifest one of format 1."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    kept = {key: value for key, value in manifest.items() if key not in ("checksum", "checksums")}
+    (folder / MANIFEST).write_text(json.dumps({**kept, "format": 1}))
+
+
 def test_a_newer_format_is_refused_whatever_else_its_manifest_says(saved):
-    path = saved / "a" / checkpoint_folder.MANIFEST
+    path = saved / "a" / MANIFEST
     manifest = json.loads(path.read_text())
     for newer in (manifest, {}, {"files": ["state.pt"]}, {"files": {"state.pt": {"bytes": 5}}}):
-        path.write_text(json.dumps({**newer, "format": 2}))
-        _assert_refuses(_step(_linear_engine(2.0)), saved, "has format 2, this version reads up to 1")
+        path.write_text(json.dumps({**newer, "format": 3}))
+        _assert_refuses(_step(_linear_engine(2.0)), saved, "has format 3, this version reads up to 2")
 
 
 def test_a_manifest_of_another_shape_is_refused_as_damaged(saved):
-    path = saved / "a" / checkpoint_folder.MANIFEST
+    path = saved / "a" / MANIFEST
     manifest = json.loads(path.read_text())
+    manifest = {key: value for key, value in manifest.items() if key not in ("checksum", "checksums")} | {"format": 1}
     without_format = {key: value for key, value in manifest.items() if key != "format"}
     for damaged in ([], None, without_format, {**manifest, "format": "1"}, {**manifest, "files": []}, {"format": 1}):
         path.write_text(json.dumps(damaged))
@@ -361,6 +379,8 @@ def test_a_garbled_state_of_the_right_size_is_refused_as_damaged(saved, content)
     path = saved / "a" / "state.pt"
     size = path.stat().st_size
     path.write_bytes((content * size)[:size])
+    _assert_refuses(_step(_linear_engine(2.0)), saved, "is damaged: state.pt is not what was saved")
+    _without_checksums(saved / "a")
     _assert_refuses(_step(_linear_engine(2.0)), saved, "is damaged: state.pt cannot be read; load another tag")
 
 
@@ -449,14 +469,6 @@ def test_group_entries_that_a_scheduler_added_are_no_other_optimizer(tmp_path):
     assert scheduler.base_lrs == [1e-3]
 
 
-def test_saving_in_the_middle_of_an_accumulation_is_refused(tmp_path):
-    engine = _linear_engine(1.0, train_batch_size=2, gradient_accumulation_steps=2)
-    _step(engine)
-    with pytest.raises(ValueError, match="1 of 2 micro-batches of a step are done"):
-        engine.save_checkpoint(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 class _RaisesWhenPickled:
     def __reduce__(self):
         raise KeyError("own code")
@@ -517,12 +529,12 @@ def test_only_the_weights_are_taken_where_that_is_asked_for(tmp_path):
     saved, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
     train_engine(saved, 3)
     saved.save_checkpoint(tmp_path, client_state={"epoch": 2})
-    for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
+    for options, steps in (({"load_module_only": True}, 0), ({"load_optimizer_states": False}, 3)):
         fresh, *_ = hybrid_engine.initialize(model=tiny_llama(seed=7), config=config)
         _, client_state = fresh.load_checkpoint(tmp_path, **options)
         for ours, theirs in zip(fresh.optimizer.parameters, saved.optimizer.parameters, strict=True):
             assert torch.equal(ours.master, theirs.master) and torch.equal(ours.param, theirs.param)
-        assert client_state == {"epoch": 2} and fresh.global_steps == 0 and not fresh.optimizer.state
+        assert client_state == {"epoch": 2} and fresh.global_steps == steps and not fresh.optimizer.state
     resumed, *_ = hybrid_engine.initialize(model=tiny_llama(seed=7), config=config)
     resumed.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
     assert resumed.global_steps == 3 and resumed.lr_scheduler.last_epoch == 0

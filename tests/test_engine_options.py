@@ -712,10 +712,10 @@ def test_methods_named_forward_gather_the_parameters_like_forward(two_ranks):
 
 
 def test_different_tags_are_warned_of_unless_the_config_says_otherwise(monkeypatch, caplog):
-    from hybrid_engine import checkpoint_checks
+    from hybrid_engine.checkpoint import saving
 
-    monkeypatch.setattr(checkpoint_checks, "gather_objects", lambda tag: ["a", tag])
-    assert checkpoint_checks.choose_tag("b", _linear().config.checkpoint.tag_validation) == "a"
+    monkeypatch.setattr(saving, "gather_objects", lambda tag: ["a", tag])
+    assert saving.choose_tag("b", _linear().config.checkpoint.tag_validation) == "a"
     assert "different tags, ['a', 'b']" in caplog.text and "that of rank 0 is used" in caplog.text
 
 

@@ -2,20 +2,22 @@
 
 import logging
 import os
-import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
-from hybrid_engine import checkpoint_folder
+from hybrid_engine.checkpoint.checksums import check_files
+from hybrid_engine.checkpoint.contents import WEIGHTS
+from hybrid_engine.checkpoint.folder import check_not_deepspeeds, find
+from hybrid_engine.checkpoint.manifest import read_manifest
+from hybrid_engine.checkpoint.names import check_folder
+from hybrid_engine.checkpoint.tensor_files import read_tensors
+from hybrid_engine.checkpoint.tensor_index import read_index
+from hybrid_engine.checkpoint.work_folder import save_state_dict, writing_files
 
-WEIGHTS = "weights."
-"""What the keys of weights begin with; the others are the optimizer's."""
 logger = logging.getLogger("hybrid_engine")
 
 
@@ -27,30 +29,35 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """The weights by the module's names, in the CPU's memory, floating-point ones in fp32.
 
-    Tied parameters are there once. `exclude_frozen_parameters` and `lazy_mode` are not supported.
+    Tied parameters are there under each of their names, as one tensor; those of a checkpoint of format 1 under one
+    name. `exclude_frozen_parameters` and `lazy_mode` are not supported.
 
     Args:
         checkpoint_dir: what `save_checkpoint` was given.
         tag: which checkpoint; None is the latest.
 
     Raises:
-        ValueError: no such checkpoint, or an incomplete one.
+        ValueError: no such checkpoint, or an incomplete or damaged one.
+        OSError: it cannot be read.
     """
     for name, value in (("exclude_frozen_parameters", exclude_frozen_parameters), ("lazy_mode", lazy_mode)):
         if value:
             raise ValueError(f"{name}=True is not supported; leave it out, all weights are read at once")
-    folder = checkpoint_folder.find(Path(checkpoint_dir), tag)
-    checkpoint_folder.read_manifest(folder)
-    reader = dcp.FileSystemReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    tensors: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in stored.items()
-        if key.startswith(WEIGHTS) and isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    folder = find(check_folder("checkpoint_dir", checkpoint_dir), tag)
+    check_not_deepspeeds(folder)
+    manifest = read_manifest(folder)
+    check_files(folder, manifest.get("checksums", {}))
+    state = _read_weights(folder, read_index(folder, manifest["files"]))
+    return {**state, **{name: state[first] for name, first in manifest.get("tied", {}).items() if first in state}}
+
+
+def _read_weights(folder: Path, index: Metadata) -> dict[str, torch.Tensor]:
+    stored = {key: entry for key, entry in index.state_dict_metadata.items() if key.startswith(WEIGHTS)}
+    try:
+        tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in stored.items()}
+        read_tensors(tensors, folder, index)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"checkpoint {str(folder)!r} is damaged ({error}); load another tag") from error
     return {key.removeprefix(WEIGHTS): _widened(tensor) for key, tensor in tensors.items()}
 
 
@@ -85,15 +92,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Writes those weights to `pytorch_model.bin`, or `model.safetensors`, in the folder `output_dir`.
 
-    It is always one file: `max_shard_size` has no meaning.
+    It is always one file: `max_shard_size` has no meaning. One of that name is replaced when the new one is complete.
     """
+    folder = check_folder("output_dir", output_dir)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    folder = Path(output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    if safe_serialization:
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    else:
-        torch.save(state, folder / "pytorch_model.bin")
+    with writing_files(folder) as writing:
+        if safe_serialization:
+            # safetensors stores no tensor twice; whoever loads the file ties its weights again.
+            first_names = {id(tensor): name for name, tensor in reversed(state.items())}
+            once = {name: state[name] for name in first_names.values()}
+            save_file(once, writing / "model.safetensors", metadata={"format": "pt"})
+        else:
+            save_state_dict(state, writing / "pytorch_model.bin")
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ TORCH = Path(torch.__file__).parent
 BELOW = (
     contextlib.__file__,
     *(str(TORCH / name) for name in ("autograd", "nn", "optim", "random.py", "_tensor.py", "amp")),
-    *(str(TORCH / name) for name in ("utils/_contextlib.py", "distributed/fsdp")),
+    *(str(TORCH / name) for name in ("utils/_contextlib.py", "distributed/fsdp", "distributed/checkpoint")),
 )
 """Files of others in which Ctrl-C may come while the engine is at work."""
 

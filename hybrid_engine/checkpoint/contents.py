@@ -1,0 +1,146 @@
+"""What a checkpoint holds of an engine: tensors by name, plain values, and the manifest that describes them.
+
+A trained bf16 or fp16 parameter is stored as its fp32 master only: the parameter is the master, rounded.
+"""
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from hybrid_engine.checkpoint.options import describe_optimizer
+from hybrid_engine.random_state import get_random_state
+from hybrid_engine.zero.optimizer import ZeroOptimizer
+from hybrid_engine.zero.processes import gather_objects, on_every_process
+
+if TYPE_CHECKING:
+    from hybrid_engine.engine import ZeroEngine
+
+Result = TypeVar("Result")
+
+WEIGHTS = "weights."
+"""What the keys of weights and buffers begin with."""
+OPTIMIZER = "optimizer."
+"""What the keys of the optimizer's state begin with; `optimizer.<key of the state>.<name of the parameter>`."""
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def with_shards(engine: "ZeroEngine", action: Callable[[], Result]) -> Result:
+    """What `action` returns or raises, run while the parameters are shards; collective.
+
+    They are whole again, below stage 3, also after an error, which must be every process's.
+    """
+    failure: BaseException | None = None
+    with engine.sharding.as_shards():
+        try:
+            result = action()
+        except BaseException as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return result
+
+
+def collect_weights(engine: "ZeroEngine") -> dict[str, torch.Tensor]:
+    """The parameters, or their masters, and the buffers that are saved, by their keys; as shards where they are."""
+    masters = {t.name: t.master for t in engine.optimizer.parameters} if engine.optimizer is not None else {}
+    named = {**dict(engine.module.named_parameters()), **masters, **_persistent_buffers(engine.module)}
+    return {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in named.items()}
+
+
+def collect_tensors(engine: "ZeroEngine") -> dict[str, torch.Tensor]:
+    """The weights and the tensors of the optimizer's state, by their keys."""
+    if engine.optimizer is None:
+        return collect_weights(engine)
+    return {**collect_weights(engine), **optimizer_keys(_named_optimizer_state(engine.optimizer, tensors=True))}
+
+
+def optimizer_keys(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors of an optimizer's state, given by parameter name, by their keys."""
+    return {f"{OPTIMIZER}{key}.{name}": value for name, values in state.items() for key, value in values.items()}
+
+
+def frozen_names(engine: "ZeroEngine") -> set[str]:
+    """The parameters that require no gradient."""
+    trained = {t.name for t in engine.optimizer.parameters} if engine.optimizer is not None else set()
+    return {name for name, p in engine.module.named_parameters() if not p.requires_grad} - trained
+
+
+def collect_values(engine: "ZeroEngine") -> dict[str, Any]:
+    """Counters, the states of scheduler, loss scaler and data loader, every process's random state; collective."""
+    values = on_every_process(lambda: _collect_own_values(engine))
+    values["random"] = gather_objects(get_random_state())
+    return values
+
+
+def _collect_own_values(engine: "ZeroEngine") -> dict[str, Any]:
+    values: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS}
+    if engine.optimizer is not None:
+        values["loss_scaler"] = engine.optimizer.loss_scaler.state_dict()
+        values["param_groups"] = named_param_groups(engine.optimizer)
+        values["optimizer_values"] = _named_optimizer_state(engine.optimizer, tensors=False)
+    if engine.lr_scheduler is not None:
+        values["lr_scheduler"] = engine.lr_scheduler.state_dict()
+    if engine.training_dataloader is not None:
+        values["dataloader"] = engine.training_dataloader.state_dict()
+    return values
+
+
+def build_manifest(engine: "ZeroEngine", left_out: Collection[str] = ()) -> dict[str, Any]:
+    """What `comparison.py` compares; `left_out` are the parameters that are not saved."""
+    optimizer = engine.optimizer
+    shapes = {key.removeprefix(WEIGHTS): list(tensor.shape) for key, tensor in collect_weights(engine).items()}
+    return {
+        "world_size": engine.sharding.world_size,
+        "stage": engine.sharding.stage,
+        "dtype": str(engine.config.dtype),
+        "shapes": {name: shape for name, shape in shapes.items() if name not in left_out},
+        "left_out": {name: shape for name, shape in shapes.items() if name in left_out},
+        "tied": _tied_names(engine.module),
+        "has_scheduler": engine.lr_scheduler is not None,
+        "scheduler": None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
+        "optimizer": None if optimizer is None else describe_optimizer(optimizer.inner),
+        "groups": None if optimizer is None else [group["names"] for group in named_param_groups(optimizer)],
+        "pending_micro_batches": engine.num_pending_micro_batches + engine._backward_was_called,
+    }
+
+
+def named_param_groups(optimizer: ZeroOptimizer) -> list[dict[str, Any]]:
+    """The optimizer's groups with the `names` of parameters in place of `params`."""
+    names = {id(t.master): t.name for t in optimizer.parameters}
+    return [
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "names": [names[id(p)] for p in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _named_optimizer_state(optimizer: ZeroOptimizer, *, tensors: bool) -> dict[str, dict[str, Any]]:
+    """The optimizer's state by parameter name: either its tensors or its other values."""
+    return {
+        t.name: {
+            key: value
+            for key, value in optimizer.state.get(t.master, {}).items()
+            if isinstance(value, torch.Tensor) == tensors
+        }
+        for t in optimizer.parameters
+    }
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """The other names of parameters that have several, and the first one of each."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
+
+
+def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, child in module.named_modules()
+        for name, buffer in child.named_buffers(recurse=False)
+        if name not in child._non_persistent_buffers_set
+    }

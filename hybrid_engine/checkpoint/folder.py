@@ -1,0 +1,231 @@
+"""The folders checkpoints live in, so that a process killed at any moment leaves every finished checkpoint loadable.
+
+    <directory>/latest            the tag to load by default
+    <directory>/<tag>/            a finished checkpoint
+    <directory>/.<tag>.writing/   one being written; a leftover is ignored and removed by the next save
+    <directory>/.<tag>.replaced/  the old one of the same tag, between two renames
+    <directory>/.hybrid_engine.lock   held by the run that saves here (`lock.py`)
+
+Everything here is local to one process. What was not written here is never removed: not a folder that has the name of
+a tag and is no checkpoint, and not the files that somebody put beside ours.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.checkpoint import work_folder
+from hybrid_engine.checkpoint.manifest import MANIFEST, is_manifest, list_files, write_manifest
+from hybrid_engine.checkpoint.names import LATEST, check_tag
+
+DEEPSPEEDS_FILES = ("*model_states.pt", "zero/*")
+"""What every checkpoint of DeepSpeed has, at each ZeRO stage, and a universal one."""
+DEEPSPEEDS_SHARDS = "*optim_states.pt"
+"""What its checkpoints have from stage 1 on."""
+NEW_LATEST = ".latest.hybrid_engine"
+"""What is to become the file `latest`, while it lies in the checkpoint that it names."""
+UNMARKED = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.pt|checkpoint\.json")
+"""The files of a checkpoint, by which a leftover is known that was written before there were marks."""
+
+
+def begin(directory: Path, tag: str) -> Path:
+    """An empty folder to write the checkpoint `tag` into; clears what killed saves left behind in `directory`.
+
+    Raises:
+        ValueError: something that is no checkpoint has the name of the tag or of a file that is needed.
+    """
+    for replaced in directory.glob(".*.replaced"):
+        _settle_replaced(replaced)
+    for leftover in directory.glob(".*.writing"):
+        _clear(leftover)
+    _check_place(directory, tag)
+    writing = directory / f".{tag}.writing"
+    work_folder.make(writing)
+    return writing
+
+
+def make_directory(directory: Path) -> None:
+    """Makes the folder that checkpoints go to.
+
+    Raises:
+        ValueError: it is a file.
+        OSError: it cannot be made.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"save_dir={str(directory)!r} is a file; give a folder")
+    directory.mkdir(parents=True, exist_ok=True)
+
+
+def publish(
+    writing: Path, directory: Path, tag: str, manifest: dict[str, Any], checksums: dict[str, str], is_latest: bool
+) -> None:
+    """Makes the written folder the checkpoint `tag` and, unless that is not wanted, the latest one.
+
+    `manifest` is stored with the sizes and the checksums of all files. Each step is on disk before the next begins.
+    """
+    write_manifest(writing, manifest, checksums)
+    if is_latest:
+        (writing / NEW_LATEST).write_text(tag)
+    for path in [*writing.iterdir(), writing]:
+        _sync(path)
+    target, replaced = directory / tag, directory / f".{tag}.replaced"
+    if target.exists():
+        target.rename(replaced)
+    writing.rename(target)
+    _sync(directory)
+    if is_latest:
+        (target / NEW_LATEST).replace(directory / LATEST)
+        _sync(directory)
+    (target / work_folder.MARK).unlink()
+    _settle_replaced(replaced)
+
+
+def abandon(writing: Path, directory: Path, tag: str) -> None:
+    """Removes what was written of a checkpoint that cannot be finished; an older one of the same tag stays."""
+    if writing.exists():
+        work_folder.remove(writing)
+    _settle_replaced(directory / f".{tag}.replaced")
+
+
+def find(directory: Path, tag: str | None) -> Path:
+    """The folder of the checkpoint `tag`, or of the latest one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"load_dir={str(directory)!r} is no folder; give the one that save_checkpoint() was given")
+    if tag is None:
+        tag = _read_latest(directory)
+    check_tag(tag)
+    for folder in (directory / tag, directory / f".{tag}.replaced"):
+        if folder.is_dir():
+            return folder
+    raise ValueError(f"tag={tag!r}: there is no such checkpoint in {str(directory)!r}; found {_list_tags(directory)}")
+
+
+def check_not_deepspeeds(folder: Path) -> None:
+    """Raises ValueError, which says how to get at the weights, if DeepSpeed wrote the checkpoint in `folder`."""
+    if _is_deepspeeds(folder):
+        raise ValueError(
+            f"checkpoint {str(folder)!r} was written by DeepSpeed; {_how_to_convert(folder)}, load them into the "
+            f"model and give that model to initialize()"
+        )
+
+
+def _check_place(directory: Path, tag: str) -> None:
+    """Whether the checkpoint `tag` may take its place: it replaces one of ours, an empty folder or nothing."""
+    target, replaced, latest = directory / tag, directory / f".{tag}.replaced", directory / LATEST
+    if (target.exists() or target.is_symlink()) and not _is_ours(target) and not work_folder.is_empty(target):
+        raise ValueError(
+            f"tag={tag!r}: {str(target)!r} is no checkpoint that was saved here and would be replaced; give another "
+            f"tag, or move it away"
+        )
+    if replaced.exists() or replaced.is_symlink():
+        raise ValueError(
+            f"tag={tag!r}: {str(replaced)!r} is in the way and no checkpoint that was saved here; move it away"
+        )
+    if latest.is_symlink() or (latest.exists() and not latest.is_file()):
+        raise ValueError(
+            f"save_dir={str(directory)!r}: {LATEST!r} in it is no plain file, but is to hold the name of the latest "
+            f"checkpoint; move it away"
+        )
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether it is a checkpoint that was saved here."""
+    return not folder.is_symlink() and is_manifest(folder)
+
+
+def _settle_replaced(replaced: Path) -> None:
+    """Removes a checkpoint that was replaced, or gives it its name back if no other has it."""
+    original = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".replaced"))
+    if work_folder.is_empty(replaced):
+        replaced.rmdir()
+    if not _is_ours(replaced):
+        return
+    if work_folder.is_empty(original):
+        original.rmdir()
+    if _is_ours(original):
+        _remove_replaced(replaced, original)
+    elif not original.exists() and not original.is_symlink():
+        replaced.rename(original)
+
+
+def _remove_replaced(folder: Path, successor: Path) -> None:
+    """Removes the files of the checkpoint in `folder`; what else somebody put there goes to its successor.
+
+    The manifest goes last, so that a process that is killed here leaves a folder that is still known for ours.
+    """
+    for name in [*list_files(folder), NEW_LATEST, work_folder.MARK]:
+        (folder / name).unlink(missing_ok=True)
+    for path in [path for path in folder.iterdir() if path.name != MANIFEST]:
+        path.rename(_free_name(successor / path.name))
+    (folder / MANIFEST).unlink()
+    folder.rmdir()
+
+
+def _free_name(path: Path) -> Path:
+    while path.exists() or path.is_symlink():
+        path = path.with_name(f"{path.name}.old")
+    return path
+
+
+def _clear(leftover: Path) -> None:
+    """Removes what a killed save left; somebody's own folder stays."""
+    if not leftover.is_dir() or leftover.is_symlink():
+        return
+    names = [path.name for path in leftover.iterdir()]
+    is_unmarked = any(name.endswith(".distcp") for name in names) and all(map(UNMARKED.fullmatch, names))
+    if is_unmarked:
+        work_folder.remove(leftover)
+    else:
+        work_folder.clear(leftover)
+
+
+def _read_latest(directory: Path) -> str:
+    latest = directory / LATEST
+    if not latest.is_file():
+        if _is_checkpoint(directory):
+            advice = f"it is a checkpoint itself, give load_dir={str(directory.parent)!r} and tag={directory.name!r}"
+        else:
+            advice = f"give the tag of a checkpoint in it; found {_list_tags(directory)}"
+        raise ValueError(f"load_dir={str(directory)!r} has no file {LATEST!r}; {advice}")
+    tag = latest.read_text(errors="replace").strip()
+    if not tag:
+        raise ValueError(f"{str(latest)!r} is empty; give the tag of a checkpoint; found {_list_tags(directory)}")
+    return tag
+
+
+def _list_tags(directory: Path) -> str:
+    found = sorted(path.name for path in directory.glob("[!.]*") if path.is_dir() and _is_checkpoint(path))
+    return ", ".join(found) or "none"
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() or _is_deepspeeds(folder)
+
+
+def _is_deepspeeds(folder: Path) -> bool:
+    return not (folder / MANIFEST).is_file() and any(any(folder.glob(pattern)) for pattern in DEEPSPEEDS_FILES)
+
+
+def _how_to_convert(folder: Path) -> str:
+    """Where the whole weights of a checkpoint of DeepSpeed are, or how to get them."""
+    if any(folder.glob("mp_rank_*model_states.pt")) and not any(folder.glob(DEEPSPEEDS_SHARDS)):
+        return f"its weights are the entry 'module' of {str(next(folder.glob('mp_rank_*model_states.pt')))!r}"
+    script = folder.parent / "zero_to_fp32.py"
+    run = f"python {script}" if script.is_file() else "python -m deepspeed.utils.zero_to_fp32"
+    return (
+        f"convert its weights with DeepSpeed's own `{run} {folder.parent} <folder> -t {folder.name}` (from_pretrained "
+        f"reads that folder, load_state_dict its pytorch_model.bin)"
+    )
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,264 @@
+"""Loads a checkpoint into a ZeroEngine: all of it is read and checked before anything of the engine is changed."""
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from hybrid_engine.checkpoint import folder as folders
+from hybrid_engine.checkpoint.checksums import check_files
+from hybrid_engine.checkpoint.comparison import Wanted, check_manifest, warn_of_differences
+from hybrid_engine.checkpoint.contents import (
+    COUNTERS,
+    OPTIMIZER,
+    build_manifest,
+    collect_weights,
+    named_param_groups,
+    optimizer_keys,
+    with_shards,
+)
+from hybrid_engine.checkpoint.manifest import read_manifest
+from hybrid_engine.checkpoint.names import check_folder
+from hybrid_engine.checkpoint.plain_values import STATE_FILE, read_values
+from hybrid_engine.checkpoint.tensor_files import read_tensors
+from hybrid_engine.checkpoint.tensor_index import INDEX_FILE, read_index
+from hybrid_engine.checkpoint.undo import Undo
+from hybrid_engine.interrupts import HeldInterrupts, holding_interrupts
+from hybrid_engine.random_state import set_random_state
+from hybrid_engine.zero.optimizer import ZeroOptimizer
+from hybrid_engine.zero.processes import on_every_process, on_rank_zero
+from hybrid_engine.zero.sharding import local_tensor
+
+if TYPE_CHECKING:
+    from hybrid_engine.engine import ZeroEngine
+
+logger = logging.getLogger("hybrid_engine")
+Result = TypeVar("Result")
+NamedState = dict[str, dict[str, torch.Tensor]]
+"""Tensors of an optimizer's state by their key, by parameter name."""
+
+
+class Opened(NamedTuple):
+    """A checkpoint whose manifest fits the engine."""
+
+    folder: Path
+    values: dict[str, Any]
+    """Its plain values."""
+    index: Metadata
+    """Which tensors it has, and where."""
+    checksums: dict[str, str]
+    """Of the files of tensors, by name; none of an old checkpoint."""
+
+
+class Staged(NamedTuple):
+    """What was read of a checkpoint and is not the engine's yet."""
+
+    weights: dict[str, torch.Tensor]
+    """By key, sharded and on the device where the engine's are."""
+    optimizer: NamedState
+
+
+def load(
+    engine: "ZeroEngine",
+    directory: str | os.PathLike[str],
+    tag: str | int | None,
+    *,
+    module_only: bool = False,
+    with_optimizer: bool = True,
+    with_scheduler: bool = True,
+    is_strict: bool = True,
+) -> tuple[Path, Any]:
+    """Puts the engine where it was when the checkpoint was saved; collective. Returns its folder and client state.
+
+    An engine without an optimizer, or under `module_only`, takes only the weights. Without `with_optimizer` the
+    optimizer's state, its options and the loss scale stay as they are, without `with_scheduler` the schedule does;
+    unless `is_strict`, weights that only one side has stay.
+
+    Everything is read into tensors of its own, compared with its checksums and checked before anything is changed, and
+    after an error or Ctrl-C the engine is as it was, on every process. That takes as much memory for a moment as the
+    masters, or fp32 parameters, and the optimizer's state of this process take, besides those it has.
+
+    Raises:
+        ValueError: no such checkpoint; an incomplete or damaged one, one of another model or of a newer format; one
+            whose optimizer or scheduler is not this engine's. The engine is unchanged.
+        OSError: it cannot be read. The engine is unchanged.
+    """
+    trains = engine.optimizer is not None and not module_only
+    wanted = Wanted(training=trains, optimizer=trains and with_optimizer, scheduler=trains and with_scheduler)
+    with holding_interrupts() as held:
+        opened = on_rank_zero(lambda: _open(engine, check_folder("load_dir", directory), tag, wanted, is_strict))
+        with_shards(engine, lambda: _take_over(engine, opened, wanted, held))
+    client_state = opened.values.get("client_state")
+    return opened.folder, {} if client_state is None else client_state
+
+
+def _open(engine: "ZeroEngine", directory: Path, tag: str | int | None, wanted: Wanted, is_strict: bool) -> Opened:
+    folder = folders.find(directory, None if tag is None else str(tag))
+    folders.check_not_deepspeeds(folder)
+    manifest, own = read_manifest(folder), build_manifest(engine)
+    check_manifest(folder, manifest, own, wanted, is_strict)
+    checksums = manifest.get("checksums", {})
+    small = {name: checksums.pop(name) for name in (STATE_FILE, INDEX_FILE) if name in checksums}
+    check_files(folder, small)
+    values = _raising_value_errors(folder, lambda: _pick(engine, read_values(folder), wanted))
+    if wanted.training:
+        _raising_value_errors(folder, lambda: warn_of_differences(folder, manifest, values, own, _own_values(engine)))
+    return Opened(folder, values, read_index(folder, manifest["files"]), checksums)
+
+
+def _own_values(engine: "ZeroEngine") -> dict[str, Any]:
+    assert engine.optimizer is not None
+    scheduler = engine.lr_scheduler
+    return {
+        "param_groups": named_param_groups(engine.optimizer),
+        "lr_scheduler": {} if scheduler is None else scheduler.state_dict(),
+    }
+
+
+def _pick(engine: "ZeroEngine", values: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """Those of a checkpoint's plain values that are wanted.
+
+    Raises:
+        KeyError: one is missing.
+        ValueError: one is not what it is for this engine.
+    """
+    names = ["client_state"]
+    if wanted.training:
+        names += [*COUNTERS, "random"]
+        names += ["dataloader"] if engine.training_dataloader is not None and "dataloader" in values else []
+    if wanted.optimizer:
+        names += ["param_groups", "optimizer_values"]
+        names += ["loss_scaler"] if _has_this_scaler(engine, values["loss_scaler"]) else []
+    if wanted.scheduler and engine.lr_scheduler is not None:
+        names += ["lr_scheduler"]
+        _check_schedule(engine.lr_scheduler.state_dict(), values["lr_scheduler"])
+    if wrong := [name for name in COUNTERS if name in names and type(values[name]) is not int]:
+        raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}, not a number")
+    return {name: values[name] for name in names}
+
+
+def _check_schedule(own: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Raises ValueError unless `saved` has all that such a schedule stores; private entries differ between versions."""
+    missing = [name for name in own if not name.startswith("_") and name not in saved]
+    if missing:
+        raise ValueError(f"it was saved with another learning-rate scheduler, its state has no {', '.join(missing)}")
+
+
+def _has_this_scaler(engine: "ZeroEngine", saved: dict[str, Any]) -> bool:
+    """Whether the loss scaler goes on from `saved`: one of another kind cannot, and a static scale is the config's."""
+    assert engine.optimizer is not None
+    own = engine.optimizer.loss_scaler.state_dict()
+    if saved == own or (saved.keys() == own.keys() and len(own) > 1):
+        return True
+    logger.warning(
+        "load_checkpoint(): the checkpoint has the loss scale %g, %s, and this engine's stays %g, %s",
+        *(part for state in (saved, own) for part in (state["scale"], "fixed" if len(state) == 1 else "dynamic")),
+    )
+    return False
+
+
+def _take_over(engine: "ZeroEngine", opened: Opened, wanted: Wanted, held: HeldInterrupts) -> None:
+    """Reads, checks, and then changes the engine; its parameters are shards. Errors are every process's; collective."""
+    staged = on_every_process(lambda: _stage(engine, opened, wanted, held))
+    undo = on_every_process(lambda: Undo(engine))
+
+    def commit() -> None:
+        _raising_value_errors(opened.folder, lambda: _commit(engine, opened, staged, wanted, undo))
+        held.pass_on()
+
+    try:
+        on_every_process(commit)
+    except BaseException:
+        undo.undo()
+        raise
+    engine.zero_grad()
+    engine._backward_was_called = False
+
+
+def _stage(engine: "ZeroEngine", opened: Opened, wanted: Wanted, held: HeldInterrupts) -> Staged:
+    """Reads this process's part of the tensors into new ones, after its part of the files was compared; local."""
+    with held.allowed():
+        check_files(opened.folder, opened.checksums, engine.sharding.rank, engine.sharding.world_size)
+        return _raising_value_errors(opened.folder, lambda: _read(engine, opened, wanted))
+
+
+def _read(engine: "ZeroEngine", opened: Opened, wanted: Wanted) -> Staged:
+    stored = opened.index.state_dict_metadata
+    weights = {key: torch.empty_like(tensor) for key, tensor in collect_weights(engine).items() if key in stored}
+    state = _allocate_optimizer_state(engine.optimizer, opened.index) if wanted.optimizer else {}
+    read_tensors({**weights, **optimizer_keys(state)}, opened.folder, opened.index)
+    return Staged(weights, state)
+
+
+def _allocate_optimizer_state(optimizer: ZeroOptimizer | None, index: Metadata) -> NamedState:
+    """Tensors to load into, sharded like the parameter where they have its shape."""
+    assert optimizer is not None
+    state: NamedState = {t.name: {} for t in optimizer.parameters}
+    masters = {t.name: t.master for t in optimizer.parameters}
+    for full_key, entry in index.state_dict_metadata.items():
+        if not full_key.startswith(OPTIMIZER):
+            continue
+        key, name = full_key.removeprefix(OPTIMIZER).split(".", 1)
+        shape, dtype, master = tuple(entry.size), entry.properties.dtype, masters[name]
+        is_like_master = shape == tuple(master.shape)
+        state[name][key] = torch.zeros_like(master, dtype=dtype) if is_like_master else torch.zeros(shape, dtype=dtype)
+    return state
+
+
+def _commit(engine: "ZeroEngine", opened: Opened, staged: Staged, wanted: Wanted, undo: Undo) -> None:
+    """Makes what was read the engine's; local."""
+    values, optimizer = opened.values, engine.optimizer
+    if optimizer is not None:
+        optimizer.renew_masters()  # those of weights that the checkpoint may not have
+    if wanted.training:
+        _restore_progress(engine, values)
+    if wanted.optimizer:
+        assert optimizer is not None
+        optimizer.restore(values["param_groups"], staged.optimizer, values["optimizer_values"])
+        if "loss_scaler" in values:
+            optimizer.loss_scaler.load_state_dict(values["loss_scaler"])
+    if "lr_scheduler" in values:
+        _restore_schedule(engine, values["lr_scheduler"], sets_rates=not wanted.optimizer)
+    live = collect_weights(engine)
+    undo.exchange((local_tensor(live[key]), local_tensor(new)) for key, new in staged.weights.items())
+    if optimizer is not None:
+        optimizer.write_masters_back()
+
+
+def _restore_progress(engine: "ZeroEngine", values: dict[str, Any]) -> None:
+    for name in COUNTERS:
+        setattr(engine, name, values[name])
+    # Counted anew: on another number of processes a step may have another number of micro-batches.
+    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    if engine.training_dataloader is not None and "dataloader" in values:
+        engine.training_dataloader.load_state_dict(values["dataloader"])
+    # A process that the saving run did not have keeps its own random state.
+    if engine.sharding.rank < len(values["random"]):
+        set_random_state(values["random"][engine.sharding.rank])
+
+
+def _restore_schedule(engine: "ZeroEngine", state: dict[str, Any], sets_rates: bool) -> None:
+    """Puts the schedule where it was; `sets_rates` where the groups that hold its rates are not the checkpoint's."""
+    assert engine.lr_scheduler is not None and engine.optimizer is not None
+    engine.lr_scheduler.load_state_dict(state)
+    if sets_rates and hasattr(engine.lr_scheduler, "get_last_lr"):
+        for group, rate in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+
+def _raising_value_errors(folder: Path, action: Callable[[], Result]) -> Result:
+    """What `action` does with values from a file: whatever they make it raise is a ValueError that names the file."""
+    try:
+        return action()
+    except OSError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(folder) in str(error):
+            raise
+        raise ValueError(
+            f"checkpoint {str(folder)!r} cannot be loaded ({type(error).__name__}: {error}); load another tag"
+        ) from error

@@ -1,0 +1,145 @@
+"""Saves a checkpoint of a ZeroEngine: everything needed to go on as if the run had never stopped."""
+
+import logging
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_engine.checkpoint import folder as folders
+from hybrid_engine.checkpoint.checksums import file_checksum
+from hybrid_engine.checkpoint.contents import (
+    WEIGHTS,
+    build_manifest,
+    collect_tensors,
+    collect_values,
+    frozen_names,
+    with_shards,
+)
+from hybrid_engine.checkpoint.lock import lock_folder
+from hybrid_engine.checkpoint.names import check_folder, check_tag
+from hybrid_engine.checkpoint.plain_values import STATE_FILE, serialize
+from hybrid_engine.checkpoint.tensor_files import write_tensors
+from hybrid_engine.interrupts import HeldInterrupts, holding_interrupts
+from hybrid_engine.zero.processes import gather_objects, on_every_process, on_rank_zero
+
+if TYPE_CHECKING:
+    from hybrid_engine.engine import ZeroEngine
+
+logger = logging.getLogger("hybrid_engine")
+
+
+def save(
+    engine: "ZeroEngine",
+    directory: str | os.PathLike[str],
+    tag: str | int | None,
+    client_state: Any,
+    is_latest: bool = True,
+    without_frozen: bool = False,
+) -> Path:
+    """Writes the checkpoint `tag` (default `global_step<n>`) and makes it the latest if asked to; collective.
+
+    When it returns, the checkpoint is on disk; until then an older one of the same tag stays, and an error or Ctrl-C
+    leaves it, the latest one and the engine as they were. Folder, tag and client state are rank 0's. From the first
+    save on no other process may save into the folder, until this engine saves into another one or is gone.
+    `without_frozen` leaves parameters out that require no gradient, such as the base of adapters: an engine that loads
+    the checkpoint keeps its own.
+
+    The gradients of micro-batches since the last step stay in the engine and are not in the checkpoint: whoever loads
+    it begins that step anew, with the micro-batches that follow.
+
+    Raises:
+        ValueError: no path of a folder; a tag that is no folder name, or that of a folder which is no checkpoint; a
+            client state that is not made of plain values and tensors; another process saves into the folder.
+        OSError: the disk is full, or the folder cannot be written to. What was written of the checkpoint is removed.
+    """
+    folder = on_rank_zero(lambda: check_folder("save_dir", directory))
+    tag = on_rank_zero(lambda: check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
+    left_out = frozen_names(engine) if without_frozen else set()
+    with holding_interrupts() as held:
+        values = {**collect_values(engine), "client_state": client_state}
+        serialized: list[bytes] = []  # on rank 0
+        on_rank_zero(lambda: serialized.append(serialize(values)))
+        writing = on_rank_zero(lambda: _begin(engine, folder, tag))
+        try:
+            checksums = _write_tensors(engine, writing, left_out, held)
+            manifest = build_manifest(engine, left_out)
+
+            def finish() -> None:
+                held.pass_on()
+                (writing / STATE_FILE).write_bytes(serialized[0])
+                folders.publish(writing, folder, tag, manifest, checksums, is_latest)
+
+            on_rank_zero(finish)
+        except BaseException as error:
+            on_rank_zero(lambda: _abandon(writing, folder, tag))
+            if isinstance(error, OSError):
+                raise _describe(error, engine, folder) from None
+            raise
+    return folder / tag
+
+
+def choose_tag(tag: str | int | None, validation: str) -> str | int | None:
+    """The tag of rank 0, compared with the others' as `checkpoint.tag_validation` says; collective.
+
+    Raises:
+        ValueError: they differ and `validation` is "Fail".
+    """
+    tags = gather_objects(tag)
+    if validation == "Ignore" or all(other == tags[0] for other in tags):
+        return tags[0]
+    message = f"save_checkpoint(): the processes give different tags, {tags}; give all of them the same"
+    if validation == "Fail":
+        raise ValueError(f"{message} (checkpoint.tag_validation is Fail)")
+    logger.warning("%s; that of rank 0 is used", message)
+    return tags[0]
+
+
+def _begin(engine: "ZeroEngine", folder: Path, tag: str) -> Path:
+    folders.make_directory(folder)
+    engine.folder_lock = lock_folder(folder)
+    return folders.begin(folder, tag)
+
+
+def _write_tensors(
+    engine: "ZeroEngine", writing: Path, left_out: Collection[str], held: HeldInterrupts
+) -> dict[str, str]:
+    """Writes the tensors, every process its shards; returns the checksums of those files by name. Collective."""
+
+    def collect() -> dict[str, Any]:
+        if engine.optimizer is not None:
+            engine.optimizer.renew_masters()
+        return {key: t for key, t in collect_tensors(engine).items() if key.removeprefix(WEIGHTS) not in left_out}
+
+    def read_back() -> dict[str, str]:
+        with held.allowed():
+            return {path.name: file_checksum(path) for path in writing.glob(f"__{engine.sharding.rank}_*")}
+
+    is_alone = engine.sharding.world_size == 1
+    with_shards(engine, lambda: write_tensors(on_every_process(collect), writing, held, is_alone))
+    checksums: dict[str, str] = {}
+    for found in gather_objects(on_every_process(read_back)):
+        checksums.update(found)
+    return checksums
+
+
+def _abandon(writing: Path, folder: Path, tag: str) -> None:
+    try:
+        folders.abandon(writing, folder, tag)
+    except OSError as error:
+        logger.warning("save_checkpoint(): %s could not be removed (%s); the next save does it", writing, error)
+
+
+def _describe(error: OSError, engine: "ZeroEngine", folder: Path) -> OSError:
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in collect_tensors(engine).values())
+    try:
+        free = f"{shutil.disk_usage(folder).free:,}"
+    except OSError:
+        free = "an unknown number"
+    return OSError(
+        error.errno,
+        f"save_checkpoint(): {str(folder)!r} could not be written to ({error.strerror or error}); the checkpoint takes "
+        f"{num_bytes:,} bytes and {free} are free there. What was written of it is removed and older ones are whole; "
+        f"free space, or give another folder",
+    )

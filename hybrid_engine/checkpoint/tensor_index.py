@@ -1,0 +1,158 @@
+"""Reads the index of a checkpoint's tensors, a pickle of torch.distributed.checkpoint, without running what it says.
+
+A pickle may name any function and call it. Here each name is looked up in a list of the few that such an index needs,
+and what they stand for are plain records: no class of torch is made or called while the file is read. Afterwards the
+records are taken apart, checked, and made what torch reads.
+"""
+
+import pickle
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+INDEX_FILE = ".metadata"
+METADATA = "torch.distributed.checkpoint.metadata"
+RECORDS = {
+    *((METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((METADATA, name) for name in ("TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
+"""What an index names, by module and name."""
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def read_index(folder: Path, files: Collection[str]) -> Metadata:
+    """The index of the checkpoint in `folder`, whose files are `files`.
+
+    Raises:
+        ValueError: it is damaged; it names something that no index needs; it holds objects other than tensors, which
+            could not be read without running code; or a tensor in a file that is not one of the checkpoint's.
+        OSError: it cannot be read.
+    """
+    with (folder / INDEX_FILE).open("rb") as file:
+        try:
+            return _to_metadata(_IndexUnpickler(file).load(), files)
+        except OSError:
+            raise
+        # Garbled bytes make pickle raise nearly anything: EOFError, IndexError, UnicodeDecodeError, MemoryError, ...
+        except Exception as error:
+            raise ValueError(
+                f"checkpoint {str(folder)!r} is damaged: {INDEX_FILE} is no index of tensors ({error}); load another "
+                f"tag"
+            ) from error
+
+
+class _Record:
+    """What the pickle makes of a class of torch: the state it gives, and nothing else."""
+
+    __slots__ = ("state",)
+
+    def __new__(cls, *arguments: Any) -> "_Record":
+        record = super().__new__(cls)
+        record.state = None
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows `RECORDS`, torch's dtypes and sizes; its records' classes are its own, so that no pickle changes another's.
+
+    Extension codes and persistent ids come here too, or are refused by pickle itself.
+    """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._classes = {key: type(key[1], (_Record,), {"__slots__": ()}) for key in RECORDS}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name == "Size":
+            return tuple
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if (module, name) not in self._classes:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self._classes[module, name]
+
+
+def _to_metadata(root: Any, files: Collection[str]) -> Metadata:
+    fields = _fields(root, "Metadata")
+    tensors = _typed(fields["state_dict_metadata"], dict)
+    places = _typed(fields["storage_data"], dict)
+    return Metadata(
+        state_dict_metadata={_typed(key, str): _to_tensor(entry) for key, entry in tensors.items()},
+        storage_data={_to_key(key): _to_place(place, files) for key, place in places.items()},
+    )
+
+
+def _to_tensor(record: Any) -> TensorStorageMetadata:
+    fields = _fields(record, "TensorStorageMetadata")
+    dtype = _typed(_state(fields["properties"], "TensorProperties"), tuple)[0]
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=_typed(dtype, torch.dtype)),
+        size=_to_size(fields["size"]),
+        chunks=[_to_chunk(chunk) for chunk in _typed(fields["chunks"], list)],
+    )
+
+
+def _to_chunk(record: Any) -> ChunkStorageMetadata:
+    fields = _fields(record, "ChunkStorageMetadata")
+    return ChunkStorageMetadata(offsets=_to_size(fields["offsets"]), sizes=_to_size(fields["sizes"]))
+
+
+def _to_key(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _typed(fields["fqn"], str),
+        None if offset is None else _to_size(offset),
+        None if index is None else _to_number(index),
+    )
+
+
+def _to_place(record: Any, files: Collection[str]) -> _StorageInfo:
+    fields = _fields(record, "_StorageInfo")
+    if fields["relative_path"] not in files:
+        raise ValueError(f"it names the file {fields['relative_path']!r}")
+    if fields.get("transform_descriptors"):
+        raise ValueError("its tensors are transformed")
+    return _StorageInfo(fields["relative_path"], _to_number(fields["offset"]), _to_number(fields["length"]))
+
+
+def _to_size(value: Any) -> torch.Size:
+    return torch.Size([_to_number(length) for length in _typed(value, tuple)])
+
+
+def _to_number(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"it holds {value!r} in place of a number")
+    return value
+
+
+def _fields(record: Any, name: str) -> dict[str, Any]:
+    return _typed(_state(record, name), dict)
+
+
+def _state(record: Any, name: str) -> Any:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        raise ValueError(f"it holds a {type(record).__name__} in place of a {name}")
+    return record.state
+
+
+def _typed(value: Any, kind: Callable[..., Any]) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"it holds a {type(value).__name__} in place of a {kind}")
+    return value

@@ -1,0 +1,95 @@
+"""Folders that files are written into before they get their place: marked, so that nobody's own is taken for one.
+
+A process that is killed leaves such a folder behind. The next one removes it, and only it: a folder without the mark
+is somebody's.
+"""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_engine.checkpoint.causes import find_cause
+
+MARK = ".written_by_hybrid_engine"
+WRITING = ".writing"
+
+
+@contextmanager
+def writing_files(folder: Path) -> Iterator[Path]:
+    """A folder to write files into that are to lie in `folder`, which is made if it does not exist.
+
+    At the end they get their place, instead of those of the same names; after an error they are removed.
+
+    Raises:
+        ValueError: something is in the way.
+        OSError: the disk is full, or the like.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    writing = folder / WRITING
+    make(writing)
+    try:
+        yield writing
+        for path in sorted(path for path in writing.iterdir() if path.name != MARK):
+            path.replace(folder / path.name)
+    except Exception as error:
+        cause = find_cause(error)
+        if isinstance(cause, OSError):
+            raise OSError(
+                cause.errno, f"{str(folder)!r} could not be written to ({cause.strerror or cause}); free space there"
+            ) from None
+        raise
+    finally:
+        remove(writing)
+
+
+def save_state_dict(state: dict[str, Any], path: Path) -> None:
+    """`torch.save`, which says of a path on a full disk only that a stream has failed."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def make(folder: Path) -> None:
+    """An empty marked folder; one that a killed process left there is removed first.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    clear(folder)
+    if folder.exists() or folder.is_symlink():
+        raise ValueError(
+            f"{str(folder)!r} is in the way: files are written there before they get their place, and it was not made "
+            f"for that; move it away"
+        )
+    folder.mkdir()
+    (folder / MARK).touch()
+
+
+def clear(folder: Path) -> None:
+    """Removes a folder that was made here; anything else stays."""
+    if is_marked(folder) or is_empty(folder):
+        remove(folder)
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether it is a folder that was made here."""
+    return not folder.is_symlink() and (folder / MARK).is_file()
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether it is a folder with nothing in it."""
+    return not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir())
+
+
+def remove(folder: Path) -> None:
+    """Removes `folder`, its mark last: a process that is killed here leaves it marked."""
+    for path in [path for path in folder.iterdir() if path.name != MARK]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (folder / MARK).unlink(missing_ok=True)
+    folder.rmdir()
