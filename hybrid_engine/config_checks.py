@@ -36,6 +36,13 @@ def check_text(name: str, value: Any, is_optional: bool = False) -> None:
         raise ValueError(f"{name}={value!r} must be a string; write it in quotes")
 
 
+def check_path_inside(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is the path of a folder below the one it is joined to."""
+    check_text(name, value)
+    if not value or value.startswith("/") or ".." in value.split("/"):
+        raise ValueError(f'{name}={value!r} must stay in its folder, without ".." and not from the root; e.g. "my_run"')
+
+
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     """Raises ValueError unless `value` is one of `choices`, and of its type."""
     if not any(value == choice and type(value) is type(choice) for choice in choices):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybrid_engine.config_checks import check_flag, check_integer, check_text
+from hybrid_engine.config_checks import check_flag, check_integer, check_path_inside, check_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class TensorBoardConfig:
     def __post_init__(self) -> None:
         check_flag("tensorboard.enabled", self.enabled)
         check_text("tensorboard.output_path", self.output_path)
-        check_text("tensorboard.job_name", self.job_name)
+        check_path_inside("tensorboard.job_name", self.job_name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class CsvMonitorConfig:
     def __post_init__(self) -> None:
         check_flag("csv_monitor.enabled", self.enabled)
         check_text("csv_monitor.output_path", self.output_path)
-        check_text("csv_monitor.job_name", self.job_name)
+        check_path_inside("csv_monitor.job_name", self.job_name)
 
 
 @dataclass(frozen=True, kw_only=True)
