@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -154,8 +153,11 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0]
+    except OSError:
+        raise
+    # Garbled bytes make torch raise nearly anything: UnpicklingError, KeyError, UnicodeDecodeError, ...
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"checkpoint: {path} is not a file of tensors from torch.save: {reason}") from error
 
 
