@@ -616,12 +616,49 @@ def _clean_environment():
     return {name: value for name, value in os.environ.items() if name not in launched}
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 0, "world_size": 2}, {"init_method": "tcp://127.0.0.1:1"}, {"rank": 7}])
-def test_a_process_group_is_described_by_the_environment_only(monkeypatch, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"rank": 0, "world_size": 2}, r"the environment \(RANK, .* says otherwise"),
+        ({"rank": 7}, r"the environment \(RANK, .* says otherwise"),
+        ({"init_method": "tcp://127.0.0.1:1"}, "RANK and WORLD_SIZE is missing; pass rank= and world_size="),
+        ({"init_method": "file:///x", "rank": 1}, "WORLD_SIZE is missing; pass rank= and world_size="),
+        ({"init_method": "mpi://x", "rank": 0, "world_size": 1}, 'must be "env://", "tcp://host:port" or "file'),
+    ],
+)
+def test_who_a_process_is_must_be_said_once(monkeypatch, wrong, words):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=r"the environment .* says how processes meet"):
+    with pytest.raises(ValueError, match=words):
         deepspeed.init_distributed(**wrong)
+
+
+def test_arguments_that_contradict_the_environment_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"the environment .* says otherwise"):
+        deepspeed.init_distributed(init_method="file:///x", rank=1, world_size=2)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "file"])
+def test_processes_meet_where_init_method_says_without_an_environment(scheme, tmp_path):
+    place = f"tcp://127.0.0.1:{free_port()}" if scheme == "tcp" else f"file://{tmp_path}/meeting"
+    source = f"""
+import sys, torch
+import hybrid_engine as deepspeed
+deepspeed.init_distributed("gloo", init_method={place!r}, rank=int(sys.argv[1]), world_size=2)
+model = torch.nn.Linear(1, 1)
+engine = deepspeed.initialize(model=model, config={{"train_batch_size": 2, "optimizer": {{"type": "SGD"}}}})[0]
+engine.backward(engine(torch.ones(1, 1)).sum())
+engine.step()
+print(deepspeed.comm.get_rank(), engine.train_micro_batch_size_per_gpu())
+"""
+    environment = {**_clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", source]
+    processes = [
+        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True) for rank in (0, 1)
+    ]
+    assert sorted(process.communicate(timeout=120)[0].strip() for process in processes) == ["0 1", "1 1"]
 
 
 def test_a_process_waits_for_the_others_as_long_as_the_timeout_says():

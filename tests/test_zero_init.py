@@ -89,9 +89,29 @@ def build_inside(rank, world_size):
     return results
 
 
+class SkipsInit(nn.Module):
+    """Built without values, which it then gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.utils.skip_init(nn.Linear, 4, 6)
+        for value, param in enumerate(self.inner.parameters()):
+            nn.init.constant_(param, value + 1)
+
+
+def build_without_values():
+    with deepspeed.zero.Init():
+        model = nn.ModuleList([SkipsInit(), nn.utils.skip_init(nn.Linear, 4, 6)])
+        alone = nn.utils.skip_init(nn.Linear, 4, 6)
+        for param in [*model[1].parameters(), *alone.parameters()]:
+            nn.init.constant_(param, 3)
+    params = [*model.parameters(), *alone.parameters()]
+    return {type(p) for p in params}, [full_tensor(p).unique().tolist() for p in params]
+
+
 def other_ways(rank, world_size):
     config = engine_config(3, world_size, bf16={"enabled": True})
-    results = {}
+    results = {"without values": build_without_values()}
     with deepspeed.zero.Init(config_dict_or_path=config), deepspeed.zero.Init():
         model = Initialised()
     results["dtypes"] = ({p.dtype for p in model.parameters()}, model.steps.dtype)
@@ -272,6 +292,13 @@ def test_precision_existing_modules_nesting_and_errors(runs):
             stage, mesh = other["refused"]
             assert "zero_optimization.stage=1 and a model built under zero.Init" in stage
             assert "(2,)" in mesh and "(2, 1)" in mesh
+
+
+def test_modules_that_get_their_storage_after_their_constructor_are_sharded(runs):
+    for _, _, other, *_ in runs:
+        types, values = other["without values"]
+        assert types == {DTensor if len(runs) > 1 else nn.Parameter}
+        assert values == [[1.0], [2.0], [3.0], [3.0], [3.0], [3.0]]
 
 
 def test_it_trains_like_a_plain_loop(runs):

@@ -86,6 +86,7 @@ class Init:
         self._under_way: set[int] = set()
         self._sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._built: list[weakref.ref[Any]] = []
+        self._empty: list[weakref.ref[nn.Module]] = []
         self._touched: deque[GatheredParameters] = deque()
         if not enabled:
             return
@@ -145,12 +146,21 @@ class Init:
         return param
 
     def _finish(self) -> None:
+        self._shard_what_was_empty()
         self.release()
         for reference in self._built:
             param = reference()
             if param is not None:
                 param.__class__ = DTensor
         self._built.clear()
+
+    def _shard_what_was_empty(self) -> None:
+        """Shards parameters that got their storage after their constructor, as by `torch.nn.utils.skip_init`."""
+        empty, self._empty = self._empty, []
+        for reference in empty:
+            module = reference()
+            if module is not None:
+                self._shard(module)
 
     def _watch_constructors(self) -> None:
         for cls in _module_classes(nn.Module):
@@ -196,6 +206,9 @@ class Init:
         for part, name in places:
             param = part._parameters[name]
             if param is None or hasattr(param, "ds_id"):
+                continue
+            if param.is_meta:
+                self._empty.append(weakref.ref(part))
                 continue
             if self.mesh is None:
                 param.data = self._place(param)

@@ -21,7 +21,9 @@ Result = TypeVar("Result")
 SECONDS_TO_FINISH = 0.1
 
 
-def init_distributed(port: int = 29500, backend: str | None = None, timeout: timedelta | None = None) -> None:
+def init_distributed(
+    port: int = 29500, backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
+) -> None:
     """Joins the process group that the environment of torchrun, MPI or SLURM describes, unless that was done.
 
     Without such an environment, or with one process, there is nothing to join and no process group is made.
@@ -30,6 +32,7 @@ def init_distributed(port: int = 29500, backend: str | None = None, timeout: tim
         port: where to meet when MASTER_PORT is not set.
         backend: of torch.distributed; None chooses by the device.
         timeout: of collectives; None is PyTorch's.
+        init_method: where to meet instead, "tcp://host:port" or "file:///path".
     """
     os.environ.update(describe_process(os.environ))
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -44,9 +47,16 @@ def init_distributed(port: int = 29500, backend: str | None = None, timeout: tim
     os.environ.setdefault("MASTER_PORT", str(port))
     if torch.cuda.is_available():
         # gloo besides, for what is offloaded to the CPU.
-        dist.init_process_group(backend or "cpu:gloo,cuda:nccl", device_id=default_device(), timeout=timeout)
+        backend, device = backend or "cpu:gloo,cuda:nccl", default_device()
+        dist.init_process_group(backend, device_id=device, timeout=timeout, **_meeting_place(init_method))
     else:
-        dist.init_process_group(backend or "gloo", timeout=timeout)
+        dist.init_process_group(backend or "gloo", timeout=timeout, **_meeting_place(init_method))
+
+
+def _meeting_place(init_method: str | None) -> dict[str, Any]:
+    if init_method is None:
+        return {}
+    return {"init_method": init_method, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
 
 
 def join_alone() -> None:
