@@ -25,7 +25,7 @@ class InferenceLayer:
 
     def __init__(self, policy: Policy, layer: nn.Module, config: Any, index: int, parallel: TensorParallel = ALONE):
         """Raises ValueError where the ranks cannot share heads or MLP equally."""
-        self.index, self.policy = index, policy
+        self.index, self.policy, self.module = index, policy, layer
         self.kind = layer_kind(policy, config, index)
         self.has_rope = policy.rope_layers is None or bool(config_value(config, policy.rope_layers)[index])
 

@@ -35,8 +35,9 @@ from hybrid_engine.observing.observer import Observer
 from hybrid_engine.random_state import seed_everything
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
 from hybrid_engine.zero.built_shards import check_built_shards
-from hybrid_engine.zero.external_parameters import LATE, MIXED, SHARD_USED
+from hybrid_engine.zero.external_parameters import LATE, MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
+from hybrid_engine.zero.layer_groups import check_callable
 from hybrid_engine.zero.lr_schedules import check_rates
 from hybrid_engine.zero.param_groups import NamedGroup, name_groups
 from hybrid_engine.zero.parameter_watch import ParameterWatch
@@ -153,7 +154,7 @@ class ZeroEngine(nn.Module):
                 return self.module(*args, **kwargs)
             except RuntimeError as error:
                 if MIXED in str(error):
-                    raise ValueError(SHARD_USED) from error
+                    raise ValueError(describe_shard_used(error, self.module, self.sharding.layers)) from error
                 raise
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -445,6 +446,7 @@ def _check(
     check_packages(config)
     prepare_outputs(config)
     check_same_architecture(model)
+    check_callable(model)
     check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))
     return groups
 

@@ -48,7 +48,7 @@ def _describe_sharding(sharding: Sharding) -> str:
         return "whole on every process and unwrapped, nothing is trained"
     if not sharding.is_sharded:
         return "whole and unwrapped, a single process has nobody to share with"
-    groups = f"{len(sharding.layers)} layers and the rest, {len(sharding.layers) + 1} FSDP groups"
+    groups = f"{len(sharding.layers) + 1} FSDP groups, {len(sharding.layers)} for layers and one for the rest"
     return f"{WEIGHTS_BY_STAGE[sharding.stage]}; {groups}"
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from hybrid_engine.containers.linear import is_adapted
 from hybrid_engine.containers.tensor_parallel import Heads, TensorParallel, check_divides, cut
 from hybrid_engine.inference.config import InferenceConfig
-from hybrid_engine.zero.sharding import find_layers
+from hybrid_engine.zero.layer_groups import find_layers
 
 ROW_NAMES = (
     "o_proj", "out_proj", "down_proj", "dense_4h_to_h", "fc2", "wo", "w2", "c_proj", "out_lin", "lin2", "proj_out",

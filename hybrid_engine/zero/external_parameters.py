@@ -2,9 +2,10 @@
 
 A transformer layer's parameters are gathered (at stage 3) and its gradients reduced (at every stage) when that layer
 has run; all others once, around everything. So a layer's parameter that is used elsewhere must be known before the
-model is sharded: that model's layers are then gathered and reduced all at once, with the rest.
+model is sharded: that layer is then gathered in parts, and what uses the parameter with the rest.
 """
 
+import traceback
 from collections.abc import Sequence
 
 from torch import nn
@@ -46,13 +47,26 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     del registered[places[0]]
 
 
-def can_gather_layers_alone(root: nn.Module, layers: Sequence[nn.Module]) -> bool:
-    """Whether each of the layers may be gathered alone; drops all registrations, which would keep whole weights."""
-    uses = [(part, param) for part in root.modules() for param in vars(part).pop(ATTRIBUTE, ())]
-    return not any(_is_used_elsewhere(layer, uses) for layer in layers)
+def take_external_uses(root: nn.Module) -> list[tuple[nn.Module, nn.Parameter]]:
+    """The registered uses, each with its module; drops the registrations, which would keep whole weights."""
+    return [(part, param) for part in root.modules() for param in vars(part).pop(ATTRIBUTE, ())]
 
 
-def _is_used_elsewhere(layer: nn.Module, uses: list[tuple[nn.Module, nn.Parameter]]) -> bool:
-    parts = set(layer.modules())
-    own = {id(param) for param in layer.parameters()}
-    return any(id(param) in own and part not in parts for part, param in uses)
+def describe_shard_used(error: BaseException, root: nn.Module, groups: Sequence[nn.Module]) -> str:
+    """What to tell the user about a shard that met a plain tensor, with the module in whose code it did.
+
+    Args:
+        error: what PyTorch raised.
+        root: the engine's module.
+        groups: the parts of it that are gathered alone.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    used = [module for module in frames if isinstance(module, nn.Module) and module in names]
+    if not used:
+        return SHARD_USED
+    group = next((group for group in groups if used[-1] in set(group.modules())), None)
+    where = f"in {names[used[-1]] or 'the model itself'} ({type(used[-1]).__name__})"
+    if group is not None:
+        where += f"; {names[group]} ({type(group).__name__}) is gathered for its own forward(), not for other methods"
+    return f"{SHARD_USED}. It was {where}"

@@ -17,13 +17,13 @@ from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import SliceReader
 
 
-class Indexed(Protocol):
-    """Something that belongs to layer `index`."""
+class ReadsLayer(Protocol):
+    """Something that reads the parameters of one layer."""
 
-    index: int
+    module: nn.Module
 
 
-Layer = TypeVar("Layer", bound=Indexed)
+Layer = TypeVar("Layer", bound=ReadsLayer)
 
 
 def _num_bytes(module: nn.Module) -> int:
@@ -44,7 +44,8 @@ class WeightGatherer:
         self.can_stream = sharding.is_sharded and not sharding.stays_whole and bool(sharding.layers) and slices is None
         self.is_streamed = self.can_stream and not is_pinned
         self._bytes_gathered = 0
-        self._pending: Any = None
+        self._pending: list[Any] = []
+        self._groups: dict[nn.Module, list[nn.Module]] = {}  # of each layer that was streamed: asked at every token
         layers = {layer: _num_bytes(layer) for layer in sharding.layers}
         self._num_bytes = {**layers, sharding.root: _num_bytes(sharding.root) - sum(layers.values())}
 
@@ -123,20 +124,27 @@ class WeightGatherer:
 
     def stream(self, layers: list[Layer]) -> Iterator[Layer]:
         """Yields `layers` in order, each gathered while it is in use and the next one on its way."""
-        modules = self.sharding.layers
-        self._pending = self._unshard(modules[0], is_async=True)
-        for layer in layers:
+        groups = [self._groups_in(layer.module) for layer in layers]
+        self._pending = [self._unshard(group, is_async=True) for group in groups[0]]
+        for index, layer in enumerate(layers):
             self._wait()
-            following = layer.index + 1
-            if following < len(modules):
-                self._pending = self._unshard(modules[following], is_async=True)
+            if index + 1 < len(layers):
+                self._pending = [self._unshard(group, is_async=True) for group in groups[index + 1]]
             yield layer
-            modules[layer.index].reshard()
+            for group in groups[index]:
+                group.reshard()  # type: ignore[operator]
+
+    def _groups_in(self, layer: nn.Module) -> list[nn.Module]:
+        """What of `layer` is gathered apart from the rest."""
+        if layer not in self._groups:
+            parts = set(layer.modules())
+            self._groups[layer] = [group for group in self.sharding.layers if group in parts]
+        return self._groups[layer]
 
     def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
+        for handle in self._pending:
+            handle.wait()
+        self._pending = []
 
     def any_process(self, flag: bool) -> bool:
         """Whether `flag` is true on any process."""

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.notices import say_once
 from hybrid_engine.zero.built_shards import placeholders
-from hybrid_engine.zero.external_parameters import can_gather_layers_alone
+from hybrid_engine.zero.external_parameters import take_external_uses
 from hybrid_engine.zero.fsdp2_private import (
     drop_unreduced_gradients,
     end_passes,
@@ -50,8 +50,11 @@ from hybrid_engine.zero.fsdp2_private import (
     return_to_gathered_storage,
     twins,
 )
+from hybrid_engine.zero.layer_groups import find_groups
 from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
-from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
+
+MAX_IN_LINE = 3
+"""Layers that are named in one line of warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ class Sharding:
     root: nn.Module
     """The whole module; an FSDPModule when sharded."""
     layers: list[nn.Module] = field(default_factory=list)
-    """The FSDPModules of the transformer layers, in order; empty when nothing is wrapped."""
+    """The FSDPModules that are gathered one at a time, in order: layers or parts of layers; empty when alone."""
     stage: int
     world_size: int
     rank: int
@@ -204,7 +207,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     mesh = build_mesh(config, world_size)
     factor = _loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
-    layers = _layers_to_wrap(module)
+    layers = _parts_to_wrap(module)
     keeps_fp32_gradients = config.accumulation_dtype == torch.float32
     with placeholders(module):
         if keeps_fp32_gradients:
@@ -229,15 +232,15 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     )
 
 
-def _layers_to_wrap(module: nn.Module) -> list[nn.Module]:
-    layers = find_layers(module)
-    if can_gather_layers_alone(module, layers):
-        return layers
-    say_once(
-        "zero_optimization: parameters of transformer layers are registered as used outside of them, so the layers are "
-        "gathered and reduced all at once"
-    )
-    return []
+def _parts_to_wrap(module: nn.Module) -> list[nn.Module]:
+    found = find_groups(module, take_external_uses(module))
+    if found.exceptions:
+        shown = ", ".join(found.exceptions[:MAX_IN_LINE]) + (", ..." if len(found.exceptions) > MAX_IN_LINE else "")
+        say_once(
+            f"zero_optimization: {len(found.exceptions)} layers are gathered and reduced in parts or with the rest of "
+            f"the model, which takes more memory: {shown}"
+        )
+    return found.modules
 
 
 def offloads_parameters(config: EngineConfig) -> bool:
@@ -281,7 +284,6 @@ def _fully_shard(
 ) -> None:
     # fp32 unless asked otherwise: adding up many ranks' gradients in 16 bits would round each sum.
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    copy_views_in_outputs(part)
     fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=offload)
     part.set_reshard_after_backward(stage == 3)
     # Averages are then a sum and a division; gloo has no reduction with a factor.
@@ -292,22 +294,7 @@ def _register_forward_methods(module: nn.Module) -> None:
     """Gathers the root's parameters also for methods named `forward_...`, like a value model's `forward_value`."""
     for name in dir(type(module)):
         if name.startswith("forward_") and callable(getattr(type(module), name)):
-            copy_views_in_outputs_of(module, name)
             register_fsdp_forward_method(module, name)
-
-
-def find_layers(module: nn.Module) -> list[nn.Module]:
-    """The transformer layers: the items of the ModuleList of one repeated class that holds the most parameters."""
-    candidates = [
-        list(dict.fromkeys(child))
-        for child in module.modules()
-        if isinstance(child, nn.ModuleList) and len({type(item) for item in child}) == 1
-    ]
-    return max(candidates, key=_num_parameters, default=[])
-
-
-def _num_parameters(layers: list[nn.Module]) -> int:
-    return sum(p.numel() for layer in layers for p in layer.parameters())
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
