@@ -15,6 +15,7 @@ SURFACE = "hybrid_engine.surface"
 WITHOUT_TORCH = frozenset(
     {
         "hybrid_engine.cli",
+        "hybrid_engine.deepspeed_names",
         "hybrid_engine.field_meanings",
         "hybrid_engine.first_use",
         "hybrid_engine.launcher",

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybrid_engine.deepspeed_names import environment_with_names
+
 DESCRIPTION = """\
 Starts a script on several processes, from the flags of DeepSpeed's launcher; torchrun does the work.
 
@@ -85,6 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
     parser.add_argument("--no_python", action="store_true", help="run the script without python before it")
     parser.add_argument("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
+    parser.add_argument(
+        "--deepspeed-names",
+        "--deepspeed_names",
+        action="store_true",
+        help="for a script that imports deepspeed: it finds this engine under that name",
+    )
     parser.add_argument("--enable_each_rank_log", metavar="FOLDER", help="each process's output goes to files in it")
     texts = {flag: f"no meaning here: {why}" for flag, why in NO_MEANING.items()}
     texts |= {flag: f"not supported: {why}" for flag, why in NOT_SUPPORTED.items()}
@@ -191,8 +199,10 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
         flags += [f"--log_dir={options.enable_each_rank_log}", "--redirects=3"]
     script = [options.user_script, *([] if options.no_local_rank else [LOCAL_RANK]), *options.user_args]
     command = [*TORCHRUN, *flags, *script]
-    is_chosen = bool(options.include or options.exclude) and bool(slots)
-    return command, {"CUDA_VISIBLE_DEVICES": ",".join(map(str, slots))} if is_chosen else {}
+    environment = environment_with_names(os.environ) if options.deepspeed_names else {}
+    if (options.include or options.exclude) and slots:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
+    return command, environment
 
 
 def count_gpus() -> int:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hybrid_engine.deepspeed_names import FOLDER
+
 VERSION = "0.19.8"
 """The version of DeepSpeed whose surface this is."""
 
@@ -48,7 +50,8 @@ class CompatFinder(DistributionFinder):
 
 def is_announced() -> bool:
     """Whether this engine is the package "deepspeed" of this process."""
-    return any(isinstance(finder, CompatFinder) for finder in sys.meta_path)
+    is_on_path = str(FOLDER) in sys.path  # where code has found it
+    return is_on_path or any(isinstance(finder, CompatFinder) for finder in sys.meta_path)
 
 
 def announce() -> None:
