@@ -3,9 +3,9 @@
 Nothing here deletes, and nothing needs torch: the command asks it what to say after Ctrl-C.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 
 CHECKPOINTS = "checkpoints"
 PPO_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "plot.png", "samples.json", "result.json")
@@ -27,8 +27,11 @@ def check_out(out: str) -> Path:
         raise ValueError(f"--out={out!r} cannot be a folder: {error}; choose another name") from error
     if not existing.is_dir():
         raise ValueError(f"--out={out!r} must be a folder, and {str(existing)!r} is a file; choose another name")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(f"--out={out!r} cannot be written: {str(existing)!r} is read-only; choose another folder")
+    try:
+        with TemporaryFile(dir=existing):  # what permissions say is not the whole truth, for root or in /proc
+            pass
+    except OSError as error:
+        raise ValueError(f"--out={out!r} cannot be written: {error.strerror}; choose another folder") from error
     for name in (*PPO_RESULTS, *FOLDERS):
         path, is_folder = folder / name, name in FOLDERS
         if path.exists() and path.is_dir() != is_folder:

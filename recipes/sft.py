@@ -81,13 +81,13 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     train, held_out = split(stdlib_examples())
     train = train[: config.max_examples or None]
+    num_steps = config.epochs * num_batches(len(train), config.batch_size)
     tokenizer = train_tokenizer(train, config.vocab_size)
     encoded = [encode_example(tokenizer, example) for example in train]
     model = build_small_llama(config, tokenizer)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"SFT: {len(train)} signatures, {num_parameters / 1e6:.2f}M parameters, {config.epochs} epochs")
 
-    num_steps = config.epochs * num_batches(encoded, config.batch_size)
     engine_config = build_engine_config(
         batch_size=config.batch_size,
         micro_batch_size=config.batch_size // get_world_size(),
@@ -189,8 +189,8 @@ def collate(encoded: list[tuple[list[int], list[int]]], pad_token: int, device: 
     return build_sequences([pair[0] for pair in encoded], [pair[1] for pair in encoded], pad_token, device)
 
 
-def num_batches(encoded: list[tuple[list[int], list[int]]], batch_size: int) -> int:
-    """Optimizer steps of one epoch."""
-    if len(encoded) < batch_size:
-        raise ValueError(f"--batch-size={batch_size} must not exceed the {len(encoded)} training examples; lower it")
-    return len(encoded) // batch_size
+def num_batches(num_examples: int, batch_size: int) -> int:
+    """Optimizer steps of one epoch; ValueError if there is none."""
+    if num_examples < batch_size:
+        raise ValueError(f"--batch-size={batch_size} must not exceed the {num_examples} training examples; lower it")
+    return num_examples // batch_size

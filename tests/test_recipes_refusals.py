@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,6 +88,7 @@ def test_a_folder_that_cannot_be_written_is_refused_by_every_recipe(tmp_path, ca
             ("odd", "reward must be a folder and is a file"),
             ("strange", "metrics.jsonl must be a file and is a folder"),
             ("x" * 300, "cannot be a folder"),
+            *([("/proc/run", "cannot be written")] if Path("/proc").is_dir() else []),
         ):
             assert cli.main([name, "--out", str(tmp_path / out)]) == 2
             line = capsys.readouterr().err
