@@ -52,6 +52,7 @@ from hybrid_engine.zero.fsdp2_private import (
 )
 from hybrid_engine.zero.layer_groups import find_groups
 from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
+from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
 
 MAX_IN_LINE = 3
 """Layers that are named in one line of warning."""
@@ -284,6 +285,7 @@ def _fully_shard(
 ) -> None:
     # fp32 unless asked otherwise: adding up many ranks' gradients in 16 bits would round each sum.
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    copy_views_in_outputs(part)
     fully_shard(part, mesh=mesh, reshard_after_forward=stage == 3, mp_policy=policy, offload_policy=offload)
     part.set_reshard_after_backward(stage == 3)
     # Averages are then a sum and a division; gloo has no reduction with a factor.
@@ -294,6 +296,7 @@ def _register_forward_methods(module: nn.Module) -> None:
     """Gathers the root's parameters also for methods named `forward_...`, like a value model's `forward_value`."""
     for name in dir(type(module)):
         if name.startswith("forward_") and callable(getattr(type(module), name)):
+            copy_views_in_outputs_of(module, name)
             register_fsdp_forward_method(module, name)
 
 
