@@ -6,13 +6,23 @@ INSTALLED := .venv/installed
 # Everything `make check` builds: the wheel, a plain copy of its files, and an environment that holds only it.
 CHECK := $(CURDIR)/.venv-check
 
-.PHONY: help demo test check lint types wheel clean
+# What `make versions` runs, and with which releases of torch: the oldest and the newest that pyproject.toml allows,
+# and those between. Each has an environment of its own, about 6 GB for a build with CUDA packages.
+VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
+VERSION_TESTS := tests/test_every_optimizer.py tests/test_zero_training.py tests/test_zero_init.py \
+  tests/test_gathered_parameters.py tests/test_external_parameters.py tests/test_changed_models.py \
+  tests/test_checkpoint.py tests/test_generate_distributed.py
+ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
+
+.PHONY: help demo test check lint types wheel versions clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    install into .venv and run the whole PPO job on the CPU; results in runs/demo, earlier ones moved aside'
 	@echo 'make test    install into .venv and run the tests'
 	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
+	@echo 'make versions   run the tests of sharding with other releases of torch, each in an environment of its own:'
+	@echo '             VERSIONS="$(VERSIONS)"; 6 GB each'
 	@echo 'make clean   remove .venv and everything built; runs/ stays'
 	@echo 'PYTHON=...   the interpreter to build .venv with (now $(PYTHON)), Python 3.10 or newer'
 
@@ -60,6 +70,25 @@ wheel: $(CHECK)/dist
 	$(CHECK)/venv/bin/python -m pip install --quiet -c constraints.txt $(CHECK)/dist/*.whl
 	cd $(CHECK)/venv && bin/python -c "$$IMPORT_EVERYTHING" && bin/hybrid-engine --help >/dev/null
 
+# Every release is tried, also after one that fails; what differs is told by the summaries at the end.
+versions: $(ENVIRONMENTS)
+	@failed=; for version in $(VERSIONS); do \
+	  echo "torch $$version"; \
+	  OMP_NUM_THREADS=1 .venv-torch-$$version/bin/python -m pytest $(VERSION_TESTS) >.venv-torch-$$version/log 2>&1 \
+	    || failed="$$failed $$version"; \
+	  grep -E '^(FAILED|ERROR)' .venv-torch-$$version/log; tail -n 1 .venv-torch-$$version/log; \
+	done; \
+	test -z "$$failed" || { echo "torch$$failed: something differs; see .venv-torch-*/log" >&2; exit 1; }
+
+# torch and what it demands in its versions, everything else in those of constraints.txt.
+.venv-torch-%/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-torch-$*
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt >.venv-torch-$*/constraints.txt
+	.venv-torch-$*/bin/python -m pip install --quiet 'torch==$*' 'setuptools>=77'
+	.venv-torch-$*/bin/python -m pip install --quiet -c .venv-torch-$*/constraints.txt \
+	  --no-build-isolation --editable . pytest
+	@touch $@
+
 define IMPORT_EVERYTHING
 import importlib, pkgutil, sys
 import hybrid_engine
@@ -71,7 +100,7 @@ endef
 export IMPORT_EVERYTHING
 
 clean:
-	rm -rf .venv .venv-check build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-check .venv-torch-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 FORCE:

@@ -11,6 +11,7 @@ from hybrid_engine.config.optimizer import TORCH_OPTIMIZERS
 from hybrid_engine.ops.adam import FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
 from hybrid_engine.ops.lion import FusedLion
+from hybrid_engine.zero.carried_state import has_stepped
 from hybrid_engine.zero.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from hybrid_engine.zero.lr_schedules import build_scheduler
 from hybrid_engine.zero.masters import build_trained_parameters
@@ -37,11 +38,21 @@ def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineC
             "lr_scheduler: it schedules another optimizer than the engine's and would have no effect; pass the "
             "optimizer it was built on too, or a function of the optimizer that builds the scheduler"
         )
-    has_state = isinstance(optimizer, torch.optim.Optimizer) and len(optimizer.state) > 0
-    if has_state and (config.dtype != torch.float32 or get_world_size() > 1):
+    if isinstance(optimizer, torch.optim.Optimizer):
+        needs_new_state = config.dtype != torch.float32 or get_world_size() > 1
+        if needs_new_state and has_stepped(optimizer):
+            raise ValueError(
+                "optimizer: it has stepped before, and its state belongs to whole fp32 parameters; pass a new "
+                "optimizer, or a function that builds it, and continue an earlier run with load_checkpoint()"
+            )
+    _refuse_sparse_adam(optimizer)
+
+
+def _refuse_sparse_adam(optimizer: Any) -> None:
+    if optimizer is torch.optim.SparseAdam or isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
-            "optimizer: it has stepped before, and its state belongs to whole fp32 parameters; pass a new optimizer "
-            "and continue an earlier run with load_checkpoint()"
+            "optimizer=SparseAdam steps sparse gradients, which are neither accumulated nor clipped here; use "
+            "torch.optim.Adam, and nn.Embedding(sparse=False)"
         )
 
 
@@ -99,6 +110,7 @@ def build_optimizer(
         new_groups = build_groups(groups, masters)
         inner = optimizer(new_groups) if optimizer is not None else _build_from_config(config.optimizer, new_groups)
         _check_kind("optimizer(...)", inner, isinstance(inner, torch.optim.Optimizer), "a torch Optimizer")
+        _refuse_sparse_adam(inner)
     return ZeroOptimizer(
         inner,
         parameters,

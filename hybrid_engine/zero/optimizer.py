@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hybrid_engine.notices import say_once
+from hybrid_engine.zero import plain_steps
 from hybrid_engine.zero.loss_scaler import LossScaler
 from hybrid_engine.zero.masters import TrainedParameter, renew_masters
 from hybrid_engine.zero.sharding import local_tensor
@@ -144,7 +145,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._rescale(grads)
             self.renew_masters()
             self.is_torn = True
-            self.inner.step()
+            plain_steps.step(self.inner)
             self.write_masters_back()
             self.is_torn = False
         if overflow or not self.skip_step:  # a step that was only asked to be skipped says nothing about the scale

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid_engine.zero.carried_state import carry_state
+
 NamedGroup = dict[str, Any]
 """A torch parameter group with `names` (of the module's parameters) in place of `params`."""
 
@@ -70,8 +72,15 @@ def build_groups(groups: list[NamedGroup], masters: dict[str, nn.Parameter]) -> 
 def repoint_groups(
     optimizer: torch.optim.Optimizer, groups: list[NamedGroup], masters: dict[str, nn.Parameter]
 ) -> None:
-    """Makes an existing optimizer step the masters, in place: a scheduler built on it keeps working."""
-    targets = [[masters[name] for name in group["names"] if name in masters] for group in groups]
-    for group, target in zip(optimizer.param_groups, targets, strict=True):
-        group["params"] = target
+    """Makes an existing optimizer step the masters, in place: a scheduler built on it keeps working.
+
+    State that it was built with goes to the masters too.
+    """
+    replaced = {}
+    for group, named in zip(optimizer.param_groups, groups, strict=True):
+        pairs = zip(group["params"], named["names"], strict=True)
+        pairs_of_group = {param: masters[name] for param, name in pairs if name in masters}
+        replaced.update(pairs_of_group)
+        group["params"] = list(pairs_of_group.values())
         group.pop("param_names", None)
+    carry_state(optimizer, replaced)

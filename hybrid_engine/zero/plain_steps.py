@@ -1,0 +1,128 @@
+"""Steps of optimizers whose operations torch has no sharded form of, on plain tensors in the place of DTensors.
+
+An optimizer over DTensors computes what it would on one process, or torch raises: it has no sharded form of fused SGD
+and Adagrad, and not of all that Rprop, Adafactor and Muon do. Of those
+
+- optimizers that step every number by itself step this process's shards;
+- Adafactor and Muon, which look at whole tensors, step one parameter at a time, gathered with its gradient and its
+  state, on every process alike; where a shard is the whole, as at stage 0, they step that.
+
+`param_groups` and the keys of `state` are the DTensors again when a step is over.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hybrid_engine.zero.sharding import full_tensor, local_tensor
+
+WHOLE_TENSORS = ("Adafactor", "Muon")
+"""Class names, of torch.optim or others."""
+NO_SHARDED_FORM = ("Sharding propagation failed", "sharding strategy", "mixed torch.Tensor and DTensor")
+"""What torch says when it has none."""
+
+
+Plain = Callable[[torch.Tensor], torch.Tensor]
+"""What takes the place of a DTensor: this process's shard, or the whole."""
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """One step of `optimizer`; collective where its parameters are DTensors.
+
+    Raises:
+        ValueError: torch has no sharded form of what it does.
+    """
+    masters = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
+    if _steps_shards(optimizer, masters):
+        _step_plain(optimizer, masters, local_tensor)
+    elif masters and type(optimizer).__name__ in WHOLE_TENSORS:
+        for master in masters:
+            if master.grad is not None:
+                _step_plain(optimizer, [master], _whole)
+    else:
+        _step_sharded(optimizer)
+
+
+def _steps_shards(optimizer: torch.optim.Optimizer, masters: list[Any]) -> bool:
+    """Whether a step on this process's shards is one on the whole, and torch has no sharded form of it."""
+    if not masters:
+        return False
+    if type(optimizer).__name__ in WHOLE_TENSORS:
+        return all(_is_whole(master) for master in masters)
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    kinds = (torch.optim.Rprop, torch.optim.SGD, torch.optim.Adagrad) if is_fused else (torch.optim.Rprop,)
+    return type(optimizer) in kinds  # not a subclass of them, whose step may be another
+
+
+def _is_whole(master: Any) -> bool:
+    """Whether every process has all of it."""
+    sizes = zip(master.device_mesh.shape, master.placements, strict=True)
+    return all(size == 1 or placement.is_replicate() for size, placement in sizes)
+
+
+def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except (NotImplementedError, RuntimeError) as error:
+        if not any(words in str(error) for words in NO_SHARDED_FORM):
+            raise
+        raise ValueError(
+            f"optimizer={type(optimizer).__name__} cannot step sharded parameters, torch has no sharded form of what "
+            f"it does ({str(error).splitlines()[0]}); train on one process, or with another optimizer, such as AdamW"
+        ) from error
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of it where it lies: an offloaded one lies in the CPU's memory."""
+    return full_tensor(tensor).to(tensor.device)
+
+
+def _step_plain(optimizer: torch.optim.Optimizer, masters: list[Any], plain: Plain) -> None:
+    """Steps plain parameters with what the optimizer knows of `masters`, and leaves it with those."""
+    stands = {master: _stand(optimizer, master, plain) for master in masters}
+    kept = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [stands[param] for param in group["params"] if param in stands]
+    try:
+        optimizer.step()
+    finally:
+        for group, params in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = params
+        for master, stand in stands.items():
+            _keep(master, stand)
+            for key, value in optimizer.state.pop(stand, {}).items():
+                _keep_state(optimizer.state[master], key, value, master, stand)
+
+
+def _stand(optimizer: torch.optim.Optimizer, master: Any, plain: Plain) -> nn.Parameter:
+    """The plain parameter in the place of `master`, with its gradient and its state."""
+    stand = nn.Parameter(plain(master), requires_grad=master.requires_grad)
+    stand.grad = None if master.grad is None else plain(master.grad)
+    if master in optimizer.state:
+        state = optimizer.state[master]
+        optimizer.state[stand] = {key: plain(v) if isinstance(v, DTensor) else v for key, v in state.items()}
+    return stand
+
+
+def _keep_state(state: dict[str, Any], key: str, value: Any, master: Any, stand: nn.Parameter) -> None:
+    """Takes over one entry: of the parameter's size it is sharded like that, any other is every process's own."""
+    if not isinstance(value, torch.Tensor) or value.shape != stand.shape:
+        state[key] = value
+        return
+    if not isinstance(state.get(key), DTensor):
+        state[key] = torch.zeros_like(master, dtype=value.dtype)
+    _keep(state[key], value)
+
+
+def _keep(target: Any, value: torch.Tensor) -> None:
+    """Gives a DTensor its values, this process's or whole ones; nothing where it shares them."""
+    shard = local_tensor(target)
+    if value.shape == target.shape != shard.shape:
+        mesh = target.device_mesh
+        whole = value.detach().to(mesh.device_type)
+        value = local_tensor(distribute_tensor(whole, mesh, target.placements, src_data_rank=None))
+    if value.data_ptr() != shard.data_ptr():
+        shard.copy_(value)
