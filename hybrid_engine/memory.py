@@ -1,11 +1,13 @@
 """Memory of this process: what training keeps, in bytes and in words, and what is free."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import psutil
 import torch
 
 from hybrid_engine.config import EngineConfig
+from hybrid_engine.zero.fsdp2_private import unreduced_gradients
 from hybrid_engine.zero.optimizer import ZeroOptimizer
 from hybrid_engine.zero.sharding import Sharding, local_tensor
 
@@ -13,32 +15,66 @@ from hybrid_engine.zero.sharding import Sharding, local_tensor
 USABLE_MEMORY = 0.8
 
 WEIGHTS_BY_STAGE = (
-    "replicated, gradients averaged at the accumulation boundary",
-    "sharded; whole between forward and backward, gradients reduced at the accumulation boundary",
-    "sharded; whole between forward and backward, gradients reduced at every micro-batch",
+    "whole, gradients averaged at the accumulation boundary",
+    "whole, and as shards that the optimizer steps; gradients reduced at the accumulation boundary",
+    "whole, and as shards that the optimizer steps; gradients reduced at every micro-batch",
     "sharded; gathered layer by layer in forward and backward, gradients reduced at every micro-batch",
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingBytes:
+    """What lies in this process's memory now, in bytes of storage; FSDP2's padding included."""
+
+    parameters: int
+    """As the module has them: whole, or at stage 3 shards."""
+    shards: int
+    """Of parameters that are whole beside them."""
+    masters: int
+    """Copies that the optimizer steps in place of the parameters."""
+    state: int
+    """The optimizer's."""
+    gradients: int
+    """Reduced ones and those that wait for it."""
+
+
+def count_bytes(sharding: Sharding, optimizer: ZeroOptimizer | None) -> TrainingBytes:
+    """The bytes of this process now; local."""
+    trained = optimizer.parameters if optimizer is not None else []
+    states = optimizer.state.values() if optimizer is not None else []
+    pairs = list(sharding.twins()) if sharding.stays_whole else []
+    owners = [*(t.param for t in trained), *(t.master for t in trained), *(whole for _, whole in pairs)]
+    waiting = unreduced_gradients(sharding.fsdp_modules())
+    return TrainingBytes(
+        parameters=num_bytes(sharding.root.parameters()),
+        shards=num_bytes(shard for shard, _ in pairs),
+        masters=num_bytes(t.master for t in trained if t.has_master),
+        state=num_bytes(v for values in states for v in values.values() if isinstance(v, torch.Tensor)),
+        gradients=num_bytes([*(owner.grad for owner in owners if owner.grad is not None), *waiting]),
+    )
+
+
 def describe_memory(sharding: Sharding, optimizer: ZeroOptimizer | None, config: EngineConfig) -> str:
     """A few lines on stage, processes, precision, sharding and bytes on this process."""
+    held = count_bytes(sharding, optimizer)
+    beside = f", and {format_bytes(held.shards)} of shards" if held.shards else ""
     lines = [
         f"ZeRO stage {sharding.stage}, rank {sharding.rank} of {sharding.world_size}; "
         f"parameters in {str(config.dtype).removeprefix('torch.')}",
         f"weights: {_describe_sharding(sharding)}",
-        f"parameters: {format_bytes(num_bytes(sharding.root.parameters()))} on this process",
+        f"parameters: {format_bytes(held.parameters)}{beside} on this process",
     ]
     if optimizer is None:
         return "\n".join([*lines, "no optimizer: this engine only evaluates"])
     masters = [t.master for t in optimizer.parameters]
-    copies = [t.master for t in optimizer.parameters if t.has_master]
-    state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+    gradients = sum(local_tensor(master).numel() * config.accumulation_dtype.itemsize for master in masters)
     return "\n".join(
         [
             *lines,
-            f"trained: {len(masters)} parameters; fp32 gradients {format_bytes(4 * num_elements(masters))} at the step",
-            f"fp32 masters: {format_bytes(num_bytes(copies))}",
-            f"optimizer state: {format_bytes(num_bytes(state))} ({type(optimizer.inner).__name__})",
+            f"trained: {len(masters)} parameters; gradients {format_bytes(gradients)} at the step, "
+            f"{format_bytes(held.gradients)} now",
+            f"masters: {format_bytes(held.masters)}",
+            f"optimizer state: {format_bytes(held.state)} ({type(optimizer.inner).__name__})",
         ]
     )
 
@@ -52,14 +88,10 @@ def _describe_sharding(sharding: Sharding) -> str:
     return f"{WEIGHTS_BY_STAGE[sharding.stage]}; {groups}"
 
 
-def num_elements(tensors: Iterable[torch.Tensor]) -> int:
-    """Elements on this process."""
-    return sum(local_tensor(tensor).numel() for tensor in tensors)
-
-
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes on this process."""
-    return sum(local_tensor(tensor).numel() * tensor.element_size() for tensor in tensors)
+    """Bytes of the storages on this process that the tensors lie in, each counted once."""
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def format_bytes(count: int) -> str:

@@ -103,6 +103,14 @@ def has_unreduced_gradients(modules: Iterable[FSDPModule]) -> bool:
     )
 
 
+def unreduced_gradients(modules: Iterable[FSDPModule]) -> Iterator[torch.Tensor]:
+    """The gradients that wait for a backward pass which reduces them."""
+    for param in fsdp_params(modules):
+        apart = param.unsharded_accumulated_grad if _keeps_gradients_apart(param) else None
+        own = param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
+        yield from (grad for grad in (apart, own) if grad is not None)
+
+
 def drop_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
     """Forgets the gradients that wait for a backward pass which reduces them."""
     for param in fsdp_params(modules):
