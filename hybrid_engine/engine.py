@@ -2,7 +2,7 @@
 
     for batch in dataloader:
         loss = engine(**batch).loss
-        engine.backward(loss)
+        engine.backward(loss)  # or engine.scale(loss).backward()
         engine.step()
 
 Where things are: sharding in `zero/sharding.py`, masters, clipping and loss scaling in `zero/optimizer.py`, files in
@@ -11,8 +11,8 @@ Where things are: sharding in `zero/sharding.py`, masters, clipping and loss sca
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from hybrid_engine import checkpoint
+from hybrid_engine.accumulation import GradientAccumulation
+from hybrid_engine.backward_hooks import BackwardHooks
 from hybrid_engine.compat.engine_names import EngineNames
+from hybrid_engine.compat.offload_config import OffloadStateTypeEnum
 from hybrid_engine.compat.parameter_offload import ParameterOffload
 from hybrid_engine.compat.whole_values import link_parameters
 from hybrid_engine.config import EngineConfig
@@ -33,6 +36,7 @@ from hybrid_engine.memory import describe_memory
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
 from hybrid_engine.observing.observer import Observer
 from hybrid_engine.random_state import seed_everything
+from hybrid_engine.state_offload import TRAINING, StateOffload
 from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
 from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.external_parameters import LATE, MIXED, describe_shard_used
@@ -119,9 +123,11 @@ class ZeroEngine(nn.Module):
         self.observer = Observer(config, self.device, self.sharding.rank)
         self.num_pending_micro_batches = 0
         self.folder_lock: Any = None
-        self._boundary: bool | None = None
-        self._reduces_gradients = True
-        self._backward_was_called = False
+        self.accumulation = GradientAccumulation(self)
+        self.state_offload = StateOffload(self)
+        if self.optimizer is not None:
+            self.optimizer.state_offload = self.state_offload
+        self.backward_hooks = BackwardHooks(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -146,26 +152,29 @@ class ZeroEngine(nn.Module):
         self._check_parameters()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
-        self._check_whole("forward()")
+        self._check_whole("forward()", OffloadStateTypeEnum.lp_params)
+        self.backward_hooks.recover()
         self.sharding.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
         observed = self.observer.forward(self.global_steps, self.module.training)
         with restoring_modes(), observed, self._saving_activations(), self.sharding.ending_passes_on_error():
             try:
-                return self.module(*args, **kwargs)
+                output = self.module(*args, **kwargs)
             except RuntimeError as error:
                 if MIXED in str(error):
                     raise ValueError(describe_shard_used(error, self.module, self.sharding.layers)) from error
                 raise
+        self.backward_hooks.watch(output)
+        return output
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Adds the gradients of `loss / gradient_accumulation_steps` to those of this step; returns `loss`.
+        """Adds the gradients of `loss / gradient_accumulation_steps` to those of this step; returns that quotient.
 
         Collective when the gradients are reduced here: in stages 2 and 3, and at the accumulation boundary.
 
         Args:
             loss: one number.
             retain_graph: whether the graph is kept for another backward pass.
-            scale_wrt_gas: False does not divide by the accumulation steps.
+            scale_wrt_gas: False does not divide by the accumulation steps, and returns `loss`.
 
         Raises:
             ValueError: `loss` is not one number or does not depend on the parameters; the engine does not train, or not
@@ -174,22 +183,39 @@ class ZeroEngine(nn.Module):
         After an error on the way, also Ctrl-C, all gradients are dropped and the accumulation starts again.
         """
         optimizer = self._check_trains("backward()")
-        _check_loss(loss)
+        _check_loss("backward()", loss)
+        self.state_offload.check("backward()", *TRAINING)
         self._check_parameters()
-        reduces = self._reduces_gradients and self.is_gradient_accumulation_boundary()
-        factor = self.sharding.loss_factor / (self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
+        self.backward_hooks.recover()
+        num_micro_batches = self.config.gradient_accumulation_steps if scale_wrt_gas else 1
+        own_pass = self.backward_hooks.own_pass(optimizer.cur_scale)
         try:
-            self.sharding.expect_gradients(reduces)
-            with restoring_modes(), self.observer.backward(loss), self.sharding.ending_passes_on_error():
-                optimizer.scale_loss(loss.float() * factor).backward(retain_graph=retain_graph)
+            reduces = self.accumulation.begin_pass()
+            with restoring_modes(), self.observer.backward(loss), self.sharding.ending_passes_on_error(), own_pass:
+                scaled = optimizer.scale_loss(loss.float() * (self.sharding.loss_factor / num_micro_batches))
+                scaled.backward(retain_graph=retain_graph)
                 if reduces and self.sharding.has_late_gradients():
                     raise ValueError(LATE)
                 optimizer.accumulate_gradients()
-            self._backward_was_called = True
-            return loss  # inside: Ctrl-C before the caller has it is one, too
+            self.accumulation.end_pass()
+            # Inside: Ctrl-C before the caller has it is an error, too.
+            return loss / num_micro_batches if scale_wrt_gas else loss
         except BaseException:
             self._drop_accumulation()
             raise
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What to call PyTorch's own `backward()` on instead of `loss`: in fp16 the loss is multiplied by its scale.
+
+        The division by the accumulation steps is done when gradients come to the parameters. After an error in such a
+        pass all gradients are dropped, by the next call of the engine.
+
+        Raises:
+            ValueError: the engine does not train; `loss` is not one number or does not depend on parameters.
+        """
+        self._check_trains("scale()")
+        _check_loss("scale()", loss)
+        return self.backward_hooks.scale(loss)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the accumulation boundary the optimizer and the scheduler step.
@@ -207,17 +233,13 @@ class ZeroEngine(nn.Module):
         self._check_trains("step()")
         self._check_parameters()
         self._check_whole("step()")
-        if not self._reduces_gradients:
-            raise ValueError("step(): inside no_sync() gradients are not reduced; step after it")
-        if not self._backward_was_called:
-            raise ValueError("step(): there are no gradients; call backward(loss) before each step()")
+        self.backward_hooks.recover()
+        self.accumulation.check_step()
         with holding_interrupts():
             self._end_micro_batch(lr_kwargs or {})
 
     def _end_micro_batch(self, lr_kwargs: dict[str, Any]) -> None:
-        self._backward_was_called = False
-        is_boundary = self.is_gradient_accumulation_boundary()
-        with self.observer.step(is_boundary):
+        with self.accumulation.step() as is_boundary, self.observer.step(is_boundary):
             if is_boundary:
                 self._step_optimizer(lr_kwargs)
             else:
@@ -236,7 +258,7 @@ class ZeroEngine(nn.Module):
             self.sharding.settle()
             raise
         self.global_steps += 1
-        self.global_samples += self.config.train_batch_size
+        self.global_samples += self.accumulation.num_samples()
         if self.optimizer.overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -246,7 +268,7 @@ class ZeroEngine(nn.Module):
 
     def _drop_accumulation(self) -> None:
         """Drops all gradients; the next micro-batch is the first of a step again."""
-        self._backward_was_called = False
+        self.accumulation.num_passes = 0
         self.micro_steps -= self.num_pending_micro_batches
         self.zero_grad()
 
@@ -256,39 +278,25 @@ class ZeroEngine(nn.Module):
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         self.sharding.drop_pending_gradients()
+        self.accumulation.has_unreduced = False
+        self.state_offload.forget_gradients()
         self.observer.forget_losses()
         self.num_pending_micro_batches = 0
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its optimizer step."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        return self.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Says whether each micro-batch from now on ends an optimizer step; None counts them again, as at first.
 
         The loss is divided by `gradient_accumulation_steps` all the same.
         """
-        self._boundary = is_boundary
+        self.accumulation.set_boundary(is_boundary)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside reduce no gradients; the first one after it that ends a step reduces their sum.
-
-        Raises:
-            ValueError: at stages 2 and 3, which reduce at every micro-batch; in `step()` inside.
-        """
-        if self.sharding.is_sharded and self.sharding.stage >= 2:
-            raise ValueError(
-                f"no_sync(): zero_optimization.stage={self.sharding.stage} keeps only shards of the gradients and "
-                f"reduces them at every micro-batch; use stage 0 or 1, or leave no_sync() out"
-            )
-        self._reduces_gradients = False
-        try:
-            yield
-        finally:
-            self._reduces_gradients = True
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside reduce no gradients. See `GradientAccumulation.no_sync`."""
+        return self.accumulation.no_sync()
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` at a boundary changed the parameters; False before the first and after a skip."""
@@ -362,6 +370,7 @@ class ZeroEngine(nn.Module):
                 f"load_checkpoint(): {custom_load_fn=} is not supported, as the weights are read as shards and never "
                 f"as one state dict; leave it out, and change the weights after loading"
             )
+        self.state_offload.check("load_checkpoint()")
         path, client_state = checkpoint.load(
             self,
             load_dir,
@@ -395,7 +404,7 @@ class ZeroEngine(nn.Module):
         # Here, not at the top: training a plain module needs neither transformers nor peft.
         from hybrid_engine.export import save_16bit_model
 
-        self._check_whole("save_16bit_model()")
+        self._check_whole("save_16bit_model()", OffloadStateTypeEnum.lp_params)
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
@@ -426,7 +435,12 @@ class ZeroEngine(nn.Module):
             raise ValueError(f"{what}: this engine only evaluates; pass an optimizer to initialize()")
         return self.optimizer
 
-    def _check_whole(self, what: str) -> None:
+    def follow_moved_weights(self) -> None:
+        """After the parameters were given other storage; nothing here reads the old one."""
+
+    def _check_whole(self, what: str, *kinds: OffloadStateTypeEnum) -> None:
+        """Raises ValueError for parameters that are torn, or where one of `kinds`, or anything, is offloaded."""
+        self.state_offload.check(what, *kinds)
         if self.optimizer is not None and self.optimizer.is_torn:
             raise ValueError(
                 f"{what}: an error came in the middle of the last step(), so that some parameters may be stepped and "
@@ -455,12 +469,12 @@ def _to_half(value: Any) -> Any:
     return value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _check_loss(loss: torch.Tensor) -> None:
+def _check_loss(what: str, loss: torch.Tensor) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"backward(): the loss has shape {shape}, it must be one number; reduce it, e.g. loss.mean()")
+        raise ValueError(f"{what}: the loss has shape {shape}, it must be one number; reduce it, e.g. loss.mean()")
     if not loss.requires_grad:
         raise ValueError(
-            "backward(): the loss does not depend on trainable parameters (requires_grad is False); compute it from "
-            "the engine's output outside torch.no_grad()"
+            f"{what}: the loss does not depend on trainable parameters (requires_grad is False); compute it from the "
+            "engine's output outside torch.no_grad()"
         )

@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 
 from hybrid_engine.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.compat.hybrid_names import HybridNames
+from hybrid_engine.compat.offload_config import OffloadStateTypeEnum
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.engine import ZeroEngine
@@ -115,7 +116,7 @@ class HybridEngine(ZeroEngine):
         Raises:
             ValueError: for any mode, input or option that cannot work, before anything is done.
         """
-        self._check_whole("generate()")
+        self._check_whole("generate()", OffloadStateTypeEnum.lp_params)
         # Tensors made in inference mode would stay behind in the workspace.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
             self._check_not_generating("generate()")
@@ -155,8 +156,14 @@ class HybridEngine(ZeroEngine):
         if self.num_pending_micro_batches == 0:  # an optimizer step: waiting for the device is cheap there
             self.latency.add_training()
 
+    def follow_moved_weights(self) -> None:
+        """Points the containers at them: views of the old storage would keep its memory."""
+        if self.generator.model is not None and not self.sharding.is_sharded:
+            self.generator.model.bind()
+
     def create_inference_containers(self) -> None:
         """Builds the containers anew, as after a change of the module's structure, and measures them."""
+        self._check_whole("create_inference_containers()", OffloadStateTypeEnum.lp_params)
         self._check_not_generating("create_inference_containers()")
         with holding_interrupts():
             self.logprob_difference = self.generator.build_containers()

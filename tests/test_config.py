@@ -26,7 +26,7 @@ BATCH = {"train_batch_size": 8}
 def test_an_almost_empty_config_has_deepspeeds_defaults():
     config = load_config(BATCH, world_size=1)
     assert config == EngineConfig(
-        train_batch_size=8, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=1, gradient_clipping=0.0
+        train_batch_size=8, train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=1, gradient_clipping=1.0
     )
     assert config.zero_optimization.stage == 0
     assert config.optimizer is None and config.scheduler is None
@@ -730,7 +730,7 @@ def test_auto_without_arguments_is_the_default_or_follows_from_the_rest():
         "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
     }
     config = load_config(given, world_size=1)
-    assert (config.gradient_accumulation_steps, config.gradient_clipping) == (4, 0.0)
+    assert (config.gradient_accumulation_steps, config.gradient_clipping) == (4, 1.0)
     assert config.optimizer.params == {"lr": 3e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
     assert config.scheduler.params == {"warmup_max_lr": 3e-4}
 

@@ -70,12 +70,15 @@ def test_it_counts_micro_batches_steps_and_samples():
     assert (engine.micro_steps, engine.global_steps, engine.global_samples) == (6, 2, 12)
 
 
-def test_backward_returns_the_loss_it_was_given_and_divides_by_the_accumulation_steps():
+def test_backward_returns_the_loss_that_is_divided_by_the_accumulation_steps_unless_told_not_to():
     engine = _linear({**MINIMAL, "train_batch_size": 4, "gradient_accumulation_steps": 4})
     loss = _loss(engine)
-    assert engine.backward(loss) is loss
-    expected = torch.autograd.grad(_loss(engine), engine.module.weight)[0] / 4
-    torch.testing.assert_close(engine.module.weight.grad, expected)
+    assert engine.backward(loss).item() == loss.item() / 4
+    expected = torch.autograd.grad(_loss(engine), engine.module.weight)[0]
+    torch.testing.assert_close(engine.module.weight.grad, expected / 4)
+    loss = _loss(engine)
+    assert engine.backward(loss, scale_wrt_gas=False) is loss
+    torch.testing.assert_close(engine.module.weight.grad, expected * 1.25)
 
 
 def test_the_gradient_norm_is_the_one_before_clipping_and_without_the_loss_scale():

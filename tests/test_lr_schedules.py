@@ -90,6 +90,50 @@ def test_cosine_falls_from_below_the_peak_to_its_floor_and_stays_there():
     assert seen_rates(scheduler, optimizer, 9) == pytest.approx([2.0 * share for share in shares])
 
 
+def test_warmup_without_a_peak_takes_each_groups_own_rate():
+    for cls, arguments in ((WarmupLR, {}), (WarmupDecayLR, {"total_num_steps": 100, "warmup_max_lr": None})):
+        optimizer = sgd(0.5, 0.02)
+        scheduler = cls(optimizer, warmup_num_steps=2, warmup_type="linear", **arguments)
+        optimizer.step()
+        scheduler.step(1)
+        assert scheduler.get_last_lr() == pytest.approx([0.25, 0.01])
+
+
+SCHEDULES = [
+    ("WarmupLR", {"warmup_max_lr": 0.3, "warmup_num_steps": 5}),
+    ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
+    ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
+    ("LRRangeTest", {"lr_range_test_step_size": 2}),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 4}),
+]
+
+
+@pytest.mark.parametrize(("kind", "params"), SCHEDULES)
+def test_a_step_to_an_iteration_is_as_many_steps_and_counts_on_from_there(kind, params, recwarn):
+    config = SchedulerConfig(type=kind, params=params)
+
+    def rates(jump):
+        optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+        scheduler = build_scheduler(config, optimizer)
+        assert scheduler.last_batch_iteration == -1
+        optimizer.step()
+        jump(scheduler)
+        seen = [(scheduler.last_batch_iteration, *scheduler.get_last_lr(), optimizer.param_groups[0]["betas"])]
+        for _ in range(3):
+            scheduler.step()
+            seen.append((scheduler.last_batch_iteration, *scheduler.get_last_lr(), optimizer.param_groups[0]["betas"]))
+        return seen
+
+    expected = rates(lambda scheduler: [scheduler.step() for _ in range(4)])
+    assert expected[0][0] == 3
+    assert rates(lambda scheduler: scheduler.step(3)) == expected
+    assert rates(lambda scheduler: [scheduler.step(8), scheduler.step(3)]) == expected
+    assert (
+        rates(lambda scheduler: [scheduler.load_state_dict({"last_batch_iteration": 2}), scheduler.step()]) == expected
+    )
+    assert not recwarn.list
+
+
 def test_a_range_test_grows_by_its_step_rate_every_step_size_at_once_or_evenly():
     optimizer = sgd(0.5)
     scheduler = LRRangeTest(optimizer, 0.1, lr_range_test_step_size=2, lr_range_test_step_rate=3.0)
@@ -139,16 +183,7 @@ def test_each_parameter_group_follows_its_own_rates():
     assert scheduler.get_last_lr() == pytest.approx([0.5, 0.2])
 
 
-@pytest.mark.parametrize(
-    ("kind", "params"),
-    [
-        ("WarmupLR", {"warmup_max_lr": 0.3, "warmup_num_steps": 5}),
-        ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
-        ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
-        ("LRRangeTest", {"lr_range_test_step_size": 2}),
-        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 4}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "params"), SCHEDULES)
 def test_a_schedule_loaded_in_the_middle_goes_on_as_if_never_stopped(kind, params):
     config = SchedulerConfig(type=kind, params=params)
     optimizer = sgd(0.5)

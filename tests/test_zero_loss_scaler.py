@@ -16,8 +16,11 @@ def _scales(scaler, events):
 
 
 def test_the_scale_doubles_after_each_window_without_overflow():
-    # The window counts from "step -1": the first doubling comes at the window-th step, step index window - 1.
-    assert _scales(DynamicLossScaler(8, window=3), [FINE] * 6) == [8, 8, 16, 16, 16, 32]
+    # DeepSpeed counts from the step after the first one, or after an overflow.
+    assert _scales(DynamicLossScaler(8, window=3), [FINE] * 8) == [8, 8, 8, 16, 16, 16, 32, 32]
+    assert _scales(DynamicLossScaler(8, window=1), [FINE] * 3) == [8, 16, 32]
+    events = [FINE, OVERFLOW, FINE, FINE, FINE, FINE, FINE, FINE, FINE]
+    assert _scales(DynamicLossScaler(8, window=3, hysteresis=1), events) == [8, 4, 4, 4, 4, 8, 8, 8, 16]
 
 
 def test_hysteresis_forgives_overflows_before_the_first_halving():
@@ -27,8 +30,8 @@ def test_hysteresis_forgives_overflows_before_the_first_halving():
 
 def test_an_overflow_restarts_the_window_and_growth_refills_the_hysteresis():
     scaler = DynamicLossScaler(8, window=2, hysteresis=2)
-    events = [OVERFLOW, FINE, FINE, OVERFLOW, OVERFLOW]
-    assert _scales(scaler, events) == [8, 8, 16, 16, 8]
+    events = [OVERFLOW, FINE, FINE, FINE, OVERFLOW, OVERFLOW]
+    assert _scales(scaler, events) == [8, 8, 8, 16, 16, 8]
 
 
 def test_consecutive_hysteresis_is_refilled_by_every_good_step():

@@ -102,7 +102,7 @@ def build_manifest(engine: "ZeroEngine", left_out: Collection[str] = ()) -> dict
         "scheduler": None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
         "optimizer": None if optimizer is None else describe_optimizer(optimizer.inner),
         "groups": None if optimizer is None else [group["names"] for group in named_param_groups(optimizer)],
-        "pending_micro_batches": engine.num_pending_micro_batches + engine._backward_was_called,
+        "pending_micro_batches": engine.num_pending_micro_batches + (engine.accumulation.num_passes > 0),
     }
 
 

@@ -176,7 +176,7 @@ def _take_over(engine: "ZeroEngine", opened: Opened, wanted: Wanted, held: HeldI
         undo.undo()
         raise
     engine.zero_grad()
-    engine._backward_was_called = False
+    engine.accumulation.num_passes = 0
 
 
 def _stage(engine: "ZeroEngine", opened: Opened, wanted: Wanted, held: HeldInterrupts) -> Staged:

@@ -57,6 +57,7 @@ ALIASES = {
     "runtime.zero": "hybrid_engine.zero",
     "runtime.zero.config": "hybrid_engine.compat.config_names",
     "runtime.zero.mics": "hybrid_engine.zero",
+    "runtime.zero.offload_config": "hybrid_engine.compat.offload_config",
     "runtime.zero.partition_parameters": "hybrid_engine.compat.partition_parameters",
     "runtime.zero.stage3": "hybrid_engine.compat.stage3_names",
     "runtime.zero.stage_1_and_2": "hybrid_engine.compat.stage3_names",

@@ -5,6 +5,7 @@ file stays about training.
 """
 
 import os
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -277,6 +278,24 @@ class EngineNames:
         """The scheduler's type in the config; None without one there."""
         config = self._engine.config.scheduler
         return config.type if config is not None else None
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts the micro-batches of a step."""
+        return self._engine.accumulation.is_managed
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Backward passes inside reduce their gradients once, at its end. See `GradientAccumulation.coalesce`."""
+        return self._engine.accumulation.coalesce()
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Moves what training keeps to the CPU's memory. See `StateOffload.offload`."""
+        self._engine.state_offload.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves it back. See `StateOffload.reload`."""
+        self._engine.state_offload.reload(non_blocking)
 
     def allreduce_gradients(self) -> None:
         """Does nothing: the backward pass has reduced the gradients."""

@@ -104,8 +104,10 @@ class EngineConfig:
     """Half precision."""
     bf16: Bf16Config = field(default_factory=Bf16Config)
     """Bfloat16."""
-    gradient_clipping: float = 0.0
-    """Largest global gradient norm; 0 does not clip."""
+    managed_gradient_accumulation: bool = True
+    """Whether the engine counts micro-batches; false: gradients are added up until `step()`, which steps every time."""
+    gradient_clipping: float = 1.0
+    """Largest global gradient norm; 0 does not clip. DeepSpeed's default was 0 before 0.19.3."""
     prescale_gradients: bool = False
     """Whether gradients are divided by the number of processes before they are added up, not after."""
     gradient_predivide_factor: float = 1.0
@@ -160,7 +162,7 @@ class EngineConfig:
         if self.steps_per_print == inf:  # how accelerate says that nothing is to be printed
             object.__setattr__(self, "steps_per_print", 0)
         check_integer("steps_per_print", self.steps_per_print, 0)
-        for name in ("prescale_gradients", "wall_clock_breakdown"):
+        for name in ("managed_gradient_accumulation", "prescale_gradients", "wall_clock_breakdown"):
             check_flag(name, getattr(self, name))
         check_number("gradient_predivide_factor", self.gradient_predivide_factor, 0)
         if self.gradient_predivide_factor == 0:

@@ -282,7 +282,6 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
         "expert_parallel": block("experts are sharded like every other parameter"),
         "gradient_allreduce_op": NotSupported("gradients are averaged", off=("avg", "mean")),
         "msamp": block("parameters and optimizer state are never in fp8"),
-        "managed_gradient_accumulation": NotSupported("the engine counts the micro-batches", off=(True,)),
         "nebula": block("checkpoints are folders"),
         "progressive_layer_drop": block("the model's layers are its own"),
         "quantize_training": block(COMPRESSION),

@@ -47,6 +47,7 @@ class Observer:
     @contextmanager
     def step(self, is_boundary: bool) -> Iterator[None]:
         """Around the end of a micro-batch."""
+        self.flops.stop()  # a backward pass that PyTorch started did not
         with self.timers.measure("step"):
             yield
         self.throughput.stop(global_step=is_boundary)
@@ -59,17 +60,21 @@ class Observer:
         """Prints and writes what the config asks for after an optimizer step; rank 0 only."""
         every = self.config.steps_per_print
         prints = self.rank == 0 and every > 0 and global_steps % every == 0
-        if self._loss_sum is None or not (prints or self.monitor.enabled):
+        if not (prints or self.monitor.enabled):
             return
-        loss = self._loss_sum.item() / self.config.gradient_accumulation_steps
         rates = [group["lr"] for group in optimizer.param_groups]
+        line, events = f"step={global_steps}", []
+        if self._loss_sum is not None:  # only backward passes that the engine starts are told the loss
+            loss = self._loss_sum.item() / self.config.gradient_accumulation_steps
+            line += f" loss={loss:.6g}"
+            events.append(("Train/Samples/train_loss", loss, global_samples))
         if prints:
             print(
-                f"step={global_steps} loss={loss:.6g} lr={rates} grad_norm={optimizer.grad_norm:.6g} "
-                f"loss_scale={optimizer.cur_scale:g} skipped={skipped}",
+                f"{line} lr={rates} grad_norm={optimizer.grad_norm:.6g} loss_scale={optimizer.cur_scale:g} "
+                f"skipped={skipped}",
                 flush=True,
             )
-        events = [("Train/Samples/train_loss", loss, global_samples), ("Train/Samples/lr", rates[0], global_samples)]
+        events.append(("Train/Samples/lr", rates[0], global_samples))
         if self.config.fp16.enabled:
             events.append(("Train/Samples/loss_scale", optimizer.cur_scale, global_samples))
         self.monitor.write_events(events)

@@ -1,38 +1,23 @@
 """DeepSpeed's schedules for finding and cycling a learning rate, LRRangeTest and OneCycle, as PyTorch schedulers.
 
 Iterations are counted like in `lr_schedules.py`: construction is iteration -1 and the k-th `step()` is iteration
-k - 1. Source of both: Smith (2018), "A disciplined approach to neural network hyper-parameters"; the formulas are
-DeepSpeed's, `runtime/lr_schedules.py`.
+k - 1, unless it is given another. Source of both: Smith (2018), "A disciplined approach to neural network
+hyper-parameters"; the formulas are DeepSpeed's, `runtime/lr_schedules.py`.
 """
 
 import math
 from collections.abc import Sequence
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.notices import say_once
+from hybrid_engine.zero.iteration_schedule import IterationSchedule, check_last_batch_iteration, per_group
 
 # DeepSpeed's, whatever the optimizer had: while the momentum is cycled, beta2 stands still here.
 CYCLED_BETA2 = 0.99
 
 
-def per_group(name: str, value: float | Sequence[float], num_groups: int) -> list[float]:
-    """One rate for each parameter group; raises ValueError for a list of another length."""
-    if not isinstance(value, Sequence):
-        return [value] * num_groups
-    if len(value) != num_groups:
-        raise ValueError(f"{name}={value} has {len(value)} rates for {num_groups} parameter groups; give one for each")
-    return list(value)
-
-
-def check_last_batch_iteration(value: int) -> None:
-    """Raises ValueError for a place to begin at but the first, which DeepSpeed's schedules take."""
-    if value != -1:
-        raise ValueError(f"last_batch_iteration={value} is not supported; load_checkpoint() continues a schedule")
-
-
-class LRRangeTest(LRScheduler):
+class LRRangeTest(IterationSchedule):
     """A rate that only grows, to find where training diverges.
 
     At iteration i it is min_lr * (1 + step_rate * n) with n = (i + 1) / step_size, rounded down under `staircase`;
@@ -62,6 +47,10 @@ class LRRangeTest(LRScheduler):
         self.is_staircase = lr_range_test_staircase
         super().__init__(optimizer)
 
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Sets the rates of the next iteration, or of the one given."""
+        super().step(batch_iteration)
+
     def get_lr(self) -> list[float]:
         """The rate of each parameter group at the current iteration."""
         interval = self.last_epoch / self.step_size
@@ -69,7 +58,7 @@ class LRRangeTest(LRScheduler):
         return [rate * growth for rate in self.min_lrs]
 
 
-class OneCycle(LRScheduler):
+class OneCycle(IterationSchedule):
     """A rate that climbs and falls once and then decays, with a momentum (beta1) that falls and climbs against it.
 
     With F and S the sizes of the two halves, iteration i < F + S stands at x = i + 1 of the cycle: x / F of the way
@@ -130,9 +119,9 @@ class OneCycle(LRScheduler):
             return low  # DeepSpeed's beginning, though the cycle continues from the other end
         return high - (high - low) * self._share() if self._is_cycling() else high * self._decay(self.decay_mom_rate)
 
-    def step(self, epoch: int | None = None) -> None:
-        """Sets the rates, and the momenta, of the next iteration."""
-        super().step(epoch)
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Sets the rates, and the momenta, of the next iteration, or of the one given."""
+        super().step(batch_iteration)
         self._set_momentum()
 
     def _set_momentum(self) -> None:

@@ -7,6 +7,7 @@ with each of them.
 |----------------------------------------------------------|-------------------|---------------|
 | `_get_fsdp_state()`                                      | FSDPModule        | 2.11 to 2.15  |
 | `_lazy_init()`, `_fsdp_param_group`, `_training_state`   | its state         | 2.11 to 2.15  |
+| `_register_root_post_backward_final_callback()`          | its state         | 2.11 to 2.15  |
 | `_state_ctx.iter_forward_root`                           | its state         | 2.11 to 2.15  |
 | `_state_ctx.post_backward_final_callback_queued`         | its state         | 2.11 to 2.15  |
 | `_training_state`, `is_unsharded`, `fsdp_params`         | a parameter group | 2.11 to 2.15  |
@@ -118,6 +119,14 @@ def drop_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
             param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None
+
+
+def reduce_unreduced_gradients(root: FSDPModule) -> None:
+    """Reduces what waits by an empty backward pass, at the end of which FSDP2 sees to every group; collective."""
+    with torch.enable_grad():
+        start = torch.zeros((), requires_grad=True)
+        start.register_hook(lambda grad: root._get_fsdp_state()._register_root_post_backward_final_callback())
+        start.backward()
 
 
 def _keeps_gradients_apart(param: Any) -> bool:

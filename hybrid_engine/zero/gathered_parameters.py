@@ -85,12 +85,20 @@ def mark_parameter(param: Any) -> None:
 @contextmanager
 def keeping_attributes(module: nn.Module) -> Iterator[None]:
     """Inside, shards may be moved: PyTorch swaps their tensors, and with them the attributes."""
-    kept = [vars(param).copy() for param in module.parameters()]
+    kept = [(vars(param).copy(), param.grad_dtype) for param in module.parameters()]
     yield
-    for param, attributes in zip(module.parameters(), kept, strict=True):
+    for param, (attributes, grad_dtype) in zip(module.parameters(), kept, strict=True):
         vars(param).update(attributes)
+        param.grad_dtype = grad_dtype
         if "ds_tensor" in attributes:
             param.ds_tensor = local_tensor(param)  # type: ignore[attr-defined]
+
+
+def renew_copies(sharding: Sharding) -> None:
+    """After the shards were moved: what stands in their place while they are gathered knows the new ones."""
+    for shard, whole in sharding.twins():
+        if "ds_tensor" in vars(whole):
+            whole.ds_tensor = local_tensor(shard)
 
 
 class GatheredParameters:

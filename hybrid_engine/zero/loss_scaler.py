@@ -24,10 +24,11 @@ class StaticLossScaler:
 
 
 class DynamicLossScaler:
-    """Halves the scale when gradients overflow, doubles it after `window` steps without overflow.
+    """Halves the scale when gradients overflow, doubles it after every `window` steps without overflow.
 
-    `hysteresis` overflows are forgiven before the scale is first halved. The credit is refilled when the scale grows
-    or, with `consecutive_hysteresis`, at every step without overflow.
+    As in DeepSpeed the step that follows the start or an overflow is not counted: the first doubling comes with the
+    step after `window` good ones. `hysteresis` overflows are forgiven before the scale is first halved. The credit is
+    refilled when the scale grows or, with `consecutive_hysteresis`, at every step without overflow.
     """
 
     FACTOR = 2.0
@@ -77,7 +78,8 @@ class DynamicLossScaler:
     def _grow_if_due(self) -> None:
         if self.consecutive_hysteresis:
             self._credit = self.hysteresis
-        if (self._num_steps - self._last_overflow_step) % self.window == 0:
+        num_good = self._num_steps - self._last_overflow_step - 1
+        if num_good > 0 and num_good % self.window == 0:
             self._credit = self.hysteresis
             self.scale *= self.FACTOR
 

@@ -3,7 +3,8 @@
 The other two, LRRangeTest and OneCycle, are in `cycle_schedules.py`.
 
 The engine calls `scheduler.step()` once after each optimizer step that was not skipped. The schedules
-count iterations like DeepSpeed: construction is iteration -1 and the k-th `step()` is iteration k - 1. So
+count iterations like DeepSpeed: construction is iteration -1, the k-th `step()` is iteration k - 1, and `step(n)`
+is iteration n, from which they then count on. So
 the first optimizer step runs at iteration -1 and the second at iteration 0, and both see the floor of the
 warmup, because a warmup of either type starts at 0 there; the third is the first to see a larger rate.
 
@@ -12,8 +13,8 @@ With W = max(2, warmup_num_steps) and S = total_num_steps, iteration i of the wa
     log(i + 1) / log(W)    for warmup_type "log"
     i / W                  for warmup_type "linear"
 
-of the way from the floor to the peak; what follows is said at each class. `state_dict`, `load_state_dict`
-and `get_last_lr` are PyTorch's. Source of the formulas: DeepSpeed, `runtime/lr_schedules.py`.
+of the way from the floor to the peak; what follows is said at each class. Source of the formulas: DeepSpeed,
+`runtime/lr_schedules.py`.
 """
 
 import math
@@ -26,7 +27,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from hybrid_engine.config import SchedulerConfig
 from hybrid_engine.config.optimizer import PER_GROUP
 from hybrid_engine.notices import say_once
-from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle, check_last_batch_iteration, per_group
+from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle
+from hybrid_engine.zero.iteration_schedule import IterationSchedule, check_last_batch_iteration, per_group
 
 
 def warmup_fraction(iteration: int, warmup_num_steps: int, warmup_type: str) -> float:
@@ -38,8 +40,8 @@ def warmup_fraction(iteration: int, warmup_num_steps: int, warmup_type: str) -> 
     return iteration / warmup_num_steps
 
 
-class _WarmupSchedule(LRScheduler):
-    """What the three schedules share: the checked warmup and DeepSpeed's count of iterations."""
+class _WarmupSchedule(IterationSchedule):
+    """What the three schedules share: the checked warmup."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str):
         if warmup_num_steps < 0:
@@ -51,13 +53,8 @@ class _WarmupSchedule(LRScheduler):
         self.warmup_type = warmup_type
         super().__init__(optimizer)  # takes the first step, to iteration -1
 
-    @property
-    def iteration(self) -> int:
-        """DeepSpeed's count, one behind PyTorch's: -1 at construction, 0 after the first `step()`."""
-        return self.last_epoch - 1
-
     def _warmup(self) -> float:
-        return warmup_fraction(self.iteration, self.warmup_num_steps, self.warmup_type)
+        return warmup_fraction(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
 
 
 class WarmupLR(_WarmupSchedule):
@@ -66,7 +63,7 @@ class WarmupLR(_WarmupSchedule):
     Args:
         optimizer: its groups' `lr` is set.
         warmup_min_lr: the floor, one number or one per parameter group.
-        warmup_max_lr: the peak, likewise; None takes the `lr` of the first parameter group.
+        warmup_max_lr: the peak, likewise; None takes each parameter group's own `lr`.
         warmup_num_steps: iterations of warmup; 0 and 1 count as 2.
         warmup_type: "log" or "linear".
 
@@ -84,7 +81,7 @@ class WarmupLR(_WarmupSchedule):
         last_batch_iteration: int = -1,
     ):
         check_last_batch_iteration(last_batch_iteration)
-        peak = optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
+        peak = [group["lr"] for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = per_group("warmup_min_lr", warmup_min_lr, len(optimizer.param_groups))
         self.max_lrs = per_group("warmup_max_lr", peak, len(optimizer.param_groups))
         super().__init__(optimizer, warmup_num_steps, warmup_type)
@@ -95,7 +92,7 @@ class WarmupLR(_WarmupSchedule):
         return [low + (high - low) * fraction for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _fraction(self) -> float:
-        return self._warmup() if self.iteration < self.warmup_num_steps else 1.0
+        return self._warmup() if self.last_batch_iteration < self.warmup_num_steps else 1.0
 
 
 class WarmupDecayLR(WarmupLR):
@@ -123,10 +120,10 @@ class WarmupDecayLR(WarmupLR):
         _warn_if_short(total_num_steps, self.warmup_num_steps)
 
     def _fraction(self) -> float:
-        if self.iteration < self.warmup_num_steps:
+        if self.last_batch_iteration < self.warmup_num_steps:
             return self._warmup()
         window = max(1, self.total_num_steps - self.warmup_num_steps)
-        return max(0.0, (self.total_num_steps - self.iteration) / window)
+        return max(0.0, (self.total_num_steps - self.last_batch_iteration) / window)
 
 
 class WarmupCosineLR(_WarmupSchedule):
@@ -167,12 +164,12 @@ class WarmupCosineLR(_WarmupSchedule):
         return [lr * ratio for lr in self.base_lrs]
 
     def _ratio(self) -> float:
-        if self.iteration < 0:
+        if self.last_batch_iteration < 0:
             return 0.0
-        if self.iteration < self.warmup_num_steps:
+        if self.last_batch_iteration < self.warmup_num_steps:
             return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self._warmup()
         window = max(1, self.total_num_steps - self.warmup_num_steps)
-        progress = min(1.0, (self.iteration - self.warmup_num_steps + 1) / window)
+        progress = min(1.0, (self.last_batch_iteration - self.warmup_num_steps + 1) / window)
         return self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
 
 

@@ -67,6 +67,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.is_torn = False
         self.grad_norm: float | None = None
         self.parameter_offload: Any = None
+        self.state_offload: Any = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch's version patches the class's `step` for all optimizers when it meets one without hooks.
@@ -160,6 +161,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._move_gradients(self.parameters)
         return not math.isfinite(self._measure(self._local_gradients())[0])
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """The engine's; DeepSpeed has it here too."""
+        self.state_offload.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """The engine's."""
+        self.state_offload.reload(non_blocking)
 
     def quantize_nontrainable_params(self) -> None:
         """Does nothing but say so: frozen weights keep their dtype."""

@@ -47,6 +47,7 @@ from hybrid_engine.zero.fsdp2_private import (
     keep_reduced_gradients,
     keep_whole_in_state_dict,
     make_root,
+    reduce_unreduced_gradients,
     return_to_gathered_storage,
     twins,
 )
@@ -90,10 +91,15 @@ class Sharding:
             return None
         return self.mesh["fsdp"].get_group()
 
-    def expect_gradients(self, is_boundary: bool) -> None:
+    @property
+    def reduces_always(self) -> bool:
+        """Whether every backward pass reduces its gradients, because a process keeps only its shard of them."""
+        return self.is_sharded and self.stage >= 2
+
+    def expect_gradients(self, reduces: bool) -> None:
         """Before each backward pass: says whether it reduces the gradients or keeps adding them up locally."""
         if isinstance(self.root, FSDPModule):
-            self.root.set_requires_gradient_sync(is_boundary or self.stage >= 2)
+            self.root.set_requires_gradient_sync(reduces)
             if self.keeps_fp32_gradients:
                 keep_reduced_gradients(self.fsdp_modules(), torch.float32)
 
@@ -146,13 +152,17 @@ class Sharding:
 
     @contextmanager
     def ending_passes_on_error(self) -> Iterator[None]:
-        """An error in a forward or backward pass inside ends that pass; else FSDP2 takes the next one for its rest."""
+        """An error in a forward or backward pass inside ends that pass."""
         try:
             yield
         except BaseException:
-            self._keep_changes()
-            self.reshard()
+            self.end_passes()
             raise
+
+    def end_passes(self) -> None:
+        """Ends a pass in which there was an error; else FSDP2 takes the next one for its rest."""
+        self._keep_changes()
+        self.reshard()
 
     @torch.no_grad()
     def _keep_changes(self) -> None:
@@ -173,6 +183,16 @@ class Sharding:
             for param in fsdp_params([module]):
                 yield param.sharded_param, param.unsharded_param
             module.reshard()
+
+    def leaves(self) -> Iterator[nn.Parameter]:
+        """The parameters that autograd gives gradients: whole ones; local. Each must have been gathered before."""
+        yield from (whole for _, whole in self.twins()) if self.is_sharded else self.root.parameters()
+
+    def reduce_gradients(self) -> None:
+        """Reduces the gradients that backward passes kept adding up locally; collective."""
+        if isinstance(self.root, FSDPModule):
+            self.expect_gradients(True)
+            reduce_unreduced_gradients(self.root)
 
     def has_late_gradients(self) -> bool:
         """Whether gradients came after those of their layer were reduced, in a backward pass that reduces."""

@@ -1,0 +1,146 @@
+"""Gradient accumulation: which backward passes reduce gradients, and which calls of `step()` step.
+
+Managed, as it is unless the config says otherwise, every `gradient_accumulation_steps`-th micro-batch ends an optimizer
+step, and its backward pass reduces the sum where the earlier ones did not. Unmanaged, every call of `step()` steps.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hybrid_engine.zero.external_parameters import LATE
+
+if TYPE_CHECKING:
+    from hybrid_engine.engine import ZeroEngine
+
+
+class GradientAccumulation:
+    """Where one engine is between two optimizer steps."""
+
+    def __init__(self, engine: "ZeroEngine") -> None:
+        self._engine = engine
+        self.is_managed = engine.config.managed_gradient_accumulation
+        self.num_passes = 0
+        """Backward passes since the last `step()`."""
+        self._boundary: bool | None = None
+        self._is_stepping = False
+        self._block: str | None = None
+        self.has_unreduced = False
+        """Whether backward passes left gradients that no process has reduced."""
+
+    def is_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its optimizer step; unmanaged, whether `step()` runs."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.is_managed:
+            return self._is_stepping
+        return (self._engine.micro_steps + 1) % self._engine.config.gradient_accumulation_steps == 0
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """Says whether each micro-batch from now on ends an optimizer step; None counts them again."""
+        if not self.is_managed:
+            raise ValueError(
+                "set_gradient_accumulation_boundary(): with managed_gradient_accumulation=false every step() is the "
+                "boundary; leave the call out, or the option"
+            )
+        self._boundary = is_boundary
+
+    def begin_pass(self) -> bool:
+        """Before each backward pass: says whether it reduces the gradients, and has the sharding do so."""
+        sharding = self._engine.sharding
+        reduces = self._block is None and (sharding.reduces_always or (self.is_managed and self.is_boundary()))
+        sharding.expect_gradients(reduces)
+        self.has_unreduced = sharding.is_sharded and not reduces
+        return reduces
+
+    def end_pass(self) -> None:
+        """After each backward pass."""
+        self.num_passes += 1
+
+    def check_step(self) -> None:
+        """Raises ValueError where `step()` cannot be: inside a block without reduction, without a backward pass."""
+        if self._block is not None:
+            raise ValueError(f"step(): inside {self._block} gradients are not reduced; step after it")
+        if self.num_passes == 0:
+            raise ValueError("step(): there are no gradients; call backward(loss) before each step()")
+
+    @contextmanager
+    def step(self) -> Iterator[bool]:
+        """Around `step()`, which is told whether it steps the optimizer; what is not reduced then is. Collective.
+
+        Raises:
+            ValueError: a parameter of a layer was used before it.
+        """
+        self._is_stepping = True
+        try:
+            is_boundary = self.is_boundary()
+            if is_boundary:
+                self._reduce_rest()
+            yield is_boundary
+        finally:
+            self._is_stepping = False
+            self.num_passes = 0
+
+    def num_samples(self) -> int:
+        """Samples of the optimizer step under way, over all processes."""
+        config = self._engine.config
+        if self.is_managed:
+            return config.train_batch_size
+        return self.num_passes * config.train_micro_batch_size_per_gpu * self._engine.sharding.world_size
+
+    def _reduce_rest(self) -> None:
+        if self.has_unreduced:
+            self.reduce()
+        elif self._engine.sharding.has_late_gradients():
+            self._engine.zero_grad()
+            raise ValueError(LATE)
+
+    def reduce(self) -> None:
+        """Reduces the gradients that earlier backward passes left unreduced; collective."""
+        assert self._engine.optimizer is not None
+        self._engine.sharding.reduce_gradients()
+        self._engine.optimizer.accumulate_gradients()
+        self.has_unreduced = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside reduce no gradients; the next one that ends a step, or `step()`, reduces their sum.
+
+        Raises:
+            ValueError: at stages 2 and 3, which reduce at every micro-batch; inside another such block.
+        """
+        sharding = self._engine.sharding
+        if sharding.reduces_always:
+            raise ValueError(
+                f"no_sync(): zero_optimization.stage={sharding.stage} keeps only shards of the gradients and reduces "
+                f"them at every micro-batch; use stage 0 or 1, or coalesce_grad_reduction(), or leave no_sync() out"
+            )
+        with self._inside("no_sync()"):
+            yield
+
+    @contextmanager
+    def coalesce(self) -> Iterator[None]:
+        """Backward passes inside reduce no gradients; their sum is reduced once, at the end of the block. Collective.
+
+        Raises:
+            ValueError: inside another such block; with `managed_gradient_accumulation=false`.
+        """
+        if not self.is_managed:
+            raise ValueError(
+                "coalesce_grad_reduction(): with managed_gradient_accumulation=false step() reduces; leave one of them "
+                "out"
+            )
+        with self._inside("coalesce_grad_reduction()"):
+            yield
+        if self.has_unreduced:
+            self.reduce()
+
+    @contextmanager
+    def _inside(self, block: str) -> Iterator[None]:
+        if self._block is not None:
+            raise ValueError(f"{block}: inside {self._block} already; leave one of them out")
+        self._block = block
+        try:
+            yield
+        finally:
+            self._block = None
