@@ -2,13 +2,15 @@
 
     python benchmarks/bench_rollout.py --threads 2
 
-One model, one process, the same prompts, the engines taking turns in every round. Four cases: answers of a
-fixed length (min_new_tokens = max_new_tokens) and long-tailed ones, in groups of 1 and of 8 per prompt.
+One model, one process, the same prompts, the engines taking turns in every round. The cases: answers of a
+fixed length (min_new_tokens = max_new_tokens) and long-tailed ones, in groups of 1 and of 8 per prompt; and
+fixed lengths sampled under top_k, top_p and both, groups of 1.
 
 Long-tailed lengths are log-normal, rounded, clipped to max_new_tokens; mu is solved for the mean asked for,
 mu and sigma are printed. No engine is modified: the model counts down to its end of sequence by itself (see
 countdown.py), its layers doing the work of any Llama's. Groups of 1 are greedy and the prompt's last token
-decides the length, so every engine writes the same tokens. In groups of 8 each sample draws its length as
+decides the length, so every engine writes the same tokens; so they do when sampled under filters, because the
+next number has all but 1e-9 of the probability. In groups of 8 each sample draws its length as
 its first token, at temperature 1 and without filters, so lengths are equal between engines in
 distribution only: what is compared is tokens per second. `model.generate()` gets num_return_sequences=8.
 At fixed length the countdown is longer than max_new_tokens, because `generate_batch()` ignores
@@ -53,32 +55,38 @@ from roofline import rollout_passes
 from transformers import GenerationConfig, LlamaForCausalLM
 
 GROUP = 8
+PLAIN = {"temperature": 1.0, "top_k": 0}
+FILTERS = {
+    "top_k=50": {"temperature": 1.0, "top_k": 50},
+    "top_p=0.9": {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
+    "top_k=50 and top_p=0.9": {"temperature": 1.0, "top_k": 50, "top_p": 0.9},
+}
 # Sampled lengths further than this from their distribution's mean, in standard errors, are a defect.
 MAX_STANDARD_ERRORS = 5.0
 
 
 def build_cases(shape: Shape, probabilities: torch.Tensor, device: str) -> list[Case]:
-    """Fixed and long-tailed answers, in groups of 1 and of 8."""
+    """Fixed and long-tailed answers, in groups of 1 and of 8; fixed ones also under filters."""
     generator = torch.Generator().manual_seed(2)
     drawn = torch.multinomial(probabilities, shape.prompts, replacement=True, generator=generator) + 1
     fixed = torch.full((shape.prompts,), shape.new_tokens + 1)  # counts T, ..., 1, never reaching the end
     start = torch.full((shape.prompts,), start_token(shape))
     cases = []
-    for name, group, last in (
-        ("fixed", 1, fixed),
-        ("fixed", GROUP, fixed),
-        ("long tail", 1, drawn),
-        ("long tail", GROUP, start),
+    for name, group, last, sampling in (
+        ("fixed", 1, fixed, {}),
+        *((f"fixed, {name}", 1, fixed, filters) for name, filters in FILTERS.items()),
+        ("fixed", GROUP, fixed, PLAIN),
+        ("long tail", 1, drawn, {}),
+        ("long tail", GROUP, start, PLAIN),
     ):
         options = GenerationConfig(
             max_new_tokens=shape.new_tokens,
-            min_new_tokens=shape.new_tokens if name == "fixed" else None,
-            do_sample=group > 1,
-            temperature=1.0 if group > 1 else None,
-            top_k=0 if group > 1 else None,
+            min_new_tokens=shape.new_tokens if name.startswith("fixed") else None,
             num_return_sequences=group,
             eos_token_id=EOS,
             pad_token_id=shape.vocab - 1,
+            do_sample=bool(sampling),
+            **sampling,
         )
         lengths = None if last is start else last.clamp(max=shape.new_tokens).repeat_interleave(group).tolist()
         cases.append(Case(f"{name}, groups of {group}", build_prompts(shape, last).to(device), options, lengths))

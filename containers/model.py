@@ -240,8 +240,9 @@ class InferenceModel:
         """
         hidden = self._embed(batch)
         rotary = {kind: self._rotary_rows(kind, batch) for kind in self.rotaries}
+        caches = kv.view(-1, *kv.shape[2:]).unbind(0)  # keys and values of each layer in turn
         for layer in layers:
-            keys, values = kv[layer.index]
+            keys, values = caches[2 * layer.index : 2 * layer.index + 2]
             hidden = layer.forward(hidden, rotary.get(layer.kind) if layer.has_rope else None, keys, values, batch)
         if isinstance(batch, PrefillBatch):
             hidden = hidden[batch.wanted]

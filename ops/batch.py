@@ -56,11 +56,11 @@ Batch = PrefillBatch | DecodeBatch
 
 
 def write_rows(batch: Batch, num_kv_heads: int, block_size: int) -> torch.Tensor:
-    """Rows `[N*K]` of the workspace seen as `[num_blocks * K * block_size, D]` that the tokens write."""
+    """Rows `[N, K]` of the workspace seen as `[num_blocks * K * block_size, D]` that the tokens write."""
     key = ("rows", num_kv_heads, block_size)
     if key not in batch.made:
         blocks, offsets = batch.places(block_size)
         heads = torch.arange(num_kv_heads, device=blocks.device)
         rows = (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
-        batch.made[key] = rows.flatten()
+        batch.made[key] = rows
     return batch.made[key]

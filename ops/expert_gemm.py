@@ -25,9 +25,9 @@ from typing import Literal, NamedTuple
 import torch
 
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
+from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, next_power_of_2, tl, triton, use_triton
 from hybrid_engine.ops.moe_gating import Routing
-from hybrid_engine.ops.vector_matmul import linear_transposed
 
 LAYOUTS = ("plain", "halves", "interleaved")
 CLAMPED_SWIGLU = "clamped_swiglu"

@@ -7,10 +7,11 @@ weights once, 2 E I elements, and does 4 N E I operations.
 import torch
 
 from hybrid_engine.ops.activation import ACTIVATIONS
+from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.ops.mlp_gemm import up_product
 from hybrid_engine.ops.skinny_gemm import MAX_ROWS
-from hybrid_engine.ops.vector_matmul import VectorMatMulOp, linear_transposed
+from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 GELUS = ("gelu", "gelu_new")
 

@@ -17,6 +17,7 @@ import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
+from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.gated_activation import gated_activation
 from hybrid_engine.ops.norm import NORM_OPS, NormOp, check_norm_weights
@@ -33,7 +34,7 @@ from hybrid_engine.ops.skinny_gemm import (
     statistics_meta,
     store_columns,
 )
-from hybrid_engine.ops.vector_matmul import VectorMatMulOp, linear_transposed
+from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 Linear = tuple[torch.Tensor, torch.Tensor | None]
 

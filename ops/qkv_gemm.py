@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.norm import NORM_OPS, check_norm_weights
 from hybrid_engine.ops.skinny_gemm import (
@@ -28,7 +29,6 @@ from hybrid_engine.ops.skinny_gemm import (
     store_columns,
     tile_product,
 )
-from hybrid_engine.ops.vector_matmul import linear_transposed
 
 LAYOUTS = ("blocks", "grouped")
 

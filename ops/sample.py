@@ -19,6 +19,7 @@ import torch
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, use_triton
 from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.ops.sample_filters import filter_logits
 from hybrid_engine.ops.sample_kernels import (
     CHUNK,
     MAX_CHUNKS,
@@ -31,6 +32,7 @@ from hybrid_engine.ops.sample_kernels import (
     narrow_kernel,
     scan_kernel,
 )
+from hybrid_engine.ops.vocabulary import first_above, first_largest
 
 # splitmix64 (Steele, Lea & Flood 2014): a bijective mix of 64 bits, in int64 arithmetic that wraps.
 _GOLDEN_GAMMA = -7046029254386353131
@@ -54,33 +56,6 @@ def keyed_uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Uniform fp64 numbers in [0, 1), one for each (key, position) pair of int64 tensors `[S]`."""
     bits = _splitmix64(_splitmix64(keys) ^ positions)
     return _shift_right(bits, 11).double() * 2.0**-53
-
-
-def _masses_from_top(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values in descending order and, for each, the probability of all tokens whose value is not below it."""
-    values = scaled.sort(dim=-1, descending=True).values
-    masses = values.softmax(-1).cumsum(-1)
-    last_equal = torch.searchsorted(-values, -values, right=True) - 1  # ties count together
-    return values, masses.gather(-1, last_equal)
-
-
-def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """-inf for the tokens that top-k (0 = off), top-p (1 = off) or min-p (0 = off) leave out; `logits [S, V]`.
-
-    Each filter keeps what reaches a threshold, so tokens of equal logit stay or go together.
-    """
-    if 0 < top_k < logits.shape[-1]:
-        threshold = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < threshold, float("-inf"))
-    if top_p < 1.0:
-        values, masses = _masses_from_top(logits)
-        # The largest value whose mass reaches top_p; of the sum as rounded, which may be short of 1.
-        first = (masses >= top_p * masses[:, -1:]).int().argmax(-1, keepdim=True)
-        logits = logits.masked_fill(logits < values.gather(-1, first), float("-inf"))
-    if min_p > 0.0:
-        threshold = logits.amax(-1, keepdim=True) + math.log(min_p)
-        logits = logits.masked_fill(logits < threshold, float("-inf"))
-    return logits
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -119,7 +94,7 @@ class SampleOp:
 
     Args:
         do_sample: False takes the likeliest token, the first of equal ones, without temperature and filters.
-        temperature, top_k, top_p, min_p: as `filter_logits` and Hugging Face define them.
+        temperature, top_k, top_p, min_p: as `sample_filters.py` and Hugging Face define them.
         repetition_penalty: of the tokens seen; 1 is off.
         min_new_tokens: draws before which `eos_token_ids` cannot be drawn.
     """
@@ -275,7 +250,7 @@ class SampleOp:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same in plain torch."""
         adjusted = self._adjust(logits, draws, seen, slots)
-        tokens = self._draw(adjusted, keys, draws) if self.do_sample else adjusted.argmax(-1)
+        tokens = self._draw(adjusted, keys, draws) if self.do_sample else first_largest(adjusted)
         return tokens, token_logprobs(logits, tokens, self.temperature)
 
     def _adjust(
@@ -300,9 +275,6 @@ class SampleOp:
 
     def _draw(self, adjusted: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         scaled = adjusted if self.temperature == 1.0 else adjusted / self.temperature
-        cdf = filter_logits(scaled, self.top_k, self.top_p, self.min_p).softmax(-1).cumsum(-1)
-        target = keyed_uniform(keys, draws).float()[:, None] * cdf[:, -1:]
-        # u rounds to 1.0 in fp32 about once in 3e7 draws: take the last token that has any probability then.
-        target = torch.minimum(target, torch.nextafter(cdf[:, -1:], torch.zeros_like(cdf[:, -1:])))
-        # NaN logits sort beyond the end: stay in the vocabulary, the log-probability says what happened.
-        return torch.searchsorted(cdf, target, right=True).squeeze(-1).clamp_(max=cdf.shape[-1] - 1)
+        probs = filter_logits(scaled, self.top_k, self.top_p, self.min_p).softmax(-1)
+        # The noise rounds to 1.0 in fp32 about once in 3e7 draws; the last token that has any probability then.
+        return first_above(probs, keyed_uniform(keys, draws).float()[:, None]).squeeze(1)

@@ -7,48 +7,24 @@ this op takes, so nothing is copied.
 The kernel is for at most 64 rows (`skinny_gemm`); more go to cuBLAS. Where the tiles do not fill the GPU, K
 is split: the parts are written in fp32 and a second kernel sums them in order.
 
-On a CPU fp32 products go to oneDNN, by the operator that `torch.compile` emits for linears: for the
-linears of a 16M-parameter Llama at 32 rows it takes 4.1 ms where `torch.mm` (MKL) takes 8.0 (two Zen 5 cores,
-torch 2.13). A call costs it some 9 us more, which one or two rows and a small weight do not win back.
+On a CPU fp32 products run as `cpu_gemm.py` says; the result may lie by columns there.
 """
 
 import torch
 
 from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
 from hybrid_engine.ops.skinny_gemm import MAX_ROWS, add_bias, check_linear, choose_tiles, store_columns, tile_product
 
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-# Up to so many rows and elements of the weight MKL is as fast or faster: 8 against 16 us for 384 x 384 and one row,
-# 21 against 29 for 1024 x 384, 220 against 197 for 2048 x 2048 (one Zen 5 core, torch 2.13).
-MKL_ROWS, MKL_ELEMENTS = 2, 2**20
 # Outputs of a program that sums parts of K.
 MERGE_BLOCK = 1024
-
-
-def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True where the product runs on oneDNN: fp32 on a CPU, in a torch that has it, unless it is tiny."""
-    if not _HAS_ONEDNN or input.dtype != torch.float32 or input.device.type != "cpu":
-        return False
-    return input.shape[0] > MKL_ROWS or weight.numel() > MKL_ELEMENTS
-
-
-def linear_transposed(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """torch's best product: `input [N, in]`, `weight [in, out]`, `bias [out]` or None -> `[N, out]`."""
-    if use_onednn(input, weight):
-        return torch.ops.mkldnn._linear_pointwise(input, weight.t(), bias, "none", [], "")
-    return linear_transposed_reference(input, weight, bias)
-
-
-def linear_transposed_reference(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The same function in plain torch."""
-    return torch.mm(input, weight) if bias is None else torch.addmm(bias, input, weight)
 
 
 def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`[N, out]` fp32. On a CPU a 16-bit product is rounded before: torch has no other that copies no weight."""
     if not input.is_cuda or input.dtype == torch.float32:
-        return linear_transposed(input, weight, bias).float()
+        return linear_transposed(input, weight, bias).float().contiguous()  # samplers go along the rows
     output = torch.mm(input, weight, out_dtype=torch.float32)
     return output if bias is None else output + bias
 
@@ -179,8 +155,9 @@ class VectorMatMulOp:
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The same function in torch: the product is rounded to its dtype before the residual is added."""
-        product = linear_fp32 if self.fp32_output else linear_transposed
-        output = product(input, weight, bias)
+        if not self.fp32_output:
+            return linear_transposed(input, weight, bias, residual)
+        output = linear_fp32(input, weight, bias)
         return output if residual is None else output + residual
 
     def _launch(

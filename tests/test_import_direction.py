@@ -13,7 +13,7 @@ MAPPED = ("ops", "containers", "recipes")
 # The command line stands above the recipes that it starts; it lives in hybrid_engine/ for the sake of its name.
 COMMAND_LINE = "hybrid_engine/cli.py"
 # ops knows tensors and numbers only; torch.distributed would be a process group.
-OPS_MAY_IMPORT = {"torch", "triton", *sys.stdlib_module_names}
+OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:

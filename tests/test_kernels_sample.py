@@ -10,7 +10,8 @@ import torch
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from hybrid_engine.ops import SampleOp, token_logprobs
-from hybrid_engine.ops.sample import filter_logits, keyed_uniform
+from hybrid_engine.ops.sample import keyed_uniform
+from hybrid_engine.ops.sample_filters import filter_logits
 
 OPTIONS = {
     "greedy": {"do_sample": False},

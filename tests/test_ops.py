@@ -16,12 +16,13 @@ from hybrid_engine.ops import (
     SampleOp,
     SoftmaxContextOp,
     VectorMatMulOp,
+    cpu_gemm,
     token_logprobs,
 )
+from hybrid_engine.ops.cpu_gemm import linear_transposed, linear_transposed_reference
 from hybrid_engine.ops.rotary import apply_rotary, rotary_rows, rotary_table
 from hybrid_engine.ops.sample import keyed_uniform
 from hybrid_engine.ops.softmax_context import like_lengths
-from hybrid_engine.ops.vector_matmul import linear_transposed, linear_transposed_reference
 
 ROWS = [1, 3, 63, 100]
 HEADS = [(4, 4), (6, 2), (8, 1)]
@@ -82,6 +83,22 @@ def test_linear_on_this_machine_equals_the_reference_to_its_own_error(rows, bias
     exact = x.double() @ weight.double() + (0 if b is None else b.double())
     own_error = (linear_transposed_reference(x, weight, b).double() - exact).abs().max()
     assert (linear_transposed(x, weight, b).double() - exact).abs().max() <= 4 * own_error
+
+
+@pytest.mark.parametrize("is_intel", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 32, 128, 129])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_adds_bias_and_residual_on_every_maker_of_processors(rows, bias, is_intel, monkeypatch):
+    monkeypatch.setattr(cpu_gemm, "is_intel", lambda: is_intel)
+    monkeypatch.setattr(cpu_gemm, "_mkl_goes_by_columns", lambda: is_intel)
+    x, b = torch.randn(rows, 63), torch.randn(100) if bias else None
+    for weight in (torch.randn(63, 100), torch.randn(100, 63).t()):
+        expected = linear_transposed_reference(x, weight, b)
+        for residual in (torch.randn(rows, 100), torch.randn(100, rows).t()):
+            kept = residual.clone()
+            close(linear_transposed(x, weight, b, residual), expected + residual)
+            assert torch.equal(residual, kept)
+        close(linear_transposed(x, weight, b), expected)
 
 
 def test_qkv_gemm_is_the_same_for_three_weights_and_a_fused_one():

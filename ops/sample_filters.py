@@ -1,0 +1,74 @@
+"""The filters of sampling in torch: top-k, top-p, min-p, in the order of Hugging Face's logits warpers.
+
+Each keeps what reaches a threshold, so tokens of equal logit stay or go together. top-p's is the largest value
+down to which the probabilities add to `top_p`.
+
+On a CPU numpy finds order and ranks: its vector sort takes 1.1 ms for 32 rows of 8192 and its partition 0.5, where
+torch, which always carries the indices along, takes 20.7 and 1.4 (one core with AVX-512, torch 2.13, numpy 2.4). They
+are operators of torch's, so that whoever records operators sees them.
+
+S rows, V vocabulary.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from hybrid_engine.ops.vocabulary import first_above
+
+
+def filter_logits(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """-inf for the tokens that top-k (0 = off), top-p (1 = off) or min-p (0 = off) leave out; `logits [S, V]`."""
+    if 0 < top_k < logits.shape[-1]:
+        logits = _keep_from(_kth_largest(logits, top_k), logits)
+    if top_p < 1.0:
+        logits = _keep_from(_nucleus_threshold(logits, top_p), logits)
+    if min_p > 0.0:
+        logits = _keep_from(logits.amax(-1, keepdim=True) + math.log(min_p), logits)
+    return logits
+
+
+def _keep_from(threshold: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """-inf for what is below `threshold [S, 1]`.
+
+    By signs: `masked_fill` decides value by value, at 1.4 ms for 32 rows of 8192 of which no pattern says what stays,
+    where this takes 0.6.
+    """
+    threshold = -(0.0 - threshold)  # 0 becomes -0, from which the difference of either zero is +0
+    room = torch.copysign(torch.full_like(threshold, math.inf), logits - threshold)
+    return torch.minimum(logits, room)
+
+
+@torch.library.custom_op("hybrid_engine::kth_largest", mutates_args=(), device_types="cpu")
+def _kth_largest_on_cpu(rows: torch.Tensor, k: int) -> torch.Tensor:
+    rank = rows.shape[1] - k
+    return torch.from_numpy(np.partition(rows.numpy(), rank, axis=-1)[:, rank : rank + 1].copy())
+
+
+@torch.library.custom_op("hybrid_engine::descending", mutates_args=(), device_types="cpu")
+def _descending_on_cpu(rows: torch.Tensor) -> torch.Tensor:
+    negative = torch.neg(rows).contiguous()
+    negative.numpy().sort(axis=-1)
+    return negative.neg_()
+
+
+def _kth_largest(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """`[S, 1]`."""
+    if logits.device.type != "cpu":
+        return logits.topk(k, dim=-1).values[:, -1:]
+    return _kth_largest_on_cpu(logits.detach(), k)
+
+
+def _descending(logits: torch.Tensor) -> torch.Tensor:
+    if logits.device.type != "cpu":
+        return logits.sort(dim=-1, descending=True).values
+    return _descending_on_cpu(logits.detach())
+
+
+def _nucleus_threshold(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """`[S, 1]`: the largest value such that the probability of all that is not below it reaches `top_p`."""
+    values = _descending(logits)
+    # The first to reach top_p is the first above what is just below it.
+    share = torch.nextafter(torch.full_like(values[:, :1], top_p), torch.zeros_like(values[:, :1]))
+    return values.gather(1, first_above(values.softmax(-1), share))
