@@ -14,12 +14,13 @@ VERSION_TESTS := tests/test_every_optimizer.py tests/test_zero_training.py tests
   tests/test_checkpoint.py tests/test_generate_distributed.py
 ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
 
-.PHONY: help demo test check lint types wheel versions clean
+.PHONY: help demo test attack check lint types wheel versions clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    install into .venv and run the whole PPO job on the CPU; results in runs/demo, earlier ones moved aside'
 	@echo 'make test    install into .venv and run the tests'
+	@echo 'make attack  kill, interrupt and misuse it at length, half an hour and more; writes docs/robustness.md'
 	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
 	@echo 'make versions   run the tests of sharding with other releases of torch, each in an environment of its own:'
 	@echo '             VERSIONS="$(VERSIONS)"; 6 GB each'
@@ -32,6 +33,10 @@ demo: $(INSTALLED)
 # Two tests at a time: they wait for processes that start. Those of a file share what they build.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Kills, Ctrl-C, bad input and leaks at length; writes docs/robustness.md and fails where one of them does harm.
+attack: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.attack.write_page
 
 check: lint types wheel
 

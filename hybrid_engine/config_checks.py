@@ -1,6 +1,7 @@
 """Checks of single options, with errors that name the option, its value, the rule and the remedy."""
 
 import math
+import os
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -41,6 +42,12 @@ def check_path_inside(name: str, value: Any) -> None:
     check_text(name, value)
     if not value or value.startswith("/") or ".." in value.split("/"):
         raise ValueError(f'{name}={value!r} must stay in its folder, without ".." and not from the root; e.g. "my_run"')
+
+
+def check_path(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a path that is not empty."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError(f"{name}={value!r} must be the path of a folder; give one as a string or a Path")
 
 
 def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:

@@ -33,6 +33,8 @@ class TrainingDataLoader:
         """Raises ValueError for a dataset without length and index, or one too small for a single batch."""
         self._num_per_batch = micro_batch_size * world_size
         _check_dataset(dataset, self._num_per_batch)
+        if collate_fn is not None and not callable(collate_fn):
+            raise ValueError(f"{collate_fn=} must be a function of a list of samples; pass one or leave it out")
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.rank = rank

@@ -30,9 +30,11 @@ from hybrid_engine.compat.offload_config import OffloadStateTypeEnum
 from hybrid_engine.compat.parameter_offload import ParameterOffload
 from hybrid_engine.compat.whole_values import link_parameters
 from hybrid_engine.config import EngineConfig
+from hybrid_engine.config_checks import check_flag, check_path
 from hybrid_engine.dataloader import build_training_dataloader
 from hybrid_engine.interrupts import holding_interrupts, restoring_modes
 from hybrid_engine.memory import describe_memory
+from hybrid_engine.no_copies import Uncopied
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
 from hybrid_engine.observing.observer import Observer
 from hybrid_engine.random_state import seed_everything
@@ -53,16 +55,20 @@ from hybrid_engine.zero.processes import (
     get_world_size,
 )
 from hybrid_engine.zero.sharding import mesh_shape, offloads_parameters, shard_module
+from hybrid_engine.zero.trainable import check_group_options
 
 logger = logging.getLogger("hybrid_engine")
 
 
-class ZeroEngine(nn.Module):
+class ZeroEngine(Uncopied):
     """A module that is trained with `engine(...)`, `engine.backward(loss)` and `engine.step()`.
 
     Attributes that the engine has not are looked up among DeepSpeed's names (`compat/engine_names.py`), then on the
     module. Without an optimizer, neither passed nor in the config, it only evaluates and `optimizer` is None.
     """
+
+    is_engine = True
+    """No model to give to `initialize()`."""
 
     def __init__(
         self,
@@ -292,6 +298,8 @@ class ZeroEngine(nn.Module):
 
         The loss is divided by `gradient_accumulation_steps` all the same.
         """
+        if is_boundary is not None:
+            check_flag("is_boundary", is_boundary)
         self.accumulation.set_boundary(is_boundary)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -337,6 +345,7 @@ class ZeroEngine(nn.Module):
         goes on only where the model has them already, as the base of adapters.
         """
         self._check_whole("save_checkpoint()")
+        check_path("save_dir", save_dir)
         tag = checkpoint.choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -365,6 +374,7 @@ class ZeroEngine(nn.Module):
         Raises:
             ValueError: see `checkpoint.load`; a `custom_load_fn`. The engine is then unchanged, as after Ctrl-C.
         """
+        check_path("load_dir", load_dir)
         if custom_load_fn is not None:
             raise ValueError(
                 f"load_checkpoint(): {custom_load_fn=} is not supported, as the weights are read as shards and never "
@@ -405,6 +415,7 @@ class ZeroEngine(nn.Module):
         from hybrid_engine.export import save_16bit_model
 
         self._check_whole("save_16bit_model()", OffloadStateTypeEnum.lp_params)
+        check_path("save_dir", save_dir)
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
@@ -455,6 +466,7 @@ def _check(
     check_choices(model, optimizer, lr_scheduler, config)
     stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
     groups = name_groups(stepped, model) if trains else []
+    check_group_options(groups)
     if config.scheduler is not None and lr_scheduler is None:
         check_rates(config.scheduler, len(groups))
     check_packages(config)

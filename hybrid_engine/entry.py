@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.compat.presence import is_announced
 from hybrid_engine.config import EngineConfig, load_config
+from hybrid_engine.config_checks import check_flag, check_integer
 from hybrid_engine.dataloader import TrainingDataLoader
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.hybrid import HybridEngine
@@ -68,6 +69,7 @@ def initialize(
             before anything is changed.
     """
     _check_parallelism(mpu, mesh_param)
+    _check_joining(dist_init_required, distributed_port)
     chosen_config = _choose_config(args, config, config_params)
     _join_processes(dist_init_required, distributed_port)
     engine_config = _load_same_config(chosen_config, args)
@@ -93,8 +95,15 @@ def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
             f"mpu: it says {sizes or 'nothing'} of the model parallel size, which must be 1: training shards by ZeRO "
             f"only; remove mpu, and set zero_optimization.stage to 3 for a model that does not fit"
         )
-    if mesh_param is not None and (len(mesh_param) != 2 or mesh_param[1] != 1):
+    is_pair = isinstance(mesh_param, (tuple, list)) and len(mesh_param) == 2
+    if mesh_param is not None and not (is_pair and mesh_param[1] == 1):
         raise ValueError(f"{mesh_param=} asks for sequence parallelism, which there is not; remove it")
+
+
+def _check_joining(dist_init_required: bool | None, port: int) -> None:
+    if dist_init_required is not None:
+        check_flag("dist_init_required", dist_init_required)
+    check_integer("distributed_port", port, 0, 65535)
 
 
 def _choose_config(args: Any, config: Any, config_params: Any) -> Any:

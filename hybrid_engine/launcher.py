@@ -58,6 +58,9 @@ WITH_VALUE = (
     "--venv_script",
 )
 """Those of both that are followed by a value."""
+UNSET = -1
+"""DeepSpeed's value of a number that is not given."""
+MAX_PORT = 65535
 DEFAULT_HOSTFILE = "/job/hostfile"
 LOCALHOST = "localhost"
 
@@ -73,15 +76,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="lines of `<host> slots=<processes>`")
     parser.add_argument("-i", "--include", default="", help="hosts and GPUs to use, e.g. host1@host2:0,2")
     parser.add_argument("-e", "--exclude", default="", help="hosts and GPUs to leave out, written alike")
-    parser.add_argument("--num_nodes", type=int, default=-1, help="use that many machines of the hostfile")
+    parser.add_argument("--num_nodes", type=int, default=UNSET, help="use that many machines of the hostfile")
     parser.add_argument(
         "--num_gpus",
         "--num_accelerators",
         type=int,
-        default=-1,
+        default=UNSET,
         help="processes per machine; default: one for each GPU",
     )
-    parser.add_argument("--node_rank", type=int, default=-1, help="this machine's number; default: from the hostfile")
+    parser.add_argument(
+        "--node_rank", type=int, default=UNSET, help="this machine's number; default: from the hostfile"
+    )
     parser.add_argument("--master_addr", default="", help="the first machine; default: that of the hostfile")
     parser.add_argument("--master_port", type=int, default=29500, help="the port to meet at (default: 29500)")
     parser.add_argument("--module", action="store_true", help="run the script as `python -m`")
@@ -181,6 +186,7 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
             raise ValueError(f"{flag} is not supported: {why}; leave it out")
     if options.module and options.no_python:
         raise ValueError("--module and --no_python contradict each other; give one of them")
+    _check_numbers(options)
     hosts = choose_hosts(options)
     names = list(hosts)
     node_rank = _node_rank(options.node_rank, names)
@@ -191,6 +197,8 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
         raise ValueError(
             f"--num_nodes={num_nodes} without a hostfile needs --node_rank and --master_addr; give both, or --hostfile"
         )
+    if node_rank >= num_nodes:
+        raise ValueError(f"--node_rank={node_rank} must be below the number of machines, {num_nodes}; lower it")
     address = options.master_addr or (names[0] if names and names[0] != LOCALHOST else "127.0.0.1")
     flags = [f"--nnodes={num_nodes}", f"--node_rank={node_rank}", f"--nproc_per_node={num_processes}"]
     flags += [f"--master_addr={address}", f"--master_port={options.master_port}"]
@@ -203,6 +211,15 @@ def build_command(options: argparse.Namespace) -> tuple[list[str], dict[str, str
     if (options.include or options.exclude) and slots:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
     return command, environment
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, least in (("num_gpus", 1), ("num_nodes", 1), ("node_rank", 0)):
+        value = getattr(options, name)
+        if value < least and value != UNSET:
+            raise ValueError(f"--{name}={value} must be at least {least}; raise it, or leave it out")
+    if not 1 <= options.master_port <= MAX_PORT:
+        raise ValueError(f"--master_port={options.master_port} must be from 1 to {MAX_PORT}; choose another port")
 
 
 def count_gpus() -> int:
@@ -256,6 +273,8 @@ def _filter(hosts: dict[str, list[int]], text: str, keeps: bool) -> dict[str, li
         name, _, slots = part.partition(":")
         if name not in hosts:
             raise ValueError(f"{part!r}: there is no host {name!r}; choose from {', '.join(hosts)}")
+        if not re.fullmatch(r"(\d+(,\d+)*)?", slots):
+            raise ValueError(f"{part!r}: the slots {slots!r} must be numbers; write them like {name}:0,2")
         chosen[name] = [int(slot) for slot in slots.split(",")] if slots else hosts[name]
         unknown = [slot for slot in chosen[name] if slot not in hosts[name]]
         if unknown and name != LOCALHOST:

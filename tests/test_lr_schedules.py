@@ -204,7 +204,7 @@ def test_a_schedule_loaded_in_the_middle_goes_on_as_if_never_stopped(kind, param
     ("arguments", "message"),
     [
         ({"warmup_min_lr": [0.1, 0.2]}, r"warmup_min_lr=\[0.1, 0.2\] has 2 rates for 1 parameter groups"),
-        ({"warmup_num_steps": -1}, "warmup_num_steps=-1 must be at least 0"),
+        ({"warmup_num_steps": -1}, "warmup_num_steps=-1 must be a finite number of at least 0"),
         ({"warmup_type": "cubic"}, "warmup_type='cubic' must be"),
     ],
 )

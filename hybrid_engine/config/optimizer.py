@@ -30,6 +30,8 @@ OPTIMIZER_PARAMS = {
 """The keys of `optimizer.params` by type."""
 TORCH_OPTIMIZERS = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 """Classes of torch.optim; each steps every number by itself, so that shards are stepped like the whole."""
+PAIRS = ("betas", "etas", "step_sizes")
+"""Keys of `optimizer.params` whose values are lists in JSON and tuples in torch."""
 WARMUP_PARAMS = ("warmup_num_steps", "warmup_type")
 SCHEDULER_PARAMS = {
     "WarmupLR": ("warmup_min_lr", "warmup_max_lr", *WARMUP_PARAMS),
@@ -131,16 +133,26 @@ def _check_betas(betas: Any) -> None:
 
 def _check_arguments(block: str, torch_class: type, subject: Any, params: dict[str, Any]) -> None:
     """Raises ValueError for `params` that `torch_class` does not take, known by building one on `subject`."""
+    arguments = inspect.signature(torch_class).parameters
     for name, value in params.items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(arguments[name].default, bool):
+            check_flag(f"{block}.params.{name}", value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
             check_number(f"{block}.params.{name}", value, 0)
     try:
-        torch_class(subject, **params)
+        built = torch_class(subject, **params)
+        if isinstance(built, torch.optim.lr_scheduler.LRScheduler):
+            _step_once(built)  # some look at their arguments only then
     # What a class of torch raises for an argument of the wrong kind is anything.
     except Exception as error:
         raise ValueError(
             f"{block}.params={params} are not arguments of torch's {torch_class.__name__}: {error}; correct them"
         ) from error
+
+
+def _step_once(scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    scheduler.optimizer.step()
+    scheduler.step(*[0.0] if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) else [])
 
 
 def _parameters() -> list[torch.nn.Parameter]:
@@ -203,7 +215,9 @@ def build_optimizer_config(block: dict[str, Any], without_effect: list[str]) -> 
     given = child_block(block, "params", "optimizer")
     known = OPTIMIZER_PARAMS[kind] if kind in OPTIMIZER_PARAMS else _argument_names(getattr(torch.optim, kind))
     params = read_block(given, "optimizer.params", known, without_effect)
-    params = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+    params = {
+        name: tuple(value) if isinstance(value, list) and name in PAIRS else value for name, value in params.items()
+    }
     if kind in ("Adam", "AdamW"):
         decoupled = params.pop("adam_w_mode", True)
         check_flag("optimizer.params.adam_w_mode", decoupled)

@@ -28,7 +28,14 @@ from hybrid_engine.generation.options import (
     read_options,
 )
 from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
-from hybrid_engine.generation.rollout import Plan, build_sequences, check_lengths, plan_rollout, workspace_bytes
+from hybrid_engine.generation.rollout import (
+    Plan,
+    build_sequences,
+    check_lengths,
+    check_result_fits,
+    plan_rollout,
+    workspace_bytes,
+)
 from hybrid_engine.generation.shares import Share, find_disagreement
 from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.memory import usable_memory_bytes
@@ -224,6 +231,7 @@ class Generator:
         prompts = prompt_token_ids(input_ids, mask)
         longest = getattr(model_config, "max_position_embeddings", None)
         check_lengths(prompts, options, self.config, longest if self.model is None else self.model.max_positions)
+        check_result_fits(prompts, options)
         reason = self._reason_to_fall_back(merged)
         if reason is not None and not self.group.has_whole_module:
             raise ValueError(

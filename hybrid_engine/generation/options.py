@@ -176,9 +176,10 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
         max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens = values["min_new_tokens"]
     if min_new_tokens is None:
-        check_integer("min_length", values["min_length"] or 0, 0)
+        min_length = 0 if values["min_length"] is None else values["min_length"]
+        check_integer("min_length", min_length, 0)
         check_integer("max_new_tokens", max_new_tokens, 1)
-        min_new_tokens = min(max(0, (values["min_length"] or 0) - prompt_width), max_new_tokens)
+        min_new_tokens = min(max(0, min_length - prompt_width), max_new_tokens)
     eos_token_ids = _token_ids("eos_token_id", values["eos_token_id"], vocab_size)
     pad = values["pad_token_id"]
     if pad is not None:
@@ -208,5 +209,6 @@ def _token_ids(option: str, value: Any, vocab_size: int) -> tuple[int, ...]:
     ids = value.flatten().tolist() if hasattr(value, "flatten") else value
     ids = tuple(ids) if isinstance(ids, list | tuple) else (ids,)
     for token in ids:
-        _check(isinstance(token, int) and token >= 0, option, token, "be a token id", "pass an int or a list of ints")
+        is_id = isinstance(token, int) and not isinstance(token, bool) and token >= 0
+        _check(is_id, option, token, "be a token id", "pass an int or a list of ints")
     return tuple(token for token in ids if token < vocab_size)

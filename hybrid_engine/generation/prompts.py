@@ -65,7 +65,14 @@ def _mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_toke
             f"attention_mask has shape {list(attention_mask.shape)}; it must be that of input_ids, "
             f"{list(input_ids.shape)}; pass both as the tokenizer returns them"
         )
-    return attention_mask.to(torch.bool)
+    mask = attention_mask.to(torch.bool)
+    wrong = attention_mask != mask
+    if wrong.any():
+        raise ValueError(
+            f"attention_mask holds {attention_mask[wrong][0].item()}; it must be 1 for tokens and 0 for padding; pass "
+            "it as the tokenizer returns it"
+        )
+    return mask
 
 
 def _trailing(is_pad: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

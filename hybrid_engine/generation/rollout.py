@@ -21,6 +21,10 @@ MAX_PREFILL_TOKENS = 8192
 BLOCK_GRAIN = 16
 # Elsewhere attention reads through the block table for nothing, and small blocks are shared and waste little.
 BLOCK_SIZE = 64
+# What the host keeps of a sample: the Sequence with its lists, and of each token its id and its log-probability, as
+# Python objects and in the results.
+BYTES_PER_SEQUENCE = 1024
+BYTES_PER_TOKEN = 80
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,20 @@ def check_lengths(
         )
 
 
+def check_result_fits(prompts: list[list[int]], options: GenerationOptions) -> None:
+    """Raises ValueError where the bookkeeping and the results of all samples exceed this machine's free memory."""
+    rows = len(prompts) * options.num_return_sequences
+    width = max(map(len, prompts)) + options.max_new_tokens
+    wanted = rows * (BYTES_PER_SEQUENCE + width * BYTES_PER_TOKEN)
+    free = usable_memory_bytes(torch.device("cpu"))
+    if wanted > free:
+        raise ValueError(
+            f"num_return_sequences={options.num_return_sequences} of {len(prompts)} prompts with "
+            f"max_new_tokens={options.max_new_tokens} makes {rows} sequences, whose tokens and log-probabilities take "
+            f"about {wanted:,} bytes, and {free:,} are free; ask for fewer at a time"
+        )
+
+
 def workspace_bytes(device: torch.device, held_bytes: int, gathered_bytes: int) -> int:
     """Memory for a KV workspace: what is free and what one holds already, less what gathering will take."""
     return usable_memory_bytes(device) + held_bytes - gathered_bytes
@@ -126,7 +144,7 @@ def plan_rollout(
     if num_blocks < needed:
         raise ValueError(
             f"max_new_tokens={options.max_new_tokens}: a sequence of {longest} tokens needs {needed} KV blocks of "
-            f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks}; lower it, free "
-            "memory or raise hybrid_engine.max_kv_blocks"
+            f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks} ({spare_bytes:,} bytes "
+            "are free); lower it, free memory or raise hybrid_engine.max_kv_blocks"
         )
     return Plan(sequences, own, options, num_blocks, block_size, max_running)

@@ -159,6 +159,13 @@ class InferenceConfig:
         if self.max_out_tokens is not None:
             check_integer("max_out_tokens", self.max_out_tokens, 1)
         check_flag("enable_cuda_graph", self.enable_cuda_graph)
+        if self.replace_with_kernel_inject is not None:
+            check_flag("replace_with_kernel_inject", self.replace_with_kernel_inject)
+        if self.injection_policy is not None and not isinstance(self.injection_policy, Mapping):
+            raise ValueError(
+                f"injection_policy={self.injection_policy!r} must be a dict of a layer's class and names of linears; "
+                f"write one like {{LayerClass: ('mlp.down_proj',)}}"
+            )
         off = {
             "quant": not self.quant.get("enabled", False),
             "zero": not self.zero,

@@ -37,6 +37,9 @@ class InferenceEngine(nn.Module):
     where they were not measured. `config` and `generation_config` are the model's, also when they are set.
     """
 
+    is_engine = True
+    """No model to give to `initialize()`."""
+
     def __init__(
         self,
         module: nn.Module,

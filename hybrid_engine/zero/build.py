@@ -19,17 +19,21 @@ from hybrid_engine.zero.optimizer import ZeroOptimizer
 from hybrid_engine.zero.param_groups import NamedGroup, build_groups, repoint_groups
 from hybrid_engine.zero.processes import get_world_size
 from hybrid_engine.zero.sharding import Sharding
+from hybrid_engine.zero.trainable import check_model, check_optimizer
 
 
 def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineConfig) -> None:
     """Raises ValueError for a model, optimizer or scheduler that is none, or that do not fit each other."""
     _check_kind("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
+    check_model(model)
     for name, value, is_fit, kind in (
         ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "Optimizer"),
         ("lr_scheduler", lr_scheduler, _is_scheduler(lr_scheduler), "LRScheduler, an object with its methods"),
     ):
         is_fit = value is None or is_fit or callable(value)
         _check_kind(name, value, is_fit, f"a torch {kind} or a function that builds one")
+    _refuse_sparse_adam(optimizer)
+    check_optimizer(optimizer)
     trains = optimizer is not None or config.optimizer is not None
     if not trains and (lr_scheduler is not None or config.scheduler is not None):
         raise ValueError("scheduler: there is no optimizer to schedule; pass an optimizer or remove the scheduler")
@@ -45,7 +49,6 @@ def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineC
                 "optimizer: it has stepped before, and its state belongs to whole fp32 parameters; pass a new "
                 "optimizer, or a function that builds it, and continue an earlier run with load_checkpoint()"
             )
-    _refuse_sparse_adam(optimizer)
 
 
 def _refuse_sparse_adam(optimizer: Any) -> None:
@@ -111,6 +114,7 @@ def build_optimizer(
         inner = optimizer(new_groups) if optimizer is not None else _build_from_config(config.optimizer, new_groups)
         _check_kind("optimizer(...)", inner, isinstance(inner, torch.optim.Optimizer), "a torch Optimizer")
         _refuse_sparse_adam(inner)
+        check_optimizer(inner)
     return ZeroOptimizer(
         inner,
         parameters,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hybrid_engine.config_checks import check_number
 from hybrid_engine.notices import say_once
 from hybrid_engine.zero.iteration_schedule import IterationSchedule, check_last_batch_iteration, per_group
 
@@ -93,6 +94,8 @@ class OneCycle(IterationSchedule):
         last_batch_iteration: int = -1,
     ):
         check_last_batch_iteration(last_batch_iteration)
+        check_number("cycle_min_lr", cycle_min_lr, 0)
+        check_number("cycle_max_lr", cycle_max_lr, 0)
         self.lr_range = (cycle_min_lr, cycle_max_lr)
         self.momentum_range = (cycle_min_mom, cycle_max_mom)
         self.sizes = (cycle_first_step_size, cycle_second_step_size or cycle_first_step_size)

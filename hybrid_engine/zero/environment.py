@@ -9,6 +9,9 @@ MPI_NAMES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),
 )
+LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 1}
+"""The numbers among torchrun's variables, and the smallest that each may be."""
+MAX_PORT = 65535
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_LOCAL_SIZE")
 
 
@@ -25,12 +28,46 @@ def describe_process(environment: Mapping[str, str]) -> dict[str, str]:
         Variables to add; none where torchrun set them or nothing names several processes.
 
     Raises:
-        ValueError: MPI started processes on several machines and MASTER_ADDR is not set.
+        ValueError: MPI started processes on several machines and MASTER_ADDR is not set; or the variables contradict
+            themselves.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        return {}
-    found = _from_mpi(environment) or _from_slurm(environment)
-    return {name: value for name, value in found.items() if name not in environment}
+    found: dict[str, str] = {}
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        found = _from_mpi(environment) or _from_slurm(environment)
+    added = {name: value for name, value in found.items() if name not in environment}
+    check_process({**environment, **added})
+    return added
+
+
+def check_process(environment: Mapping[str, str]) -> None:
+    """Raises ValueError for a rank, a size or a port that is none, or that the others contradict."""
+    numbers = {name: _number(name, environment[name], least) for name, least in LEAST.items() if name in environment}
+    size, rank = numbers.get("WORLD_SIZE"), numbers.get("RANK")
+    if rank is not None and size is None:
+        raise ValueError(f"RANK={rank} is set and WORLD_SIZE is not; set both, or neither for a single process")
+    if rank is None and size is not None and size > 1:
+        raise ValueError(f"WORLD_SIZE={size} is set and RANK is not; set both, or neither for a single process")
+    _check_below("RANK", rank, "WORLD_SIZE", size)
+    _check_below("LOCAL_RANK", numbers.get("LOCAL_RANK"), "WORLD_SIZE", size)
+    _check_below("LOCAL_RANK", numbers.get("LOCAL_RANK"), "LOCAL_WORLD_SIZE", numbers.get("LOCAL_WORLD_SIZE"))
+    if numbers.get("MASTER_PORT", 0) > MAX_PORT:
+        raise ValueError(f"MASTER_PORT={numbers['MASTER_PORT']} must be at most {MAX_PORT}; choose another port")
+    if environment.get("MASTER_ADDR") == "":
+        raise ValueError("MASTER_ADDR='' must be the address of rank 0's machine; set it, or unset it for 127.0.0.1")
+
+
+def _number(name: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{name}={text!r} must be a whole number of at least {least}; set it right, or unset it")
+    return int(text)
+
+
+def _check_below(name: str, value: int | None, limit_name: str, limit: int | None) -> None:
+    if value is not None and limit is not None and value >= limit:
+        raise ValueError(
+            f"{name}={value} must be below {limit_name}={limit}, as ranks count from 0; start the processes by a "
+            f"launcher, or set both right"
+        )
 
 
 def _from_mpi(environment: Mapping[str, str]) -> dict[str, str]:

@@ -27,7 +27,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import unserializable_hook
 
+from hybrid_engine.config_checks import check_integer
 from hybrid_engine.interrupts import holding_interrupts
+from hybrid_engine.zero.processes import get_world_size
 from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
@@ -124,7 +126,14 @@ class GatheredParameters:
         fwd_module: Any = None,
         enabled: bool = True,
     ) -> None:
+        if not isinstance(params, Iterable):
+            raise ValueError(f"GatheredParameters: params={params!r} must be a parameter or several; pass a list")
         entries = [params] if isinstance(params, torch.Tensor) else list(params)
+        for entry in entries:
+            if not isinstance(entry, torch.Tensor):
+                raise ValueError(f"GatheredParameters: {entry!r} in params must be a parameter; pass parameters only")
+        if modifier_rank is not None:
+            check_integer("GatheredParameters: modifier_rank", modifier_rank, 0, get_world_size() - 1)
         marked = {id(p): p for p in entries if hasattr(p, "ds_id")} if enabled else {}
         self.params: list[Any] = sorted(marked.values(), key=lambda p: p.ds_id)
         self.modifier_rank = modifier_rank

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from hybrid_engine.config_checks import check_number
+
 
 class IterationSchedule(LRScheduler):
     """Counts iterations one behind PyTorch: construction is iteration -1 and the first `step()` is iteration 0.
@@ -37,8 +39,10 @@ class IterationSchedule(LRScheduler):
 
 def per_group(name: str, value: float | Sequence[float], num_groups: int) -> list[float]:
     """One rate for each parameter group; raises ValueError for a list of another length."""
-    if not isinstance(value, Sequence):
-        return [value] * num_groups
+    if not isinstance(value, (list, tuple)):
+        value = [value] * num_groups  # type: ignore[list-item]
+    for rate in value:
+        check_number(name, rate, 0)
     if len(value) != num_groups:
         raise ValueError(f"{name}={value} has {len(value)} rates for {num_groups} parameter groups; give one for each")
     return list(value)

@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.config import SchedulerConfig
 from hybrid_engine.config.optimizer import PER_GROUP
+from hybrid_engine.config_checks import check_integer, check_number, whole_number
 from hybrid_engine.notices import say_once
 from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle
 from hybrid_engine.zero.iteration_schedule import IterationSchedule, check_last_batch_iteration, per_group
@@ -44,8 +45,8 @@ class _WarmupSchedule(IterationSchedule):
     """What the three schedules share: the checked warmup."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, warmup_num_steps: int, warmup_type: str):
-        if warmup_num_steps < 0:
-            raise ValueError(f"{warmup_num_steps=} must be at least 0; to warm nothing up use a constant rate")
+        check_number("warmup_num_steps", warmup_num_steps, 0)
+        check_integer("warmup_num_steps", whole_number(warmup_num_steps), 0)
         if warmup_type not in ("log", "linear"):
             raise ValueError(f'{warmup_type=} must be "log" or "linear"; "log" is the default')
         # DeepSpeed's lower bound of 2, below which the logarithm that divides would be 0.
@@ -153,6 +154,8 @@ class WarmupCosineLR(_WarmupSchedule):
     ):
         check_last_batch_iteration(last_batch_iteration)
         self.total_num_steps = total_num_steps
+        check_number("warmup_min_ratio", warmup_min_ratio, 0)
+        check_number("cos_min_ratio", cos_min_ratio, 0)
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
         super().__init__(optimizer, warmup_num_steps, warmup_type)

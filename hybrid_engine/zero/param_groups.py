@@ -23,12 +23,15 @@ def name_groups(model_parameters: Iterable[Any] | None, module: nn.Module) -> li
     if model_parameters is None:
         groups: list[NamedGroup] = [{"names": [name for name, param in named.items() if param.requires_grad]}]
     else:
+        if not isinstance(model_parameters, Iterable):
+            raise ValueError(f"model_parameters={model_parameters!r} must be parameters or groups of them; pass a list")
         names = {id(param): name for name, param in named.items()}
         groups = [_name_group(group, names) for group in _as_groups(list(model_parameters))]
     if not any(named[name].requires_grad for group in groups for name in group["names"]):
         raise ValueError(
-            f"model: none of the {len(named)} parameters for the optimizer requires a gradient; call requires_grad_() "
-            f"on those to be trained, or pass neither optimizer nor config['optimizer'] for an evaluation engine"
+            f"model_parameters: none of the {len(named)} parameters for the optimizer requires a gradient; "
+            f"call requires_grad_() on those to be trained, or pass neither optimizer nor config['optimizer'] for an "
+            f"evaluation engine"
         )
     return groups
 
@@ -51,8 +54,8 @@ def _name_group(group: dict[str, Any], names: dict[int, str]) -> NamedGroup:
             )
         if id(param) not in names:
             raise ValueError(
-                f"optimizer: parameter {index} of a group, of shape {tuple(param.shape)}, is not a parameter of the "
-                f"model; build the optimizer on model.parameters() of the very model given to initialize()"
+                f"optimizer or model_parameters: parameter {index} of a group, of shape {tuple(param.shape)}, is not a "
+                f"parameter of the model; use model.parameters() of the very model given to initialize()"
             )
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {**options, "names": [names[id(param)] for param in params]}

@@ -5,6 +5,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.zero.environment import describe_process
+from hybrid_engine.zero.waiting import announcing
 
 Result = TypeVar("Result")
 
@@ -45,6 +47,11 @@ def init_distributed(
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(port))
+    with announcing(os.environ) if init_method is None else nullcontext():
+        _join(backend, timeout, init_method)
+
+
+def _join(backend: str | None, timeout: timedelta | None, init_method: str | None) -> None:
     if torch.cuda.is_available():
         # gloo besides, for what is offloaded to the CPU.
         backend, device = backend or "cpu:gloo,cuda:nccl", default_device()
