@@ -1,11 +1,11 @@
 """Checkpoints of a PPO run: actor and critic under one tag, the actor saved last, so its `latest` names whole pairs."""
 
 import json
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.recipes.checks import flag
 from hybrid_engine.recipes.rollout import Roles
 from hybrid_engine.recipes.run_log import say
@@ -24,9 +24,8 @@ def save_checkpoints(roles: Roles, folder: Path, step: int, config: Any) -> None
         engine.save_checkpoint(folder / name, f"step{step}", state)
 
     def prune() -> None:
-        for tag in folder.glob("*/step*"):
-            if tag.name != f"step{step}":
-                shutil.rmtree(tag)
+        for path in folder.glob("*/step*"):
+            discard(path.parent, path.name, f"step{step}")
 
     on_rank_zero(prune)
 

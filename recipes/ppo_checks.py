@@ -31,6 +31,7 @@ def check_ppo(config: Any) -> tuple[list[str], list[str]]:
     folder = Path(config.out)
     on_rank_zero(lambda: check_folder(folder, config))
     check_processes(folder, config)
+    check_sources(config)  # reading the prompts takes seconds
     train, held_out = load_prompts(config.dataset)
     if len(held_out[: config.eval_prompts]) < get_world_size():
         raise ValueError(
@@ -66,6 +67,15 @@ def check_processes(folder: Path, config: Any) -> None:
             )
 
 
+def check_sources(config: Any) -> None:
+    """Whether the model and the reward that the options name are there."""
+    if config.model:
+        load_tokenizer(config.model)
+        load_config(config.model)
+    if config.reward:
+        load_reward(config.reward)
+
+
 def check_models(folder: Path, config: Any, prompts: list[str]) -> None:
     """Whether the models that are there load, and have positions enough for the longest prompt and its response."""
     source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
@@ -81,11 +91,9 @@ def check_models(folder: Path, config: Any, prompts: list[str]) -> None:
             raise ValueError(
                 f"--lora-rank={config.lora_rank} exceeds the width of --model={source!r}, {hidden_size}; lower it"
             )
-    if config.reward:
-        load_reward(config.reward)
-        if source is not None and shares_tokens(config.reward, source):  # it will be the critic too
-            limit = num_positions(load_config(config.reward, "reward"))
-            check_positions(config, longest, f"--reward={config.reward!r}", limit)
+    if config.reward and source is not None and shares_tokens(config.reward, source):  # it will be the critic too
+        limit = num_positions(load_config(config.reward, "reward"))
+        check_positions(config, longest, f"--reward={config.reward!r}", limit)
 
 
 def longest_prompt(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> int:

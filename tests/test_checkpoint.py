@@ -411,13 +411,6 @@ def test_a_missing_tag_or_folder_is_refused_naming_what_there_is(saved, tmp_path
     _assert_refuses(engine, saved, "has no file 'latest'; give the tag of a checkpoint in it; found a$")
 
 
-def test_a_file_in_place_of_the_folder_to_save_in_is_refused(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match="file' is a file; give a folder"):
-        _linear_engine(1.0).save_checkpoint(tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_without_a_client_state_an_empty_one_is_loaded_as_in_deepspeed(saved):
     assert _linear_engine(1.0).load_checkpoint(saved)[1] == {}
 

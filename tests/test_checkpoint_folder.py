@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import is_same, linear_engine, snapshot, step
 
+from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 LOCK = ".hybrid_engine.lock"
@@ -97,6 +98,27 @@ def test_an_empty_folder_gives_way_and_what_killed_runs_left_is_cleared(tmp_path
     _fill(tmp_path, [".x.writing/__0_0.distcp", ".x.writing/.metadata"])
     step(linear_engine()).save_checkpoint(tmp_path, "a")
     assert {path.name for path in tmp_path.iterdir()} == {"a", "latest", LOCK}
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, name):
+    (tmp_path / "file").write_text("mine")
+    engine = step(linear_engine())
+    for act in (engine.save_16bit_model, engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(ValueError, match=r"_dir=.* must be a folder, and .*file' is a file"):
+            act(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_only_checkpoints_that_were_saved_here_are_discarded(tmp_path):
+    engine = step(linear_engine())
+    for tag in ("step1", "step2"):
+        engine.save_checkpoint(tmp_path, tag)
+    _fill(tmp_path, ["step3/notes.txt", "step1/notes.txt"])
+    for tag in ("step1", "step2", "step3"):
+        discard(tmp_path, tag, "step2")
+    assert {path.name for path in tmp_path.iterdir()} == {"step2", "step3", "latest", LOCK}
+    assert (tmp_path / "step3" / "notes.txt").is_file() and (tmp_path / "step2" / "notes.txt").is_file()
 
 
 OUTSIDE = ["../x", "/tmp/x", "a/b", "..", ".", "", "a\\b", "x" * 300, "a\0b"]

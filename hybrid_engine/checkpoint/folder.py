@@ -46,14 +46,7 @@ def begin(directory: Path, tag: str) -> Path:
 
 
 def make_directory(directory: Path) -> None:
-    """Makes the folder that checkpoints go to.
-
-    Raises:
-        ValueError: it is a file.
-        OSError: it cannot be made.
-    """
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"save_dir={str(directory)!r} is a file; give a folder")
+    """Makes the folder that checkpoints go to; raises OSError where it cannot be made."""
     directory.mkdir(parents=True, exist_ok=True)
 
 
@@ -112,6 +105,15 @@ def check_not_deepspeeds(folder: Path) -> None:
             f"checkpoint {str(folder)!r} was written by DeepSpeed; {_how_to_convert(folder)}, load them into the "
             f"model and give that model to initialize()"
         )
+
+
+def discard(directory: Path, tag: str, successor: str) -> None:
+    """Removes the checkpoint `tag`, after `successor` was saved: files that somebody put there go to that one.
+
+    What is no checkpoint that was saved here stays.
+    """
+    if tag != successor and _is_ours(directory / tag):
+        _remove_replaced(directory / tag, directory / successor)
 
 
 def _check_place(directory: Path, tag: str) -> None:

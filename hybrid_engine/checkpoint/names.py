@@ -13,13 +13,17 @@ def check_folder(option: str, value: Any) -> Path:
     """`value` as a path; `option` is what the caller calls it.
 
     Raises:
-        ValueError: it is no path, or empty.
+        ValueError: it is no path, empty, or a file is in its place.
     """
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value) or not isinstance(os.fspath(value), str):
         raise ValueError(f"{option}={value!r} must be the path of a folder, a string or a Path; e.g. 'checkpoints'")
     if "\0" in os.fspath(value):
         raise ValueError(f"{option}={value!r} must not hold a null character; e.g. 'checkpoints'")
-    return Path(value)
+    folder = Path(value)
+    nearest = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    if nearest is not None and not nearest.is_dir():
+        raise ValueError(f"{option}={str(value)!r} must be a folder, and {str(nearest)!r} is a file; name another")
+    return folder
 
 
 def check_file_name(option: str, name: str) -> str:
