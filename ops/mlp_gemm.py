@@ -212,4 +212,6 @@ class MLPGemmOp:
         inner = linear_transposed(normed, *up)
         if gate is None:
             return self.activation(inner)
-        return gated_activation(linear_transposed(normed, *gate), inner, None, None, self.activation_name)
+        outer = linear_transposed(normed, *gate)
+        # On a CPU, where kernels are interpreted, products may lie by columns.
+        return gated_activation(outer.contiguous(), inner.contiguous(), None, None, self.activation_name)

@@ -24,7 +24,7 @@ Build = Callable[[], PreTrainedModel]
 def build_engine(model: torch.nn.Module, **config: Any) -> Any:
     """An engine in eval mode."""
     optimizer = {"type": "AdamW", "params": {"lr": LR}}
-    base = {"train_batch_size": 6, "optimizer": optimizer, "hybrid_engine": {"enabled": True}}
+    base = {"train_batch_size": 6, "gradient_clipping": 0, "optimizer": optimizer, "hybrid_engine": {"enabled": True}}
     return hybrid_engine.initialize(model=model, config=base | config)[0].eval()
 
 

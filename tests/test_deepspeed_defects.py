@@ -26,6 +26,7 @@ SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "temperature": 1.5, "num_ret
 def build_engine(model, *, stage=0, lr=1e-2, config=None, **hybrid_options):
     settings = {
         "train_batch_size": 6,
+        "gradient_clipping": 0,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": lr}},
         "hybrid_engine": {"enabled": True, **hybrid_options},

@@ -109,6 +109,7 @@ def config_of(stage, precision, **more):
     }
     return {
         "train_micro_batch_size_per_gpu": MICRO_BATCH,
+        "gradient_clipping": 0,
         "zero_optimization": {"stage": stage},
         **precisions[precision],
         **more,

@@ -124,7 +124,7 @@ def _refused_uses(engine):
             loss = weight.square().sum()
             weight.data.zero_()
         loss.backward()
-        found.append(torch.equal(weight.grad, 2 * weight))
+        found.append(torch.equal(weight.grad, 2 * weight / engine.gradient_accumulation_steps()))
         weight.grad = None
     return found
 

@@ -16,6 +16,7 @@ ROLLOUT = {"do_sample": True, "top_k": 0, "max_new_tokens": 6, "pad_token_id": P
 def build_engine(model=None, lr=1e-2, **hybrid_config):
     config = {
         "train_batch_size": 6,
+        "gradient_clipping": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": lr}},
         "hybrid_engine": {"enabled": True, **hybrid_config},
     }

@@ -13,7 +13,7 @@ from hybrid_engine.zero.sharding import full_tensor
 
 SIZE, STEPS, BATCH = 36, 3, 4
 ADAM = {"lr": 1e-2, "eps": 1e-6}
-CONFIG = {"train_batch_size": BATCH, "optimizer": {"type": "AdamW", "params": ADAM}}
+CONFIG = {"train_batch_size": BATCH, "gradient_clipping": 0, "optimizer": {"type": "AdamW", "params": ADAM}}
 
 
 class Block(nn.Module):

@@ -27,6 +27,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 7, "pad_token_id": PAD, "eos_tok
 def build_engine(model, *, stage=0, **hybrid_options):
     config = {
         "train_batch_size": 2,
+        "gradient_clipping": 0,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
         "hybrid_engine": {"enabled": True, **hybrid_options},

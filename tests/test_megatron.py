@@ -1,5 +1,7 @@
 """Megatron-LM's GPT, dense and with experts: containers and checkpoints equal a plain forward of those layers."""
 
+import copy
+
 import pytest
 import torch
 from megatron_model import VOCAB, build_oracle, oracle_generate, save_megatron
@@ -60,8 +62,10 @@ def test_layers_known_by_their_names_equal_the_plain_forward(form):
     assert containers.layer_class == "ParallelLayer"
     containers.bind()
     row = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(0))
-    logits, expected = forced_logits(containers, row), oracle(row[None])[0]
-    torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), atol=1e-5, rtol=0)
+    logprobs, plain = forced_logits(containers, row).log_softmax(-1), oracle(row[None])[0].log_softmax(-1)
+    exact = copy.deepcopy(oracle).double()(row[None])[0].log_softmax(-1)
+    # Log-probabilities reach -17 here, where the plain forward pass itself is off by 8e-6.
+    assert (logprobs - exact).abs().max() < 3 * (plain - exact).abs().max() < 3e-5
 
 
 @torch.no_grad()

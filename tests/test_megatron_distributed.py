@@ -22,6 +22,7 @@ def train_and_generate(rank, world_size, folder, tp_size):
     """Two rollouts with a step of ZeRO-3 between them: this rank's tokens and how far the trainer is from them."""
     config = {
         "train_batch_size": 6,
+        "gradient_clipping": 0,
         "zero_optimization": {"stage": 3},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "hybrid_engine": {"enabled": True, "inference_tp_size": tp_size},

@@ -1,5 +1,6 @@
 """`init_inference` returns a module that takes a model's place: in transformers' pipelines, and for torch."""
 
+import numpy as np
 import pytest
 import torch
 from models import VOCAB, build_model, padded_prompts
@@ -13,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, pipeline
 from hybrid_engine import init_inference
 
 PROMPTS = ["w5 w7 w11 w13", "w20 w21", "w30 w31 w32 w33 w34 w35 w36"]
+FLOATS = (float, np.floating)  # scores of tokens are NumPy's
 SPECIALS = ("pad", "bos", "eos", "mask")
 
 
@@ -86,7 +88,7 @@ def compare(answers, expected):
         for key in expected:
             compare(answers[key], expected[key])
     else:
-        assert answers == pytest.approx(expected, abs=1e-4) if isinstance(expected, float) else answers == expected
+        assert answers == pytest.approx(expected, abs=1e-4) if isinstance(expected, FLOATS) else answers == expected
 
 
 def test_it_is_a_module_with_what_the_model_has():

@@ -130,7 +130,7 @@ class GatheredParameters:
             raise ValueError(f"GatheredParameters: params={params!r} must be a parameter or several; pass a list")
         entries = [params] if isinstance(params, torch.Tensor) else list(params)
         for entry in entries:
-            if not isinstance(entry, torch.Tensor):
+            if entry is not None and not isinstance(entry, torch.Tensor):  # a linear without a bias has None there
                 raise ValueError(f"GatheredParameters: {entry!r} in params must be a parameter; pass parameters only")
         if modifier_rank is not None:
             check_integer("GatheredParameters: modifier_rank", modifier_rank, 0, get_world_size() - 1)

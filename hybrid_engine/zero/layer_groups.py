@@ -66,12 +66,17 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
+def is_forward_method(name: str) -> bool:
+    """Whether a method of this name computes something of a model, as a value model's `forward_value`."""
+    return name.startswith("forward_")
+
+
 def check_callable(model: nn.Module) -> None:
     """Raises ValueError for a model that several processes cannot share, as nobody calls it."""
-    if get_world_size() > 1 and not has_forward(model):
+    if get_world_size() > 1 and not has_forward(model) and not any(map(is_forward_method, dir(type(model)))):
         raise ValueError(
-            f"model: {type(model).__name__} has no forward(), around which the parameters outside the layers are "
-            f"gathered; pass a module that calls its parts, or train on one process"
+            f"model: {type(model).__name__} has no forward(), and no method named forward_..., around which the "
+            f"parameters outside the layers are gathered; pass a module that calls its parts, or train on one process"
         )
 
 

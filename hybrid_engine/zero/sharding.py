@@ -51,7 +51,7 @@ from hybrid_engine.zero.fsdp2_private import (
     return_to_gathered_storage,
     twins,
 )
-from hybrid_engine.zero.layer_groups import find_groups
+from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
 from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
 
@@ -315,7 +315,7 @@ def _fully_shard(
 def _register_forward_methods(module: nn.Module) -> None:
     """Gathers the root's parameters also for methods named `forward_...`, like a value model's `forward_value`."""
     for name in dir(type(module)):
-        if name.startswith("forward_") and callable(getattr(type(module), name)):
+        if is_forward_method(name) and callable(getattr(type(module), name)):
             copy_views_in_outputs_of(module, name)
             register_fsdp_forward_method(module, name)
 

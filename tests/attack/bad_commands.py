@@ -148,7 +148,6 @@ def of_environments() -> Iterator[Call]:
         ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE")),
         ({"WORLD_SIZE": "2"}, ("WORLD_SIZE=2", "RANK")),
         ({**two, "LOCAL_RANK": "2"}, ("LOCAL_RANK=2", "WORLD_SIZE=2")),
-        ({**two, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, ("LOCAL_RANK=1", "LOCAL_WORLD_SIZE=1")),
         ({**two, "MASTER_ADDR": ""}, ("MASTER_ADDR",)),
         ({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "2"}, ("RANK=3", "WORLD_SIZE=2")),
         ({"OMPI_COMM_WORLD_RANK": "x", "OMPI_COMM_WORLD_SIZE": "2"}, ("RANK", "x")),
