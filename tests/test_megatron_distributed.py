@@ -79,7 +79,8 @@ def test_rollouts_before_and_after_a_step_are_those_of_one_process(results, tp_s
     for index, expected in enumerate((first, second)):
         assert torch.equal(torch.cat([ranks[tp_size][index] for _, ranks in both]), expected)
     assert not torch.equal(first, second)
-    assert all(ranks[tp_size][2] < 1e-5 for _, ranks in both)
+    # Log-probabilities reach -17 in this model, where fp32 itself is off by 1e-5 (test_megatron.py).
+    assert max(ranks[tp_size][2] for _, ranks in both) < 2e-5
 
 
 def test_processes_that_share_a_model_infer_what_one_infers(results):
