@@ -119,7 +119,7 @@ class ZeroEngine(Uncopied):
         trained = [entry.name for entry in self.optimizer.parameters] if self.optimizer is not None else []
         self.watch = ParameterWatch(model, trained, self.sharding.twins())
         if self.optimizer is not None:
-            link_parameters(model, self.optimizer)
+            link_parameters(self.sharding, self.optimizer)
             self.optimizer.parameter_offload = ParameterOffload()
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
         self.global_steps = 0

@@ -51,6 +51,34 @@ def _visit(engine, tokens):
     return seen
 
 
+def accumulate(rank, world_size):
+    """The gradient after the first of two micro-batches, its expected value on this process, and that after both."""
+    results = {}
+    for stage, is_bf16 in CASES:
+        config = engine_config(stage, world_size, train_batch_size=2 * world_size, gradient_accumulation_steps=2)
+        config |= {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": is_bf16}}
+        engine = deepspeed.initialize(model=tiny_llama(), config=config)[0]
+        param = engine.module.get_parameter(NAME)
+        engine.backward(engine(input_ids=TOKENS[rank:][:1], labels=TOKENS[rank:][:1]).loss)
+        first = safe_get_full_grad(param)
+        safe_set_full_grad(param, torch.full_like(first, 0.5))
+        changed = safe_get_full_grad(param)
+        engine.step()
+        model = tiny_llama().to(engine.config.dtype)
+        rows = [TOKENS[rank:][:1]] if stage < 2 else [TOKENS[r:][:1] for r in range(world_size)]
+        (sum(model(input_ids=row, labels=row).loss for row in rows) / len(rows) / 2).backward()
+        results[stage, is_bf16] = first, model.get_parameter(NAME).grad.float(), changed
+    return results
+
+
+def test_before_the_boundary_they_give_this_processs_own_gradient_below_stage_2_and_the_mean_above():
+    for results in [accumulate(0, 1), *run_distributed(accumulate, 2)]:
+        for case, (first, expected, changed) in results.items():
+            tolerance = {"rtol": 0.1, "atol": 2e-3} if case[1] else {"rtol": 1e-4, "atol": 1e-6}
+            torch.testing.assert_close(first, expected, **tolerance)
+            assert first.dtype == torch.float32 and torch.all(changed == 0.5)
+
+
 @pytest.fixture(scope="module")
 def visits():
     return [visit(0, 1), *run_distributed(visit, 2)]

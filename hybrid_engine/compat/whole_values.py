@@ -4,24 +4,28 @@ They take the module's parameters at every stage of ZeRO, on one process or seve
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hybrid_engine.zero.fsdp2_private import fsdp_params, unreduced_gradient
 from hybrid_engine.zero.masters import TrainedParameter, renew_masters
 from hybrid_engine.zero.optimizer import ZeroOptimizer
-from hybrid_engine.zero.sharding import full_tensor, local_tensor
+from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 
 class OptimizerLink:
     """A parameter's way to its optimizer; a copy of the parameter has none, like a copy of it is not trained."""
 
-    def __init__(self, optimizer: ZeroOptimizer, trained: TrainedParameter) -> None:
+    def __init__(self, optimizer: ZeroOptimizer, trained: TrainedParameter, record: Any) -> None:
+        """`record` is FSDP2's of the parameter; None where nothing is wrapped."""
         # Weak, or a model would stay in memory until the garbage collector finds the circle.
         # To the tensors themselves it would keep `engine.to()` from exchanging them.
         self._optimizer, self._trained = weakref.ref(optimizer), weakref.ref(trained)
+        self._record: Callable[[], Any] = (lambda: None) if record is None else weakref.ref(record)
 
     @property
     def master(self) -> Any:
@@ -31,10 +35,11 @@ class OptimizerLink:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient of the step under way."""
-        trained = self._trained()
+        """The gradient of the step under way; this process's own one where it is not reduced yet."""
+        trained, record = self._trained(), self._record()
         owners = (trained.master, trained.param) if trained is not None else ()
-        return next((owner.grad for owner in owners if owner.grad is not None), None)
+        reduced = next((owner.grad for owner in owners if owner.grad is not None), None)
+        return unreduced_gradient(record) if reduced is None and record is not None else reduced
 
     @property
     def state(self) -> dict[str, Any]:
@@ -46,12 +51,14 @@ class OptimizerLink:
         return type(None), ()
 
 
-def link_parameters(module: nn.Module, optimizer: ZeroOptimizer) -> None:
-    """Links the parameters of `module`, as scripts see them, to the optimizer that trains them."""
+def link_parameters(sharding: Sharding, optimizer: ZeroOptimizer) -> None:
+    """Links the module's parameters, as scripts see them, to the optimizer that trains them."""
     trained = {entry.name: entry for entry in optimizer.parameters}
-    for name, param in module.named_parameters():
+    records = {id(record.unsharded_param): record for record in fsdp_params(sharding.fsdp_modules())}
+    for name, param in sharding.root.named_parameters():
         if name in trained:
-            param.ds_optimizer = OptimizerLink(optimizer, trained[name])  # type: ignore[attr-defined]
+            link = OptimizerLink(optimizer, trained[name], records.get(id(param)))
+            param.ds_optimizer = link  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
@@ -76,8 +83,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The gradient between `backward()` and `step()`, in fp32; None where there is none.
 
-    Below stage 2 it is there after the backward pass that ends the accumulation. In fp16 it is multiplied by the loss
-    scale.
+    Below stage 2 it is this process's own until the backward pass that ends the accumulation. In fp16 it is multiplied
+    by the loss scale.
     """
     grad = _grad(param)
     return None if grad is None else _copy(grad).float()
@@ -87,10 +94,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Sets the gradient that `safe_get_full_grad` gives; raises ValueError where there is none."""
     grad = _grad(param)
     if grad is None:
-        raise ValueError(
-            "safe_set_full_grad(): the parameter has no gradient; call it between the backward() that ends the "
-            "accumulation and step()"
-        )
+        raise ValueError("safe_set_full_grad(): the parameter has no gradient; call it between backward() and step()")
     _assign(grad, value)
 
 

@@ -121,6 +121,13 @@ def drop_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
             param._unsharded_param.grad = None
 
 
+def unreduced_gradient(param: Any) -> torch.Tensor | None:
+    """This process's own gradient of a parameter's record, as long as it waits for its reduction; whole."""
+    if _keeps_gradients_apart(param) and param.unsharded_accumulated_grad is not None:
+        return param.unsharded_accumulated_grad
+    return param._unsharded_param.grad if hasattr(param, "_unsharded_param") else None
+
+
 def reduce_unreduced_gradients(root: FSDPModule) -> None:
     """Reduces what waits by an empty backward pass, at the end of which FSDP2 sees to every group; collective."""
     with torch.enable_grad():
