@@ -1,6 +1,7 @@
 """What FSDP2 offers no public way to; no other file uses its private names.
 
-They were read in, and tried with, torch 2.11 to 2.15; `pyproject.toml` allows no other. `make versions` runs the tests
+They were read in torch 2.11 to 2.15, and tried there but for `_register_root_post_backward_final_callback()`, which ran
+with 2.13 only; `pyproject.toml` allows no other. `make versions` runs the tests
 with each of them.
 
 | private name                                             | of                | torch         |
