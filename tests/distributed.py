@@ -1,5 +1,6 @@
 """Runs a function on several gloo processes of this machine, for tests of what happens between ranks."""
 
+import multiprocessing
 import os
 import socket
 import tempfile
@@ -13,6 +14,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+# Fresh processes are forks of one that has imported these and done nothing else: importing takes seconds each time.
+multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "transformers", "peft", "hybrid_engine.engine"])
+
+
 def run_distributed(worker: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Calls `worker(rank, world_size, *args)` on `world_size` fresh processes and returns what each returned.
 
@@ -21,7 +26,8 @@ def run_distributed(worker: Callable[..., Any], world_size: int, *args: Any) -> 
     An exception on any rank is raised here with that rank's traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_run, args=(worker, world_size, free_port(), folder, args), nprocs=world_size, join=True)
+        args = (worker, world_size, free_port(), folder, args)
+        mp.start_processes(_run, args=args, nprocs=world_size, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
