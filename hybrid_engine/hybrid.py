@@ -135,7 +135,7 @@ class HybridEngine(ZeroEngine):
         self._check_not_generating("eval()")
         with holding_interrupts():
             line = self.latency.begin()
-            if line is not None and self.sharding.rank == 0:
+            if line is not None and self.sharding.rank == 0 and self.config.hybrid_engine.print_latency:
                 print(line, flush=True)
             super().eval()
         return self

@@ -59,6 +59,8 @@ PLOT_PANELS = {
     "KL to the reference (nats)": ["kl_per_sequence"],
     "response length (tokens)": ["length"],
 }
+SHOWN = ["score", "kl_per_sequence", "length", "e2e_seconds", "generate_seconds", "training_seconds"]
+"""What a step's line says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +273,7 @@ def train_loop(roles: Roles, prompts: list[str], config: Config, log: RunLog, fi
 
             experience, figures = build_experience(roles, rollout, config, is_judged)
             figures |= update(roles, experience, rollout.logprobs, config, seed=mix_seed(config.seed, step))
-            log.write(step, figures | roles.actor.latency_stats(), ["score", "kl_per_sequence", "length"])
+            log.write(step, figures | roles.actor.latency_stats(), SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:
                 save_checkpoints(roles, Path(config.out) / CHECKPOINTS, step + 1, config)
 

@@ -196,17 +196,21 @@ def test_where_the_output_is_no_terminal_each_step_has_a_line(tmp_path, capsys):
     assert capsys.readouterr().out == "PPO 2/3  score 0.5  length 7\nPPO 3/3  score 1  length 7\n"
 
 
-def test_own_prompts_reward_and_adapter_run_without_the_judge(stages, tmp_path, monkeypatch):
+def test_own_prompts_reward_and_adapter_run_without_the_judge(stages, tmp_path, monkeypatch, capsys):
     (tmp_path / "length_reward.py").write_text("def score(prompts, responses):\n    return [7.0 for _ in responses]\n")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"f{n}(x)\n"}) + "\n" for n in range(80)))
     monkeypatch.chdir(tmp_path)
-    options = "--rollout-size 4 --minibatch-size 4 --steps 1 --max-new-tokens 4 --eval-prompts 3 --lora-rank 2"
+    options = "--rollout-size 4 --minibatch-size 4 --steps 2 --max-new-tokens 4 --eval-prompts 3 --lora-rank 2"
     sources = f"--model {stages / 'sft'} --dataset prompts.jsonl --reward length_reward:score --out run"
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # of a name that peft reads and transformers renamed
         assert cli.main(f"ppo {sources} {options} --missing-eos-score 7".split()) == 0
-    (line,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert line["score"] == 7.0 and "judge_pass_rate" not in line
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(metrics) == 2
+    assert all(line["score"] == 7.0 and "judge_pass_rate" not in line for line in metrics)
+    output = capsys.readouterr().out
+    assert "E2E latency" not in output  # a step has one line, with its times
+    assert all(output.count(f"PPO {step}/2") == 1 for step in (1, 2)) and output.count("generate_seconds") == 2
     assert not (tmp_path / "run" / "sft").exists() and not (tmp_path / "run" / "reward").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "actor")
 

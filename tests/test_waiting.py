@@ -49,6 +49,18 @@ def test_who_meets_nobody_says_so(at_once, capsys):
         assert f"127.0.0.1:{port}; nobody answers there, where rank 0 should" in read_until(capsys, "nobody answers")
 
 
+def test_who_meets_at_an_init_method_says_so_too(at_once, capsys, tmp_path):
+    port = free_port()
+    server = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    variables = {"RANK": "1", "WORLD_SIZE": "2"}
+    with announcing(variables, f"tcp://127.0.0.1:{port}"):
+        line = read_until(capsys, "missing: rank 0")
+        assert f"rank 1 has waited 0 s for WORLD_SIZE=2 processes to meet at tcp://127.0.0.1:{port}; 1 have" in line
+    with announcing(variables, f"file://{tmp_path}/meet"):
+        assert f"to meet at file://{tmp_path}/meet; are all of them started" in read_until(capsys, "with this")
+    del server
+
+
 def test_who_does_not_wait_says_nothing(capsys):
     with announcing(environment(free_port())):
         pass

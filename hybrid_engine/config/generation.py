@@ -29,9 +29,11 @@ class HybridEngineConfig:
     """Tokens per block of the KV workspace; 0 lets the engine choose."""
     max_kv_blocks: int = 0
     """Cap on the blocks of the KV workspace; 0 sizes it from the demand and the free memory."""
+    print_latency: bool = True
+    """Whether `eval()` prints where the iteration's time went, as DeepSpeed's does; `latency_stats()` has it always."""
 
     def __post_init__(self) -> None:
-        for name in ("enabled", "release_inference_cache", "pin_parameters", "enable_cuda_graph"):
+        for name in ("enabled", "release_inference_cache", "pin_parameters", "enable_cuda_graph", "print_latency"):
             check_flag(f"hybrid_engine.{name}", getattr(self, name))
         for name in ("max_out_tokens", "inference_tp_size", "tp_gather_partition_size"):
             check_integer(f"hybrid_engine.{name}", getattr(self, name), 1)

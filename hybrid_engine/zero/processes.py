@@ -5,7 +5,6 @@ import os
 import pickle
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
@@ -47,7 +46,7 @@ def init_distributed(
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(port))
-    with announcing(os.environ) if init_method is None else nullcontext():
+    with announcing(os.environ, init_method):
         _join(backend, timeout, init_method)
 
 
