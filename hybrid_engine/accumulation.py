@@ -27,6 +27,7 @@ class GradientAccumulation:
         self._block: str | None = None
         self.has_unreduced = False
         """Whether backward passes left gradients that no process has reduced."""
+        self._waits_for_end = False
 
     def is_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its optimizer step; unmanaged, whether `step()` runs."""
@@ -49,6 +50,8 @@ class GradientAccumulation:
         """Before each backward pass: says whether it reduces the gradients, and has the sharding do so."""
         sharding = self._engine.sharding
         reduces = self._block is None and (sharding.reduces_always or (self.is_managed and self.is_boundary()))
+        self._waits_for_end = reduces and not sharding.came_alike()
+        reduces = reduces and not self._waits_for_end
         sharding.expect_gradients(reduces)
         self.has_unreduced = sharding.is_sharded and not reduces
         return reduces
@@ -56,6 +59,11 @@ class GradientAccumulation:
     def end_pass(self) -> None:
         """After each backward pass."""
         self.num_passes += 1
+
+    def reduce_at_end(self) -> None:
+        """After a backward pass whose layers were not the same on all processes: reduces now what it could not."""
+        if self._waits_for_end:
+            self.reduce()
 
     def check_step(self) -> None:
         """Raises ValueError where `step()` cannot be: inside a block without reduction, without a backward pass."""
@@ -100,7 +108,7 @@ class GradientAccumulation:
         assert self._engine.optimizer is not None
         self._engine.sharding.reduce_gradients()
         self._engine.optimizer.accumulate_gradients()
-        self.has_unreduced = False
+        self.has_unreduced = self._waits_for_end = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -204,6 +204,7 @@ class ZeroEngine(Uncopied):
                     raise ValueError(LATE)
                 optimizer.accumulate_gradients()
             self.accumulation.end_pass()
+            self.accumulation.reduce_at_end()
             # Inside: Ctrl-C before the caller has it is an error, too.
             return loss / num_micro_batches if scale_wrt_gas else loss
         except BaseException:
@@ -257,6 +258,7 @@ class ZeroEngine(Uncopied):
     def _step_optimizer(self, lr_kwargs: dict[str, Any]) -> None:
         assert self.optimizer is not None
         try:
+            self.sharding.drop_unused_gradients(self.optimizer.parameters)
             with self.sharding.as_shards():
                 self.optimizer.step()
         except ValueError:  # on every process alike

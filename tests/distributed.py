@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-
 # Fresh processes are forks of one that has imported these and done nothing else: importing takes seconds each time.
 multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "transformers", "peft", "hybrid_engine.engine"])
 

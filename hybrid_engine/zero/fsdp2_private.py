@@ -1,7 +1,6 @@
 """What FSDP2 offers no public way to; no other file uses its private names.
 
-They were read in torch 2.11 to 2.15, and tried there but for `_register_root_post_backward_final_callback()`, which ran
-with 2.13 only; `pyproject.toml` allows no other. `make versions` runs the tests
+They were read and tried in torch 2.11 to 2.15; `pyproject.toml` allows no other. `make versions` runs the tests
 with each of them.
 
 | private name                                             | of                | torch         |
@@ -13,6 +12,7 @@ with each of them.
 | `_state_ctx.post_backward_final_callback_queued`         | its state         | 2.11 to 2.15  |
 | `_training_state`, `is_unsharded`, `fsdp_params`         | a parameter group | 2.11 to 2.15  |
 | `_module_to_pre_{save,load}_state_dict_hook_handle`      | a parameter group | 2.11 to 2.15  |
+| `post_backward()`, `reduce_grads`                        | a parameter group | 2.11 to 2.15  |
 | `_orig_dtype`                                            | a parameter group | 2.11 to 2.14  |
 | `_sharding_spec` (and its `tensor_meta`)                 | a parameter       | 2.11 to 2.14  |
 | `sharded_param`, `unsharded_param`, `_unsharded_param`   | a parameter       | 2.11 to 2.15  |
@@ -25,8 +25,9 @@ What torch 2.15 changed: a parameter's public `grad_dtype` says in which dtype F
 `_orig_dtype` and `_sharding_spec` said so before. Gradients that wait for their reduction are `_unsharded_param.grad`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,6 +136,46 @@ def reduce_unreduced_gradients(root: FSDPModule) -> None:
         start = torch.zeros((), requires_grad=True)
         start.register_hook(lambda grad: root._get_fsdp_state()._register_root_post_backward_final_callback())
         start.backward()
+
+
+def reduce_all_trained(modules: Iterable[FSDPModule], note: Callable[[int, list[Any]], None]) -> None:
+    """Has each group reduce the gradients of all its trained parameters, zeros for those that have none here.
+
+    As `set_reduce_scatter_unused_params` of torch 2.13, which fails for parameters in 16 bits if gradients wait.
+
+    Args:
+        modules: numbered in this order.
+        note: called with a module's number and the records of its parameters that have a gradient, before each
+            reduction.
+    """
+    for number, module in enumerate(modules):
+        for group in _param_groups([module]):
+            group.post_backward = partial(_reduce_all, group, partial(note, number))
+
+
+def _reduce_all(group: Any, note: Callable[[list[Any]], None], *unused: Any) -> None:
+    if group.reduce_grads:
+        trained = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad]
+        used = [param for param in trained if unreduced_gradient(param) is not None]
+        note(used)
+        dtypes = {unreduced_gradient(param).dtype for param in used}
+        for param in trained:
+            _hold_gradient(param, dtypes)
+    type(group).post_backward(group, *unused)
+
+
+def _hold_gradient(param: Any, dtypes: set[torch.dtype]) -> None:
+    """Gives a parameter a gradient of zeros where it has none, in the widest of `dtypes`: a reduction takes one."""
+    own = param._unsharded_param
+    dtype = max(dtypes or {own.dtype}, key=lambda dtype: dtype.itemsize)
+    grad = unreduced_gradient(param)
+    if grad is not None and grad.dtype == dtype:
+        return
+    grad = torch.zeros_like(own, dtype=dtype) if grad is None else grad.to(dtype)
+    if _keeps_gradients_apart(param) and dtype != own.dtype:
+        own.grad, param.unsharded_accumulated_grad = None, grad
+    else:
+        own.grad = grad
 
 
 def _keeps_gradients_apart(param: Any) -> bool:

@@ -52,7 +52,9 @@ from hybrid_engine.zero.fsdp2_private import (
     twins,
 )
 from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
+from hybrid_engine.zero.masters import TrainedParameter
 from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
+from hybrid_engine.zero.uneven_gradients import UnevenGradients
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
 
 MAX_IN_LINE = 3
@@ -78,6 +80,8 @@ class Sharding:
     rest."""
     keeps_fp32_gradients: bool = True
     """Whether reduced gradients are added up in fp32; otherwise in the parameters' dtype."""
+    uneven: UnevenGradients | None = None
+    """Of parameters that processes use differently; None when alone."""
 
     @property
     def is_sharded(self) -> bool:
@@ -161,6 +165,8 @@ class Sharding:
 
     def end_passes(self) -> None:
         """Ends a pass in which there was an error; else FSDP2 takes the next one for its rest."""
+        if self.uneven is not None:
+            self.uneven.forget_path()
         self._keep_changes()
         self.reshard()
 
@@ -201,6 +207,28 @@ class Sharding:
     def drop_pending_gradients(self) -> None:
         """Forgets the gradients that stages 0 and 1 hold unreduced between two boundaries."""
         drop_unreduced_gradients(self.fsdp_modules())
+        if self.uneven is not None:
+            self.uneven.forget()
+
+    def came_alike(self) -> bool:
+        """Whether a backward pass now reduces the groups in the same order on every process; collective.
+
+        Raises:
+            ValueError: at stage 3, where it had to.
+        """
+        if self.uneven is None or self.uneven.came_alike():
+            return True
+        if self.stage == 3:
+            raise ValueError(
+                "backward(): the processes came through different layers. At stage 3 each must use every layer, which "
+                "it gathers with the others; use stage 0, 1 or 2"
+            )
+        return False
+
+    def drop_unused_gradients(self, parameters: list[TrainedParameter]) -> None:
+        """Takes gradients away that no process has; collective. See `UnevenGradients.drop_unused`."""
+        if self.uneven is not None:
+            self.uneven.drop_unused(parameters)
 
     def twins(self) -> Iterator[tuple[Any, Any]]:
         """Each parameter's shard, and the parameter that stands in its place while it is gathered; local.
@@ -250,7 +278,12 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         mesh=mesh,
         loss_factor=factor,
         keeps_fp32_gradients=keeps_fp32_gradients,
+        uneven=UnevenGradients(_named_fsdp_modules(module)) if world_size > 1 and trains else None,
     )
+
+
+def _named_fsdp_modules(module: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, FSDPModule))
 
 
 def _parts_to_wrap(module: nn.Module) -> list[nn.Module]:

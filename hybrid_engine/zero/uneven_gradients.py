@@ -1,0 +1,104 @@
+"""Parameters that get a gradient on one process and none on another, as those of experts, or of branches of a model.
+
+FSDP2 adds up the gradients that a group of parameters has on a process, one after the other: where one process has
+another selection, a parameter would get another one's gradient. So each process reduces all trained parameters of a
+group, zeros in the place of what is missing, and at `step()` the processes agree which parameters none of them used:
+those have no gradient, as in a plain loop, and no weight decay.
+
+A whole layer that some processes leave out changes the order in which groups are reduced. So before a backward pass
+that reduces, the processes compare which layers they came through; where these differ, gradients wait for the end of
+the pass and are then reduced in one order. At stage 3 each process must use every layer: it gathers it with the others.
+"""
+
+import zlib
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from hybrid_engine.zero.fsdp2_private import fsdp_params, reduce_all_trained
+from hybrid_engine.zero.masters import TrainedParameter
+from hybrid_engine.zero.processes import default_device, gather_objects, get_rank
+
+
+class UnevenGradients:
+    """What the processes have to agree on at each step of one sharded module."""
+
+    def __init__(self, named_modules: Iterable[tuple[str, FSDPModule]]) -> None:
+        """Has groups reduce all their trained parameters; `named_modules` are FSDP2's, in the same order everywhere."""
+        modules = dict(named_modules)
+        self._names = list(modules)
+        self._modules = list(modules.values())
+        self._used: set[int] = set()
+        self._order: list[int] = []
+        self._path: list[int] = []
+        reduce_all_trained(self._modules, self._note)
+        for number, module in enumerate(self._modules):
+            module.register_forward_pre_hook(partial(self._pass_through, number))
+
+    def _note(self, group: int, used: list[Any]) -> None:
+        """Before a group is reduced: the records of its parameters that have a gradient here."""
+        self._order.append(group)
+        self._used.update(map(id, used))
+
+    def _pass_through(self, number: int, *unused: Any) -> None:
+        """Before each forward pass of a module; one that is computed anew in a backward pass is none."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._path.append(number)
+
+    def forget(self) -> None:
+        """The gradients were dropped."""
+        self._used, self._order = set(), []
+
+    def forget_path(self) -> None:
+        """No backward pass goes back on it."""
+        self._path = []
+
+    def came_alike(self) -> bool:
+        """Whether all processes came through the same layers since the last backward pass; collective."""
+        lowest, highest = _extremes([zlib.crc32(repr(self._path).encode())])
+        self._path = []
+        return lowest == highest
+
+    @torch.no_grad()
+    def drop_unused(self, parameters: list[TrainedParameter]) -> None:
+        """Takes the zeros away that stand for a gradient which no process has; collective, once before each step.
+
+        Raises:
+            ValueError: the processes reduced their layers in different orders, so gradients are wrong; on all alike.
+        """
+        records = list(fsdp_params(self._modules))
+        order = zlib.crc32(repr(self._order).encode())
+        (*_, lowest), (*used, highest) = _extremes([*(id(record) in self._used for record in records), order])
+        if highest != lowest:
+            raise ValueError(self._describe_orders(gather_objects(self._order)))
+        unused = {id(record.sharded_param) for record, is_used in zip(records, used, strict=True) if not is_used}
+        for trained in parameters:
+            if id(trained.param) in unused:
+                trained.param.grad = trained.master.grad = None
+        self._used, self._order = set(), []
+
+    def _describe_orders(self, orders: list[list[int]]) -> str:
+        own = orders[get_rank()]
+        other = next(rank for rank, order in enumerate(orders) if order != own)
+        names = [[self._names[group] for group in order] for order in (own, orders[other])]
+        layer = next((f"{mine!r} and {its!r}" for mine, its in zip(*names, strict=False) if mine != its), "the last")
+        return (
+            f"step(): backward() came through the layers in another order on rank {other} than on rank {get_rank()} "
+            f"({layer} at the same place), so gradients were added to others'. Every process must use the same layers "
+            "in each micro-batch, or leave those it has no use for out before it calls them. Nothing was stepped"
+        )
+
+
+def _extremes(values: list[int]) -> tuple[list[int], list[int]]:
+    """Lowest and highest of each of `values` over all processes; collective.
+
+    Over gloo where there is one: a GPU that is still at work then delays nobody.
+    """
+    device = "cpu" if "cpu:" in dist.get_backend_config() else default_device()
+    both = torch.tensor([[-value for value in values], values], dtype=torch.int64, device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return (-both[0]).tolist(), both[1].tolist()
