@@ -32,7 +32,7 @@ demo: $(INSTALLED)
 
 # Two tests at a time: they wait for processes that start. Those of a file share what they build.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Kills, Ctrl-C, bad input and leaks at length; writes docs/robustness.md and fails where one of them does harm.
 attack: $(INSTALLED)
@@ -46,14 +46,14 @@ lint: $(INSTALLED)
 	$(BIN)/python -m pytest tests/test_import_direction.py
 
 # torch first: a later, wider requirement then finds it installed instead of fetching another build.
-# Without build isolation the setuptools that torch needs anyway builds the package.
+# Without build isolation the setuptools that torch needs anyway builds the package. Python compiles what is imported.
 $(INSTALLED): setup.py pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo 'PYTHON=$(PYTHON) is not found; name a Python of 3.10 or newer' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
 	  "PYTHON=$(PYTHON) is Python %s, but 3.10 or newer is needed; try make PYTHON=python3.12" % sys.version.split()[0])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch setuptools
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch setuptools
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
 # build/ is setuptools' own and would carry deleted files into the wheel.
@@ -65,14 +65,14 @@ $(CHECK)/dist: $(INSTALLED) FORCE
 # Type checkers do not follow an editable install, so mypy reads the files of the wheel.
 types: $(CHECK)/dist
 	rm -rf $(CHECK)/site
-	$(BIN)/python -m pip install --quiet --no-deps --target $(CHECK)/site $(CHECK)/dist/*.whl
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $(CHECK)/site $(CHECK)/dist/*.whl
 	cd $(CHECK) && MYPYPATH=site $(CURDIR)/$(BIN)/python -m mypy --config-file $(CURDIR)/pyproject.toml -p hybrid_engine
 
 wheel: $(CHECK)/dist
 	rm -rf $(CHECK)/venv
 	$(PYTHON) -m venv $(CHECK)/venv
-	$(CHECK)/venv/bin/python -m pip install --quiet -c constraints.txt torch
-	$(CHECK)/venv/bin/python -m pip install --quiet -c constraints.txt $(CHECK)/dist/*.whl
+	$(CHECK)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt torch
+	$(CHECK)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt $(CHECK)/dist/*.whl
 	cd $(CHECK)/venv && bin/python -c "$$IMPORT_EVERYTHING" && bin/hybrid-engine --help >/dev/null
 
 # Every release is tried, also after one that fails; what differs is told by the summaries at the end.
@@ -89,8 +89,8 @@ versions: $(ENVIRONMENTS)
 .venv-torch-%/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-torch-$*
 	grep -vE '^(torch|triton|setuptools)==' constraints.txt >.venv-torch-$*/constraints.txt
-	.venv-torch-$*/bin/python -m pip install --quiet 'torch==$*' 'setuptools>=77'
-	.venv-torch-$*/bin/python -m pip install --quiet -c .venv-torch-$*/constraints.txt \
+	.venv-torch-$*/bin/python -m pip install --quiet --no-compile 'torch==$*' 'setuptools>=77'
+	.venv-torch-$*/bin/python -m pip install --quiet --no-compile -c .venv-torch-$*/constraints.txt \
 	  --no-build-isolation --editable . pytest
 	@touch $@
 
