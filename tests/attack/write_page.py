@@ -68,7 +68,7 @@ def write_interrupts(every: int) -> tuple[str, bool]:
         failures += outcome.failures
     text = (
         "## Ctrl-C\n\nSIGINT at a line of Python, in the engine or in PyTorch below it, of a cycle of rollouts and a "
-        f"step; of every line the first and the last visit, every {every}th of them. After it gradients are enabled, "
+        f"step; of every line the first and the last visit, one of {every} of them. After it gradients are enabled, "
         "weights, masters and optimizer state are those before the step or those after it, the engine goes on, and its "
         "next step is, to the bit, that of an engine that was never interrupted.\n\n"
         f"{table(('engine', 'places', 'interrupted', 'failures'), rows)}\n"
