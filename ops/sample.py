@@ -12,6 +12,8 @@ Moves the S x V logits once in the kernels, and from the second-level cache a fe
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -249,23 +251,32 @@ class SampleOp:
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same in plain torch."""
-        adjusted = self._adjust(logits, draws, seen, slots)
-        tokens = self._draw(adjusted, keys, draws) if self.do_sample else first_largest(adjusted)
+        with self._adjusted(logits, draws, seen, slots) as adjusted:
+            tokens = self._draw(adjusted, keys, draws) if self.do_sample else first_largest(adjusted)
         return tokens, token_logprobs(logits, tokens, self.temperature)
 
-    def _adjust(
+    @contextmanager
+    def _adjusted(
         self, logits: torch.Tensor, draws: torch.Tensor, seen: torch.Tensor | None, slots: torch.Tensor | None
-    ) -> torch.Tensor:
-        """What is drawn from: repetition penalised, end-of-sequence banned while it is too early."""
+    ) -> Iterator[torch.Tensor]:
+        """What is drawn from: repetition penalised, end-of-sequence banned while it is too early.
+
+        The ban is written into the logits and taken back: a copy of them takes longer than the greedy choice.
+        """
         if self.repetition_penalty != 1.0:
             assert seen is not None and slots is not None
             logits = penalize_repetition(logits, seen[slots], self.repetition_penalty)
-        if self.min_new_tokens > 0 and self.eos_token_ids:
-            banned = self.banned(logits.device)
-            is_early = (draws < self.min_new_tokens)[:, None]
-            ends = logits[:, banned].masked_fill(is_early, float("-inf"))
-            logits = logits.index_copy(1, banned, ends)
-        return logits
+        if self.min_new_tokens == 0 or not self.eos_token_ids:
+            yield logits
+            return
+        banned = self.banned(logits.device)
+        ends = logits[:, banned]
+        is_early = (draws < self.min_new_tokens)[:, None]
+        logits.index_copy_(1, banned, ends.masked_fill(is_early, float("-inf")))
+        try:
+            yield logits
+        finally:
+            logits.index_copy_(1, banned, ends)
 
     def banned(self, device: torch.device) -> torch.Tensor:
         """The end-of-sequence tokens on `device`, made once: a graph may hold their address."""

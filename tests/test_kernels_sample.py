@@ -125,7 +125,8 @@ def test_tokens_differ_from_exact_ones_at_boundaries_only(name, kernels, small_c
     tokens, _ = op(logits, keys, draws, seen, slots)
     differ = tokens != op.reference(logits, keys, draws, seen, slots)[0]
     assert differ.sum() <= num_rows // 1000
-    scaled = op._adjust(logits, draws, seen, slots) / op.temperature
+    with op._adjusted(logits, draws, seen, slots) as adjusted:
+        scaled = adjusted / op.temperature
     probs = filter_logits(scaled, op.top_k, op.top_p, op.min_p).double().softmax(-1).cpu()
     for row, (token, target) in enumerate(zip(tokens.tolist(), keyed_uniform(keys, draws).tolist(), strict=True)):
         assert probs[row, token] > 0 and cdf_distance(probs[row], token, target) < 1e-6
