@@ -5,6 +5,7 @@ import sys
 from dataclasses import fields
 from typing import get_type_hints
 
+import fresh_python
 import pytest
 
 from hybrid_engine import cli
@@ -35,10 +36,11 @@ print("imported:", {"torch", "transformers", "datasets", "numpy"} & sys.modules.
 
 
 def test_whatever_is_imported_first_of_the_package_brings_all_of_it():
-    """Each statement in a process of its own, forked from one that has torch and transformers but nothing of ours."""
-    result = run_python("""
+    """Each statement in a process of its own, which has imported nothing of ours."""
+    result = fresh_python.run_python(
+        "-c",
+        """
 import os, sys
-import torch, transformers
 check = "; import sys; assert d.zero.Init and d.comm.get_rank and d.runtime.zero.partition_parameters"
 check += " and d.initialize and d.__version__ and d.ops.adam.__spec__.name == 'hybrid_engine.ops.adam'"
 failed = 0
@@ -56,7 +58,8 @@ for statement in [
         os._exit(0)
     failed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
 sys.exit(failed)
-""")
+""",
+    )
     assert result.returncode == 0, result.stderr
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 
+import fresh_python
 import pytest
 import torch
 from distributed import free_port, run_distributed
@@ -61,9 +62,7 @@ assert {root}.initialize is hybrid_engine.initialize and FusedAdam is hybrid_eng
 
 
 def run_python(source, environment=None):
-    return subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=False, env=environment, timeout=300
-    )
+    return fresh_python.run_python("-c", source, env=environment)
 
 
 def test_every_import_of_the_scripts_works_below_our_name():
@@ -600,15 +599,10 @@ def test_processes_started_by_mpi_meet(tmp_path):
     )
     mpi = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**_clean_environment(), **mpi, "OMPI_COMM_WORLD_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        fresh_python.start_python(script, env={**_clean_environment(), **mpi, "OMPI_COMM_WORLD_RANK": str(rank)})
         for rank in range(2)
     ]
-    assert sorted(process.communicate(timeout=120)[0].strip() for process in processes) == ["0 2.0", "1 2.0"]
+    assert sorted(process.wait(120).stdout.strip() for process in processes) == ["0 2.0", "1 2.0"]
 
 
 def _clean_environment():
@@ -654,11 +648,8 @@ engine.step()
 print(deepspeed.comm.get_rank(), engine.train_micro_batch_size_per_gpu())
 """
     environment = {**_clean_environment(), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", source]
-    processes = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True) for rank in (0, 1)
-    ]
-    assert sorted(process.communicate(timeout=120)[0].strip() for process in processes) == ["0 1", "1 1"]
+    processes = [fresh_python.start_python("-c", source, rank, env=environment) for rank in (0, 1)]
+    assert sorted(process.wait(120).stdout.strip() for process in processes) == ["0 1", "1 1"]
 
 
 def test_a_process_waits_for_the_others_as_long_as_the_timeout_says():

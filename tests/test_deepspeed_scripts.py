@@ -3,13 +3,12 @@
 import argparse
 import json
 import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from distributed import free_port
+from fresh_python import run_python
 from torch import nn
 
 import hybrid_engine as deepspeed
@@ -171,8 +170,7 @@ def test_a_single_process_has_a_process_group_where_a_launcher_started_it_or_it_
     launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
     rest = {name: value for name, value in os.environ.items() if name not in launched}
     environment = {**rest, **(launched if case in ("launched", "forbidden") else {}), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", ALONE, case]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = run_python("-c", ALONE, case, env=environment)
     assert result.returncode == 0, result.stderr
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from distributed import free_port
+from fresh_python import run_python
 from transformers import LlamaForCausalLM
 
 PAGE = (Path(__file__).parent.parent / "docs/from-deepspeed.md").read_text()
@@ -37,8 +38,7 @@ def launch(name, folder):
 def test_the_scripts_of_the_page_run_on_one_process_without_a_launcher(tmp_path):
     for name in NAMES:
         (tmp_path / name).write_text(SCRIPTS[name])
-        command = [sys.executable, name]
-        result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment())
+        result = run_python(name, cwd=tmp_path, env=environment())
         assert result.returncode == 0, result.stderr
         assert ("process 0 of 1" if name == "trainer.py" else "rank 0: torch.Size([64, 32])") in result.stdout
 

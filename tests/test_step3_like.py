@@ -59,6 +59,8 @@ OFFLOADS = {
     for name, argv in IN_16_BITS.items()
     for where in ("on the device", "offloaded")
 }
+# On a CPU "offloaded" computes the same; that processes come together in it one dtype shows.
+OFFLOADS_ON_TWO = {name: argv for name, argv in OFFLOADS.items() if name.startswith("bf16")}
 
 KILLED = "stage 3, offloaded"
 
@@ -89,7 +91,7 @@ def killed(folder):
 def two_ranks(killed, folder):
     """The records of all cases on each of two processes, which began by resuming the killed run."""
     resumed = {"resumed": [*checkpointed(folder), "--resume"]}
-    return run_distributed(run_cases, 2, {**resumed, **ON_TWO, **FP16_ON_TWO, **OFFLOADS}, folder)
+    return run_distributed(run_cases, 2, {**resumed, **ON_TWO, **FP16_ON_TWO, **OFFLOADS_ON_TWO}, folder)
 
 
 def load(file):
@@ -145,7 +147,8 @@ def alone(folder):
 
 @pytest.mark.parametrize("dtype", IN_16_BITS)
 def test_offload_changes_no_number_in_16_bits_with_rollouts_between_the_steps(dtype, alone, two_ranks, folder):
-    for runs, place in ([alone], folder / "alone"), (two_ranks, folder):
+    on_two = [(two_ranks, folder)] if f"{dtype}, offloaded" in OFFLOADS_ON_TWO else []
+    for runs, place in [([alone], folder / "alone"), *on_two]:
         for results in runs:
             kept, offloaded = (results[f"{dtype}, {where}"] for where in ("on the device", "offloaded"))
             assert kept["training"] == offloaded["training"] and len(kept["training"]) == 8

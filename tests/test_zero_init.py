@@ -2,13 +2,12 @@
 
 import copy
 import ctypes
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_distributed
+from fresh_python import run_python
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -432,5 +431,5 @@ assert issubclass(Derived, HfDeepSpeedConfig)
 import deepspeed.runtime.zero.partition_parameters
 assert deepspeed.zero.Init is deepspeed.runtime.zero.partition_parameters.Init
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = run_python("-c", program)
     assert result.returncode == 0, result.stderr
