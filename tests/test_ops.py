@@ -101,6 +101,20 @@ def test_a_linear_adds_bias_and_residual_on_every_maker_of_processors(rows, bias
         close(linear_transposed(x, weight, b), expected)
 
 
+@pytest.mark.parametrize("rows", [31, 32, 64, 128])
+@pytest.mark.parametrize(("inputs", "outputs"), [(63, 100), (1024, 6), (1024, 7)])
+def test_a_product_by_columns_is_the_same_on_every_number_of_threads(rows, inputs, outputs, monkeypatch):
+    monkeypatch.setattr(cpu_gemm, "_mkl_goes_by_columns", lambda: True)
+    x, weight, b = torch.randn(rows, inputs), torch.randn(outputs, inputs).t(), torch.randn(outputs)
+    exact, residual = x.double() @ weight.double(), torch.randn(rows, outputs)
+    for num_threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=num_threads: number)
+        for given in ((None, None), (b, None), (None, residual), (b, residual)):
+            expected = exact + sum(added for added in given if added is not None)
+            error = (linear_transposed(x, weight, *given) - expected).abs().max()
+            assert error <= 1e-6 * inputs, (num_threads, given)
+
+
 @pytest.mark.parametrize("rows", [1, 32, 129])
 def test_packed_weights_give_the_products_of_each_in_one(rows, monkeypatch):
     x, weights = torch.randn(rows, 63), [torch.randn(size, 63).t() for size in (24, 8, 8)]
