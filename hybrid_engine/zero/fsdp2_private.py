@@ -156,9 +156,9 @@ def reduce_all_trained(modules: Iterable[FSDPModule], note: Callable[[int, list[
 def _reduce_all(group: Any, note: Callable[[list[Any]], None], *unused: Any) -> None:
     if group.reduce_grads:
         trained = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad]
-        used = [param for param in trained if unreduced_gradient(param) is not None]
-        note(used)
-        dtypes = {unreduced_gradient(param).dtype for param in used}
+        gradients = [(param, unreduced_gradient(param)) for param in trained]
+        note([param for param, grad in gradients if grad is not None])
+        dtypes = {grad.dtype for _, grad in gradients if grad is not None}
         for param in trained:
             _hold_gradient(param, dtypes)
     type(group).post_backward(group, *unused)
