@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.containers.attention import Attention, layer_kind, read_heads
-from hybrid_engine.containers.linear import TransposedLinear, pack_together, packed_bytes
+from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.containers.mlp import DenseMLP, MoEMLP
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel, check_divides
@@ -77,20 +77,6 @@ class InferenceLayer:
     def fuse_lora(self) -> int:
         """Fuses every active adapter; returns the bytes of the buffers."""
         return sum(part.fuse_lora() for part in (*self.attention.linears, *self.mlp.adaptable))
-
-    @property
-    def packed_bytes(self) -> int:
-        """What `pack` will take."""
-        return sum(map(packed_bytes, self._read_together))
-
-    def pack(self) -> None:
-        """Copies the weights of linears that read the same input together; see `pack_together`."""
-        for linears in self._read_together:
-            pack_together(linears)
-
-    @property
-    def _read_together(self) -> list[list[TransposedLinear]]:
-        return [self.attention.qkv, self.mlp.read_together]
 
     def unfuse_lora(self) -> None:
         """Back to the parameters themselves."""

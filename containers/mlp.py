@@ -57,11 +57,6 @@ class DenseMLP:
         return [*([self.gate] if self.gate else []), self.up, self.down]
 
     @property
-    def read_together(self) -> list[TransposedLinear]:
-        """Linears with one input."""
-        return [self.gate, self.up] if self.gate else [self.up]
-
-    @property
     def adaptable(self) -> list[TransposedLinear]:
         """What adapters may sit on."""
         return self.linears
@@ -120,11 +115,6 @@ class MoEMLP:
     def linears(self) -> list[TransposedLinear]:
         """All linears; the experts are stacked parameters."""
         return [part for part in self.block.parts if isinstance(part, TransposedLinear)]
-
-    @property
-    def read_together(self) -> list[TransposedLinear]:
-        """Linears with one input: the experts are no linears."""
-        return []
 
     @property
     def adaptable(self) -> list[ParameterView | ExpertList | TransposedLinear]:

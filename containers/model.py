@@ -219,16 +219,6 @@ class InferenceModel:
         """Fuses the active adapters of every linear; returns the bytes of the buffers."""
         return self.fuse_rest() + sum(layer.fuse_lora() for layer in self.layers)
 
-    @property
-    def packed_bytes(self) -> int:
-        """What `pack` will take; 0 where it would not help: on a GPU, in 16 bits."""
-        return sum(layer.packed_bytes for layer in self.layers)
-
-    def pack(self) -> None:
-        """Copies weights of the layers that are read together into one buffer each, until `unfuse_lora()`."""
-        for layer in self.layers:
-            layer.pack()
-
     def unfuse_lora(self) -> None:
         """Back to the parameters themselves; they were never written to."""
         for linear in self._linears:

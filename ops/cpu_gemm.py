@@ -15,7 +15,6 @@ N rows.
 """
 
 import platform
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -98,37 +97,6 @@ def _columns(weight: torch.Tensor, input: torch.Tensor, added: torch.Tensor | No
         return torch.bmm(parts, inputs).view(width_out, num_rows)
     added = added.expand(width_out, num_rows).unflatten(0, (num_parts, -1))
     return torch.baddbmm(added, parts, inputs).view(width_out, num_rows)
-
-
-def products(
-    input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
-    """`linear_transposed` with each weight; one product, and parts of it, where the weights lie in `pack`'s buffer."""
-    joined = beside_each_other(weights, dim=1) if len(weights) > 1 and not any(b is not None for b in biases) else None
-    if joined is None:
-        return [linear_transposed(input, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    return list(linear_transposed(input, joined, None).split([weight.shape[1] for weight in weights], dim=1))
-
-
-def pack(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of weights `[in, out_i]`, each `[out_i, in]` in memory, one after the other in one buffer."""
-    buffer = torch.cat([weight.t() for weight in weights])
-    return [part.t() for part in buffer.split([weight.shape[1] for weight in weights])]
-
-
-def beside_each_other(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
-    """What `torch.cat(parts, dim)` gives, as a view, where they follow each other in one storage; else None."""
-    first, stride, place, size = parts[0], parts[0].stride(dim), parts[0].storage_offset(), 0
-    storage = first.untyped_storage().data_ptr()
-    for part in parts:
-        if part.stride() != first.stride() or part.storage_offset() != place + size * stride:
-            return None
-        if part.untyped_storage().data_ptr() != storage:
-            return None
-        size += part.shape[dim]
-    shape = list(first.shape)
-    shape[dim] = size
-    return first.as_strided(shape, first.stride())
 
 
 def linear_transposed_reference(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
-from hybrid_engine.ops.cpu_gemm import linear_transposed, products
+from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.gated_activation import gated_activation
 from hybrid_engine.ops.norm import NORM_OPS, NormOp, check_norm_weights
@@ -188,14 +188,9 @@ class MLPGemmOp:
         """The same function in torch."""
         residual_add = input if residual is None else input + residual
         normed = residual_add if self.norm is None else self.norm.reference(residual_add, gamma, beta)
-        inner = self._inner_reference(normed, gate, up)
+        inner = linear_transposed(normed, *up)
+        inner = self.activation(inner) if gate is None else self.activation(linear_transposed(normed, *gate)) * inner
         return self.down.reference(inner, *down, residual_add if self.adds_residual else None), residual_add
-
-    def _inner_reference(self, normed: torch.Tensor, gate: Linear | None, up: Linear) -> torch.Tensor:
-        if gate is None:
-            return self.activation(linear_transposed(normed, *up))
-        outer, inner = products(normed, *zip(gate, up, strict=True))
-        return self.activation(outer).mul_(inner)
 
     def _add_and_norm(
         self,

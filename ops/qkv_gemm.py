@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from hybrid_engine.ops import dispatch
-from hybrid_engine.ops.cpu_gemm import products
+from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.norm import NORM_OPS, check_norm_weights
 from hybrid_engine.ops.skinny_gemm import (
@@ -216,7 +216,8 @@ class QKVGemmOp:
     def _project(
         self, normed: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self._split(*products(normed, weights, biases))
+        projected = [linear_transposed(normed, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return self._split(*projected)
 
     def _split(self, *projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One fused projection or three as q `[N, K, G, D]`, k, v `[N, K, D]`."""

@@ -26,7 +26,6 @@ import torch.nn.functional as F
 
 from hybrid_engine.ops import softmax_context_kernels as kernels
 from hybrid_engine.ops.batch import Batch, DecodeBatch, EncoderBatch, PrefillBatch, write_rows
-from hybrid_engine.ops.cpu_gemm import beside_each_other
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, say_once, use_triton
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import apply_rotary
@@ -146,9 +145,7 @@ class SoftmaxContextOp:
             assert q_gamma is not None and k_gamma is not None
             q, k = self.qk_norm(q, q_gamma), self.qk_norm(k, k_gamma)
         if rotary is not None:  # both at once: half the operations
-            joined = beside_each_other((q, k), 1)
-            joined = torch.cat((q, k), 1) if joined is None else joined
-            both = apply_rotary(joined, *rotary, is_interleaved=self.is_interleaved)
+            both = apply_rotary(torch.cat((q, k), 1), *rotary, is_interleaved=self.is_interleaved)
             q, k = both.split((self.num_heads, self.num_kv_heads), 1)
         rows = write_rows(batch, self.num_kv_heads, keys.shape[2])
         # A product may lie by columns, of which `index_put_` makes 143 us for 32 rows of 384, and a copy first 31.

@@ -9,8 +9,6 @@ import torch
 from models import BUILDERS, PAD, build_model, padded_prompts
 
 import hybrid_engine
-from hybrid_engine.generation import backend
-from hybrid_engine.ops.cpu_gemm import beside_each_other
 
 ROLLOUT = {"do_sample": True, "top_k": 0, "max_new_tokens": 6, "pad_token_id": PAD}
 
@@ -95,28 +93,6 @@ def test_weights_are_bit_identical_around_a_rollout():
     engine.generate(input_ids, attention_mask=mask, **ROLLOUT)
     engine.train()
     assert_identical(before, engine.module.state_dict())
-
-
-@pytest.mark.parametrize(("answer", "share_of_memory", "is_packed"), [(8, 1.0, True), (2, 1.0, False), (8, 0.0, False)])
-def test_weights_are_packed_while_an_answer_pays_for_it_and_memory_is_there(
-    answer, share_of_memory, is_packed, monkeypatch
-):
-    input_ids, mask = padded_prompts()
-    engine = build_engine()
-    linears, seen = engine.generator.model.layers[0].attention.qkv, []
-    usable = backend.usable_memory_bytes
-    monkeypatch.setattr(backend, "usable_memory_bytes", lambda device: int(usable(device) * share_of_memory))
-    forward = engine.generator.model.forward
-    monkeypatch.setattr(
-        engine.generator.model,
-        "forward",
-        lambda *args: seen.append(beside_each_other([linear.pair[0] for linear in linears], 1)) or forward(*args),
-    )
-    expected = build_model().generate(input_ids, attention_mask=mask, do_sample=False, max_new_tokens=answer)
-    output = engine.eval().generate(input_ids, attention_mask=mask, do_sample=False, max_new_tokens=answer)
-    assert torch.equal(output, expected)
-    assert [found is not None for found in seen] == [is_packed] * len(seen) and seen
-    assert all(linear.pair is linear.view for linear in linears)
 
 
 @pytest.mark.parametrize("failing_pass", [0, 3])

@@ -19,7 +19,7 @@ from hybrid_engine.ops import (
     cpu_gemm,
     token_logprobs,
 )
-from hybrid_engine.ops.cpu_gemm import beside_each_other, linear_transposed, linear_transposed_reference, pack, products
+from hybrid_engine.ops.cpu_gemm import linear_transposed, linear_transposed_reference
 from hybrid_engine.ops.rotary import apply_rotary, rotary_rows, rotary_table
 from hybrid_engine.ops.sample import keyed_uniform
 from hybrid_engine.ops.softmax_context import like_lengths
@@ -113,34 +113,6 @@ def test_a_product_by_columns_is_the_same_on_every_number_of_threads(rows, input
             expected = exact + sum(added for added in given if added is not None)
             error = (linear_transposed(x, weight, *given) - expected).abs().max()
             assert error <= 1e-6 * inputs, (num_threads, given)
-
-
-@pytest.mark.parametrize("rows", [1, 32, 129])
-def test_packed_weights_give_the_products_of_each_in_one(rows, monkeypatch):
-    x, weights = torch.randn(rows, 63), [torch.randn(size, 63).t() for size in (24, 8, 8)]
-    packed = pack(weights)
-    assert all(torch.equal(*pair) for pair in zip(packed, weights, strict=True))
-    calls = []
-    monkeypatch.setattr(cpu_gemm, "linear_transposed", lambda *args: calls.append(args) or linear_transposed(*args))
-    for given in (weights, packed):
-        for output, weight in zip(products(x, given, [None] * 3), weights, strict=True):
-            close(output, x @ weight)
-    assert len(calls) == 3 + 1
-    biases = [torch.randn(weight.shape[1]) for weight in weights]
-    for output, weight, bias in zip(products(x, packed, biases), weights, biases, strict=True):
-        close(output, x @ weight + bias)
-
-
-def test_only_what_follows_each_other_in_one_storage_is_joined():
-    whole = torch.arange(24.0).view(4, 6)
-    for dim in (0, 1):
-        parts = whole.split((1, 3) if dim == 0 else (1, 2, 3), dim=dim)
-        joined = beside_each_other(parts, dim)
-        assert torch.equal(joined, whole) and joined.data_ptr() == whole.data_ptr()
-        assert beside_each_other(parts[::-1], dim) is None
-        assert beside_each_other([parts[0], parts[1].clone()], dim) is None
-        assert beside_each_other([parts[0], parts[0]], dim) is None
-    assert beside_each_other([whole[:, :2], whole[:, 3:]], 1) is None
 
 
 def test_qkv_gemm_is_the_same_for_three_weights_and_a_fused_one():

@@ -23,7 +23,6 @@ from hybrid_engine.generation.rollout import Plan
 from hybrid_engine.generation.steps import DecodeSteps
 from hybrid_engine.generation.text import TextGeneration
 from hybrid_engine.generation.workspace import KVWorkspace
-from hybrid_engine.memory import usable_memory_bytes
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.zero.gathering import WeightGatherer
 
@@ -38,9 +37,6 @@ ENDS_OTHERWISE = (
     "stop_strings",
     "stopping_criteria",
 )
-
-# Tokens of an answer from which on packing weights costs less than it saves: on a CPU it takes a tenth of a turn.
-PACKS_FROM = 8
 
 
 @dataclass
@@ -87,7 +83,6 @@ class NativeBackend:
         else:
             self.model.bind(self.config.tp_gather_partition_size)
             self.model.fuse_lora()
-            self._pack(plan)
         self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
         release.push(self._give_back_workspace)
         return self.workspace.take(
@@ -95,13 +90,6 @@ class NativeBackend:
             self.model.dtype,
             self.model.device,
         )
-
-    def _pack(self, plan: Plan) -> None:
-        """Where it pays and there is room beside the workspace."""
-        values = torch.Size(self.model.kv_shape(plan.num_blocks, plan.block_size)).numel()
-        wanted = self.model.packed_bytes + values * self.model.dtype.itemsize
-        if plan.options.max_new_tokens >= PACKS_FROM and wanted <= usable_memory_bytes(self.model.device):
-            self.model.pack()
 
     def _give_back_workspace(self, error_type: type | None, *_: object) -> None:
         """After an error the storage always goes: it may hold numbers that are not finite."""
