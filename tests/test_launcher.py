@@ -186,7 +186,8 @@ def test_ctrl_c_ends_the_scripts_with_one_line_of_the_launchers(tmp_path):
             print("ready", flush=True)
             time.sleep(100)
         except KeyboardInterrupt:
-            print("interrupted", os.environ["LOCAL_RANK"], flush=True)
+            # One write: two processes share the pipe.
+            os.write(1, f"interrupted {os.environ['LOCAL_RANK']}\\n".encode())
         """)
     )
     command = [sys.executable, "-m", "hybrid_engine.launcher", "--num_gpus", "2", "--master_port", str(free_port())]
