@@ -29,7 +29,7 @@ IMPORTED = (
 class Started:
     """A program under way."""
 
-    def __init__(self, arguments: list[str], env: dict[str, str] | None, cwd: str | Path | None):
+    def __init__(self, arguments: tuple[object, ...], env: dict[str, str] | None, cwd: str | Path | None):
         self._arguments, self._folder = arguments, tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         os.mkfifo(folder / "status")
@@ -56,14 +56,14 @@ class Started:
         return subprocess.CompletedProcess(self._arguments, code, output, errors)
 
 
-def start_python(*arguments: str, env: dict[str, str] | None = None, cwd: str | Path | None = None) -> Started:
+def start_python(*arguments: object, env: dict[str, str] | None = None, cwd: str | Path | None = None) -> Started:
     """Starts what `python *arguments` is: a script, `-c source` or `-m module`, and their arguments."""
-    return Started(list(arguments), env, cwd)
+    return Started(arguments, env, cwd)
 
 
-def run_python(*arguments: str, env: dict[str, str] | None = None, cwd: str | Path | None = None, timeout: float = 300):
+def run_python(*arguments: object, env: dict[str, str] | None = None, cwd: str | Path | None = None):
     """The CompletedProcess of `python *arguments`."""
-    return start_python(*arguments, env=env, cwd=cwd).wait(timeout)
+    return start_python(*arguments, env=env, cwd=cwd).wait()
 
 
 @cache

@@ -75,12 +75,12 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_rollouts_before_and_after_a_step_are_those_of_one_process(results, tp_size):
-    (first, second, *_), both = results
+    (first, second, own_difference, *_), both = results
     for index, expected in enumerate((first, second)):
         assert torch.equal(torch.cat([ranks[tp_size][index] for _, ranks in both]), expected)
     assert not torch.equal(first, second)
-    # Log-probabilities reach -17 in this model, where fp32 itself is off by 1e-5 (test_megatron.py).
-    assert max(ranks[tp_size][2] for _, ranks in both) < 2e-5
+    # Log-probabilities reach -17 in this model, where one process may be off by 1e-5 too (test_megatron.py).
+    assert max(ranks[tp_size][2] for _, ranks in both) < max(1e-5, 2 * own_difference)
 
 
 def test_processes_that_share_a_model_infer_what_one_infers(results):

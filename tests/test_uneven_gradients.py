@@ -36,10 +36,11 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 1)
         self.unused = nn.Parameter(torch.ones(3))
 
-    def forward(self, x, chosen, skipped=()):
+    def forward(self, x, chosen, skipped=(), discarded=()):
         for number, layer in enumerate(self.layers):
             if number not in skipped:
-                x = layer(x, chosen)
+                output = layer(x, chosen)
+                x = x if number in discarded else output
         return self.head(x).float().pow(2).mean()
 
 
@@ -56,7 +57,7 @@ def micro_batch(rank, number):
     ]
 
 
-def train(rank, world_size, stage, dtype, num_micro_batches):
+def build_engine(stage, num_micro_batches=1, dtype="fp32"):
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": num_micro_batches,
@@ -66,52 +67,45 @@ def train(rank, world_size, stage, dtype, num_micro_batches):
     }
     if dtype != "fp32":
         config[dtype] = {"enabled": True} | ({"initial_scale_power": 8} if dtype == "fp16" else {})
-    engine, *_ = hybrid_engine.initialize(model=build(), config=config)
+    return hybrid_engine.initialize(model=build(), config=config)[0]
+
+
+def train(engine, rank, num_micro_batches, skipped=(), style="engine.backward"):
+    """The weights after some steps."""
     for number in range(STEPS * num_micro_batches):
         x, chosen = micro_batch(rank, number)
-        engine.backward(engine(x.to(next(engine.parameters()).dtype), chosen))
+        loss = engine(x.to(next(engine.parameters()).dtype), chosen, skipped=skipped)
+        engine.backward(loss) if style == "engine.backward" else loss.backward()
         engine.step()
     return {name: full_tensor(param).float() for name, param in engine.module.named_parameters()}
 
 
-def leave_layers_out(rank, world_size, stage, num_micro_batches, style):
-    """Weights after steps in which rank 0 has left out layer 1."""
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": num_micro_batches,
-        "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": LR, "weight_decay": DECAY}},
-    }
-    engine, *_ = hybrid_engine.initialize(model=build(), config=config)
-    for number in range(STEPS * num_micro_batches):
-        x, chosen = micro_batch(rank, number)
-        loss = engine(x, chosen, skipped=[1] if rank == 0 else [])
-        engine.backward(loss) if style == "engine.backward" else loss.backward()
-        engine.step()
-    return {name: full_tensor(param) for name, param in engine.module.named_parameters()}
-
-
-def leave_different_layers_out(rank, world_size):
-    """What stage 3 says of it, and whether it can go on."""
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
-    engine, *_ = hybrid_engine.initialize(model=build(), config=config)
+def train_differently(engine, **different):
+    """What a step says of layers that the processes do not use alike, and whether another one works."""
     x, chosen = micro_batch(0, 0)
     with pytest.raises(ValueError) as raised:
-        engine.backward(engine(x, chosen, skipped=[1 + rank]))
+        engine.backward(engine(x, chosen, **different))
+        engine.step()
+    unchanged = all(
+        torch.equal(full_tensor(param), build().get_parameter(name)) for name, param in engine.module.named_parameters()
+    )
     engine.backward(engine(x, chosen))
     engine.step()
-    return str(raised.value), engine.global_steps
+    return str(raised.value), unchanged, engine.global_steps
 
 
 def run_all(rank, world_size):
-    trained = {case: train(rank, world_size, *case) for case in CASES}
-    left_out = {case: leave_layers_out(rank, world_size, *case) for case in LEFT_OUT}
-    return trained, left_out, leave_different_layers_out(rank, world_size)
+    trained = {(stage, dtype, num): train(build_engine(stage, num, dtype), rank, num) for stage, dtype, num in CASES}
+    skipped = [1] if rank == 0 else []
+    left_out = {
+        (stage, num, style): train(build_engine(stage, num), rank, num, skipped, style)
+        for stage, num, style in LEFT_OUT
+    }
+    refused = {
+        "stage 3": train_differently(build_engine(3), skipped=[1 + rank]),
+        "discarded": train_differently(build_engine(2), discarded=[1 + rank]),
+    }
+    return trained, left_out, refused
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +145,14 @@ def test_a_layer_that_one_process_leaves_out_trains_as_in_a_plain_loop(stage, nu
             assert (expected[name] - value).abs().max() <= TOLERANCE["fp32"], name
 
 
-def test_stage_3_says_that_every_process_must_use_every_layer(both):
-    for _, _, (message, num_steps) in both:
-        assert "the processes came through different layers. At stage 3" in message and num_steps == 1
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("stage 3", "the processes came through different layers. At stage 3"),
+        ("discarded", "but of one that it calls its loss must depend"),
+    ],
+)
+def test_what_gives_wrong_gradients_is_refused_and_nothing_is_stepped(case, words, both):
+    for _, _, refused in both:
+        message, unchanged, num_steps = refused[case]
+        assert words in message and unchanged and num_steps == 1

@@ -1,7 +1,7 @@
 """What FSDP2 offers no public way to; no other file uses its private names.
 
-They were read and tried in torch 2.11 to 2.15; `pyproject.toml` allows no other. `make versions` runs the tests
-with each of them.
+They were read in torch 2.11 to 2.15, and ran with 2.11, 2.13 and 2.15; `pyproject.toml` allows no other. `make
+versions` runs the tests with each of them.
 
 | private name                                             | of                | torch         |
 |----------------------------------------------------------|-------------------|---------------|
@@ -141,7 +141,7 @@ def reduce_unreduced_gradients(root: FSDPModule) -> None:
 def reduce_all_trained(modules: Iterable[FSDPModule], note: Callable[[int, list[Any]], None]) -> None:
     """Has each group reduce the gradients of all its trained parameters, zeros for those that have none here.
 
-    As `set_reduce_scatter_unused_params` of torch 2.13, which fails for parameters in 16 bits if gradients wait.
+    Torch 2.13 has a switch for the zeros, `set_reduce_scatter_unused_params`, and 2.11 has none.
 
     Args:
         modules: numbered in this order.

@@ -88,8 +88,8 @@ class UnevenGradients:
         layer = next((f"{mine!r} and {its!r}" for mine, its in zip(*names, strict=False) if mine != its), "the last")
         return (
             f"step(): backward() came through the layers in another order on rank {other} than on rank {get_rank()} "
-            f"({layer} at the same place), so gradients were added to others'. Every process must use the same layers "
-            "in each micro-batch, or leave those it has no use for out before it calls them. Nothing was stepped"
+            f"({layer} at the same place), so gradients were added to others'. A process may leave a layer out, but of "
+            "one that it calls its loss must depend. Nothing was stepped"
         )
 
 
