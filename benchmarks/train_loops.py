@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaForCausalLM
 
 import hybrid_engine
-from hybrid_engine.zero.build import cast_parameters
+from hybrid_engine.optim.build import cast_parameters
 from hybrid_engine.zero.sharding import full_tensor
 
 # With torch's eps of 1e-8 the update of a parameter whose gradient is nothing but rounding is a coin toss.

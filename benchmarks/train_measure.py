@@ -9,7 +9,7 @@ import torch.distributed as dist
 from common import peak_memory, timed
 from train_loops import Case, TrainingLoop, TrainShape, build_batch, build_loop
 
-from hybrid_engine.zero.processes import get_rank
+from hybrid_engine.distributed.processes import get_rank
 
 KINDS = ("engine", "plain")
 CHECKED_STEPS = 3

@@ -5,7 +5,7 @@
         engine.backward(loss)  # or engine.scale(loss).backward()
         engine.step()
 
-Where things are: sharding in `zero/sharding.py`, masters, clipping and loss scaling in `zero/optimizer.py`, files in
+Where things are: sharding in `zero/sharding.py`, masters, clipping and loss scaling in `optim/optimizer.py`, files in
 `checkpoint/` and `export.py`. Names and meanings are those of DeepSpeed's engine.
 """
 
@@ -23,39 +23,39 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map
 
 from hybrid_engine import checkpoint
-from hybrid_engine.accumulation import GradientAccumulation
-from hybrid_engine.backward_hooks import BackwardHooks
+from hybrid_engine.checkpoint.random_state import seed_everything
 from hybrid_engine.compat.engine_names import EngineNames
 from hybrid_engine.compat.offload_config import OffloadStateTypeEnum
 from hybrid_engine.compat.parameter_offload import ParameterOffload
 from hybrid_engine.compat.whole_values import link_parameters
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.config_checks import check_flag, check_path
-from hybrid_engine.dataloader import build_training_dataloader
-from hybrid_engine.interrupts import holding_interrupts, restoring_modes
-from hybrid_engine.memory import describe_memory
-from hybrid_engine.no_copies import Uncopied
-from hybrid_engine.observing.monitor import check_packages, prepare_outputs
-from hybrid_engine.observing.observer import Observer
-from hybrid_engine.random_state import seed_everything
-from hybrid_engine.state_offload import TRAINING, StateOffload
-from hybrid_engine.zero.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
-from hybrid_engine.zero.built_shards import check_built_shards
-from hybrid_engine.zero.external_parameters import LATE, MIXED, describe_shard_used
-from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
-from hybrid_engine.zero.layer_groups import check_callable
-from hybrid_engine.zero.lr_schedules import check_rates
-from hybrid_engine.zero.param_groups import NamedGroup, name_groups
-from hybrid_engine.zero.parameter_watch import ParameterWatch
-from hybrid_engine.zero.processes import (
+from hybrid_engine.config.checks import check_flag, check_path
+from hybrid_engine.distributed.dataloader import build_training_dataloader
+from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
+from hybrid_engine.distributed.processes import (
     broadcast_module,
     check_same_architecture,
     default_device,
     get_rank,
     get_world_size,
 )
+from hybrid_engine.generation.memory import describe_memory
+from hybrid_engine.observing.monitor import check_packages, prepare_outputs
+from hybrid_engine.observing.observer import Observer
+from hybrid_engine.optim.accumulation import GradientAccumulation
+from hybrid_engine.optim.backward_hooks import BackwardHooks
+from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
+from hybrid_engine.optim.lr_schedules import check_rates
+from hybrid_engine.optim.param_groups import NamedGroup, name_groups
+from hybrid_engine.optim.state_offload import TRAINING, StateOffload
+from hybrid_engine.optim.trainable import check_group_options
+from hybrid_engine.zero.built_shards import check_built_shards
+from hybrid_engine.zero.external_parameters import LATE, MIXED, describe_shard_used
+from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
+from hybrid_engine.zero.layer_groups import check_callable
+from hybrid_engine.zero.no_copies import Uncopied
+from hybrid_engine.zero.parameter_watch import ParameterWatch
 from hybrid_engine.zero.sharding import mesh_shape, offloads_parameters, shard_module
-from hybrid_engine.zero.trainable import check_group_options
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -414,7 +414,7 @@ class ZeroEngine(Uncopied):
             The folder; False when the config forbids to gather a stage 3 model, with a warning.
         """
         # Here, not at the top: training a plain module needs neither transformers nor peft.
-        from hybrid_engine.export import save_16bit_model
+        from hybrid_engine.checkpoint.export import save_16bit_model
 
         self._check_whole("save_16bit_model()", OffloadStateTypeEnum.lp_params)
         check_path("save_dir", save_dir)

@@ -11,14 +11,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hybrid_engine.compat.presence import is_announced
 from hybrid_engine.config import EngineConfig, load_config
-from hybrid_engine.config_checks import check_flag, check_integer
-from hybrid_engine.dataloader import TrainingDataLoader
+from hybrid_engine.config.checks import check_flag, check_integer
+from hybrid_engine.distributed.dataloader import TrainingDataLoader
+from hybrid_engine.distributed.environment import describe_process
+from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, init_distributed, join_alone
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.hybrid import HybridEngine
-from hybrid_engine.zero.environment import describe_process
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.init import suspended
-from hybrid_engine.zero.optimizer import ZeroOptimizer
-from hybrid_engine.zero.processes import gather_objects, get_rank, get_world_size, init_distributed, join_alone
 
 Initialized = tuple[ZeroEngine, ZeroOptimizer | None, TrainingDataLoader | None, LRScheduler | None]
 

@@ -21,19 +21,19 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from hybrid_engine.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.compat.hybrid_names import HybridNames
 from hybrid_engine.compat.offload_config import OffloadStateTypeEnum
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.linear import TransposedLinear
+from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.generation.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.backend import RolloutResult
 from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.report import describe_generation
-from hybrid_engine.interrupts import holding_interrupts
-from hybrid_engine.latency import LatencyStats
-from hybrid_engine.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
+from hybrid_engine.observing.latency import LatencyStats
 
 
 class ModuleGenerate:

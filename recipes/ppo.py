@@ -26,11 +26,17 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hybrid_engine
-from hybrid_engine.peft_models import without_renamed_attribute_warning
+from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
+from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank, get_world_size
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.recipes.checkpoints import load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.checks import (
+from hybrid_engine.recipes.data.prompts import select_prompts
+from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs, response_values
+from hybrid_engine.recipes.experience.evaluation import evaluate, global_means, rollout_sums, show_comparison
+from hybrid_engine.recipes.experience.rewards import build_critic, load_reward
+from hybrid_engine.recipes.experience.rollout import Roles, Rollout, SamplingOptions, sample
+from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checks import (
     check_above,
     check_at_least,
     check_between,
@@ -38,21 +44,22 @@ from hybrid_engine.recipes.checks import (
     check_divides,
     check_finite,
 )
-from hybrid_engine.recipes.engine_config import build_engine_config
-from hybrid_engine.recipes.evaluation import evaluate, global_means, rollout_sums, show_comparison
-from hybrid_engine.recipes.ppo_checks import check_ppo
-from hybrid_engine.recipes.prompts import select_prompts
-from hybrid_engine.recipes.rewards import build_critic, load_reward
-from hybrid_engine.recipes.rollout import Roles, Rollout, SamplingOptions, sample
-from hybrid_engine.recipes.run_folder import CHECKPOINTS, PPO_RESULTS
-from hybrid_engine.recipes.run_log import RunLog, plot_metrics, read_metrics, say, write_json
-from hybrid_engine.recipes.sequences import Sequences, in_parts, response_logprobs, response_values
-from hybrid_engine.recipes.stages import load_model, load_tokenizer, mix_seed, move_aside, save_stage, seed_everything
+from hybrid_engine.recipes.runs.engine_config import build_engine_config
+from hybrid_engine.recipes.runs.ppo_checks import check_ppo
+from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, PPO_RESULTS
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, read_metrics, say, write_json
+from hybrid_engine.recipes.runs.stages import (
+    load_model,
+    load_tokenizer,
+    mix_seed,
+    move_aside,
+    save_stage,
+    seed_everything,
+)
 from hybrid_engine.rl.advantages import gae, token_rewards, whiten
 from hybrid_engine.rl.aggregation import token_mean
 from hybrid_engine.rl.kl import kl_k1
 from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss
-from hybrid_engine.zero.processes import default_device, gather_objects, get_rank, get_world_size
 
 PLOT_PANELS = {
     "reward": ["score", "judge_pass_rate"],

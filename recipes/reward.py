@@ -19,12 +19,13 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 import hybrid_engine
-from hybrid_engine.recipes.checks import check_above, check_at_least, check_common, check_divides
-from hybrid_engine.recipes.engine_config import build_engine_config
-from hybrid_engine.recipes.preferences import Preference, build_preferences
-from hybrid_engine.recipes.run_log import RunLog, say, write_json
-from hybrid_engine.recipes.sequences import batches_of_similar_length
-from hybrid_engine.recipes.stages import (
+from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.recipes.data.preferences import Preference, build_preferences
+from hybrid_engine.recipes.data.sequences import batches_of_similar_length
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_divides
+from hybrid_engine.recipes.runs.engine_config import build_engine_config
+from hybrid_engine.recipes.runs.run_log import RunLog, say, write_json
+from hybrid_engine.recipes.runs.stages import (
     is_finished,
     load_config,
     load_model,
@@ -35,8 +36,7 @@ from hybrid_engine.recipes.stages import (
     score_head,
     seed_everything,
 )
-from hybrid_engine.recipes.stdlib_docs import split, stdlib_examples
-from hybrid_engine.zero.processes import get_rank, get_world_size
+from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import hybrid_engine
-from hybrid_engine.recipes.checks import check_above, check_at_least, check_common, check_divides
-from hybrid_engine.recipes.engine_config import build_engine_config
-from hybrid_engine.recipes.run_log import RunLog, say, write_json
-from hybrid_engine.recipes.sequences import Sequences, batches_of_similar_length, build_sequences, response_logprobs
-from hybrid_engine.recipes.stages import is_finished, move_aside, save_stage, seed_everything
-from hybrid_engine.recipes.stdlib_docs import DocExample, split, stdlib_examples
+from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.recipes.data.sequences import (
+    Sequences,
+    batches_of_similar_length,
+    build_sequences,
+    response_logprobs,
+)
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_divides
+from hybrid_engine.recipes.runs.engine_config import build_engine_config
+from hybrid_engine.recipes.runs.run_log import RunLog, say, write_json
+from hybrid_engine.recipes.runs.stages import is_finished, move_aside, save_stage, seed_everything
+from hybrid_engine.recipes.tasks.stdlib_docs import DocExample, split, stdlib_examples
 from hybrid_engine.rl.aggregation import token_mean
-from hybrid_engine.zero.processes import get_rank, get_world_size
 
 MAX_POSITIONS = 512
 """Enough for any example, and for two summaries behind a prompt, if each byte is a token."""

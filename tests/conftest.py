@@ -29,8 +29,8 @@ def pytest_runtest_setup(item):
     """Tests run on the CPU, where their tensors lie, unless they are marked `gpu` or ask for kernels."""
     wants_gpu = item.get_closest_marker("gpu") is not None or "kernels" in item.fixturenames
     torch.cuda.is_available = lambda: HAS_GPU and wants_gpu
-    if "hybrid_engine.notices" in sys.modules:  # what one test has read, another must see
-        sys.modules["hybrid_engine.notices"].say_once.cache_clear()
+    if "hybrid_engine.config.notices" in sys.modules:  # what one test has read, another must see
+        sys.modules["hybrid_engine.config.notices"].say_once.cache_clear()
 
 
 @pytest.fixture

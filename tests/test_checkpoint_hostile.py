@@ -12,7 +12,7 @@ import torch
 from checkpoint_files import MANIFEST, as_format_1, is_same, linear_engine, replace_index, snapshot, step
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from hybrid_engine.inference.megatron_checkpoint import MegatronCheckpoint
+from hybrid_engine.inference.megatron.checkpoint import MegatronCheckpoint
 from hybrid_engine.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 

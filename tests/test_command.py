@@ -8,9 +8,9 @@ from typing import get_type_hints
 import fresh_python
 import pytest
 
-from hybrid_engine import cli
-from hybrid_engine.field_meanings import field_meanings
-from hybrid_engine.recipe_options import KINDS, read_recipe_help
+from hybrid_engine.command import cli
+from hybrid_engine.command.field_meanings import field_meanings
+from hybrid_engine.command.recipe_options import KINDS, read_recipe_help
 from hybrid_engine.recipes import ppo, reward, sft
 
 RECIPES = {"sft": sft, "reward": reward, "ppo": ppo}
@@ -24,7 +24,7 @@ def run_python(source, *arguments):
 def test_what_the_command_says_without_training_needs_neither_torch_nor_transformers():
     result = run_python("""
 import contextlib, sys
-from hybrid_engine.cli import main
+from hybrid_engine.command.cli import main
 for line in ["--version", "--help", "ppo --help", "launch --help", "sft --epoch 2", "reward --batch-size x"]:
     with contextlib.suppress(SystemExit):
         main(line.split())

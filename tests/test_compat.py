@@ -17,7 +17,7 @@ from torch import nn
 from training_reference import engine_config, tiny_llama, train_engine
 
 import hybrid_engine as deepspeed
-from hybrid_engine.zero.environment import describe_process, first_host
+from hybrid_engine.distributed.environment import describe_process, first_host
 
 IMPORTS = """
 import {root}

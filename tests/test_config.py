@@ -14,10 +14,11 @@ import torch
 from transformers import TrainingArguments
 from transformers.integrations import deepspeed as integration
 
-from hybrid_engine.config import EngineConfig, HybridEngineConfig, docs, load_config
+from hybrid_engine.command import config_page
+from hybrid_engine.config import EngineConfig, HybridEngineConfig, load_config
 from hybrid_engine.config.json_comments import without_comments
 from hybrid_engine.config.keys import CALLED_ELSEWHERE
-from hybrid_engine.zero.lr_schedules import build_scheduler
+from hybrid_engine.optim.lr_schedules import build_scheduler
 
 DATA = Path(__file__).parent / "data"
 BATCH = {"train_batch_size": 8}
@@ -294,7 +295,7 @@ def test_what_other_programs_call_an_option_is_an_error_that_names_its_place(nam
 
 
 def test_every_place_that_such_an_error_names_is_in_the_list_of_options():
-    sections = dict(re.findall(r"^## `?([^`\n]*)`?\n(.*?)(?=^## |\Z)", docs.render(), re.DOTALL | re.MULTILINE))
+    sections = dict(re.findall(r"^## `?([^`\n]*)`?\n(.*?)(?=^## |\Z)", config_page.render(), re.DOTALL | re.MULTILINE))
     for place in CALLED_ELSEWHERE.values():
         path, _, name = re.match(r"[\w.]+", place)[0].rpartition(".")
         assert f"| `{name}` |" in sections[path or "Top level"], place
@@ -815,10 +816,10 @@ def test_every_key_of_deepspeeds_documentation_and_sources_is_in_the_table():
 def section(path: str) -> str:
     """The part of docs/config.md about the block at `path`."""
     title = f"`{path}`" if path else "Top level"
-    return docs.render().split(f"## {title}\n")[1].split("\n## ")[0]
+    return config_page.render().split(f"## {title}\n")[1].split("\n## ")[0]
 
 
 def test_the_page_about_the_config_is_up_to_date():
-    assert (DATA.parent.parent / "docs" / "config.md").read_text() == docs.render(), (
-        "run python -m hybrid_engine.config.docs > docs/config.md"
+    assert (DATA.parent.parent / "docs" / "config.md").read_text() == config_page.render(), (
+        "run python -m hybrid_engine.command.config_page > docs/config.md"
     )

@@ -18,7 +18,7 @@ from training_reference import engine_config, tiny_llama
 import hybrid_engine as deepspeed
 from hybrid_engine.compat.absent import Absence
 from hybrid_engine.compat.flops_profiler import FlopsProfiler, get_model_profile, number_to_string
-from hybrid_engine.dataloader import TrainingDataLoader
+from hybrid_engine.distributed.dataloader import TrainingDataLoader
 
 
 def test_what_public_code_imports_below_our_name_works_or_says_what_to_use():
@@ -57,8 +57,8 @@ check_names("deepspeed")
 for entry in {clients!r}:
     exec("from {{}} import {{}}".format(*entry.split()), {{}})
 import deepspeed, importlib.util
-import hybrid_engine.launcher
-assert hybrid_engine.launcher.build_parser and deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME
+import hybrid_engine.command.launcher
+assert hybrid_engine.command.launcher.build_parser and deepspeed.launcher.runner.DEEPSPEED_ENVIRONMENT_NAME
 assert deepspeed.__version_major__ == 0 and isinstance(deepspeed.__git_hash__, str)
 assert importlib.util.find_spec("deepspeed.ops.op_builder") and not hasattr(deepspeed, "warp_drive")
 try:

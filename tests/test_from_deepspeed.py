@@ -29,7 +29,7 @@ def launch(name, folder):
     (folder / name).write_text(SCRIPTS[name])
     program, verb, *arguments = shlex.split(COMMAND.replace("train.py", name))
     assert program == "hybrid-engine"
-    command = [sys.executable, "-m", "hybrid_engine.cli", verb, "--master_port", str(free_port()), *arguments]
+    command = [sys.executable, "-m", "hybrid_engine.command.cli", verb, "--master_port", str(free_port()), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment())
     assert result.returncode == 0, result.stderr
     return result.stdout

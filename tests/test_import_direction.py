@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = ("ops", "containers", "hybrid_engine", "recipes")
 MAPPED = ("ops", "containers", "recipes")
 # The command line stands above the recipes that it starts; it lives in hybrid_engine/ for the sake of its name.
-COMMAND_LINE = "hybrid_engine/cli.py"
+COMMAND_LINE = "hybrid_engine/command/cli.py"
 # ops knows tensors and numbers only; torch.distributed would be a process group.
 OPS_MAY_IMPORT = {"torch", "triton", "numpy", *sys.stdlib_module_names}
 
@@ -46,7 +46,7 @@ def violations(path: str, source: str) -> list[str]:
             continue
         if name.startswith("."):
             found.append(f"{path} imports {name} relatively")
-        elif name.startswith("hybrid_engine.cli") and path != COMMAND_LINE:
+        elif name.startswith("hybrid_engine.command.cli") and path != COMMAND_LINE:
             found.append(f"{path} imports the command line")
         elif target and path != COMMAND_LINE and LAYERS.index(target) > LAYERS.index(folder):
             found.append(f"{path} imports {name} from the layer above")
@@ -75,7 +75,7 @@ def test_every_import_points_down():
         ("containers/llama.py", "from hybrid_engine.config import EngineConfig"),
         ("containers/llama.py", "from hybrid_engine import recipes"),
         ("hybrid_engine/rl/kl.py", "if True:\n    from hybrid_engine.recipes.ppo import main"),
-        ("hybrid_engine/engine.py", "from hybrid_engine.cli import main"),
+        ("hybrid_engine/engine.py", "from hybrid_engine.command.cli import main"),
         ("recipes/ppo.py", "from tests.goldens import load_golden"),
         ("recipes/ppo.py", "import ops.norm"),
         ("tests/test_norm.py", "from ops import norm"),
@@ -95,9 +95,9 @@ def test_an_import_against_the_arrows_is_found(path, source):
         ),
         ("containers/llama.py", "from hybrid_engine.ops import norm\nimport transformers"),
         ("hybrid_engine/hybrid.py", "from hybrid_engine.containers import policy\nimport torch.distributed"),
-        ("hybrid_engine/cli.py", "from hybrid_engine.recipes import ppo"),
+        ("hybrid_engine/command/cli.py", "from hybrid_engine.recipes import ppo"),
         ("recipes/ppo.py", "import hybrid_engine\nfrom hybrid_engine.rl.kl import kl_k1"),
-        ("tests/test_norm.py", "from hybrid_engine.cli import main\nfrom hybrid_engine.ops import norm"),
+        ("tests/test_norm.py", "from hybrid_engine.command.cli import main\nfrom hybrid_engine.ops import norm"),
     ],
 )
 def test_an_import_along_the_arrows_passes(path, source):

@@ -9,8 +9,8 @@ from attack.interrupts import Cycle
 from training_reference import tiny_llama
 
 import hybrid_engine
-from hybrid_engine import interrupts
-from hybrid_engine.interrupts import holding_interrupts, restoring_modes
+from hybrid_engine.distributed import interrupts
+from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
 
 
 def press():

@@ -8,7 +8,7 @@ import torch
 from models import build_model, padded_prompts
 
 import hybrid_engine
-from hybrid_engine.latency import LatencyStats
+from hybrid_engine.observing.latency import LatencyStats
 
 LINE = re.compile(
     r"^\|E2E latency=(?P<e2e>[\d.]+)s \|Gather latency=(?P<gather>[\d.]+)s \([\d.]+%\) "

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 from distributed import free_port
 
-from hybrid_engine import launcher
+from hybrid_engine.command import launcher
 
 LOCAL_RANK = "--local_rank=${local_rank}"
 
@@ -129,7 +129,7 @@ def test_the_command_starts_the_script_on_as_many_processes_with_its_arguments_a
         """)
     )
     arguments = [str(script), "--deepspeed_config", "x.json", "--out", str(tmp_path)]
-    result = _launch(["hybrid_engine.launcher"], arguments)
+    result = _launch(["hybrid_engine.command.launcher"], arguments)
     assert result.returncode == 0, result.stderr
     assert [(tmp_path / name).read_text() for name in ("0", "1")] == ["2", "2"]
 
@@ -138,7 +138,7 @@ def test_each_process_may_have_files_of_its_own_for_its_output_and_no_local_rank
     script = tmp_path / "train.py"
     script.write_text("import os, sys\nprint('argument', sys.argv[1:], os.environ['LOCAL_RANK'])")
     flags = ["--no_local_rank", "--enable_each_rank_log", str(tmp_path / "logs"), str(script), "a"]
-    result = _launch(["hybrid_engine.cli", "launch"], flags)
+    result = _launch(["hybrid_engine.command.cli", "launch"], flags)
     assert result.returncode == 0 and "argument" not in result.stdout, result.stderr
     texts = sorted(path.read_text() for path in (tmp_path / "logs").rglob("stdout.log"))
     assert texts == [f"argument ['a'] {rank}\n" for rank in range(2)]
@@ -159,7 +159,7 @@ def test_a_script_whose_last_line_is_a_collective_ends_without_an_error(tmp_path
         """)
     )
     for _ in range(2):
-        result = _launch(["hybrid_engine.launcher"], ["--no_local_rank", str(script)])
+        result = _launch(["hybrid_engine.command.launcher"], ["--no_local_rank", str(script)])
         assert result.returncode == 0, result.stderr
 
 
@@ -190,7 +190,15 @@ def test_ctrl_c_ends_the_scripts_with_one_line_of_the_launchers(tmp_path):
             os.write(1, f"interrupted {os.environ['LOCAL_RANK']}\\n".encode())
         """)
     )
-    command = [sys.executable, "-m", "hybrid_engine.launcher", "--num_gpus", "2", "--master_port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "hybrid_engine.command.launcher",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        str(free_port()),
+    ]
     with subprocess.Popen(
         [*command, "--no_local_rank", str(script)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

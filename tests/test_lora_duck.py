@@ -19,7 +19,7 @@ from hybrid_engine import zero
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.inference.config import read_config
 from hybrid_engine.inference.linears import share_linears
-from hybrid_engine.inference.megatron import load_megatron_gpt
+from hybrid_engine.inference.megatron.loading import load_megatron_gpt
 
 GREEDY = {"do_sample": False, "max_new_tokens": 7, "pad_token_id": PAD, "eos_token_id": None}
 

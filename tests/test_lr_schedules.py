@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hybrid_engine.config import SchedulerConfig
-from hybrid_engine.zero.cycle_schedules import LRRangeTest, OneCycle
-from hybrid_engine.zero.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
+from hybrid_engine.optim.cycle_schedules import LRRangeTest, OneCycle
+from hybrid_engine.optim.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR, build_scheduler
 
 
 def sgd(*rates: float) -> torch.optim.Optimizer:

@@ -10,8 +10,8 @@ from test_lora import adapt
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel
-from hybrid_engine.inference.megatron import load_megatron_gpt
-from hybrid_engine.inference.megatron_gpt import MegatronGPT, MegatronGPTConfig
+from hybrid_engine.inference.megatron.gpt import MegatronGPT, MegatronGPTConfig
+from hybrid_engine.inference.megatron.loading import load_megatron_gpt
 from hybrid_engine.ops import PrefillBatch
 
 FORMS = {

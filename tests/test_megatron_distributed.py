@@ -11,9 +11,9 @@ from test_encoder import BASES, build, build_adapted, rows
 import hybrid_engine
 from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.containers.tensor_parallel import ALONE
+from hybrid_engine.generation.model_group import describe_group
 from hybrid_engine.inference import init_inference
-from hybrid_engine.inference.megatron import build_empty_megatron_gpt, load_megatron_gpt
-from hybrid_engine.model_group import describe_group
+from hybrid_engine.inference.megatron.loading import build_empty_megatron_gpt, load_megatron_gpt
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": PAD}
 

@@ -7,11 +7,11 @@ import re
 import pytest
 from datasets import Dataset
 
-from hybrid_engine.recipes.data_files import read_prompts
-from hybrid_engine.recipes.pep257 import conforms, pep257_violations
-from hybrid_engine.recipes.preferences import FAULTS, build_preferences, mend
-from hybrid_engine.recipes.prompts import load_prompts, select_prompts
-from hybrid_engine.recipes.stdlib_docs import is_held_out, split, stdlib_examples
+from hybrid_engine.recipes.data.data_files import read_prompts
+from hybrid_engine.recipes.data.preferences import FAULTS, build_preferences, mend
+from hybrid_engine.recipes.data.prompts import load_prompts, select_prompts
+from hybrid_engine.recipes.tasks.pep257 import conforms, pep257_violations
+from hybrid_engine.recipes.tasks.stdlib_docs import is_held_out, split, stdlib_examples
 
 SOURCE = '''
 def shown(a, b=1, *args, **kwargs):

@@ -12,9 +12,9 @@ import torch
 from distributed import run_distributed
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hybrid_engine import cli
+from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, sft
-from hybrid_engine.recipes.run_log import RunLog, read_metrics
+from hybrid_engine.recipes.runs.run_log import RunLog, read_metrics
 
 TINY = ppo.Config(
     steps=2, rollout_size=8, minibatch_size=4, micro_batch_size=2, max_new_tokens=8, eval_prompts=6, save_every=0

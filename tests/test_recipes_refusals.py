@@ -18,10 +18,10 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from hybrid_engine import cli
+from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, reward, sft
-from hybrid_engine.recipes.rewards import build_critic, load_value_model
-from hybrid_engine.recipes.stdlib_docs import split, stdlib_examples
+from hybrid_engine.recipes.experience.rewards import build_critic, load_value_model
+from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from hybrid_engine.recipes.rewards import load_value_model
-from hybrid_engine.recipes.sequences import (
+from hybrid_engine.recipes.data.sequences import (
     attach_responses,
     batches_of_similar_length,
     build_sequences,
@@ -14,6 +13,7 @@ from hybrid_engine.recipes.sequences import (
     response_logprobs,
     response_values,
 )
+from hybrid_engine.recipes.experience.rewards import load_value_model
 
 PAD = 0
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12], [13]]
@@ -72,7 +72,7 @@ def test_values_are_those_before_each_response_token_and_trimming_changes_none(t
 
 
 def test_computing_in_parts_gives_what_one_pass_gives(monkeypatch):
-    monkeypatch.setattr("hybrid_engine.recipes.sequences.ROWS_PER_PASS", 2)
+    monkeypatch.setattr("hybrid_engine.recipes.data.sequences.ROWS_PER_PASS", 2)
     model = LlamaForCausalLM(small_config()).eval()
     batch = build_sequences(PROMPTS, RESPONSES, PAD, CPU)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import sys
 import pytest
 from distributed import free_port
 
-from hybrid_engine import deepspeed_names
+from hybrid_engine.compat import deepspeed_names
 from hybrid_engine.compat.presence import VERSION
 
 SHOW = """
@@ -57,7 +57,13 @@ def run(folder, *arguments, flags=(), **variables):
 def test_a_script_sees_deepspeed_and_itself_as_without_us(tmp_path):
     (tmp_path / "show.py").write_text(SHOW)
     result = run(
-        tmp_path, "hybrid_engine.deepspeed_names", "show.py", "--lr=1", "-m", flags=["-X", "utf8"], PYTHONPATH="x"
+        tmp_path,
+        "hybrid_engine.compat.deepspeed_names",
+        "show.py",
+        "--lr=1",
+        "-m",
+        flags=["-X", "utf8"],
+        PYTHONPATH="x",
     )
     assert result.returncode == 0, result.stderr
     arguments, file, first, versions, child, utf8 = json.loads(result.stdout)
@@ -69,7 +75,7 @@ def test_a_module_runs_and_an_error_has_its_own_traceback_and_status(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "task.py").write_text("import deepspeed, sys\nraise KeyError(sys.argv[1:])\n")
-    result = run(tmp_path, "hybrid_engine.deepspeed_names", "-m", "package.task", "a")
+    result = run(tmp_path, "hybrid_engine.compat.deepspeed_names", "-m", "package.task", "a")
     assert result.returncode == 1 and result.stderr.endswith("KeyError: ['a']\n")
     assert f'File "{tmp_path}/package/task.py", line 2, in <module>' in result.stderr
     assert "hybrid_engine" not in result.stderr
@@ -143,10 +149,10 @@ def test_two_processes_train_as_one_does_and_one_of_them_says_once_what_has_no_e
     """Also where outputs are views that are changed in place, which FSDP2 warns of."""
     (tmp_path / "train.py").write_text(TRAIN)
     flags = ["--deepspeed-names", "--num_gpus", "2", "--master_port", str(free_port())]
-    result = run(tmp_path, "hybrid_engine.cli", "launch", *flags, "train.py")
+    result = run(tmp_path, "hybrid_engine.command.cli", "launch", *flags, "train.py")
     ranks, values = zip(*losses(result), strict=True)
     assert ranks == ("0 of 2, 0", "0 of 2, 0", "1 of 2, 1", "1 of 2, 1")
-    alone = [value for _, value in losses(run(tmp_path, "hybrid_engine.deepspeed_names", "train.py"))]
+    alone = [value for _, value in losses(run(tmp_path, "hybrid_engine.compat.deepspeed_names", "train.py"))]
     assert len(set(values)) == 1 and set(alone) == set(values)
     said = [line for line in result.stderr.splitlines() if "without effect" in line]
     assert len(said) == 1 and "my_note (unknown to DeepSpeed too)" in said[0] and "overlap_comm" in said[0]

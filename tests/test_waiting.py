@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 from distributed import free_port
 
-from hybrid_engine.zero import waiting
-from hybrid_engine.zero.environment import describe_process
-from hybrid_engine.zero.waiting import announcing
+from hybrid_engine.distributed import waiting
+from hybrid_engine.distributed.environment import describe_process
+from hybrid_engine.distributed.waiting import announcing
 
 
 def environment(port, rank=0, size=3):

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hybrid_engine.dataloader import TrainingDataLoader
+from hybrid_engine.distributed.dataloader import TrainingDataLoader
 
 
 def _loader(num_samples=23, **more):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hybrid_engine.zero.loss_scaler import DynamicLossScaler, StaticLossScaler
+from hybrid_engine.optim.loss_scaler import DynamicLossScaler, StaticLossScaler
 
 OVERFLOW, FINE = True, False
 

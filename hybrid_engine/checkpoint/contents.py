@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from hybrid_engine.checkpoint.options import describe_optimizer
-from hybrid_engine.random_state import get_random_state
-from hybrid_engine.zero.optimizer import ZeroOptimizer
-from hybrid_engine.zero.processes import gather_objects, on_every_process
+from hybrid_engine.checkpoint.random_state import get_random_state
+from hybrid_engine.distributed.processes import gather_objects, on_every_process
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 if TYPE_CHECKING:
     from hybrid_engine.engine import ZeroEngine

@@ -24,13 +24,13 @@ from hybrid_engine.checkpoint.contents import (
 from hybrid_engine.checkpoint.manifest import read_manifest
 from hybrid_engine.checkpoint.names import check_folder
 from hybrid_engine.checkpoint.plain_values import STATE_FILE, read_values
+from hybrid_engine.checkpoint.random_state import set_random_state
 from hybrid_engine.checkpoint.tensor_files import read_tensors
 from hybrid_engine.checkpoint.tensor_index import INDEX_FILE, read_index
 from hybrid_engine.checkpoint.undo import Undo
-from hybrid_engine.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.random_state import set_random_state
-from hybrid_engine.zero.optimizer import ZeroOptimizer
-from hybrid_engine.zero.processes import on_every_process, on_rank_zero
+from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
+from hybrid_engine.distributed.processes import on_every_process, on_rank_zero
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.sharding import local_tensor
 
 if TYPE_CHECKING:

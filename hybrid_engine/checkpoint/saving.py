@@ -21,8 +21,8 @@ from hybrid_engine.checkpoint.lock import lock_folder
 from hybrid_engine.checkpoint.names import check_folder, check_tag
 from hybrid_engine.checkpoint.plain_values import STATE_FILE, serialize
 from hybrid_engine.checkpoint.tensor_files import write_tensors
-from hybrid_engine.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.zero.processes import gather_objects, on_every_process, on_rank_zero
+from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
+from hybrid_engine.distributed.processes import gather_objects, on_every_process, on_rank_zero
 
 if TYPE_CHECKING:
     from hybrid_engine.engine import ZeroEngine

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from hybrid_engine.checkpoint.causes import find_cause
-from hybrid_engine.interrupts import HeldInterrupts
+from hybrid_engine.distributed.interrupts import HeldInterrupts
 
 
 def write_tensors(tensors: Mapping[str, torch.Tensor], folder: Path, held: HeldInterrupts, is_alone: bool) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_engine.checkpoint.contents import COUNTERS
-from hybrid_engine.random_state import get_random_state, set_random_state
+from hybrid_engine.checkpoint.random_state import get_random_state, set_random_state
 
 if TYPE_CHECKING:
     from hybrid_engine.engine import ZeroEngine

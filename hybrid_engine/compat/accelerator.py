@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from hybrid_engine.compat.resident_memory import ResidentMemory
-from hybrid_engine.zero.processes import default_device
+from hybrid_engine.distributed.processes import default_device
 
 TENSOR_TYPES = {
     "BFloat16Tensor": torch.bfloat16,

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybrid_engine.config import load_config
 from hybrid_engine.config.blocks import ZeroConfig
-from hybrid_engine.zero.processes import get_world_size
+from hybrid_engine.distributed.processes import get_world_size
 
 DeepSpeedConfigError = ValueError
 """What a config that cannot be read raises."""

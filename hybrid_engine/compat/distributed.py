@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.zero import processes
-from hybrid_engine.zero.environment import describe_process
+from hybrid_engine.distributed import processes
+from hybrid_engine.distributed.environment import describe_process
 
 
 def init_distributed(

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hybrid_engine.compat.config_names import ROUTE_TRAIN
-from hybrid_engine.config_checks import check_integer
-from hybrid_engine.dataloader import build_training_dataloader
+from hybrid_engine.config.checks import check_integer
+from hybrid_engine.distributed.dataloader import build_training_dataloader
 from hybrid_engine.observing.monitor import Monitor
 from hybrid_engine.observing.timing import ThroughputTimer
 from hybrid_engine.zero.sharding import full_tensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybrid_engine.zero.processes import get_rank, get_world_size
+from hybrid_engine.distributed.processes import get_rank, get_world_size
 
 mpu = None
 mesh_device = None

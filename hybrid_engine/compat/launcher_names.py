@@ -8,5 +8,5 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 def main(args: Sequence[str] | None = None) -> int:
     """Starts a script as `hybrid-engine launch` does; returns its exit status."""
-    status: int = importlib.import_module("hybrid_engine.launcher").main(args)
+    status: int = importlib.import_module("hybrid_engine.command.launcher").main(args)
     return status

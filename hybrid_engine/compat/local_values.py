@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.compat.whole_values import _grad, _link, _master, _state, safe_get_full_grad, safe_set_full_grad
-from hybrid_engine.zero.masters import renew_masters
+from hybrid_engine.optim.masters import renew_masters
 from hybrid_engine.zero.sharding import local_tensor
 
 

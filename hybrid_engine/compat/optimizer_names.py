@@ -5,7 +5,7 @@ isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)   # whether the engi
 
 from typing import Any
 
-from hybrid_engine.zero.optimizer import ZeroOptimizer
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 DeepSpeedOptimizer = ZeROOptimizer = BF16_Optimizer = FP16_Optimizer = FP16_UnfusedOptimizer = ZeroOptimizer
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hybrid_engine.deepspeed_names import FOLDER
+from hybrid_engine.compat.deepspeed_names import FOLDER
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose surface this is."""

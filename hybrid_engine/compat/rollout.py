@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.config_checks import check_choice, check_integer, check_number
+from hybrid_engine.config.checks import check_choice, check_integer, check_number
 from hybrid_engine.generation.output import response_lengths
 from hybrid_engine.generation.prompts import check_left_padded
 from hybrid_engine.hybrid import HybridEngine

@@ -39,8 +39,8 @@ from hybrid_engine.compat.whole_values import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
-from hybrid_engine.dataloader import TrainingDataLoader
-from hybrid_engine.zero.processes import get_rank
+from hybrid_engine.distributed.dataloader import TrainingDataLoader
+from hybrid_engine.distributed.processes import get_rank
 
 __all__ = [
     "OnDevice",

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hybrid_engine.optim.masters import TrainedParameter, renew_masters
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.fsdp2_private import fsdp_params, unreduced_gradient
-from hybrid_engine.zero.masters import TrainedParameter, renew_masters
-from hybrid_engine.zero.optimizer import ZeroOptimizer
 from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 

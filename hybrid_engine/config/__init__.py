@@ -5,7 +5,7 @@
 
 Names, defaults and meanings are DeepSpeed's. Every key of a block is either a field of its dataclass or a
 row of `keys.py`; anything else is an error or reported, so a misspelt option cannot be silently dropped.
-`docs/config.md` lists them all and is written by `python -m hybrid_engine.config.docs`.
+`docs/config.md` lists them all and is written by `python -m hybrid_engine.command.config_page`.
 """
 
 import os
@@ -27,7 +27,9 @@ from hybrid_engine.config.blocks import (
     OffloadParamConfig,
     ZeroConfig,
 )
+from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number
 from hybrid_engine.config.generation import HybridEngineConfig
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.config.observing import (
     CometConfig,
     CsvMonitorConfig,
@@ -42,8 +44,6 @@ from hybrid_engine.config.optimizer import (
     build_scheduler_config,
 )
 from hybrid_engine.config.reading import child_block, read_block, read_json, with_integers
-from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number
-from hybrid_engine.notices import say_once
 
 __all__ = [
     "Bf16Config",

@@ -2,7 +2,7 @@
 
 import math
 
-from hybrid_engine.config_checks import check_integer
+from hybrid_engine.config.checks import check_integer
 
 BATCH_PRODUCT = "train_micro_batch_size_per_gpu * gradient_accumulation_steps * world_size"
 

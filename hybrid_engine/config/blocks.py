@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number
+from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number
 
 
 @dataclass(frozen=True, kw_only=True)

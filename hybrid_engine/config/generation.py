@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybrid_engine.config_checks import check_flag, check_integer
+from hybrid_engine.config.checks import check_flag, check_integer
 
 
 @dataclass(frozen=True, kw_only=True)

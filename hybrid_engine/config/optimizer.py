@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.config.checks import check_choice, check_flag, check_integer, check_number, whole_number
 from hybrid_engine.config.keys import OPTIMIZERS_NOT_SUPPORTED
 from hybrid_engine.config.reading import child_block, choose_type, read_block
-from hybrid_engine.config_checks import check_choice, check_flag, check_integer, check_number, whole_number
 
 ADAM_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ class SchedulerConfig:
     """"WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "LRRangeTest", "OneCycle", or "CosineAnnealingLR" and other
     classes of torch.optim.lr_scheduler."""
     params: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of that class of `hybrid_engine.zero.lr_schedules`, or of torch's; absent ones have its
+    """Keyword arguments of that class of `hybrid_engine.optim.lr_schedules`, or of torch's; absent ones have its
     defaults."""
 
     def __post_init__(self) -> None:

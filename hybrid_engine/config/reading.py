@@ -17,6 +17,7 @@ from typing import Any
 
 from hybrid_engine.config.auto import AUTO, without_auto
 from hybrid_engine.config.blocks import ZeroConfig
+from hybrid_engine.config.checks import whole_number
 from hybrid_engine.config.json_comments import without_comments
 from hybrid_engine.config.keys import (
     CALLED_ELSEWHERE,
@@ -27,7 +28,6 @@ from hybrid_engine.config.keys import (
     TAKES_MEMORY,
     as_json,
 )
-from hybrid_engine.config_checks import whole_number
 
 MISSPELT = 0.8
 """How alike (difflib's ratio) an unknown key at the top level and a known one are if it is an error: "monitor" and

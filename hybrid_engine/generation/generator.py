@@ -14,11 +14,14 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin
 
-from hybrid_engine.agreement import LogprobDifference, probe_containers
 from hybrid_engine.config import HybridEngineConfig
-from hybrid_engine.config_checks import check_integer
+from hybrid_engine.config.checks import check_integer
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.generation.agreement import LogprobDifference, probe_containers
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
+from hybrid_engine.generation.memory import usable_memory_bytes
+from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.noise import agree_on_keys, rank_seed
 from hybrid_engine.generation.options import (
     GenerationOptions,
@@ -38,9 +41,6 @@ from hybrid_engine.generation.rollout import (
 )
 from hybrid_engine.generation.shares import Share, find_disagreement
 from hybrid_engine.generation.workspace import KVWorkspace
-from hybrid_engine.memory import usable_memory_bytes
-from hybrid_engine.model_group import ModelGroup
-from hybrid_engine.notices import say_once
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding

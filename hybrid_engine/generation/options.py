@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hybrid_engine.config_checks import check_flag, check_integer, check_number
+from hybrid_engine.config.checks import check_flag, check_integer, check_number
 
 # Served by the native backend, with transformers' defaults (`GenerationConfig._get_default_generation_params`).
 NATIVE_DEFAULTS: dict[str, Any] = {

@@ -14,23 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.agreement import probe_containers
 from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceEncoder, InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.attention import read_heads
 from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_whole
+from hybrid_engine.distributed.processes import default_device, get_rank, init_distributed
+from hybrid_engine.generation.agreement import probe_containers
 from hybrid_engine.generation.generator import Generator, fused
+from hybrid_engine.generation.model_group import ModelGroup, describe_group, join_model_group
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.config import InferenceConfig, read_config
 from hybrid_engine.inference.engine import InferenceEngine
 from hybrid_engine.inference.held_slices import HeldSlices
 from hybrid_engine.inference.linears import share_linears
-from hybrid_engine.model_group import ModelGroup, describe_group, join_model_group
-from hybrid_engine.notices import say_once
-from hybrid_engine.zero.build import cast_parameters
-from hybrid_engine.zero.processes import default_device, get_rank, init_distributed
+from hybrid_engine.optim.build import cast_parameters
 from hybrid_engine.zero.sharding import Sharding
 
 DEFAULT_MAX_OUT_TOKENS = 1024

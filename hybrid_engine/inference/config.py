@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.config.checks import check_flag, check_integer
 from hybrid_engine.config.reading import find_nearest, read_json
-from hybrid_engine.config_checks import check_flag, check_integer
 
 logger = logging.getLogger("hybrid_engine")
 

@@ -11,7 +11,7 @@ from accelerate.tracking import CometMLTracker, GeneralTracker, TensorBoardTrack
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.observing import CometConfig, CsvMonitorConfig
-from hybrid_engine.zero.processes import on_rank_zero
+from hybrid_engine.distributed.processes import on_rank_zero
 
 Event = tuple[str, float, int]
 """Name, value and step."""

@@ -9,7 +9,7 @@ from hybrid_engine.config import EngineConfig
 from hybrid_engine.observing.flops import FlopsProfiler
 from hybrid_engine.observing.monitor import Monitor
 from hybrid_engine.observing.timing import StepTimers, ThroughputTimer
-from hybrid_engine.zero.optimizer import ZeroOptimizer
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 
 
 class Observer:

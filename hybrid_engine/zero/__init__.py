@@ -1,4 +1,4 @@
-"""ZeRO on FSDP2: sharding, gathering, the optimizer shim, loss scaling and learning-rate schedules."""
+"""ZeRO on FSDP2: sharding, gathering, and models that are sharded while they are built."""
 
 from hybrid_engine.zero.external_parameters import register_external_parameter, unregister_external_parameter
 from hybrid_engine.zero.for_generation import unwrap_model_for_generation

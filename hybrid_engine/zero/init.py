@@ -31,8 +31,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hybrid_engine.config import EngineConfig, load_config
 from hybrid_engine.config.reading import read_json
+from hybrid_engine.distributed.processes import default_device, get_world_size, init_distributed, join_alone
 from hybrid_engine.zero.gathered_parameters import GatheredParameters, mark_parameter
-from hybrid_engine.zero.processes import default_device, get_world_size, init_distributed, join_alone
 from hybrid_engine.zero.sharding import build_mesh, offloads_parameters
 
 KEPT_WHOLE = 4

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hybrid_engine.zero.processes import get_world_size
+from hybrid_engine.distributed.processes import get_world_size
 
 LEAST_SHARE_OF_LIST = 0.1
 """Of a model's parameters that a list must hold: what is smaller may stay gathered, as heads of which one is used."""

@@ -36,7 +36,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.notices import say_once
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.distributed.processes import default_device, get_rank, get_world_size, join_alone
 from hybrid_engine.zero.built_shards import placeholders
 from hybrid_engine.zero.external_parameters import take_external_uses
 from hybrid_engine.zero.fsdp2_private import (
@@ -52,8 +53,7 @@ from hybrid_engine.zero.fsdp2_private import (
     twins,
 )
 from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
-from hybrid_engine.zero.masters import TrainedParameter
-from hybrid_engine.zero.processes import default_device, get_rank, get_world_size, join_alone
+from hybrid_engine.zero.trained_parameter import TrainedParameter
 from hybrid_engine.zero.uneven_gradients import UnevenGradients
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
 

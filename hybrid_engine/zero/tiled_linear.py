@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from hybrid_engine.config_checks import check_integer
+from hybrid_engine.config.checks import check_integer
 from hybrid_engine.zero.gathered_parameters import GatheredParameters
 
 

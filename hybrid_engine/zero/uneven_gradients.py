@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank
 from hybrid_engine.zero.fsdp2_private import fsdp_params, reduce_all_trained
-from hybrid_engine.zero.masters import TrainedParameter
-from hybrid_engine.zero.processes import default_device, gather_objects, get_rank
+from hybrid_engine.zero.trained_parameter import TrainedParameter
 
 
 class UnevenGradients:

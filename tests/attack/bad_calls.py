@@ -15,7 +15,7 @@ from torch import nn
 from training_reference import VOCABULARY, tiny_llama
 
 import hybrid_engine
-from hybrid_engine.zero.lr_schedules import SCHEDULES
+from hybrid_engine.optim.lr_schedules import SCHEDULES
 
 from .bad_config import as_written
 from .bad_inputs import Call

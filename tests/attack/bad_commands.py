@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from hybrid_engine import cli, launcher
+from hybrid_engine.command import cli, launcher
+from hybrid_engine.distributed.environment import describe_process
 from hybrid_engine.recipes import ppo, reward, sft
-from hybrid_engine.zero.environment import describe_process
 
 from .bad_config import type_name
 from .bad_inputs import Call

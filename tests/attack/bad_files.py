@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.recipes.prompts import load_prompts
+from hybrid_engine.recipes.data.prompts import load_prompts
 
 from .bad_inputs import Call
 from .interrupts import Cycle

@@ -1,0 +1,1 @@
+"""The `hybrid-engine` command, the launcher, and what reads options from sources."""

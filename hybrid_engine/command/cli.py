@@ -1,0 +1,115 @@
+"""The `hybrid-engine` command: one subcommand per recipe, with an option per field of its `Config`, and `launch`.
+
+    hybrid-engine ppo --steps 20 --kl-coef 0.1
+    hybrid-engine launch --num_gpus 2 train.py
+
+The command stands below the recipes it starts, so it imports them by name, and only to run them: what it says about
+them (`--help`, an unknown option) is read from their source.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import hybrid_engine.command.launcher as launcher
+from hybrid_engine.command.recipe_options import Option, read_recipe_help
+from hybrid_engine.recipes.runs.run_folder import PPO_RESULTS, has_checkpoint, left_behind
+
+RECIPES = ("sft", "reward", "ppo")
+LAUNCH = "launch"
+REFUSED, INTERRUPTED = 2, 130
+"""Exit statuses: of input that is refused, and of Ctrl-C."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the recipe that `arguments` (default: the command line) name; returns the exit status.
+
+    A ValueError that one of our modules raised, which is how they refuse bad input, becomes one line on stderr and the
+    status 2, Ctrl-C one line and the status 130. Any other error leaves with its traceback: it may be in the user's own
+    reward or data.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == [LAUNCH]:
+        return launcher.main(arguments[1:])
+    options = vars(build_parser().parse_args(arguments))
+    try:
+        run_recipe(options.pop("recipe"), options)
+    except ValueError as error:
+        if not is_ours(error):
+            raise
+        print(f"hybrid-engine: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"hybrid-engine: interrupted; {how_to_go_on(options)}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def run_recipe(name: str, options: Mapping[str, Any]) -> None:
+    """Imports the recipe, the one place where an import goes up, and runs it with `options` for its `Config`."""
+    recipe = importlib.import_module(f"hybrid_engine.recipes.{name}")
+    transformers_logging = importlib.import_module("transformers.utils.logging")
+    # A classifier's new head and every saved file would each interrupt the progress bar with lines of their own.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    recipe.run(recipe.Config(**options))
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether a module of this package raised `error`, and not a library or the user's own code that it called."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")).startswith("hybrid_engine.")
+
+
+def how_to_go_on(options: Mapping[str, Any]) -> str:
+    """What to do after Ctrl-C; a checkpoint that was being written does not count until it is complete."""
+    folder = Path(options["out"])
+    if "resume" in options and has_checkpoint(folder):
+        place = "in place of --restart" if options["restart"] else "added"
+        return f"the same command, --resume {place}, goes on from the last checkpoint"
+    if "resume" in options and left_behind(folder, PPO_RESULTS):
+        return "there is no checkpoint yet: the same command with --restart begins again"
+    return "finished stages stay, the same command begins the unfinished one again"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog="hybrid-engine", description="Train and generate with one set of weights.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"hybrid-engine {version('hybrid-engine')}")
+    commands = parser.add_subparsers(dest="recipe", required=True, metavar="command", title="commands")
+    for name in RECIPES:
+        recipe = read_recipe_help(name)
+        command = commands.add_parser(
+            name,
+            help=recipe.text.splitlines()[0],
+            description=recipe.text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for option in recipe.options:
+            _add_option(command, option)
+    # Only for the overview: its arguments are the launcher's own.
+    commands.add_parser(LAUNCH, help=launcher.DESCRIPTION.splitlines()[0], add_help=False)
+    return parser
+
+
+def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
+    flag, text = "--" + option.name.replace("_", "-"), option.meaning.replace("%", "%%")
+    if option.kind is bool:
+        parser.add_argument(flag, action="store_true", help=text)
+    else:
+        default = "" if option.default is None else f" (default: {option.default})"
+        parser.add_argument(flag, type=option.kind, default=option.default, metavar="VALUE", help=text + default)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Which process this is, which device it computes on, and how processes are brought together."""
+
+import atexit
+import os
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine.distributed.environment import describe_process
+from hybrid_engine.distributed.waiting import announcing
+
+Result = TypeVar("Result")
+
+SECONDS_TO_FINISH = 0.1
+
+
+def init_distributed(
+    port: int = 29500, backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None
+) -> None:
+    """Joins the process group that the environment of torchrun, MPI or SLURM describes, unless that was done.
+
+    Without such an environment, or with one process, there is nothing to join and no process group is made.
+
+    Args:
+        port: where to meet when MASTER_PORT is not set.
+        backend: of torch.distributed; None chooses by the device.
+        timeout: of collectives; None is PyTorch's.
+        init_method: where to meet instead, "tcp://host:port" or "file:///path".
+    """
+    os.environ.update(describe_process(os.environ))
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    _let_threads_finish_at_exit()
+    if torch.cuda.is_available():
+        # Collectives of objects use the current device, also in a group that somebody else made.
+        torch.cuda.set_device(default_device())
+    if dist.is_initialized():
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(port))
+    with announcing(os.environ, init_method):
+        _join(backend, timeout, init_method)
+
+
+def _join(backend: str | None, timeout: timedelta | None, init_method: str | None) -> None:
+    if torch.cuda.is_available():
+        # gloo besides, for what is offloaded to the CPU.
+        backend, device = backend or "cpu:gloo,cuda:nccl", default_device()
+        dist.init_process_group(backend, device_id=device, timeout=timeout, **_meeting_place(init_method))
+    else:
+        dist.init_process_group(backend or "gloo", timeout=timeout, **_meeting_place(init_method))
+
+
+def _meeting_place(init_method: str | None) -> dict[str, Any]:
+    if init_method is None:
+        return {}
+    return {"init_method": init_method, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+
+
+def join_alone() -> None:
+    """Makes a process group of this process alone, if there is none."""
+    if not dist.is_initialized():
+        _let_threads_finish_at_exit()
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+@cache
+def _let_threads_finish_at_exit() -> None:
+    """Sleeps before Python ends, so that gloo's threads get the interpreter lock, which they drop tensors under.
+
+    A thread that asks for it later aborts the process: 7 of 40 runs on a busy machine ended so, whose last line was a
+    collective. `destroy_process_group` does not help, it waits for no thread of a group that a device mesh holds.
+    """
+    atexit.register(time.sleep, SECONDS_TO_FINISH)
+
+
+def get_world_size() -> int:
+    """Processes that train together; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def get_rank() -> int:
+    """This process's number, from 0; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def default_device() -> torch.device:
+    """This process's GPU, the CPU on a machine without one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+def on_rank_zero(action: Callable[[], Result]) -> Result:
+    """Runs `action` on rank 0 and gives its result, or raises its error, on every process alike; collective.
+
+    The result must be picklable.
+    """
+    if get_world_size() == 1:
+        return action()
+    outcome: list[Any] = [None, None]
+    if get_rank() == 0:
+        outcome = _try(action)
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def on_every_process(action: Callable[[], Result]) -> Result:
+    """Runs `action` on each process and gives each its result; an error of one is raised on all; collective.
+
+    `action` either meets the other processes nowhere, or fails on all of them alike.
+    """
+    if get_world_size() == 1:
+        return action()
+    result, error = _try(action)
+    errors = [found for found in gather_objects(error) if found is not None]
+    if errors:
+        raise error or errors[0]
+    return result
+
+
+def _try(action: Callable[[], Any]) -> list[Any]:
+    """The result of `action` and None, or None and its error, which travels to other processes.
+
+    Ctrl-C is an error like any other: a process that it takes away alone leaves the others waiting.
+    """
+    try:
+        return [action(), None]
+    except BaseException as error:
+        return [None, _portable(error)]
+
+
+def _portable(error: BaseException) -> BaseException:
+    """`error`, or one with its words if it cannot be pickled, as classes of errors with several arguments."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def gather_objects(value: Result) -> list[Result]:
+    """`value` of every process, in the order of ranks, on every process; collective."""
+    if get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def check_same_architecture(module: nn.Module) -> None:
+    """Raises ValueError, on every process, unless all have parameters of the same names and shapes; collective."""
+    own = [(name, tuple(param.shape)) for name, param in module.named_parameters()]
+    for rank, other in enumerate(gather_objects(own)):
+        if other != own:
+            raise ValueError(
+                f"model: the parameters of rank {rank} are not those of rank {get_rank()} ({len(other)} and "
+                f"{len(own)}, or other names or shapes); build the same architecture on every process"
+            )
+
+
+@torch.no_grad()
+def broadcast_module(module: nn.Module) -> None:
+    """Gives every process rank 0's parameters and buffers: nobody promises that they were initialised alike."""
+    if get_world_size() == 1:
+        return
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if isinstance(tensor, DTensor):  # built under zero.Init, from rank 0's values
+            continue
+        sent = tensor.data.to(default_device())  # what is offloaded lies where nccl does not reach
+        dist.broadcast(sent, src=0)
+        if sent.device != tensor.device:
+            tensor.data.copy_(sent)

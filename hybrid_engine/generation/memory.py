@@ -1,0 +1,112 @@
+"""Memory of this process: what training keeps, in bytes and in words, and what is free."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.optim.optimizer import ZeroOptimizer
+from hybrid_engine.zero.fsdp2_private import unreduced_gradients
+from hybrid_engine.zero.sharding import Sharding, local_tensor
+
+# Share of the free memory that a rollout may take; the rest is for activations and logits.
+USABLE_MEMORY = 0.8
+
+WEIGHTS_BY_STAGE = (
+    "whole, gradients averaged at the accumulation boundary",
+    "whole, and as shards that the optimizer steps; gradients reduced at the accumulation boundary",
+    "whole, and as shards that the optimizer steps; gradients reduced at every micro-batch",
+    "sharded; gathered layer by layer in forward and backward, gradients reduced at every micro-batch",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBytes:
+    """What lies in this process's memory now, in bytes of storage; FSDP2's padding included."""
+
+    parameters: int
+    """As the module has them: whole, or at stage 3 shards."""
+    shards: int
+    """Of parameters that are whole beside them."""
+    masters: int
+    """Copies that the optimizer steps in place of the parameters."""
+    state: int
+    """The optimizer's."""
+    gradients: int
+    """Reduced ones and those that wait for it."""
+
+
+def count_bytes(sharding: Sharding, optimizer: ZeroOptimizer | None) -> TrainingBytes:
+    """The bytes of this process now; local."""
+    trained = optimizer.parameters if optimizer is not None else []
+    states = optimizer.state.values() if optimizer is not None else []
+    pairs = list(sharding.twins()) if sharding.stays_whole else []
+    owners = [*(t.param for t in trained), *(t.master for t in trained), *(whole for _, whole in pairs)]
+    waiting = unreduced_gradients(sharding.fsdp_modules())
+    return TrainingBytes(
+        parameters=num_bytes(sharding.root.parameters()),
+        shards=num_bytes(shard for shard, _ in pairs),
+        masters=num_bytes(t.master for t in trained if t.has_master),
+        state=num_bytes(v for values in states for v in values.values() if isinstance(v, torch.Tensor)),
+        gradients=num_bytes([*(owner.grad for owner in owners if owner.grad is not None), *waiting]),
+    )
+
+
+def describe_memory(sharding: Sharding, optimizer: ZeroOptimizer | None, config: EngineConfig) -> str:
+    """A few lines on stage, processes, precision, sharding and bytes on this process."""
+    held = count_bytes(sharding, optimizer)
+    beside = f", and {format_bytes(held.shards)} of shards" if held.shards else ""
+    lines = [
+        f"ZeRO stage {sharding.stage}, rank {sharding.rank} of {sharding.world_size}; "
+        f"parameters in {str(config.dtype).removeprefix('torch.')}",
+        f"weights: {_describe_sharding(sharding)}",
+        f"parameters: {format_bytes(held.parameters)}{beside} on this process",
+    ]
+    if optimizer is None:
+        return "\n".join([*lines, "no optimizer: this engine only evaluates"])
+    masters = [t.master for t in optimizer.parameters]
+    gradients = sum(local_tensor(master).numel() * config.accumulation_dtype.itemsize for master in masters)
+    return "\n".join(
+        [
+            *lines,
+            f"trained: {len(masters)} parameters; gradients {format_bytes(gradients)} at the step, "
+            f"{format_bytes(held.gradients)} now",
+            f"masters: {format_bytes(held.masters)}",
+            f"optimizer state: {format_bytes(held.state)} ({type(optimizer.inner).__name__})",
+        ]
+    )
+
+
+def _describe_sharding(sharding: Sharding) -> str:
+    if not sharding.is_sharded and sharding.world_size > 1:
+        return "whole on every process and unwrapped, nothing is trained"
+    if not sharding.is_sharded:
+        return "whole and unwrapped, a single process has nobody to share with"
+    groups = f"{len(sharding.layers) + 1} FSDP groups, {len(sharding.layers)} for layers and one for the rest"
+    return f"{WEIGHTS_BY_STAGE[sharding.stage]}; {groups}"
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages on this process that the tensors lie in, each counted once."""
+    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def format_bytes(count: int) -> str:
+    """`count` in the largest binary unit that keeps it above one."""
+    if count < 1024:
+        return f"{count} B"
+    power = min(3, (count.bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+def usable_memory_bytes(device: torch.device) -> int:
+    """What a rollout may allocate on `device` now."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    else:
+        free = psutil.virtual_memory().available
+    return int(free * USABLE_MEMORY)

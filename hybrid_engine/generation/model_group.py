@@ -1,0 +1,105 @@
+"""The processes that share one model between them in `generate()`: tensor parallelism over consecutive ranks."""
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
+from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.zero.sharding import Sharding
+from hybrid_engine.zero.slicing import SliceReader
+
+Value = TypeVar("Value")
+TRAINING_OPTION = "hybrid_engine.inference_tp_size"
+"""What says how many processes share the model of a training engine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGroup:
+    """This process's group; alone it holds the whole model."""
+
+    parallel: TensorParallel = ALONE
+    """What the containers are told of it."""
+    process_group: dist.ProcessGroup | None = None
+    """None for one process."""
+    slices: SliceReader | None = None
+    """Reads this rank's part of parameters that are sharded over the processes; None where nothing is shared."""
+    has_same_prompts: bool = False
+    """Every rank is given the same prompts and returns all rows, instead of its own prompts and rows."""
+    has_whole_module: bool = True
+    """Whether the module itself can run on every process, gathered where it is sharded."""
+
+    @property
+    def size(self) -> int:
+        """Processes."""
+        return self.parallel.size
+
+    @property
+    def ranks(self) -> range:
+        """Their ranks among all processes."""
+        first = get_rank() // self.size * self.size
+        return range(first, first + self.size)
+
+    def without_module(self) -> "ModelGroup":
+        """The same group after its processes let go of all but their parts."""
+        return replace(self, has_whole_module=False)
+
+    def gather_objects(self, value: Value) -> list[Value]:
+        """`value` of every process of the group, in the order of ranks; collective."""
+        if self.size == 1:
+            return [value]
+        values: list[Value | None] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.process_group)
+        return values  # type: ignore[return-value]
+
+
+def check_group_size(size: int, option: str) -> None:
+    """Raises ValueError, which names `option`, where groups of `size` processes do not make up all processes."""
+    world_size = get_world_size()
+    if world_size % size:
+        choices = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ValueError(f"{option}={size} must divide the number of processes {world_size}; use one of {choices}")
+
+
+def join_model_group(size: int, device: torch.device, option: str) -> ModelGroup:
+    """The group of `size` consecutive processes that this one belongs to; collective over all processes.
+
+    Raises ValueError as `check_group_size` does.
+    """
+    check_group_size(size, option)
+    if size == 1:
+        return ModelGroup()
+    mesh = init_device_mesh(device.type, (get_world_size() // size, size), mesh_dim_names=("replicate", "tensor"))
+    return describe_group(mesh["tensor"].get_group(), option)
+
+
+def describe_group(group: dist.ProcessGroup, option: str) -> ModelGroup:
+    """A ModelGroup of the processes in `group`."""
+    size = dist.get_world_size(group)
+
+    def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous()
+        dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+        gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+        return torch.cat(gathered.chunk(size), -1)
+
+    parallel = TensorParallel(
+        rank=dist.get_rank(group), size=size, all_reduce=all_reduce, all_gather=all_gather, option=option
+    )
+    return ModelGroup(parallel=parallel, process_group=group)
+
+
+def share_sharded_model(size: int, sharding: Sharding, device: torch.device) -> ModelGroup:
+    """The group in which `generate()` of a training engine shares the model; collective."""
+    group = join_model_group(size, device, TRAINING_OPTION)
+    if size == 1:
+        return group
+    slices = SliceReader(sharding, size)
+    return replace(group, slices=slices, parallel=replace(group.parallel, read=slices.read, wait=slices.wait))

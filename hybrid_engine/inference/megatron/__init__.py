@@ -1,0 +1,1 @@
+"""Megatron-LM's GPT checkpoints: read, and a model that runs them."""

@@ -1,0 +1,177 @@
+"""Backward passes in PyTorch's own style: `loss.backward()` does what `engine.backward(loss)` does before and after.
+
+    engine.scale(engine(**batch).loss).backward()
+    (actor_loss + critic_loss).backward()          # one loss over two engines
+
+A pass begins for an engine with the first gradient of something that its forward pass gave, or of one of its
+parameters, and ends with the pass itself. The division by the accumulation steps happens at the parameters: each
+gradient is divided once then, also where one output depends on another, or one engine's input on another's output.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.autograd.variable import Variable
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import unserializable_hook
+
+from hybrid_engine.optim.state_offload import TRAINING
+
+if TYPE_CHECKING:
+    from hybrid_engine.engine import ZeroEngine
+
+
+@dataclass(kw_only=True)
+class PassUnderWay:
+    """What is known of the backward pass that runs in this process now; there is never more than one."""
+
+    scales: set[float] = field(default_factory=set)
+    """What engines have multiplied losses by; empty where none has."""
+    is_divided: bool = False
+    """Whether an engine has divided the loss by its accumulation steps."""
+
+    def clear(self) -> None:
+        """Nothing is known of the next pass."""
+        self.scales, self.is_divided = set(), False
+
+
+# The one thing that engines share: a gradient does not tell in whose `backward()` or `scale()` its pass began.
+_under_way = PassUnderWay()
+
+
+class BackwardHooks:
+    """Tells one engine when backward passes begin and end that it has not begun itself."""
+
+    def __init__(self, engine: "ZeroEngine") -> None:
+        self._engine = engine
+        self._is_in_pass = False
+        self._is_in_own_pass = False
+        leaves = engine.sharding.leaves() if engine.optimizer is not None else ()
+        self._accumulators = [self._watch_parameter(param) for param in leaves if param.requires_grad]
+
+    def _watch_parameter(self, param: nn.Parameter) -> Any:
+        """Returns the node of a graph that adds to the parameter's gradient."""
+        param.register_hook(_weak_hook(self._divide))
+        return get_gradient_edge(param).node
+
+    @contextmanager
+    def own_pass(self, scale: float) -> Iterator[None]:
+        """Around the pass of `engine.backward()`, whose loss is divided and multiplied by `scale`."""
+        _under_way.scales, _under_way.is_divided = {scale}, True
+        self._is_in_own_pass = True
+        try:
+            yield
+        finally:
+            self._is_in_own_pass = False
+            _under_way.clear()
+
+    def watch(self, output: Any) -> None:
+        """Of a forward pass; where no tensor is found in it, passes begin for the engine at its parameters."""
+        if not self._accumulators or not torch.is_grad_enabled():
+            return
+        hook = _weak_hook(self._begin)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(hook)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale, which the pass from it then knows; `loss` itself where there is no scale."""
+        assert self._engine.optimizer is not None
+        if not self._engine.config.fp16.enabled:
+            return loss
+        scale = self._engine.optimizer.cur_scale
+        scaled = loss.float() * scale  # in fp16 the product would overflow
+
+        @unserializable_hook
+        def note_scale(grad: torch.Tensor) -> None:
+            _under_way.scales.add(scale)
+            _at_end_of_pass(_under_way.clear)
+
+        scaled.register_hook(note_scale)
+        return scaled
+
+    def recover(self) -> None:
+        """Ends a pass that an error has ended: its last hook never ran."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # in a pass, which computes something anew
+        _under_way.clear()
+        if self._is_in_pass:
+            self._is_in_pass = False
+            self._engine.sharding.end_passes()
+            self._engine._drop_accumulation()
+
+    def _begin(self, grad: torch.Tensor) -> None:
+        if self._is_in_pass or self._is_in_own_pass or not self._accumulates():
+            return
+        self._is_in_pass = True
+        self._engine.state_offload.check("backward()", *TRAINING)
+        _check_scale(self._engine)
+        self._engine.accumulation.begin_pass()
+        _at_end_of_pass(self._end)
+
+    def _accumulates(self) -> bool:
+        """Whether the pass adds to gradients of parameters; `torch.autograd.grad` does not."""
+        return any(map(_is_executed, self._accumulators))
+
+    def _divide(self, grad: torch.Tensor) -> torch.Tensor | None:
+        self._begin(grad)
+        if not self._is_in_pass:
+            return None
+        num_micro_batches = 1 if _under_way.is_divided else self._engine.config.gradient_accumulation_steps
+        factor = self._engine.sharding.loss_factor / num_micro_batches
+        return None if factor == 1.0 else grad * factor
+
+    def _end(self) -> None:
+        assert self._engine.optimizer is not None
+        self._is_in_pass = False
+        self._engine.optimizer.accumulate_gradients()
+        self._engine.accumulation.end_pass()
+
+
+def _is_executed(accumulator: Any) -> bool:
+    """Whether the pass under way comes to a parameter's node to add to its gradient."""
+    try:
+        return torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # torch.autograd.grad returns the gradient instead
+        return False
+
+
+def _weak_hook(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """A tensor's hook that calls `method` as long as its object lives: a tensor must not keep an engine."""
+    reference = weakref.WeakMethod(method)
+
+    @unserializable_hook
+    def hook(grad: torch.Tensor) -> Any:
+        living = reference()
+        return None if living is None else living(grad)
+
+    return hook
+
+
+def _check_scale(engine: "ZeroEngine") -> None:
+    """Raises ValueError for a gradient in fp16 that does not have the engine's loss scale."""
+    assert engine.optimizer is not None
+    scale = engine.optimizer.cur_scale
+    if not engine.config.fp16.enabled or scale in _under_way.scales:
+        return
+    if not _under_way.scales:
+        raise ValueError(
+            "backward(): fp16 needs the loss multiplied by the loss scale; call engine.backward(loss) or "
+            "engine.scale(loss).backward()"
+        )
+    others = ", ".join(f"{other:g}" for other in sorted(_under_way.scales))
+    raise ValueError(
+        f"backward(): the loss was multiplied by another engine's loss scale {others} and not by this one's {scale:g}; "
+        "give both the same fp16.loss_scale, or use bf16"
+    )
+
+
+def _at_end_of_pass(action: Callable[[], None]) -> None:
+    """Calls `action()` when the backward pass under way has come to its end, after what was asked for before."""
+    Variable._execution_engine.queue_callback(action)

@@ -1,0 +1,171 @@
+"""Builds what a ZeroEngine steps: the parameters' precision, the optimizer shim and the scheduler."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine.config import EngineConfig, Fp16Config, OptimizerConfig
+from hybrid_engine.config.optimizer import TORCH_OPTIMIZERS
+from hybrid_engine.distributed.processes import get_world_size
+from hybrid_engine.ops.adam import FusedAdam
+from hybrid_engine.ops.lamb import FusedLamb
+from hybrid_engine.ops.lion import FusedLion
+from hybrid_engine.optim.carried_state import has_stepped
+from hybrid_engine.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
+from hybrid_engine.optim.lr_schedules import build_scheduler
+from hybrid_engine.optim.masters import build_trained_parameters
+from hybrid_engine.optim.optimizer import ZeroOptimizer
+from hybrid_engine.optim.param_groups import NamedGroup, build_groups, repoint_groups
+from hybrid_engine.optim.trainable import check_model, check_optimizer
+from hybrid_engine.zero.sharding import Sharding
+
+
+def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineConfig) -> None:
+    """Raises ValueError for a model, optimizer or scheduler that is none, or that do not fit each other."""
+    _check_kind("model", model, isinstance(model, nn.Module), "a torch.nn.Module")
+    check_model(model)
+    for name, value, is_fit, kind in (
+        ("optimizer", optimizer, isinstance(optimizer, torch.optim.Optimizer), "Optimizer"),
+        ("lr_scheduler", lr_scheduler, _is_scheduler(lr_scheduler), "LRScheduler, an object with its methods"),
+    ):
+        is_fit = value is None or is_fit or callable(value)
+        _check_kind(name, value, is_fit, f"a torch {kind} or a function that builds one")
+    _refuse_sparse_adam(optimizer)
+    check_optimizer(optimizer)
+    trains = optimizer is not None or config.optimizer is not None
+    if not trains and (lr_scheduler is not None or config.scheduler is not None):
+        raise ValueError("scheduler: there is no optimizer to schedule; pass an optimizer or remove the scheduler")
+    if _is_scheduler(lr_scheduler) and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            "lr_scheduler: it schedules another optimizer than the engine's and would have no effect; pass the "
+            "optimizer it was built on too, or a function of the optimizer that builds the scheduler"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        needs_new_state = config.dtype != torch.float32 or get_world_size() > 1
+        if needs_new_state and has_stepped(optimizer):
+            raise ValueError(
+                "optimizer: it has stepped before, and its state belongs to whole fp32 parameters; pass a new "
+                "optimizer, or a function that builds it, and continue an earlier run with load_checkpoint()"
+            )
+
+
+def _refuse_sparse_adam(optimizer: Any) -> None:
+    if optimizer is torch.optim.SparseAdam or isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "optimizer=SparseAdam steps sparse gradients, which are neither accumulated nor clipped here; use "
+            "torch.optim.Adam, and nn.Embedding(sparse=False)"
+        )
+
+
+def _is_scheduler(value: Any) -> bool:
+    """Whether it can be stepped and saved: Megatron's schedulers are no LRScheduler."""
+    return all(callable(getattr(value, name, None)) for name in ("step", "state_dict", "load_state_dict"))
+
+
+def _check_kind(name: str, value: Any, is_fit: bool, expected: str) -> None:
+    if not is_fit:
+        raise ValueError(f"{name}={type(value).__name__} must be {expected}; pass one")
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the floating-point parameters in place, and no buffer.
+
+    Buffers keep their precision on purpose: rotary frequencies in bf16 put distant tokens at the wrong position.
+    """
+    for param in module.parameters():
+        if not param.is_floating_point() or param.dtype == dtype:
+            continue
+        if isinstance(param, DTensor):  # its `data` is the local part's in part only
+            cast = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)
+            vars(cast).update(vars(param))
+            torch.utils.swap_tensors(param, cast)
+        else:
+            param.data = param.data.to(dtype)
+
+
+def build_optimizer(
+    optimizer: Any, groups: list[NamedGroup], sharding: Sharding, config: EngineConfig
+) -> ZeroOptimizer:
+    """The shim over the user's optimizer, over what the user's function builds, or over the config's optimizer.
+
+    Args:
+        optimizer: an optimizer on the parameters that the module had before it was sharded, a function of parameter
+            groups, or None.
+        groups: the names of the parameters to step.
+        sharding: the module, sharded.
+        config: what is not passed.
+    """
+    chosen = {name for group in groups for name in group["names"]}
+    named = [(name, param) for name, param in sharding.root.named_parameters() if name in chosen]
+    keeps_fp16 = config.fp16.enabled and config.fp16.fp16_master_weights_and_grads
+    parameters = build_trained_parameters(
+        named,
+        master_dtype=torch.float16 if keeps_fp16 else torch.float32,
+        master_device=torch.device("cpu") if config.zero_optimization.offloads_optimizer else None,
+    )
+    masters = {trained.name: trained.master for trained in parameters}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        repoint_groups(optimizer, groups, masters)
+        inner = optimizer
+    else:
+        new_groups = build_groups(groups, masters)
+        inner = optimizer(new_groups) if optimizer is not None else _build_from_config(config.optimizer, new_groups)
+        _check_kind("optimizer(...)", inner, isinstance(inner, torch.optim.Optimizer), "a torch Optimizer")
+        _refuse_sparse_adam(inner)
+        check_optimizer(inner)
+    return ZeroOptimizer(
+        inner,
+        parameters,
+        loss_scaler=_build_loss_scaler(config.fp16),
+        skips_overflow=config.skips_overflow,
+        gradient_clipping=config.gradient_clipping,
+        norm_group=sharding.norm_group,
+        accumulates_in_masters=config.accumulation_dtype == torch.float32,
+    )
+
+
+def _build_from_config(config: OptimizerConfig | None, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    assert config is not None
+    params = dict(config.params)
+    if config.type in TORCH_OPTIMIZERS:
+        torch_class: Any = getattr(torch.optim, config.type)
+        return torch_class(groups, **params)  # type: ignore[no-any-return]
+    if config.type == "Lamb":
+        return FusedLamb(groups, **params)
+    if config.type == "Lion":
+        return FusedLion(groups, **params)
+    if not params.pop("bias_correction", True):
+        return FusedAdam(groups, bias_correction=False, adam_w_mode=config.type == "AdamW", **params)
+    # One pass over memory: 20 ms a step for 3M parameters on two cores, against 52 ms with foreach=True.
+    adam = torch.optim.AdamW if config.type == "AdamW" else torch.optim.Adam
+    return adam(groups, **params, fused=True)
+
+
+def _build_loss_scaler(config: Fp16Config) -> LossScaler:
+    if not config.enabled:
+        return StaticLossScaler()
+    if config.loss_scale > 0:
+        return StaticLossScaler(config.loss_scale)
+    return DynamicLossScaler(
+        2.0**config.initial_scale_power,
+        window=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+        consecutive_hysteresis=config.consecutive_hysteresis,
+        min_scale=config.min_loss_scale or torch.finfo(torch.float32).tiny,
+    )
+
+
+def build_lr_scheduler(lr_scheduler: Any, optimizer: ZeroOptimizer | None, config: EngineConfig) -> Any:
+    """The user's scheduler, what the user's function builds on the `torch.optim` optimizer, or the config's.
+
+    An LRScheduler, or an object with its methods.
+    """
+    if optimizer is None:
+        return None
+    if _is_scheduler(lr_scheduler):
+        return lr_scheduler
+    if lr_scheduler is not None:
+        return lr_scheduler(optimizer.inner)
+    return build_scheduler(config.scheduler, optimizer.inner) if config.scheduler is not None else None

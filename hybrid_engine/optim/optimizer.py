@@ -1,0 +1,293 @@
+"""The optimizer shim: precision, gradient accumulation, clipping and overflow around a plain `torch.optim` optimizer.
+
+fp32 parameters are stepped where they are. For bf16 and fp16 parameters the gradients of all micro-batches are added up
+in fp32, by FSDP2 or in their masters (`masters.py`), which are stepped and rounded into the parameters. Whether the
+parameters are sharded makes no other difference here; frozen parameters have neither master nor state.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.optim import plain_steps
+from hybrid_engine.optim.loss_scaler import LossScaler
+from hybrid_engine.optim.masters import TrainedParameter, renew_masters
+from hybrid_engine.zero.sharding import local_tensor
+
+MAX_NAMES_IN_ERROR = 5
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """Steps `inner` with the attributes that scripts written for DeepSpeed's optimizers read.
+
+    `inner` is the `torch.optim` optimizer over the masters; `param_groups`, `state` and `defaults` are its own, so a
+    scheduler may be built on either. `overflow` says whether the last step was skipped. Setting `skip_step` skips the
+    next one, on every process or on none: two models then keep their steps aligned when only one of them overflows.
+    `is_torn` says that an error came in the middle of one, until a checkpoint is loaded.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        parameters: list[TrainedParameter],
+        *,
+        loss_scaler: LossScaler,
+        skips_overflow: bool,
+        gradient_clipping: float = 0.0,
+        norm_group: dist.ProcessGroup | None = None,
+        accumulates_in_masters: bool = True,
+    ) -> None:
+        """Takes over `inner`.
+
+        Args:
+            inner: its groups hold the masters of `parameters`.
+            parameters: what is trained, in the same order on every process.
+            loss_scaler: what `scale_loss` multiplies with and `step` divides out.
+            skips_overflow: whether a non-finite gradient skips the step (fp16) or is an error.
+            gradient_clipping: largest global gradient norm; 0 clips nothing.
+            norm_group: the processes whose shards together are the model; None when this process has all of it.
+            accumulates_in_masters: whether the gradients of micro-batches are added up in the masters' dtype; False
+                leaves that to autograd, in the parameters' dtype.
+        """
+        # Not calling torch's initialiser: the groups and the state are those of `inner`.
+        self.inner = inner
+        self.parameters = parameters
+        self.loss_scaler = loss_scaler
+        self.skips_overflow = skips_overflow
+        self.gradient_clipping = gradient_clipping
+        self.norm_group = norm_group
+        self.accumulates_in_masters = accumulates_in_masters
+        self.overflow = False
+        self.skip_step = False
+        self.is_torn = False
+        self.grad_norm: float | None = None
+        self.parameter_offload: Any = None
+        self.state_offload: Any = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch's version patches the class's `step` for all optimizers when it meets one without hooks.
+        self.__dict__.update(state)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    @property
+    def cur_scale(self) -> float:
+        """What the loss is multiplied by; 1.0 except in fp16."""
+        return self.loss_scaler.scale
+
+    loss_scale = cur_scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward()` on."""
+        return loss if self.cur_scale == 1.0 else loss * self.cur_scale
+
+    def accumulate_gradients(self) -> None:
+        """Takes the gradients of one backward pass; local, without a sync.
+
+        Those that lie as the master's would, fp32 under FSDP2, stay where the next pass adds to them.
+        """
+        if self.accumulates_in_masters:
+            self._move_gradients([t for t in self.parameters if not t.grad_lies_like_masters])
+
+    @torch.no_grad()
+    def _move_gradients(self, parameters: list[TrainedParameter]) -> None:
+        """Adds the gradients of parameters to those of their masters."""
+        for trained in parameters:
+            grad = trained.param.grad
+            if not trained.has_master or grad is None:
+                continue
+            if trained.master.grad is None:
+                trained.master.grad = grad.to(device=trained.master.device, dtype=trained.master.dtype)
+            else:
+                local_tensor(trained.master.grad).add_(local_tensor(grad).to(trained.master.device))
+            trained.param.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Clips, steps the masters and rounds them into the parameters; collective when sharded.
+
+        A non-finite gradient norm skips the step in fp16 (`overflow` is then True and the loss scale lowered).
+
+        Raises:
+            ValueError: a non-finite gradient norm in fp32 or bf16, naming the first parameters concerned; no gradient
+                of any parameter; or a closure. On every process alike, and nothing was stepped.
+        """
+        if closure is not None:
+            raise ValueError("closure: the engine computes the loss itself, call step() without one")
+        self._move_gradients(self.parameters)
+        grads = self._local_gradients()
+        scaled_norm, num_gradients = self._measure(grads)
+        if num_gradients == 0 and not self.skip_step:
+            raise ValueError(
+                f"step(): none of the {len(self.parameters)} trained parameters has a gradient, on no process; compute "
+                f"the loss from the output of the engine's forward pass, with parameters that are not frozen"
+            )
+        overflow = not math.isfinite(scaled_norm)
+        if overflow and not self.skips_overflow:
+            raise ValueError(self._describe_non_finite(scaled_norm))
+        self.grad_norm = scaled_norm / self.cur_scale
+        self.overflow = overflow or self.skip_step
+        if not self.overflow:
+            self._rescale(grads)
+            self.renew_masters()
+            self.is_torn = True
+            plain_steps.step(self.inner)
+            self.write_masters_back()
+            self.is_torn = False
+        if overflow or not self.skip_step:  # a step that was only asked to be skipped says nothing about the scale
+            self.loss_scaler.update(overflow)
+        self.skip_step = False
+
+    @torch.no_grad()
+    def check_overflow(self, external: bool = False) -> bool:
+        """Whether the gradients at an accumulation boundary are non-finite on any process; collective when sharded.
+
+        Nothing is changed: the next `step()` finds the same. `external` is DeepSpeed's name for asking from outside.
+        """
+        self._move_gradients(self.parameters)
+        return not math.isfinite(self._measure(self._local_gradients())[0])
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """The engine's; DeepSpeed has it here too."""
+        self.state_offload.offload(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """The engine's."""
+        self.state_offload.reload(non_blocking)
+
+    def quantize_nontrainable_params(self) -> None:
+        """Does nothing but say so: frozen weights keep their dtype."""
+        say_once("quantize_nontrainable_params(): frozen weights keep their dtype")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Frees the gradients of parameters and masters (there is no other way: zeros would only take memory)."""
+        for trained in self.parameters:
+            trained.param.grad = None
+            trained.master.grad = None
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Everything `load_state_dict` needs on the same number of processes; checkpoints do not use it."""
+        self.renew_masters()
+        return {
+            "optimizer": self.inner.state_dict(),
+            "masters": {t.name: t.master.detach() for t in self.parameters if t.has_master},
+            "loss_scaler": self.loss_scaler.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        self.inner.load_state_dict(state_dict["optimizer"])
+        self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
+        for trained in self.parameters:
+            if trained.has_master:
+                local_tensor(trained.master).copy_(local_tensor(state_dict["masters"][trained.name]))
+        self.write_masters_back()
+
+    def restore(
+        self,
+        param_groups: list[dict[str, Any]],
+        tensors: dict[str, dict[str, torch.Tensor]],
+        values: dict[str, dict[str, Any]],
+    ) -> None:
+        """Takes over a checkpoint's groups and state, given by parameter name; the masters were loaded in place.
+
+        Args:
+            param_groups: like those of this optimizer, with `names` in place of `params`.
+            tensors: the state's tensors, used without a copy where their dtype and device fit.
+            values: the state's other values.
+        """
+        numbers = {t.name: number for number, t in enumerate(self.parameters)}
+        groups = [{**group, "params": [numbers[name] for name in group["names"]]} for group in param_groups]
+        for group in groups:
+            del group["names"]
+        state = {numbers[name]: {**tensors[name], **values[name]} for name in numbers if tensors[name] or values[name]}
+        self.inner.load_state_dict({"state": state, "param_groups": groups})
+        self.write_masters_back()
+
+    def _local_gradients(self) -> list[torch.Tensor]:
+        return [local_tensor(t.master.grad) for t in self.parameters if t.master.grad is not None]
+
+    def _measure(self, grads: list[torch.Tensor]) -> tuple[float, int]:
+        """The gradients' 2-norm, still multiplied by the loss scale, and their number, over all processes."""
+        if not self.parameters:
+            return 0.0, 0
+        device = local_tensor(self.parameters[0].master).device
+        norms = torch._foreach_norm(grads, 2, torch.float32) if grads else [torch.zeros((), device=device)]
+        squares = torch.stack(list(norms)).float().square().sum()
+        sums = torch.stack([squares, squares.new_full((), len(grads))])
+        if self.norm_group is not None:
+            sums = sums.to(self._collective_device)
+            dist.all_reduce(sums, group=self.norm_group)
+        sums[0].sqrt_()
+        norm, num_gradients = sums.tolist()  # a synchronisation with the device
+        return norm, round(num_gradients)
+
+    @property
+    def _collective_device(self) -> str:
+        """Where the processes meet: what is offloaded is on the CPU, which nccl does not reach."""
+        param: Any = self.parameters[0].param
+        return param.device_mesh.device_type
+
+    def _rescale(self, grads: list[torch.Tensor]) -> None:
+        assert self.grad_norm is not None
+        factor = 1.0 / self.cur_scale
+        if self.gradient_clipping > 0:
+            # The small number is torch's, in `clip_grad_norm_`.
+            factor *= min(1.0, self.gradient_clipping / (self.grad_norm + 1e-6))
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+
+    def renew_masters(self) -> None:
+        """Takes what was written to the parameters since the last step; local."""
+        renew_masters(self._pairs())
+
+    @torch.no_grad()
+    def write_masters_back(self) -> None:
+        """Rounds the masters into the parameters, after something but `step()` changed them."""
+        pairs = self._pairs()
+        if pairs:
+            params, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(params), list(masters))
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(local_tensor(t.param), local_tensor(t.master)) for t in self.parameters if t.has_master]
+
+    def _describe_non_finite(self, norm: float) -> str:
+        names = self._names_of_non_finite()
+        shown = ", ".join(names[:MAX_NAMES_IN_ERROR]) + (", ..." if len(names) > MAX_NAMES_IN_ERROR else "")
+        return (
+            f"step(): the gradient norm is {norm}, it must be finite; {len(names)} of {len(self.parameters)} "
+            f"parameters have a non-finite gradient: {shown}. Nothing was "
+            f"stepped and the gradients were dropped; look for a log or a division of zero in the loss, or lower the "
+            f"learning rate"
+        )
+
+    def _names_of_non_finite(self) -> list[str]:
+        flags = torch.stack([_has_non_finite(t.master) for t in self.parameters])
+        if self.norm_group is not None:
+            flags = flags.to(self._collective_device)
+            dist.all_reduce(flags, group=self.norm_group)
+        return [t.name for t, flag in zip(self.parameters, flags.tolist(), strict=True) if flag > 0]
+
+
+def _has_non_finite(master: nn.Parameter) -> torch.Tensor:
+    if master.grad is None:
+        return torch.zeros((), device=local_tensor(master).device)
+    return (~local_tensor(master.grad).isfinite()).any().float()

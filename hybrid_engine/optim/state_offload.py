@@ -1,0 +1,157 @@
+"""`engine.offload_states()` and `reload_states()`: what training keeps goes to the CPU's memory for a while, and back.
+
+RLHF frameworks call them around sampling by another engine, which gets the device's memory meanwhile. All objects stay
+the same: parameters, their pairs of masters, the optimizer's groups. Only where their values lie changes, so the run
+goes on with the same bits. On a machine without GPU the values move to other places of the same memory.
+"""
+
+import gc
+from collections.abc import Callable, Container
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine.compat.offload_config import OffloadStateTypeEnum as Kind
+from hybrid_engine.optim.optimizer import ZeroOptimizer
+from hybrid_engine.zero.gathered_parameters import keeping_attributes, renew_copies
+from hybrid_engine.zero.sharding import offloads_parameters
+
+if TYPE_CHECKING:
+    from hybrid_engine.engine import ZeroEngine
+
+KINDS = tuple(kind.value for kind in Kind)
+TRAINING = (Kind.lp_params, Kind.hp_params, Kind.lp_grads)
+"""What a backward pass reads or adds to. Gradients go with whatever they belong to."""
+Move = Callable[[torch.Tensor], torch.Tensor]
+
+
+class StateOffload:
+    """What of one engine lies on the CPU now; `offloaded` has its kinds."""
+
+    def __init__(self, engine: "ZeroEngine") -> None:
+        self._engine = engine
+        self.offloaded: set[Kind] = set()
+        self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def check(self, what: str, *kinds: Kind) -> None:
+        """Raises ValueError, naming the call `what`, where one of `kinds`, or of all where none is given, is away."""
+        missing = [kind.value for kind in Kind if kind in self.offloaded and (kind in kinds or not kinds)]
+        if missing:
+            raise ValueError(f"{what}: {', '.join(missing)} are offloaded; call reload_states() first")
+
+    @torch.no_grad()
+    def offload(
+        self, include: Container[Any] | None, device: Any, pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Moves the kinds of state in `include` to the CPU; those that are there already stay. Local.
+
+        Raises:
+            ValueError: another device; a kind that is none; parameters that the config offloads; in the middle of an
+                accumulation whose gradients are not reduced. Nothing was moved then.
+        """
+        self._check_offload(include, device)
+        new = [kind for kind in Kind if kind not in self.offloaded and (include is None or kind in include)]
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type == "cpu" and self._engine.device.type != "cpu":
+                return tensor  # the config keeps it there
+            if pin_memory and torch.cuda.is_available() and not isinstance(tensor, DTensor):
+                pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
+                return pinned.copy_(tensor, non_blocking=non_blocking)
+            return tensor.detach().to("cpu", copy=True, non_blocking=non_blocking)
+
+        # First: whatever was moved when an error comes, reload() moves back.
+        self.offloaded.update(new)
+        if any(kind in TRAINING for kind in new):
+            self._take_grads(move)
+        self._move(new, move)
+        if torch.cuda.is_available():
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def reload(self, non_blocking: bool = False) -> None:
+        """Moves everything back to the engine's device; collective below stage 3, whose parameters are whole there."""
+        keeps_optimizer = self._engine.config.zero_optimization.offloads_optimizer
+
+        def move(tensor: torch.Tensor, device: Any = self._engine.device) -> torch.Tensor:
+            return tensor.detach().to(device, copy=True, non_blocking=non_blocking)
+
+        for kind in [kind for kind in Kind if kind in self.offloaded]:
+            if not keeps_optimizer or kind is Kind.lp_params:
+                self._move([kind], move)
+        for owner, grad in self._grads:
+            owner.grad = move(grad, owner.device)
+        self._grads = []
+        is_moved = Kind.lp_params in self.offloaded
+        self.offloaded.clear()
+        if is_moved:
+            self._engine.sharding.settle()
+            self._engine.follow_moved_weights()
+
+    def forget_gradients(self) -> None:
+        """Drops those that are offloaded."""
+        self._grads = []
+
+    def _check_offload(self, include: Container[Any] | None, device: Any) -> None:
+        self._engine._check_trains("offload_states()")
+        target = getattr(device, "value", str(device))
+        if target != "cpu":
+            raise ValueError(f'offload_states(): device={target!r} must be "cpu"; there is no other place to go to')
+        for kind in include if isinstance(include, list | tuple | set | frozenset) else ():
+            if getattr(kind, "value", kind) not in KINDS:
+                raise ValueError(f"offload_states(): include has {kind!r}; use {', '.join(KINDS)}")
+        if offloads_parameters(self._engine.config):
+            raise ValueError(
+                "offload_states(): zero_optimization.offload_param keeps the parameters on the CPU already; leave one "
+                "of them out"
+            )
+        if self._engine.accumulation.has_unreduced:
+            raise ValueError(
+                "offload_states(): the gradients of earlier backward passes are not reduced yet; call it after the "
+                "step() that ends the accumulation"
+            )
+
+    @property
+    def _optimizer(self) -> ZeroOptimizer:
+        assert self._engine.optimizer is not None
+        return self._engine.optimizer
+
+    def _take_grads(self, move: Move) -> None:
+        """A gradient must lie where its parameter does, so gradients wait here."""
+        for trained in self._optimizer.parameters:
+            for owner in dict.fromkeys((trained.param, trained.master)):
+                if owner.grad is not None:
+                    self._grads.append((owner, move(owner.grad)))
+                    owner.grad = None
+
+    def _move(self, kinds: list[Kind], move: Move) -> None:
+        if Kind.lp_params in kinds:
+            self._move_parameters(move)
+        for trained in self._optimizer.parameters if Kind.hp_params in kinds else ():
+            if trained.has_master:
+                _replace(trained.master, move(trained.master))
+        for state in self._optimizer.state.values() if Kind.optim_states in kinds else ():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    state[name] = move(value)
+
+    def _move_parameters(self, move: Move) -> None:
+        """The shards alone: what is gathered of them is freed."""
+        module = self._engine.module
+        self._engine.sharding.end_passes()
+        moved = {id(param) for param in module.parameters()}
+        with keeping_attributes(module):
+            module._apply(lambda tensor: move(tensor) if id(tensor) in moved else tensor)
+        renew_copies(self._engine.sharding)
+        self._engine.follow_moved_weights()
+
+
+def _replace(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Gives a master other storage; it stays the optimizer's."""
+    if isinstance(param, DTensor):  # its `data` is the local part's in part only
+        torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
+    else:
+        param.data = value

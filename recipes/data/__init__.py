@@ -1,0 +1,1 @@
+"""From files and examples to tensors: prompts, preferences, sequences."""

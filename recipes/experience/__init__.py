@@ -1,0 +1,1 @@
+"""Prompts in, rollouts with rewards out, and what they look like before and after."""

@@ -1,0 +1,1 @@
+"""A run and its folder: options checked, engines configured, checkpoints, progress, curves."""

@@ -1,0 +1,114 @@
+"""What a run shows and leaves behind: its progress, `metrics.jsonl`, a table of samples and a plot. Rank 0 only."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from hybrid_engine.distributed.processes import get_rank
+
+
+class RunLog:
+    """Appends one JSON line per step to `metrics.jsonl` in `folder` and shows the figures beside a progress bar.
+
+    What is printed meanwhile appears above the bar. Where the output is no terminal, each step has a line instead.
+    Used as a context manager. On ranks other than 0 it does nothing.
+    """
+
+    def __init__(self, folder: Path, title: str, num_steps: int, first_step: int = 0):
+        """Lines of steps from `first_step` on, left by a run that was interrupted later, are dropped."""
+        self._is_writer = get_rank() == 0
+        self._title, self._num_steps = title, num_steps
+        self._path = folder / "metrics.jsonl"
+        columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console()
+        self._has_bar = self._is_writer and console.is_terminal
+        figures = TextColumn("{task.fields[figures]}")
+        self._progress = Progress(*columns, figures, console=console, disable=not self._has_bar)
+        self._task = self._progress.add_task(title, total=num_steps, completed=first_step, figures="")
+        if self._is_writer:
+            folder.mkdir(parents=True, exist_ok=True)
+            kept = [line for line in read_metrics(self._path) if line["step"] < first_step]
+            self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+
+    def __enter__(self) -> "RunLog":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def write(self, step: int, metrics: dict[str, Any], shown: Sequence[str] = ()) -> None:
+        """Appends `metrics` of `step`, on disk when it returns, and shows those named in `shown`."""
+        if not self._is_writer:
+            return
+        with self._path.open("a") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+        figures = "  ".join(f"{name} {metrics[name]:.3g}" for name in shown)
+        if self._has_bar:
+            self._progress.update(self._task, completed=step + 1, figures=figures)
+        else:
+            print(f"{self._title} {step + 1}/{self._num_steps}  {figures}", flush=True)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, without a last one that was cut short; empty when there is no file."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def say(message: str | Table) -> None:
+    """Prints on rank 0."""
+    if get_rank() == 0:
+        console = Console()
+        # In a file a sentence is one line, however wide the console that Rich imagines there.
+        console.print(
+            message, markup=False, highlight=False, soft_wrap=isinstance(message, str) and not console.is_terminal
+        )
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes `content` on rank 0, indented."""
+    if get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def samples_table(title: str, columns: Mapping[str, Sequence[str]]) -> Table:
+    """A table with one row per sample; `columns` maps a heading to the cells below it."""
+    table = Table(title=title, show_lines=True)
+    for heading in columns:
+        table.add_column(heading, overflow="fold")
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(Text(cell) for cell in row))  # as it is: generated text may look like markup
+    return table
+
+
+def plot_metrics(metrics: list[dict[str, Any]], panels: Mapping[str, Sequence[str]], path: Path) -> None:
+    """Saves one panel per entry of `panels` (its title and the figures drawn in it) over the steps, as a PNG.
+
+    A figure that was not measured is left out.
+    """
+    if get_rank() != 0 or not metrics:
+        return
+    from matplotlib.figure import Figure  # without pyplot no window system and no global state is touched
+
+    figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
+    steps = [line["step"] for line in metrics]
+    for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for name in (name for name in names if name in metrics[0]):
+            axes.plot(steps, [line[name] for line in metrics], label=name.replace("_", " "))
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)

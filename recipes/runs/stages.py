@@ -1,0 +1,144 @@
+"""What the three stages share: seeds, models and tokenizers, and folders that are either complete or absent."""
+
+import hashlib
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+
+from hybrid_engine.distributed.processes import on_rank_zero
+from hybrid_engine.recipes.runs.checks import flag
+from hybrid_engine.recipes.runs.run_folder import check_out, set_aside
+from hybrid_engine.recipes.runs.run_log import say
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's and torch's generators, alike on every process."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def is_finished(folder: Path, restart: bool) -> bool:
+    """Whether a stage left `folder` complete and may be skipped, which `restart` forbids; collective.
+
+    Raises:
+        ValueError: nothing can be written to the folder of the run.
+    """
+    on_rank_zero(lambda: check_out(str(folder.parent)))
+    found = not restart and on_rank_zero(folder.exists)
+    if found:
+        say(f"{folder} is there: this stage is not run again (`hybrid-engine {folder.name} --restart` does)")
+    return found
+
+
+def move_aside(folder: Path, names: Sequence[str]) -> None:
+    """Moves what an earlier run left under `names` to a folder of its own, and says where; collective."""
+    target = on_rank_zero(lambda: set_aside(folder, names))
+    if target is not None:
+        say(f"What an earlier run left is now in {target}")
+
+
+def save_stage(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes model and tokenizer as a Hugging Face folder that gets its name only when complete; collective."""
+    unfinished, replaced = (folder.with_name(f".{folder.name}-{state}") for state in ("unfinished", "replaced"))
+    on_rank_zero(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+    engine.save_16bit_model(unfinished)
+
+    def publish() -> None:
+        tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if folder.exists():
+            folder.rename(replaced)
+        unfinished.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    on_rank_zero(publish)
+
+
+def load_config(source: str | Path, option: str = "model", **options: Any) -> PretrainedConfig:
+    """The config of a Hugging Face folder or name; ValueError, naming `option`, where there is none."""
+    with explained(option, source):
+        return AutoConfig.from_pretrained(source, **options)
+
+
+def num_positions(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest sequence that the model can read; None without a limit, as with dynamic RoPE scaling."""
+    text_config = config.get_text_config()
+    if "dynamic" in str(getattr(text_config, "rope_parameters", None)):
+        return None
+    return getattr(text_config, "max_position_embeddings", None)
+
+
+@contextmanager
+def explained(option: str, source: str | Path) -> Iterator[None]:
+    """Turns what transformers raises for a folder or name that does not load into a ValueError that names `option`."""
+    try:
+        yield
+    # By the model's family and by what is missing or damaged it is any of these.
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"{flag(option)}={str(source)!r} must be a Hugging Face folder or name that loads: {reason}"
+        ) from error
+
+
+def load_model(auto_class: Any, source: str | Path, option: str = "model", **options: Any) -> nn.Module:
+    """`auto_class.from_pretrained(source)` in fp32 with every dropout probability of its config set to 0.
+
+    Dropout would make the log-probabilities of two passes over the same weights differ.
+
+    Raises:
+        ValueError: naming `option`, nothing loads.
+    """
+    config = load_config(source, option, **options)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    with explained(option, source):
+        return auto_class.from_pretrained(source, config=config, dtype=torch.float32)
+
+
+def score_head(classifier: nn.Module, option: str, source: str | Path) -> nn.Linear:
+    """The head `score` of a sequence classifier that was loaded from `source`; ValueError, naming `option`, without."""
+    head = getattr(classifier, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"{flag(option)}={str(source)!r} loads as {type(classifier).__name__}, which has no linear head named "
+            "score; use a causal model family (such as Llama, Qwen2 or GPT-2)"
+        )
+    return head
+
+
+def load_tokenizer(folder: str | Path, option: str = "model") -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, set to pad on the left; one without a pad token pads with its end-of-sequence token.
+
+    That is safe here because padding is told from lengths, not from token ids.
+
+    Raises:
+        ValueError: naming `option`: nothing loads, the vocabulary is empty or there is no end-of-sequence token.
+    """
+    given = f"{flag(option)}={str(folder)!r}"
+    with explained(option, folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.padding_side = "left"
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        raise ValueError(
+            f"{given} must hold a tokenizer and encodes text to no tokens; save the model's tokenizer there"
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{given} has a tokenizer without eos_token; responses could not end: set one")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def mix_seed(seed: int, index: int) -> int:
+    """A seed for part `index` of a run; 32 bits, which is all that torch's generator on the CPU takes of a seed."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4], "big")
