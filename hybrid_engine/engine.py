@@ -55,7 +55,7 @@ from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_para
 from hybrid_engine.zero.layer_groups import check_callable
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.parameter_watch import ParameterWatch
-from hybrid_engine.zero.sharding import mesh_shape, offloads_parameters, shard_module
+from hybrid_engine.zero.sharding import mesh_shape, place_module, shard_module
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -109,8 +109,8 @@ class ZeroEngine(Uncopied):
         if config.seed is not None:
             seed_everything(config.seed + get_rank())
         cast_parameters(model, config.dtype)
-        # What is offloaded reaches the device layer by layer, while it is sharded: the whole might not fit there.
-        broadcast_module(model.to("cpu" if offloads_parameters(config) else self.device))
+        place_module(model, config, self.device)
+        broadcast_module(model)
         self.sharding = shard_module(model, config, trains)
         mark_parameters(self.sharding)
         self.module = model

@@ -4,7 +4,7 @@ At start-up a few tokens run through the containers (prefill and decode) and thr
 forward. Containers that disagree by more than rounding can explain are not used.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,11 +13,15 @@ import torch.distributed as dist
 from torch import nn
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, token_logprobs
 
 # Largest difference that is still rounding; measured ones are about 1e-6 (fp32) and 0.02 (bf16).
 MAX_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 NUM_PROBE_TOKENS = 12
+
+LayerPass = Callable[[], Iterable[InferenceLayer]]
+"""Called once per forward pass of the containers; yields their layers in order, with weights to read."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,8 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def probe_containers(module: nn.Module, model: InferenceModel) -> LogprobDifference:
-    """Compares containers with the module's forward; weights must be gathered and bound.
+def probe_containers(module: nn.Module, model: InferenceModel, layers: LayerPass) -> LogprobDifference:
+    """Compares containers with the module's forward; weights must be gathered, or `layers` gathers each as it comes.
 
     Raises:
         UnsupportedModelError: they compute different functions.
@@ -66,7 +70,7 @@ def probe_containers(module: nn.Module, model: InferenceModel) -> LogprobDiffere
     limits = [limit for limit in (model.max_positions, model.trained_length) if limit is not None]
     length = min([NUM_PROBE_TOKENS, *limits])
     tokens = (torch.arange(length, device=model.device) * 7919 + 11) % model.vocab_size
-    containers = _forced_logprobs(model, tokens)
+    containers = _forced_logprobs(model, tokens, layers)
     with evaluating(module):
         logits = module(input_ids=tokens[None], use_cache=False).logits[0]
     if logits.shape[0] != length:
@@ -81,7 +85,7 @@ def probe_containers(module: nn.Module, model: InferenceModel) -> LogprobDiffere
     return difference
 
 
-def _forced_logprobs(model: InferenceModel, tokens: torch.Tensor) -> torch.Tensor:
+def _forced_logprobs(model: InferenceModel, tokens: torch.Tensor, layers: LayerPass) -> torch.Tensor:
     """Log-probability of each token but the first, one token prefilled and the others decoded."""
     device, length = tokens.device, len(tokens)
     model.prepare_positions(length)
@@ -99,7 +103,7 @@ def _forced_logprobs(model: InferenceModel, tokens: torch.Tensor) -> torch.Tenso
         wanted=start,
         row_lengths=torch.full_like(start, num_prefilled),
     )
-    logits = [model.forward(prefill, kv, model.layers)]
+    logits = [model.forward(prefill, kv, layers())]
     for position in range(num_prefilled, length - 1):
         here = torch.full_like(zero, position)
         decode = DecodeBatch(
@@ -109,5 +113,5 @@ def _forced_logprobs(model: InferenceModel, tokens: torch.Tensor) -> torch.Tenso
             context=position + 1,
             is_identity=True,
         )
-        logits.append(model.forward(decode, kv, model.layers))
+        logits.append(model.forward(decode, kv, layers()))
     return token_logprobs(torch.cat(logits)[: length - 1], tokens[1:])

@@ -5,7 +5,7 @@ puts on an ExitStack, which gives it back in the opposite order, also when the r
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.generation.bound_weights import bound, pass_over_layers
 from hybrid_engine.generation.graph import CaptureStats, CudaGraphs
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
@@ -76,13 +77,7 @@ class NativeBackend:
         # Under autocast the projections would leave the dtype of the workspace.
         release.enter_context(torch.autocast(self.model.device.type, enabled=False))
         release.enter_context(self.gatherer.gathered())
-        release.callback(self.model.unfuse_lora)
-        if self.gatherer.is_streamed:
-            self.model.bind_rest()
-            self.model.fuse_rest()
-        else:
-            self.model.bind(self.config.tp_gather_partition_size)
-            self.model.fuse_lora()
+        release.enter_context(bound(self.model, self.gatherer, self.config.tp_gather_partition_size))
         self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
         release.push(self._give_back_workspace)
         return self.workspace.take(
@@ -99,14 +94,7 @@ class NativeBackend:
 
     def layers(self) -> Iterable[InferenceLayer]:
         """One pass over the layers."""
-        return self._streamed_layers() if self.gatherer.is_streamed else self.model.layers
-
-    def _streamed_layers(self) -> Iterator[InferenceLayer]:
-        for layer in self.gatherer.stream(self.model.layers):
-            layer.bind()
-            layer.fuse_lora()
-            yield layer
-            layer.unfuse_lora()
+        return pass_over_layers(self.model, self.gatherer)
 
     def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor) -> RolloutResult:
         """Takes turns until every sequence of every process has finished.
@@ -148,7 +136,7 @@ class ModuleBackend:
         self.gatherer = gatherer
 
     def gather(self, release: ExitStack) -> None:
-        """Whole weights, for forward passes of the module."""
+        """Weights for forward passes of the module: whole, or each pass gathers its layers one by one."""
         release.enter_context(self.gatherer.gathered_for_forward())
 
     def run(
@@ -174,6 +162,8 @@ class ModuleBackend:
         self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]
     ) -> Any:
         """Measured like a native rollout where end-of-sequence tokens alone say where a row ends."""
+        if self.gatherer.is_streamed and self.gatherer.sharding.world_size > 1:
+            kwargs = {**kwargs, "synced_gpus": True}  # who is done goes on with forward passes, which are collective
         is_plain = options.return_dict and options.num_beams == 1 and not any(map(kwargs.get, ENDS_OTHERWISE))
         if not is_plain or any(name.startswith("output_") and value for name, value in kwargs.items()):
             return self.generate(input_ids, attention_mask=mask, **kwargs)

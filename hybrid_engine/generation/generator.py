@@ -5,8 +5,7 @@ The engine above it has modes and clocks; this has none. A rollout is `prepare`,
 
 import inspect
 import operator
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.generation.agreement import LogprobDifference, probe_containers
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
+from hybrid_engine.generation.bound_weights import bound, pass_over_layers
 from hybrid_engine.generation.memory import usable_memory_bytes
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.noise import agree_on_keys, rank_seed
@@ -93,16 +93,28 @@ class Generator:
         self._modules = list(self.module.modules())
         try:
             model = InferenceModel(self.module, self.group.parallel)
-            # With parts of the weights read, the module's forward gathers its layers one by one.
-            is_shared = self.group.slices is not None
-            with self.gatherer.gathered() if is_shared else self.gatherer.gathered_for_forward(), fused(model):
-                difference = probe_containers(self.module, model)
+            self._choose_gathering(model)
+            difference = self._probe(model)
         except UnsupportedModelError as error:
             self.model, self.native, self.fallback_reason = None, None, str(error)
             return None
         self.use_containers(model)
         self.gatherer.count_bytes()  # no rollout's
         return difference
+
+    def _choose_gathering(self, model: InferenceModel | None) -> None:
+        """Asks whether whole weights fit, with the adapters that are fused; layers are streamed where they do not."""
+        buffers = 0 if model is None else model.buffer_bytes()
+        self.gatherer.choose(usable_memory_bytes(self.device) - buffers)
+        if self.gatherer.is_streamed and self.gatherer.is_pinned:
+            say_once("the whole weights do not fit into the free memory: layers are gathered one by one on every pass")
+
+    def _probe(self, model: InferenceModel) -> LogprobDifference:
+        # With parts of the weights read, the module's forward gathers its layers one by one.
+        is_shared = self.group.slices is not None
+        gathered = self.gatherer.gathered() if is_shared else self.gatherer.gathered_for_forward()
+        with gathered, bound(model, self.gatherer):
+            return probe_containers(self.module, model, lambda: pass_over_layers(model, self.gatherer))
 
     def has_other_modules(self) -> bool:
         """Whether modules were put into the module, taken out or exchanged since `build_containers()`."""
@@ -127,9 +139,7 @@ class Generator:
         Raises:
             ValueError: on all processes, if the input of one cannot work.
         """
-        self.gatherer.choose(usable_memory_bytes(self.device))
-        if self.gatherer.is_streamed and self.gatherer.is_pinned:
-            say_once("the whole weights do not fit into the free memory: layers are gathered one by one on every pass")
+        self._choose_gathering(self.model)
         request, error = None, None
         try:
             request = self._check(input_ids, attention_mask, generation_config, seed, kwargs)
@@ -265,14 +275,3 @@ class Generator:
         if foreign:
             return f"option {foreign[0]} is not served natively"
         return None
-
-
-@contextmanager
-def fused(model: InferenceModel) -> Iterator[None]:
-    """Containers bound to gathered weights, adapters fused inside."""
-    model.bind()
-    model.fuse_lora()
-    try:
-        yield
-    finally:
-        model.unfuse_lora()

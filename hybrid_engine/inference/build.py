@@ -23,7 +23,9 @@ from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_whole
 from hybrid_engine.distributed.processes import default_device, get_rank, init_distributed
 from hybrid_engine.generation.agreement import probe_containers
-from hybrid_engine.generation.generator import Generator, fused
+from hybrid_engine.generation.bound_weights import bound
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.memory import format_bytes, usable_memory_bytes
 from hybrid_engine.generation.model_group import ModelGroup, describe_group, join_model_group
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.config import InferenceConfig, read_config
@@ -68,6 +70,7 @@ def build_engine(model: nn.Module, config: InferenceConfig) -> InferenceEngine:
     answer_old_flags(config, policy, reason)
     convert_dtype(model, config, device)
     layer_config = build_layer_config(model, config, weights)
+    check_memory(model, weights, group, device)
     fill_module(weights, group, device)
     engine = build_module(model, config, layer_config, weights, group, reason, device)
     transpose_for_inference(engine, weights)
@@ -207,6 +210,19 @@ def build_layer_config(model: nn.Module, config: InferenceConfig, weights: Weigh
     )
 
 
+def check_memory(model: nn.Module, weights: Weights, group: ModelGroup, device: torch.device) -> None:
+    """Raises ValueError where the weights that are still to come to `device` do not fit there; nothing has moved."""
+    is_whole = group.size == 1 or (weights.encoder is not None and weights.checkpoint is None)
+    missing = sum(p.numel() * p.element_size() for p in model.parameters() if p.device != device)
+    wanted, free = missing // (1 if is_whole else group.size), usable_memory_bytes(device)
+    if wanted > free:
+        raise ValueError(
+            f"init_inference(): this process's weights take {format_bytes(wanted)} on {device}, where "
+            f"{format_bytes(free)} may be taken; share the model by tensor_parallel.tp_size="
+            f"{-(-missing // max(1, free))} or more (now {group.size}), or pass a dtype of fewer bits"
+        )
+
+
 def fill_module(weights: Weights, group: ModelGroup, device: torch.device) -> None:
     """Reads the checkpoint into the model where one process has all of it."""
     if weights.checkpoint is not None and group.size == 1:
@@ -243,10 +259,11 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
     if weights.decoder is None or engine.generator is None:
         return
     model = weights.decoder
-    with fused(model):
+    with bound(model, engine.generator.gatherer):
         is_in_one_place = all(parameter.device == model.device for parameter in engine.module.parameters())
         try:
-            engine.logprob_difference = probe_containers(engine.module, model) if is_in_one_place else None
+            if is_in_one_place:
+                engine.logprob_difference = probe_containers(engine.module, model, lambda: model.layers)
         except UnsupportedModelError as error:
             if weights.held is not None:
                 raise

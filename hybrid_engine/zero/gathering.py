@@ -111,12 +111,17 @@ class WeightGatherer:
 
     @contextmanager
     def gathered_for_forward(self) -> Iterator[None]:
-        """Everything gathered inside, and forward passes of the module leave it so."""
+        """What forward passes of the module need: everything, which they leave so, or the rest of streamed layers.
+
+        Each pass gathers streamed layers one by one by itself, so that all processes must take equally many.
+        """
         modules = self.sharding.fsdp_modules()
+        if self.is_streamed:
+            modules = [module for module in modules if module not in self.sharding.layers]
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
         try:
-            with self._unsharded(is_whole=True):
+            with self._unsharded(is_whole=not self.is_streamed):
                 yield
         finally:
             for module in modules:

@@ -297,6 +297,20 @@ def _parts_to_wrap(module: nn.Module) -> list[nn.Module]:
     return found.modules
 
 
+def place_module(module: nn.Module, config: EngineConfig, device: torch.device) -> None:
+    """Moves `module` to where `shard_module` wants it: to `device`, unless that happens layer by layer.
+
+    What is offloaded, and at stage 3 what lies elsewhere, reaches the device while it is sharded: the whole might not
+    fit there. What zero.Init sharded lies in place already, or is moved as shards.
+    """
+    if offloads_parameters(config):
+        module.to("cpu")
+        return
+    is_sharded_next = config.zero_optimization.stage == 3 and get_world_size() > 1
+    if not is_sharded_next or any(isinstance(param, DTensor) for param in module.parameters()):
+        module.to(device)
+
+
 def offloads_parameters(config: EngineConfig) -> bool:
     """Whether parameters lie in the CPU's memory while a GPU computes; without a GPU they lie there anyway."""
     return config.zero_optimization.offloads_parameters and default_device().type != "cpu"
