@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 
 from hybrid_engine.compat.resident_memory import ResidentMemory
@@ -23,6 +22,12 @@ TENSOR_TYPES = {
 }
 """What makes a tensor of values on the device, e.g. `get_accelerator().LongTensor([1, 2])`."""
 _resident = ResidentMemory()
+
+
+def _host_memory() -> Any:
+    import psutil  # here, not at the top: on a GPU nobody asks for this
+
+    return psutil.virtual_memory()
 
 
 class Accelerator:
@@ -191,11 +196,11 @@ class Accelerator:
         """Bytes of the device."""
         if self._is_cuda:
             return torch.cuda.get_device_properties(self._index(device_index)).total_memory
-        return psutil.virtual_memory().total
+        return _host_memory().total
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Free bytes of the device."""
-        return torch.cuda.mem_get_info(device_index)[0] if self._is_cuda else psutil.virtual_memory().available
+        return torch.cuda.mem_get_info(device_index)[0] if self._is_cuda else _host_memory().available
 
     def is_bf16_supported(self) -> bool:
         """Whether bfloat16 can be computed with."""

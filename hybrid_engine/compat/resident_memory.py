@@ -5,8 +5,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
 CLEAR_REFS = Path("/proc/self/clear_refs")
 """Writing 5 to it makes Linux forget the peak; see proc(5)."""
 STATUS = Path("/proc/self/status")
@@ -26,6 +24,8 @@ class ResidentMemory:
 
     def current_bytes(self) -> int:
         """What lies in memory now."""
+        import psutil  # here, not at the top: on a GPU nobody asks for this
+
         current: int = psutil.Process().memory_info().rss
         self._largest = max(self._largest, current)
         return current

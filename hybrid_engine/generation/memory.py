@@ -1,9 +1,10 @@
 """Memory of this process: what training keeps, in bytes and in words, and what is free."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-import psutil
 import torch
 
 from hybrid_engine.config import EngineConfig
@@ -108,5 +109,16 @@ def usable_memory_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
-        free = psutil.virtual_memory().available
+        free = _free_host_bytes()
     return int(free * USABLE_MEMORY)
+
+
+def _free_host_bytes() -> int:
+    """What this machine's memory still takes before it swaps."""
+    if sys.platform == "linux":
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    # Here, not at the top: Linux does without it.
+    import psutil
+
+    return int(psutil.virtual_memory().available)

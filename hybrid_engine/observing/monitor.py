@@ -5,9 +5,7 @@ import importlib.util
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from accelerate.tracking import CometMLTracker, GeneralTracker, TensorBoardTracker, WandBTracker
+from typing import Any, Protocol
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.observing import CometConfig, CsvMonitorConfig
@@ -19,14 +17,24 @@ PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",),
 """What each tracker needs one of."""
 
 
-class CsvTracker(GeneralTracker):
+class Tracker(Protocol):
+    """Where curves go: what is asked of accelerate's `GeneralTracker`."""
+
+    @property
+    def tracker(self) -> Any:
+        """What the curves are written with or to."""
+
+    def start(self) -> None:
+        """Once, before the first value."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Writes values by the name of their quantity."""
+
+
+class CsvTracker:
     """One file for each quantity, `<output_path>/<job_name>/<name, with _ for />.csv`, with rows of step and value."""
 
-    name = "csv"
-    requires_logging_directory = True
-
     def __init__(self, config: CsvMonitorConfig) -> None:
-        super().__init__()
         self.folder = Path(config.output_path) / config.job_name
 
     @property
@@ -112,12 +120,15 @@ def _make_folder(option: str, value: str, folder: Path) -> None:
         raise ValueError(f"{option}={value!r} cannot be written: no folder {str(folder)!r} can be; give another path")
 
 
-def _build_trackers(config: EngineConfig) -> list[GeneralTracker]:
-    trackers: list[GeneralTracker] = []
+def _build_trackers(config: EngineConfig) -> list[Tracker]:
+    trackers: list[Tracker] = [CsvTracker(config.csv_monitor)] if config.csv_monitor.enabled else []
+    if not (config.tensorboard.enabled or config.wandb.enabled or config.comet.enabled):
+        return trackers
+    # Here, not at the top: a run without such curves does not need accelerate.
+    from accelerate.tracking import CometMLTracker, TensorBoardTracker, WandBTracker
+
     if config.tensorboard.enabled:
         trackers.append(TensorBoardTracker(config.tensorboard.job_name, config.tensorboard.output_path or "."))
-    if config.csv_monitor.enabled:
-        trackers.append(CsvTracker(config.csv_monitor))
     if config.wandb.enabled:
         options = {"group": config.wandb.group, "entity": config.wandb.team}
         trackers.append(WandBTracker(config.wandb.project, **_given(options)))
