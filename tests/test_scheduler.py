@@ -1,5 +1,6 @@
 """The scheduler is plain Python, so its promises are checked over random rollouts without a model."""
 
+import math
 import random
 
 import pytest
@@ -72,6 +73,84 @@ def run(sequences, scheduler, lengths):
             assert memory.read(row.blocks, len(row)) == row.prompt.tokens + row.tokens
         draw(rows)
     return order, turns
+
+
+def count_turns(lengths, prompt_length, num_samples=1, **limits):
+    """Prefill turns, decode turns and the mean share of slots that decode while anything waits."""
+    _, scheduler = build([prompt_length] * (len(lengths) // num_samples), num_samples, **limits)
+    prefills, decodes, rows_while_waiting = 0, 0, []
+
+    def draw(rows):
+        for row in rows:
+            row.tokens.append(0)
+            if len(row.tokens) == lengths[row.row]:
+                scheduler.finish(row, "stop")
+
+    while scheduler.has_work:
+        admission = scheduler.admit()
+        draw(admission.sequences)
+        if admission.prefills:
+            prefills += 1
+        elif scheduler.running:
+            scheduler.grow()
+            decodes += 1
+            rows_while_waiting += [len(scheduler.running)] if scheduler.waiting else []
+            draw(list(scheduler.running))
+    return prefills, decodes, sum(rows_while_waiting) / (len(rows_while_waiting) * scheduler.max_running)
+
+
+def log_normal_lengths(count, mean, sigma, longest):
+    rng = random.Random(0)
+    mu = math.log(mean) - sigma**2 / 2
+    return [min(longest, max(1, round(rng.lognormvariate(mu, sigma)))) for _ in range(count)]
+
+
+LARGE = {"max_running": 256, "num_blocks": 256 * 20, "block_size": 64, "max_new_tokens": 1024}
+
+
+def test_prompts_enter_in_bulk_so_that_decoding_seldom_stops_and_few_slots_wait():
+    lengths = log_normal_lengths(1024, mean=256, sigma=0.8, longest=1024)
+    prefills, decodes, busy = count_turns(lengths, 256, max_prefill_tokens=8192, **LARGE)
+    assert 16 * prefills <= decodes, f"{prefills=} {decodes=}"
+    assert busy >= 0.95, "slots are left empty for the sake of fewer prefills"
+
+
+def test_a_pass_that_is_full_of_tokens_does_not_wait_for_more_prompts():
+    """Four prompts of 2 000 tokens fill a pass of 8 192, however many sequences run."""
+    lengths = log_normal_lengths(512, mean=256, sigma=0.8, longest=1024)
+    prefills, _, busy = count_turns(lengths, 2000, max_prefill_tokens=8192, **LARGE | {"num_blocks": 256 * 48})
+    assert prefills == 512 / 4
+    assert busy >= 0.98
+
+
+def test_where_blocks_are_short_a_few_newcomers_are_enough():
+    """Some twenty sequences have blocks; nobody waits for the sixteen that a full house would admit at once."""
+    lengths = log_normal_lengths(128, mean=256, sigma=0.8, longest=1024)
+    fits = 20 * 8  # of 512 tokens each
+    _, _, busy = count_turns(lengths, 256, max_prefill_tokens=8192, **LARGE | {"num_blocks": fits})
+    assert busy * 256 >= 15, "blocks lie idle"
+
+
+def test_the_last_that_wait_enter_together_although_they_are_few():
+    limits = {"max_running": 64, "num_blocks": 66, "block_size": 32, "max_prefill_tokens": 1024}
+    sequences, scheduler = build([4] * 66, 1, **limits)
+    for sequence in scheduler.admit().sequences:
+        sequence.tokens.append(0)
+    scheduler.finish(sequences[0], "stop")
+    assert scheduler.admit().sequences == [], "a prefill for one, where two will wait for a place together"
+    scheduler.finish(sequences[1], "stop")
+    assert scheduler.admit().sequences == sequences[64:]
+
+
+def test_samples_of_a_prefilled_prompt_enter_at_once():
+    sequences, scheduler = build([4] * 9, 8, max_running=64, num_blocks=128, block_size=32)
+    scheduler.admit()
+    scheduler.finish(sequences[0], "stop")
+    assert scheduler.admit().prefills == [], "the ninth prompt is not prefilled for one sample"
+    sequences, scheduler = build([4] * 8, 9, max_running=64, num_blocks=128, block_size=32)
+    assert len(scheduler.admit().prefills) == 8
+    scheduler.finish(sequences[0], "stop")
+    assert scheduler.admit().sequences == [sequences[64]]
 
 
 @pytest.mark.parametrize("seed", range(40))

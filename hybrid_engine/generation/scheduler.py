@@ -1,18 +1,26 @@
 """Who runs next. Plain Python over prompts, sequences and block numbers; no tensor library.
 
 Continuous batching: at most `max_running` sequences decode at once, a finished one leaves at once and the
-next waiting one takes its place. A prompt is prefilled once; its samples share its full blocks and copy
+next waiting ones take its place. A prompt is prefilled once; its samples share its full blocks and copy
 the last partial one. When blocks run out, prompts kept for later samples go first, then the newest
 running sequence is preempted: its blocks are freed and it is prefilled again later, response included.
+
+While a prefill runs nothing is decoded, so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that
+is prefilled already enter at once.
 """
 
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from hybrid_engine.generation.blocks import BlockPool
 from hybrid_engine.generation.sequence import PENDING, Prompt, Sequence
+
+# A prefill starts a sequence for every so many that run. With 1 024 prompts over 256 slots and answers of 256 tokens in
+# the mean there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.
+RUNNING_PER_NEWCOMER = 16
 
 
 @dataclass(frozen=True)
@@ -88,8 +96,10 @@ class Scheduler:
         admission, budget = Admission(), self.max_prefill_tokens
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
-            needs_prefill = not sequence.prompt.blocks or bool(sequence.tokens)
+            needs_prefill = self._needs_prefill(sequence)
             if needs_prefill and admission.prefills and len(sequence) > budget:
+                break
+            if needs_prefill and not admission.prefills and not self._is_worth_a_pass():
                 break
             if not self._can_admit(sequence):
                 break
@@ -99,17 +109,39 @@ class Scheduler:
             self._drop(prompt)
         return admission
 
+    @staticmethod
+    def _needs_prefill(sequence: Sequence) -> bool:
+        return not sequence.prompt.blocks or bool(sequence.tokens)
+
+    def _is_worth_a_pass(self) -> bool:
+        """Whether a prefill would now start enough of those that wait to stop decoding for it.
+
+        Enough is one for every RUNNING_PER_NEWCOMER that run, or as many tokens as a pass may have, or all that wait.
+        """
+        num_newcomers = max(1, len(self.running) // RUNNING_PER_NEWCOMER)
+        num_free = self.max_running - len(self.running)
+        num_tokens, num_blocks, prompt = 0, 0, None
+        for sequence in islice(self.waiting, min(num_newcomers, num_free)):
+            num_tokens += len(sequence) if sequence.prompt is not prompt else 0
+            if num_tokens > self.max_prefill_tokens:
+                return True
+            num_blocks += self._num_blocks_to_start(sequence, is_kept=sequence.prompt is prompt)
+            prompt = sequence.prompt
+        return num_free >= min(num_newcomers, len(self.waiting)) and num_blocks <= len(self.pool.free)
+
     def _can_admit(self, sequence: Sequence) -> bool:
         length = len(sequence.prompt.tokens) + self.max_new_tokens - 1  # the last token is never fed
         can_grow = self.num_blocks_for(length) > self.num_blocks_for(len(sequence))
         spare = 1 if self.running and can_grow else 0  # without it a newcomer would be the next to be preempted
+        return self._num_blocks_to_start(sequence, bool(sequence.prompt.blocks)) + spare <= len(self.pool.free)
+
+    def _num_blocks_to_start(self, sequence: Sequence, is_kept: bool) -> int:
+        """Blocks that a waiting sequence takes when it starts; with `is_kept` its prompt has some already."""
         if self._is_alone(sequence):
-            needed = self.num_blocks_for(len(sequence))
-        else:
-            prompt_length = len(sequence.prompt.tokens)
-            kept = 0 if sequence.prompt.blocks else self.num_blocks_for(prompt_length)
-            needed = kept + (1 if prompt_length % self.block_size else 0)
-        return needed + spare <= len(self.pool.free)
+            return self.num_blocks_for(len(sequence))
+        prompt_length = len(sequence.prompt.tokens)
+        kept = 0 if is_kept else self.num_blocks_for(prompt_length)
+        return kept + (1 if prompt_length % self.block_size else 0)
 
     def _is_alone(self, sequence: Sequence) -> bool:
         """True for a sequence that is prefilled for itself: a preempted one, or the last sample of its prompt."""
