@@ -33,6 +33,7 @@ from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.generation.training_memory import AllocatorPeak, TrainingMemory
 from hybrid_engine.observing.latency import LatencyStats
 
 
@@ -85,7 +86,12 @@ class HybridEngine(ZeroEngine):
         super().__init__(model, config, **kwargs)
         self.names = HybridNames(self)
         group = share_sharded_model(config.hybrid_engine.inference_tp_size, self.sharding, self.device)
-        self.generator = Generator(self.module, self.sharding, config.hybrid_engine, group, self.device)
+        meter = AllocatorPeak(self.device) if self.device.type == "cuda" else None
+        dtype = config.accumulation_dtype
+        self.training_memory = TrainingMemory(self.sharding, self.optimizer, dtype, self.device, meter)
+        self.generator = Generator(
+            self.module, self.sharding, config.hybrid_engine, group, self.device, self.training_memory
+        )
         self.latency = LatencyStats(self.sharding.world_size, self.device)
         self.logprob_difference: LogprobDifference | None = None
         self._is_generating = False
@@ -141,11 +147,16 @@ class HybridEngine(ZeroEngine):
         return self
 
     def train(self, mode: bool = True) -> "HybridEngine":
-        """Training mode; raises ValueError inside `generate()`."""
+        """Training mode, with the KV workspace given back where training needs its memory.
+
+        Raises ValueError inside `generate()`.
+        """
         self._check_not_generating("train()")
         with holding_interrupts():
             super().train(mode)
             if mode:
+                self.generator.make_room_for_training()
+                self.training_memory.begin()
                 self.latency.mark_training()
         return self
 
@@ -155,6 +166,7 @@ class HybridEngine(ZeroEngine):
         super().step(lr_kwargs)
         if self.num_pending_micro_batches == 0:  # an optimizer step: waiting for the device is cheap there
             self.latency.add_training()
+            self.training_memory.finish_step()
 
     def follow_moved_weights(self) -> None:
         """Points the containers at them: views of the old storage would keep its memory."""

@@ -1,8 +1,5 @@
 """Start-up asks what fits before it gathers: with little memory no process ever holds more than two layers whole."""
 
-from types import SimpleNamespace
-
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
+from hybrid_engine.generation import memory
 from hybrid_engine.inference.checkpoint import CheckpointReader
 from hybrid_engine.zero import init as zero_init
 from hybrid_engine.zero.fsdp2_private import fsdp_params
@@ -72,7 +70,7 @@ def start_with_little_memory(rank, world_size, uses_init):
     counter = WholeLayers()
     model, built = build_with_init(config) if uses_init else (randomised(deep_llama), 0)
     one = layer_bytes(model)  # of the whole: a DTensor says its own numbers
-    psutil.virtual_memory = lambda: SimpleNamespace(available=5 * one, total=5 * one)
+    memory._host_bytes = lambda: (5 * one, 5 * one)
     counter.model = model
     engine, *_ = hybrid_engine.initialize(model=model, config=config)
     at_start = counter.most
@@ -106,7 +104,7 @@ def share_a_checkpoint(rank, world_size, folder):
     with torch.device("meta"):
         alone, shared = deep_llama(), deep_llama()
     whole = num_parameter_bytes(shared)
-    psutil.virtual_memory = lambda: SimpleNamespace(available=whole, total=whole)
+    memory._host_bytes = lambda: (whole, whole)
     read, part_bytes = CheckpointReader.read, []
 
     def counted(*args):

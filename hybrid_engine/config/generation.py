@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybrid_engine.config.checks import check_flag, check_integer
+from hybrid_engine.config.checks import check_flag, check_integer, check_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class HybridEngineConfig:
     inference_tp_size: int = 1
     """Tensor-parallel degree inside `generate()`: so many consecutive processes share the model and their prompts."""
     release_inference_cache: bool = False
-    """Whether the KV workspace gives its memory back after each `generate()`."""
+    """Whether the KV workspace gives its memory back after each `generate()`; false keeps it where there is room."""
     pin_parameters: bool = True
     """ZeRO-3: gather the whole model once around `generate()`; false streams it layer by layer."""
     enable_cuda_graph: bool = True
@@ -29,6 +29,8 @@ class HybridEngineConfig:
     """Tokens per block of the KV workspace; 0 lets the engine choose."""
     max_kv_blocks: int = 0
     """Cap on the blocks of the KV workspace; 0 sizes it from the demand and the free memory."""
+    training_free_share: float = 0.1
+    """The KV workspace stays through `train()` if beside what training takes this share of memory is free; 1: never."""
     print_latency: bool = True
     """Whether `eval()` prints where the iteration's time went, as DeepSpeed's does; `latency_stats()` has it always."""
 
@@ -39,6 +41,7 @@ class HybridEngineConfig:
             check_integer(f"hybrid_engine.{name}", getattr(self, name), 1)
         for name in ("max_running", "kv_block_size", "max_kv_blocks"):
             check_integer(f"hybrid_engine.{name}", getattr(self, name), 0)
+        check_number("hybrid_engine.training_free_share", self.training_free_share, 0, 1)
         if self.inference_tp_size > 1 and not self.pin_parameters:
             raise ValueError(
                 f"hybrid_engine.inference_tp_size={self.inference_tp_size} keeps each process's part of the weights "

@@ -20,7 +20,7 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.generation.agreement import LogprobDifference, probe_containers
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
 from hybrid_engine.generation.bound_weights import bound, pass_over_layers
-from hybrid_engine.generation.memory import usable_memory_bytes
+from hybrid_engine.generation.memory import free_and_total_bytes, usable_memory_bytes
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.noise import agree_on_keys, rank_seed
 from hybrid_engine.generation.options import (
@@ -40,6 +40,7 @@ from hybrid_engine.generation.rollout import (
     workspace_bytes,
 )
 from hybrid_engine.generation.shares import Share, find_disagreement
+from hybrid_engine.generation.training_memory import TrainingMemory
 from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.zero.gathering import WeightGatherer
@@ -71,14 +72,15 @@ class Generator:
         config: HybridEngineConfig,
         group: ModelGroup | None = None,
         device: torch.device | None = None,
+        training: TrainingMemory | None = None,
     ):
-        """`device` is where it computes; None: where the parameters are."""
+        """`device` is where it computes; None: where the parameters are. No `training`: nothing is trained."""
         fallback_forced()  # a switch with a value nobody knows is an error now, not in the middle of a rollout
         self.module, self.sharding, self.config = module, sharding, config
         self.group = group or ModelGroup()
         self.device = device or next(module.parameters()).device
         self.gatherer = WeightGatherer(sharding, config.pin_parameters, self.group.slices)
-        self.workspace = KVWorkspace()
+        self.workspace, self.training = KVWorkspace(), training
         self.model: InferenceModel | None = None
         self.fallback_reason: str | None = None
         self.native: NativeBackend | None = None
@@ -156,6 +158,7 @@ class Generator:
             prompts=request.prompts if request is not None and is_native else [],
             options=None if request is None else request.options,
             is_native=is_native,
+            training_bytes=self._training_bytes,
             spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self._bytes_to_gather),
         )
         shares = self.group.gather_objects(share)
@@ -184,6 +187,28 @@ class Generator:
         buffers = 0 if self.model is None else self.model.buffer_bytes(self.gatherer.is_streamed)
         return self.gatherer.resident_bytes + buffers
 
+    @property
+    def _training_bytes(self) -> int:
+        """What training will take while there is a KV workspace; nothing where that is given back before."""
+        if self.training is None or self.config.release_inference_cache:
+            return 0
+        return self.training.missing_bytes()
+
+    def make_room_for_training(self) -> None:
+        """Gives the KV workspace back, unless what training takes and a share of the memory are free beside it."""
+        if self.training is None or self.workspace.allocated_bytes == 0:
+            return
+        free, total = free_and_total_bytes(self.device)
+        wanted = self.training.missing_bytes() + self.config.training_free_share * total
+        if not self.training.is_known or free < wanted:
+            self.release_workspace()
+
+    def release_workspace(self) -> None:
+        """Frees the KV workspace's storage, and the recorded steps that read it."""
+        if self.native is not None:
+            self.native.release_workspace()
+        self.workspace.release()
+
     def _plan(self, request: Request, shares: list[Share]) -> Plan:
         """The rollout of all prompts of the group, the same on each of its processes."""
         assert self.model is not None and self.native is not None
@@ -196,8 +221,11 @@ class Generator:
             own = slice(first, first + num_samples * len(request.prompts))
         sequences = build_sequences(prompts, num_samples)
         spare_bytes = min(share.spare_bytes for share in shares)
+        training_bytes = max(share.training_bytes for share in shares)
         reserved = self.native.num_reserved_blocks
-        return plan_rollout(self.model, sequences, request.options, self.config, spare_bytes, reserved, own)
+        return plan_rollout(
+            self.model, sequences, request.options, self.config, spare_bytes, reserved, training_bytes, own
+        )
 
     def _agree_on_keys(self, share: Share, error: str | None, shares: list[Share]) -> list[list[int]]:
         """Noise keys of the plan's sequences; raises what stands in the way of any process."""

@@ -105,20 +105,35 @@ def format_bytes(count: int) -> str:
 
 def usable_memory_bytes(device: torch.device) -> int:
     """What a rollout may allocate on `device` now."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    else:
-        free = _free_host_bytes()
+    free, _ = free_and_total_bytes(device)
     return int(free * USABLE_MEMORY)
 
 
-def _free_host_bytes() -> int:
-    """What this machine's memory still takes before it swaps."""
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """What `device` can still give, the allocator's own stock included, and what it has in all."""
+    if device.type != "cuda":
+        return _host_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    stock = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + stock - _idle_bytes_of_graphs(device), total
+
+
+def _idle_bytes_of_graphs(device: torch.device) -> int:
+    """What the allocator keeps for recorded graphs alone: no tensor takes it, and no other may have it."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment["device"] == index]
+    private = [segment for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in private)
+
+
+def _host_bytes() -> tuple[int, int]:
+    """What this machine's memory still takes before it swaps, and all of it."""
     if sys.platform == "linux":
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+        return available, total
     # Here, not at the top: Linux does without it.
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)

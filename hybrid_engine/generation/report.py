@@ -14,13 +14,20 @@ def describe_generation(generator: Generator, difference: LogprobDifference | No
     if generator.native is not None:
         lines.append(_decoding(generator, generator.native))
     held = generator.workspace.allocated_bytes
-    after = "given back after each rollout" if generator.config.release_inference_cache else "kept between rollouts"
+    after = "given back after each rollout" if generator.config.release_inference_cache else _kept(generator)
     lines.append(f"KV workspace: {format_bytes(held)} held now, sized for each rollout, {after}")
     if difference is not None:
         lines.append(
             f"log-probabilities, rollout against trainer: mean {difference.mean:.2e}, max {difference.max:.2e} apart"
         )
     return "\n".join(lines)
+
+
+def _kept(generator: Generator) -> str:
+    if generator.training is None:
+        return "kept between rollouts"
+    share, taken = generator.config.training_free_share, generator.training.missing_bytes()
+    return f"kept through training if {share:.0%} of the memory stays free beside the {format_bytes(taken)} that takes"
 
 
 def _containers(generator: Generator) -> str:

@@ -116,12 +116,14 @@ def plan_rollout(
     config: HybridEngineConfig,
     spare_bytes: int,
     num_reserved: int = 0,
+    training_bytes: int = 0,
     own: slice = slice(None),
 ) -> Plan:
     """Sizes the KV workspace from the demand of `sequences` and the memory for it, `spare_bytes`.
 
     `num_reserved` are blocks that the workspace has beside those that the plan may use; `own` are the sequences
-    that this process returns.
+    that this process returns. `training_bytes` of the memory are left to training where that costs the rollout no more
+    than half of its blocks; otherwise the workspace is large, and must be given back before training.
 
     Raises:
         ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
@@ -139,6 +141,9 @@ def plan_rollout(
         kept = kept_prompts * -(-max(len(sequence.prompt.tokens) for sequence in sequences) // block_size)
     block_bytes = torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
     affordable = max(0, spare_bytes - num_reserved * block_bytes) // block_bytes
+    beside_training = affordable - -(-training_bytes // block_bytes)
+    if 2 * beside_training >= wanted + kept:
+        affordable = beside_training
     num_blocks = min(wanted + kept, affordable, config.max_kv_blocks or affordable)
     needed = per_sequence + (1 if kept else 0)
     if num_blocks < needed:

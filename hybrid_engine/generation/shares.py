@@ -19,6 +19,8 @@ class Share:
     """Whether containers run the rollout."""
     spare_bytes: int
     """Free memory for the KV workspace."""
+    training_bytes: int
+    """What training will take of it."""
 
 
 def find_disagreement(shares: list[Share], has_same_prompts: bool) -> str | None:

@@ -189,9 +189,7 @@ class InferenceEngine(nn.Module):
     def destroy(self) -> None:
         """Gives the KV workspace's memory back; the next `generate()` takes it again."""
         if self.generator is not None:
-            if self.generator.native is not None:
-                self.generator.native.steps.drop()
-            self.generator.workspace.release()
+            self.generator.release_workspace()
 
     def report(self) -> str:
         """Which layers run on containers, which do not, and why; dtype, device, sharing and memory."""
