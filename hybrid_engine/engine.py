@@ -24,12 +24,8 @@ from torch.utils._pytree import tree_map
 
 from hybrid_engine import checkpoint
 from hybrid_engine.checkpoint.random_state import seed_everything
-from hybrid_engine.compat.engine_names import EngineNames
-from hybrid_engine.compat.offload_config import OffloadStateTypeEnum
-from hybrid_engine.compat.parameter_offload import ParameterOffload
-from hybrid_engine.compat.whole_values import link_parameters
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.config.checks import check_flag, check_path
+from hybrid_engine.config.checks import check_flag, check_integer, check_path
 from hybrid_engine.distributed.dataloader import build_training_dataloader
 from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
 from hybrid_engine.distributed.processes import (
@@ -38,6 +34,7 @@ from hybrid_engine.distributed.processes import (
     default_device,
     get_rank,
     get_world_size,
+    on_rank_zero,
 )
 from hybrid_engine.generation.memory import describe_memory
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
@@ -47,7 +44,7 @@ from hybrid_engine.optim.backward_hooks import BackwardHooks
 from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
 from hybrid_engine.optim.lr_schedules import check_rates
 from hybrid_engine.optim.param_groups import NamedGroup, name_groups
-from hybrid_engine.optim.state_offload import TRAINING, StateOffload
+from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum, StateOffload
 from hybrid_engine.optim.trainable import check_group_options
 from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.external_parameters import LATE, MIXED, describe_shard_used
@@ -63,8 +60,8 @@ logger = logging.getLogger("hybrid_engine")
 class ZeroEngine(Uncopied):
     """A module that is trained with `engine(...)`, `engine.backward(loss)` and `engine.step()`.
 
-    Attributes that the engine has not are looked up among DeepSpeed's names (`compat/engine_names.py`), then on the
-    module. Without an optimizer, neither passed nor in the config, it only evaluates and `optimizer` is None.
+    Attributes that the engine has not are looked up on the module; `compat/engines.py` adds DeepSpeed's further names.
+    Without an optimizer, neither passed nor in the config, it only evaluates and `optimizer` is None.
     """
 
     is_engine = True
@@ -104,7 +101,6 @@ class ZeroEngine(Uncopied):
         )
         # Everything is checked; from here on the model is changed.
         self.config = config
-        self.names = EngineNames(self)
         self.device = default_device()
         if config.seed is not None:
             seed_everything(config.seed + get_rank())
@@ -118,9 +114,6 @@ class ZeroEngine(Uncopied):
         self.sharding.settle()
         trained = [entry.name for entry in self.optimizer.parameters] if self.optimizer is not None else []
         self.watch = ParameterWatch(model, trained, self.sharding.twins())
-        if self.optimizer is not None:
-            link_parameters(self.sharding, self.optimizer)
-            self.optimizer.parameter_offload = ParameterOffload()
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
         self.global_steps = 0
         self.micro_steps = 0
@@ -139,9 +132,9 @@ class ZeroEngine(Uncopied):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module" or "names" not in self.__dict__:
+            if name == "module":
                 raise
-        return getattr(self.names if hasattr(type(self.names), name) else self.module, name)
+        return getattr(self.module, name)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "ZeroEngine":
         """What `to()` and its like call; collective below stage 3, where the parameters are whole afterwards again."""
@@ -188,7 +181,7 @@ class ZeroEngine(Uncopied):
 
         After an error on the way, also Ctrl-C, all gradients are dropped and the accumulation starts again.
         """
-        optimizer = self._check_trains("backward()")
+        optimizer = self.check_trains("backward()")
         _check_loss("backward()", loss)
         self.state_offload.check("backward()", *TRAINING)
         self._check_parameters()
@@ -208,7 +201,7 @@ class ZeroEngine(Uncopied):
             # Inside: Ctrl-C before the caller has it is an error, too.
             return loss / num_micro_batches if scale_wrt_gas else loss
         except BaseException:
-            self._drop_accumulation()
+            self.drop_accumulation()
             raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -220,7 +213,7 @@ class ZeroEngine(Uncopied):
         Raises:
             ValueError: the engine does not train; `loss` is not one number or does not depend on parameters.
         """
-        self._check_trains("scale()")
+        self.check_trains("scale()")
         _check_loss("scale()", loss)
         return self.backward_hooks.scale(loss)
 
@@ -237,7 +230,7 @@ class ZeroEngine(Uncopied):
 
         Ctrl-C is raised when the step is done.
         """
-        self._check_trains("step()")
+        self.check_trains("step()")
         self._check_parameters()
         self._check_whole("step()")
         self.backward_hooks.recover()
@@ -262,7 +255,7 @@ class ZeroEngine(Uncopied):
             with self.sharding.as_shards():
                 self.optimizer.step()
         except ValueError:  # on every process alike
-            self._drop_accumulation()
+            self.drop_accumulation()
             self.sharding.settle()
             raise
         self.global_steps += 1
@@ -274,7 +267,7 @@ class ZeroEngine(Uncopied):
         self.observer.finish_step(self.optimizer, self.global_steps, self.global_samples, self.skipped_steps)
         self.zero_grad()
 
-    def _drop_accumulation(self) -> None:
+    def drop_accumulation(self) -> None:
         """Drops all gradients; the next micro-batch is the first of a step again."""
         self.accumulation.num_passes = 0
         self.micro_steps -= self.num_pending_micro_batches
@@ -331,6 +324,29 @@ class ZeroEngine(Uncopied):
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per micro-batch of this process."""
         return self.config.train_micro_batch_size_per_gpu
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the samples per step, by the number of micro-batches; between two steps, alike on all processes.
+
+        Raises:
+            ValueError: it is no multiple of a micro-batch of all processes, or micro-batches of a step are done.
+        """
+        size, world_size = self.config.train_micro_batch_size_per_gpu, self.sharding.world_size
+        if train_batch_size < size * world_size or train_batch_size % (size * world_size):
+            raise ValueError(
+                f"{train_batch_size=} must be a multiple of train_micro_batch_size_per_gpu={size} times {world_size} "
+                f"processes"
+            )
+        self._set_batch_sizes(size, train_batch_size // (size * world_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Changes the samples per micro-batch, and with them those per step; else as `set_train_batch_size`."""
+        check_integer("micro_batch_size", micro_batch_size, 1)
+        self._set_batch_sizes(micro_batch_size, self.config.gradient_accumulation_steps)
+
+    def _set_batch_sizes(self, micro_batch_size: int, num_micro_batches: int) -> None:
+        self.accumulation.set_batch_sizes(micro_batch_size, num_micro_batches)
+        self.observer.throughput.batch_size = self.config.train_batch_size
 
     def save_checkpoint(
         self,
@@ -443,7 +459,7 @@ class ZeroEngine(Uncopied):
         if self.optimizer is not None or self.sharding.is_sharded:
             self.watch.check(self.module, torch.is_grad_enabled())
 
-    def _check_trains(self, what: str) -> Any:
+    def check_trains(self, what: str) -> Any:
         if self.optimizer is None:
             raise ValueError(f"{what}: this engine only evaluates; pass an optimizer to initialize()")
         return self.optimizer
@@ -472,7 +488,7 @@ def _check(
     if config.scheduler is not None and lr_scheduler is None:
         check_rates(config.scheduler, len(groups))
     check_packages(config)
-    prepare_outputs(config)
+    on_rank_zero(lambda: prepare_outputs(config))
     check_same_architecture(model)
     check_callable(model)
     check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))

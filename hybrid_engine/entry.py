@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from hybrid_engine.compat.engines import DeepSpeedEngine
+from hybrid_engine.compat.hybrid_engine import DeepSpeedHybridEngine
 from hybrid_engine.compat.presence import is_announced
 from hybrid_engine.config import EngineConfig, load_config
 from hybrid_engine.config.checks import check_flag, check_integer
@@ -16,7 +18,6 @@ from hybrid_engine.distributed.dataloader import TrainingDataLoader
 from hybrid_engine.distributed.environment import describe_process
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, init_distributed, join_alone
 from hybrid_engine.engine import ZeroEngine
-from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.init import suspended
 
@@ -73,7 +74,7 @@ def initialize(
     chosen_config = _choose_config(args, config, config_params)
     _join_processes(dist_init_required, distributed_port)
     engine_config = _load_same_config(chosen_config, args)
-    engine_class = HybridEngine if engine_config.hybrid_engine.enabled else ZeroEngine
+    engine_class = DeepSpeedHybridEngine if engine_config.hybrid_engine.enabled else DeepSpeedEngine
     with suspended():
         engine = engine_class(
             model,

@@ -21,8 +21,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from hybrid_engine.compat.hybrid_names import HybridNames
-from hybrid_engine.compat.offload_config import OffloadStateTypeEnum
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.distributed.interrupts import holding_interrupts
@@ -35,6 +33,7 @@ from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.training_memory import AllocatorPeak, TrainingMemory
 from hybrid_engine.observing.latency import LatencyStats
+from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
 
 
 class ModuleGenerate:
@@ -84,7 +83,6 @@ class HybridEngine(ZeroEngine):
         _check_generates(model)
         check_group_size(config.hybrid_engine.inference_tp_size, TRAINING_OPTION)
         super().__init__(model, config, **kwargs)
-        self.names = HybridNames(self)
         group = share_sharded_model(config.hybrid_engine.inference_tp_size, self.sharding, self.device)
         meter = AllocatorPeak(self.device) if self.device.type == "cuda" else None
         dtype = config.accumulation_dtype

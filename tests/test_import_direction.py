@@ -1,4 +1,7 @@
-"""The arrows of the design: recipes -> hybrid_engine -> containers -> ops, read from the imports of every file."""
+"""The arrows of the design, between folders and between the rooms of `hybrid_engine/`, read from every file's imports.
+
+Imports for type checkers count too.
+"""
 
 import ast
 import sys
@@ -10,6 +13,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = ("ops", "containers", "hybrid_engine", "recipes")
 MAPPED = ("ops", "containers", "recipes")
+# From the lowest to the highest; a file imports its own room and those below. Modules of the package itself are rooms.
+ROOMS = ("config", "distributed", "zero", "optim", "checkpoint", "generation", "inference", "engine", "hybrid", "entry")
+# The package names its surface, which lies in compat; it may import whatever it offers.
+ABOVE_ALL = ("compat", "command", "__init__")
+# What watches and what computes need nothing but numbers and the config's dataclasses.
+APART = ("observing", "rl")
+ENTRIES_TO_COMPAT = ("entry", "__init__", "command", "compat")
 # The command line stands above the recipes that it starts; it lives in hybrid_engine/ for the sake of its name.
 COMMAND_LINE = "hybrid_engine/command/cli.py"
 # ops knows tensors and numbers only; torch.distributed would be a process group.
@@ -34,12 +44,33 @@ def layer_of(name: str) -> str | None:
     return parts[1] if len(parts) > 1 and parts[1] in MAPPED else "hybrid_engine"
 
 
+def room_of(name: str) -> str | None:
+    """The room of `hybrid_engine/` that a dotted name belongs to, None for others."""
+    parts = name.split(".")
+    is_ours = parts[0] == "hybrid_engine" and len(parts) > 1 and parts[1] not in MAPPED
+    return parts[1] if is_ours and parts[1] in (*ROOMS, *ABOVE_ALL, *APART) else None
+
+
+def is_against_the_rooms(room: str, target: str) -> bool:
+    """Whether a file of `room` must not import one of `target`."""
+    if target == room:
+        return False
+    if target == "compat":
+        return room not in ENTRIES_TO_COMPAT
+    if room in ABOVE_ALL or target == "config":
+        return target == "command" and room != "__init__"
+    if room in APART:
+        return True
+    return target not in APART and (target in ABOVE_ALL or ROOMS.index(target) > ROOMS.index(room))
+
+
 def violations(path: str, source: str) -> list[str]:
     """What the imports of the file at `path` (relative to the repository) do that the design forbids."""
     folder = path.split("/")[0]
     found = []
     for name in imported_names(ast.parse(source)):
         top, target = name.split(".")[0], layer_of(name)
+        room = room_of(name) if folder == "hybrid_engine" else None
         if top in (*MAPPED, "tests", "benchmarks"):
             found.append(f"{path} imports {name} by the bare name of a folder")
         if folder not in LAYERS:
@@ -50,6 +81,8 @@ def violations(path: str, source: str) -> list[str]:
             found.append(f"{path} imports the command line")
         elif target and path != COMMAND_LINE and LAYERS.index(target) > LAYERS.index(folder):
             found.append(f"{path} imports {name} from the layer above")
+        elif room and is_against_the_rooms(Path(path).parts[1].removesuffix(".py"), room):
+            found.append(f"{path} imports {name} against the arrows between rooms")
         elif folder == "ops" and not target and (top not in OPS_MAY_IMPORT or name.startswith("torch.distributed")):
             found.append(f"{path} imports {name}, but ops knows tensors and numbers only")
     return found
@@ -76,6 +109,11 @@ def test_every_import_points_down():
         ("containers/llama.py", "from hybrid_engine import recipes"),
         ("hybrid_engine/rl/kl.py", "if True:\n    from hybrid_engine.recipes.ppo import main"),
         ("hybrid_engine/engine.py", "from hybrid_engine.command.cli import main"),
+        ("hybrid_engine/zero/sharding.py", "from hybrid_engine.optim.masters import renew_masters"),
+        ("hybrid_engine/checkpoint/saving.py", "if TYPE_CHECKING:\n    from hybrid_engine.engine import ZeroEngine"),
+        ("hybrid_engine/engine.py", "from hybrid_engine.compat.engines import DeepSpeedEngine"),
+        ("hybrid_engine/observing/latency.py", "from hybrid_engine.distributed.processes import get_rank"),
+        ("hybrid_engine/compat/utils.py", "from hybrid_engine.command.cli import parse"),
         ("recipes/ppo.py", "from tests.goldens import load_golden"),
         ("recipes/ppo.py", "import ops.norm"),
         ("tests/test_norm.py", "from ops import norm"),
@@ -96,6 +134,9 @@ def test_an_import_against_the_arrows_is_found(path, source):
         ("containers/llama.py", "from hybrid_engine.ops import norm\nimport transformers"),
         ("hybrid_engine/hybrid.py", "from hybrid_engine.containers import policy\nimport torch.distributed"),
         ("hybrid_engine/command/cli.py", "from hybrid_engine.recipes import ppo"),
+        ("hybrid_engine/entry.py", "from hybrid_engine.compat.engines import DeepSpeedEngine"),
+        ("hybrid_engine/engine.py", "from hybrid_engine.observing.observer import Observer"),
+        ("hybrid_engine/rl/kl.py", "from hybrid_engine.config import EngineConfig"),
         ("recipes/ppo.py", "import hybrid_engine\nfrom hybrid_engine.rl.kl import kl_k1"),
         ("tests/test_norm.py", "from hybrid_engine.command.cli import main\nfrom hybrid_engine.ops import norm"),
     ],

@@ -4,7 +4,7 @@ A trained bf16 or fp16 parameter is stored as its fp32 master only: the paramete
 """
 
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,9 +13,7 @@ from hybrid_engine.checkpoint.options import describe_optimizer
 from hybrid_engine.checkpoint.random_state import get_random_state
 from hybrid_engine.distributed.processes import gather_objects, on_every_process
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-
-if TYPE_CHECKING:
-    from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.optim.training_state import TrainingState
 
 Result = TypeVar("Result")
 
@@ -26,13 +24,13 @@ OPTIMIZER = "optimizer."
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def with_shards(engine: "ZeroEngine", action: Callable[[], Result]) -> Result:
+def with_shards(training: TrainingState, action: Callable[[], Result]) -> Result:
     """What `action` returns or raises, run while the parameters are shards; collective.
 
     They are whole again, below stage 3, also after an error, which must be every process's.
     """
     failure: BaseException | None = None
-    with engine.sharding.as_shards():
+    with training.sharding.as_shards():
         try:
             result = action()
         except BaseException as error:
@@ -42,18 +40,18 @@ def with_shards(engine: "ZeroEngine", action: Callable[[], Result]) -> Result:
     return result
 
 
-def collect_weights(engine: "ZeroEngine") -> dict[str, torch.Tensor]:
+def collect_weights(training: TrainingState) -> dict[str, torch.Tensor]:
     """The parameters, or their masters, and the buffers that are saved, by their keys; as shards where they are."""
-    masters = {t.name: t.master for t in engine.optimizer.parameters} if engine.optimizer is not None else {}
-    named = {**dict(engine.module.named_parameters()), **masters, **_persistent_buffers(engine.module)}
+    masters = {t.name: t.master for t in training.optimizer.parameters} if training.optimizer is not None else {}
+    named = {**dict(training.module.named_parameters()), **masters, **_persistent_buffers(training.module)}
     return {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in named.items()}
 
 
-def collect_tensors(engine: "ZeroEngine") -> dict[str, torch.Tensor]:
+def collect_tensors(training: TrainingState) -> dict[str, torch.Tensor]:
     """The weights and the tensors of the optimizer's state, by their keys."""
-    if engine.optimizer is None:
-        return collect_weights(engine)
-    return {**collect_weights(engine), **optimizer_keys(_named_optimizer_state(engine.optimizer, tensors=True))}
+    if training.optimizer is None:
+        return collect_weights(training)
+    return {**collect_weights(training), **optimizer_keys(_named_optimizer_state(training.optimizer, tensors=True))}
 
 
 def optimizer_keys(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -61,48 +59,48 @@ def optimizer_keys(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch
     return {f"{OPTIMIZER}{key}.{name}": value for name, values in state.items() for key, value in values.items()}
 
 
-def frozen_names(engine: "ZeroEngine") -> set[str]:
+def frozen_names(training: TrainingState) -> set[str]:
     """The parameters that require no gradient."""
-    trained = {t.name for t in engine.optimizer.parameters} if engine.optimizer is not None else set()
-    return {name for name, p in engine.module.named_parameters() if not p.requires_grad} - trained
+    trained = {t.name for t in training.optimizer.parameters} if training.optimizer is not None else set()
+    return {name for name, p in training.module.named_parameters() if not p.requires_grad} - trained
 
 
-def collect_values(engine: "ZeroEngine") -> dict[str, Any]:
+def collect_values(training: TrainingState) -> dict[str, Any]:
     """Counters, the states of scheduler, loss scaler and data loader, every process's random state; collective."""
-    values = on_every_process(lambda: _collect_own_values(engine))
+    values = on_every_process(lambda: _collect_own_values(training))
     values["random"] = gather_objects(get_random_state())
     return values
 
 
-def _collect_own_values(engine: "ZeroEngine") -> dict[str, Any]:
-    values: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS}
-    if engine.optimizer is not None:
-        values["loss_scaler"] = engine.optimizer.loss_scaler.state_dict()
-        values["param_groups"] = named_param_groups(engine.optimizer)
-        values["optimizer_values"] = _named_optimizer_state(engine.optimizer, tensors=False)
-    if engine.lr_scheduler is not None:
-        values["lr_scheduler"] = engine.lr_scheduler.state_dict()
-    if engine.training_dataloader is not None:
-        values["dataloader"] = engine.training_dataloader.state_dict()
+def _collect_own_values(training: TrainingState) -> dict[str, Any]:
+    values: dict[str, Any] = {name: getattr(training, name) for name in COUNTERS}
+    if training.optimizer is not None:
+        values["loss_scaler"] = training.optimizer.loss_scaler.state_dict()
+        values["param_groups"] = named_param_groups(training.optimizer)
+        values["optimizer_values"] = _named_optimizer_state(training.optimizer, tensors=False)
+    if training.lr_scheduler is not None:
+        values["lr_scheduler"] = training.lr_scheduler.state_dict()
+    if training.training_dataloader is not None:
+        values["dataloader"] = training.training_dataloader.state_dict()
     return values
 
 
-def build_manifest(engine: "ZeroEngine", left_out: Collection[str] = ()) -> dict[str, Any]:
+def build_manifest(training: TrainingState, left_out: Collection[str] = ()) -> dict[str, Any]:
     """What `comparison.py` compares; `left_out` are the parameters that are not saved."""
-    optimizer = engine.optimizer
-    shapes = {key.removeprefix(WEIGHTS): list(tensor.shape) for key, tensor in collect_weights(engine).items()}
+    optimizer = training.optimizer
+    shapes = {key.removeprefix(WEIGHTS): list(tensor.shape) for key, tensor in collect_weights(training).items()}
     return {
-        "world_size": engine.sharding.world_size,
-        "stage": engine.sharding.stage,
-        "dtype": str(engine.config.dtype),
+        "world_size": training.sharding.world_size,
+        "stage": training.sharding.stage,
+        "dtype": str(training.config.dtype),
         "shapes": {name: shape for name, shape in shapes.items() if name not in left_out},
         "left_out": {name: shape for name, shape in shapes.items() if name in left_out},
-        "tied": _tied_names(engine.module),
-        "has_scheduler": engine.lr_scheduler is not None,
-        "scheduler": None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__,
+        "tied": _tied_names(training.module),
+        "has_scheduler": training.lr_scheduler is not None,
+        "scheduler": None if training.lr_scheduler is None else type(training.lr_scheduler).__name__,
         "optimizer": None if optimizer is None else describe_optimizer(optimizer.inner),
         "groups": None if optimizer is None else [group["names"] for group in named_param_groups(optimizer)],
-        "pending_micro_batches": engine.num_pending_micro_batches + (engine.accumulation.num_passes > 0),
+        "pending_micro_batches": training.num_pending_micro_batches + (training.accumulation.num_passes > 0),
     }
 
 

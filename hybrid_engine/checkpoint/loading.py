@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,10 +31,8 @@ from hybrid_engine.checkpoint.undo import Undo
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.processes import on_every_process, on_rank_zero
 from hybrid_engine.optim.optimizer import ZeroOptimizer
+from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.sharding import local_tensor
-
-if TYPE_CHECKING:
-    from hybrid_engine.engine import ZeroEngine
 
 logger = logging.getLogger("hybrid_engine")
 Result = TypeVar("Result")
@@ -63,7 +61,7 @@ class Staged(NamedTuple):
 
 
 def load(
-    engine: "ZeroEngine",
+    training: TrainingState,
     directory: str | os.PathLike[str],
     tag: str | int | None,
     *,
@@ -87,39 +85,39 @@ def load(
             whose optimizer or scheduler is not this engine's. The engine is unchanged.
         OSError: it cannot be read. The engine is unchanged.
     """
-    trains = engine.optimizer is not None and not module_only
+    trains = training.optimizer is not None and not module_only
     wanted = Wanted(training=trains, optimizer=trains and with_optimizer, scheduler=trains and with_scheduler)
     with holding_interrupts() as held:
-        opened = on_rank_zero(lambda: _open(engine, check_folder("load_dir", directory), tag, wanted, is_strict))
-        with_shards(engine, lambda: _take_over(engine, opened, wanted, held))
+        opened = on_rank_zero(lambda: _open(training, check_folder("load_dir", directory), tag, wanted, is_strict))
+        with_shards(training, lambda: _take_over(training, opened, wanted, held))
     client_state = opened.values.get("client_state")
     return opened.folder, {} if client_state is None else client_state
 
 
-def _open(engine: "ZeroEngine", directory: Path, tag: str | int | None, wanted: Wanted, is_strict: bool) -> Opened:
+def _open(training: TrainingState, directory: Path, tag: str | int | None, wanted: Wanted, is_strict: bool) -> Opened:
     folder = folders.find(directory, None if tag is None else str(tag))
     folders.check_not_deepspeeds(folder)
-    manifest, own = read_manifest(folder), build_manifest(engine)
+    manifest, own = read_manifest(folder), build_manifest(training)
     check_manifest(folder, manifest, own, wanted, is_strict)
     checksums = manifest.get("checksums", {})
     small = {name: checksums.pop(name) for name in (STATE_FILE, INDEX_FILE) if name in checksums}
     check_files(folder, small)
-    values = _raising_value_errors(folder, lambda: _pick(engine, read_values(folder), wanted))
+    values = _raising_value_errors(folder, lambda: _pick(training, read_values(folder), wanted))
     if wanted.training:
-        _raising_value_errors(folder, lambda: warn_of_differences(folder, manifest, values, own, _own_values(engine)))
+        _raising_value_errors(folder, lambda: warn_of_differences(folder, manifest, values, own, _own_values(training)))
     return Opened(folder, values, read_index(folder, manifest["files"]), checksums)
 
 
-def _own_values(engine: "ZeroEngine") -> dict[str, Any]:
-    assert engine.optimizer is not None
-    scheduler = engine.lr_scheduler
+def _own_values(training: TrainingState) -> dict[str, Any]:
+    assert training.optimizer is not None
+    scheduler = training.lr_scheduler
     return {
-        "param_groups": named_param_groups(engine.optimizer),
+        "param_groups": named_param_groups(training.optimizer),
         "lr_scheduler": {} if scheduler is None else scheduler.state_dict(),
     }
 
 
-def _pick(engine: "ZeroEngine", values: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+def _pick(training: TrainingState, values: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
     """Those of a checkpoint's plain values that are wanted.
 
     Raises:
@@ -129,13 +127,13 @@ def _pick(engine: "ZeroEngine", values: dict[str, Any], wanted: Wanted) -> dict[
     names = ["client_state"]
     if wanted.training:
         names += [*COUNTERS, "random"]
-        names += ["dataloader"] if engine.training_dataloader is not None and "dataloader" in values else []
+        names += ["dataloader"] if training.training_dataloader is not None and "dataloader" in values else []
     if wanted.optimizer:
         names += ["param_groups", "optimizer_values"]
-        names += ["loss_scaler"] if _has_this_scaler(engine, values["loss_scaler"]) else []
-    if wanted.scheduler and engine.lr_scheduler is not None:
+        names += ["loss_scaler"] if _has_this_scaler(training, values["loss_scaler"]) else []
+    if wanted.scheduler and training.lr_scheduler is not None:
         names += ["lr_scheduler"]
-        _check_schedule(engine.lr_scheduler.state_dict(), values["lr_scheduler"])
+        _check_schedule(training.lr_scheduler.state_dict(), values["lr_scheduler"])
     if wrong := [name for name in COUNTERS if name in names and type(values[name]) is not int]:
         raise ValueError(f"{wrong[0]} is {values[wrong[0]]!r}, not a number")
     return {name: values[name] for name in names}
@@ -148,10 +146,10 @@ def _check_schedule(own: dict[str, Any], saved: dict[str, Any]) -> None:
         raise ValueError(f"it was saved with another learning-rate scheduler, its state has no {', '.join(missing)}")
 
 
-def _has_this_scaler(engine: "ZeroEngine", saved: dict[str, Any]) -> bool:
+def _has_this_scaler(training: TrainingState, saved: dict[str, Any]) -> bool:
     """Whether the loss scaler goes on from `saved`: one of another kind cannot, and a static scale is the config's."""
-    assert engine.optimizer is not None
-    own = engine.optimizer.loss_scaler.state_dict()
+    assert training.optimizer is not None
+    own = training.optimizer.loss_scaler.state_dict()
     if saved == own or (saved.keys() == own.keys() and len(own) > 1):
         return True
     logger.warning(
@@ -161,13 +159,13 @@ def _has_this_scaler(engine: "ZeroEngine", saved: dict[str, Any]) -> bool:
     return False
 
 
-def _take_over(engine: "ZeroEngine", opened: Opened, wanted: Wanted, held: HeldInterrupts) -> None:
+def _take_over(training: TrainingState, opened: Opened, wanted: Wanted, held: HeldInterrupts) -> None:
     """Reads, checks, and then changes the engine; its parameters are shards. Errors are every process's; collective."""
-    staged = on_every_process(lambda: _stage(engine, opened, wanted, held))
-    undo = on_every_process(lambda: Undo(engine))
+    staged = on_every_process(lambda: _stage(training, opened, wanted, held))
+    undo = on_every_process(lambda: Undo(training))
 
     def commit() -> None:
-        _raising_value_errors(opened.folder, lambda: _commit(engine, opened, staged, wanted, undo))
+        _raising_value_errors(opened.folder, lambda: _commit(training, opened, staged, wanted, undo))
         held.pass_on()
 
     try:
@@ -175,21 +173,21 @@ def _take_over(engine: "ZeroEngine", opened: Opened, wanted: Wanted, held: HeldI
     except BaseException:
         undo.undo()
         raise
-    engine.zero_grad()
-    engine.accumulation.num_passes = 0
+    training.zero_grad()
+    training.accumulation.num_passes = 0
 
 
-def _stage(engine: "ZeroEngine", opened: Opened, wanted: Wanted, held: HeldInterrupts) -> Staged:
+def _stage(training: TrainingState, opened: Opened, wanted: Wanted, held: HeldInterrupts) -> Staged:
     """Reads this process's part of the tensors into new ones, after its part of the files was compared; local."""
     with held.allowed():
-        check_files(opened.folder, opened.checksums, engine.sharding.rank, engine.sharding.world_size)
-        return _raising_value_errors(opened.folder, lambda: _read(engine, opened, wanted))
+        check_files(opened.folder, opened.checksums, training.sharding.rank, training.sharding.world_size)
+        return _raising_value_errors(opened.folder, lambda: _read(training, opened, wanted))
 
 
-def _read(engine: "ZeroEngine", opened: Opened, wanted: Wanted) -> Staged:
+def _read(training: TrainingState, opened: Opened, wanted: Wanted) -> Staged:
     stored = opened.index.state_dict_metadata
-    weights = {key: torch.empty_like(tensor) for key, tensor in collect_weights(engine).items() if key in stored}
-    state = _allocate_optimizer_state(engine.optimizer, opened.index) if wanted.optimizer else {}
+    weights = {key: torch.empty_like(tensor) for key, tensor in collect_weights(training).items() if key in stored}
+    state = _allocate_optimizer_state(training.optimizer, opened.index) if wanted.optimizer else {}
     read_tensors({**weights, **optimizer_keys(state)}, opened.folder, opened.index)
     return Staged(weights, state)
 
@@ -209,44 +207,44 @@ def _allocate_optimizer_state(optimizer: ZeroOptimizer | None, index: Metadata) 
     return state
 
 
-def _commit(engine: "ZeroEngine", opened: Opened, staged: Staged, wanted: Wanted, undo: Undo) -> None:
+def _commit(training: TrainingState, opened: Opened, staged: Staged, wanted: Wanted, undo: Undo) -> None:
     """Makes what was read the engine's; local."""
-    values, optimizer = opened.values, engine.optimizer
+    values, optimizer = opened.values, training.optimizer
     if optimizer is not None:
         optimizer.renew_masters()  # those of weights that the checkpoint may not have
     if wanted.training:
-        _restore_progress(engine, values)
+        _restore_progress(training, values)
     if wanted.optimizer:
         assert optimizer is not None
         optimizer.restore(values["param_groups"], staged.optimizer, values["optimizer_values"])
         if "loss_scaler" in values:
             optimizer.loss_scaler.load_state_dict(values["loss_scaler"])
     if "lr_scheduler" in values:
-        _restore_schedule(engine, values["lr_scheduler"], sets_rates=not wanted.optimizer)
-    live = collect_weights(engine)
+        _restore_schedule(training, values["lr_scheduler"], sets_rates=not wanted.optimizer)
+    live = collect_weights(training)
     undo.exchange((local_tensor(live[key]), local_tensor(new)) for key, new in staged.weights.items())
     if optimizer is not None:
         optimizer.write_masters_back()
 
 
-def _restore_progress(engine: "ZeroEngine", values: dict[str, Any]) -> None:
+def _restore_progress(training: TrainingState, values: dict[str, Any]) -> None:
     for name in COUNTERS:
-        setattr(engine, name, values[name])
+        setattr(training, name, values[name])
     # Counted anew: on another number of processes a step may have another number of micro-batches.
-    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
-    if engine.training_dataloader is not None and "dataloader" in values:
-        engine.training_dataloader.load_state_dict(values["dataloader"])
+    training.micro_steps = training.global_steps * training.config.gradient_accumulation_steps
+    if training.training_dataloader is not None and "dataloader" in values:
+        training.training_dataloader.load_state_dict(values["dataloader"])
     # A process that the saving run did not have keeps its own random state.
-    if engine.sharding.rank < len(values["random"]):
-        set_random_state(values["random"][engine.sharding.rank])
+    if training.sharding.rank < len(values["random"]):
+        set_random_state(values["random"][training.sharding.rank])
 
 
-def _restore_schedule(engine: "ZeroEngine", state: dict[str, Any], sets_rates: bool) -> None:
+def _restore_schedule(training: TrainingState, state: dict[str, Any], sets_rates: bool) -> None:
     """Puts the schedule where it was; `sets_rates` where the groups that hold its rates are not the checkpoint's."""
-    assert engine.lr_scheduler is not None and engine.optimizer is not None
-    engine.lr_scheduler.load_state_dict(state)
-    if sets_rates and hasattr(engine.lr_scheduler, "get_last_lr"):
-        for group, rate in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+    assert training.lr_scheduler is not None and training.optimizer is not None
+    training.lr_scheduler.load_state_dict(state)
+    if sets_rates and hasattr(training.lr_scheduler, "get_last_lr"):
+        for group, rate in zip(training.optimizer.param_groups, training.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
 

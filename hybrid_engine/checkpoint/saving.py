@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hybrid_engine.checkpoint import folder as folders
 from hybrid_engine.checkpoint.checksums import file_checksum
@@ -23,15 +23,13 @@ from hybrid_engine.checkpoint.plain_values import STATE_FILE, serialize
 from hybrid_engine.checkpoint.tensor_files import write_tensors
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.processes import gather_objects, on_every_process, on_rank_zero
-
-if TYPE_CHECKING:
-    from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.optim.training_state import TrainingState
 
 logger = logging.getLogger("hybrid_engine")
 
 
 def save(
-    engine: "ZeroEngine",
+    training: TrainingState,
     directory: str | os.PathLike[str],
     tag: str | int | None,
     client_state: Any,
@@ -55,16 +53,16 @@ def save(
         OSError: the disk is full, or the folder cannot be written to. What was written of the checkpoint is removed.
     """
     folder = on_rank_zero(lambda: check_folder("save_dir", directory))
-    tag = on_rank_zero(lambda: check_tag(f"global_step{engine.global_steps}" if tag is None else str(tag)))
-    left_out = frozen_names(engine) if without_frozen else set()
+    tag = on_rank_zero(lambda: check_tag(f"global_step{training.global_steps}" if tag is None else str(tag)))
+    left_out = frozen_names(training) if without_frozen else set()
     with holding_interrupts() as held:
-        values = {**collect_values(engine), "client_state": client_state}
+        values = {**collect_values(training), "client_state": client_state}
         serialized: list[bytes] = []  # on rank 0
         on_rank_zero(lambda: serialized.append(serialize(values)))
-        writing = on_rank_zero(lambda: _begin(engine, folder, tag))
+        writing = on_rank_zero(lambda: _begin(training, folder, tag))
         try:
-            checksums = _write_tensors(engine, writing, left_out, held)
-            manifest = build_manifest(engine, left_out)
+            checksums = _write_tensors(training, writing, left_out, held)
+            manifest = build_manifest(training, left_out)
 
             def finish() -> None:
                 held.pass_on()
@@ -75,7 +73,7 @@ def save(
         except BaseException as error:
             on_rank_zero(lambda: _abandon(writing, folder, tag))
             if isinstance(error, OSError):
-                raise _describe(error, engine, folder) from None
+                raise _describe(error, training, folder) from None
             raise
     return folder / tag
 
@@ -96,28 +94,28 @@ def choose_tag(tag: str | int | None, validation: str) -> str | int | None:
     return tags[0]
 
 
-def _begin(engine: "ZeroEngine", folder: Path, tag: str) -> Path:
+def _begin(training: TrainingState, folder: Path, tag: str) -> Path:
     folders.make_directory(folder)
-    engine.folder_lock = lock_folder(folder)
+    training.folder_lock = lock_folder(folder)
     return folders.begin(folder, tag)
 
 
 def _write_tensors(
-    engine: "ZeroEngine", writing: Path, left_out: Collection[str], held: HeldInterrupts
+    training: TrainingState, writing: Path, left_out: Collection[str], held: HeldInterrupts
 ) -> dict[str, str]:
     """Writes the tensors, every process its shards; returns the checksums of those files by name. Collective."""
 
     def collect() -> dict[str, Any]:
-        if engine.optimizer is not None:
-            engine.optimizer.renew_masters()
-        return {key: t for key, t in collect_tensors(engine).items() if key.removeprefix(WEIGHTS) not in left_out}
+        if training.optimizer is not None:
+            training.optimizer.renew_masters()
+        return {key: t for key, t in collect_tensors(training).items() if key.removeprefix(WEIGHTS) not in left_out}
 
     def read_back() -> dict[str, str]:
         with held.allowed():
-            return {path.name: file_checksum(path) for path in writing.glob(f"__{engine.sharding.rank}_*")}
+            return {path.name: file_checksum(path) for path in writing.glob(f"__{training.sharding.rank}_*")}
 
-    is_alone = engine.sharding.world_size == 1
-    with_shards(engine, lambda: write_tensors(on_every_process(collect), writing, held, is_alone))
+    is_alone = training.sharding.world_size == 1
+    with_shards(training, lambda: write_tensors(on_every_process(collect), writing, held, is_alone))
     checksums: dict[str, str] = {}
     for found in gather_objects(on_every_process(read_back)):
         checksums.update(found)
@@ -131,8 +129,8 @@ def _abandon(writing: Path, folder: Path, tag: str) -> None:
         logger.warning("save_checkpoint(): %s could not be removed (%s); the next save does it", writing, error)
 
 
-def _describe(error: OSError, engine: "ZeroEngine", folder: Path) -> OSError:
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in collect_tensors(engine).values())
+def _describe(error: OSError, training: TrainingState, folder: Path) -> OSError:
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in collect_tensors(training).values())
     try:
         free = f"{shutil.disk_usage(folder).free:,}"
     except OSError:

@@ -2,15 +2,13 @@
 
 import copy
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hybrid_engine.checkpoint.contents import COUNTERS
 from hybrid_engine.checkpoint.random_state import get_random_state, set_random_state
-
-if TYPE_CHECKING:
-    from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.optim.training_state import TrainingState
 
 
 class Undo:
@@ -19,14 +17,14 @@ class Undo:
     Of the optimizer's tensors it keeps references: loading puts others in their place.
     """
 
-    def __init__(self, engine: "ZeroEngine") -> None:
-        self._engine = engine
+    def __init__(self, training: TrainingState) -> None:
+        self._training = training
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._random = get_random_state()
-        self._counters = {name: getattr(engine, name) for name in (*COUNTERS, "micro_steps")}
+        self._counters = {name: getattr(training, name) for name in (*COUNTERS, "micro_steps")}
         # Schedulers may hand out their own lists.
-        self._states = [(part, copy.deepcopy(part.state_dict())) for part in _parts(engine)]
-        inner: Any = engine.optimizer.inner if engine.optimizer is not None else None
+        self._states = [(part, copy.deepcopy(part.state_dict())) for part in _parts(training)]
+        inner: Any = training.optimizer.inner if training.optimizer is not None else None
         self._inner, self._fields = inner, dict(vars(inner)) if inner is not None else {}
         self._groups = [dict(group) for group in inner.param_groups] if inner is not None else []
 
@@ -53,14 +51,14 @@ class Undo:
         for part, state in self._states:
             part.load_state_dict(state)
         for name, value in self._counters.items():
-            setattr(self._engine, name, value)
+            setattr(self._training, name, value)
         set_random_state(self._random)
-        if self._engine.optimizer is not None:
-            self._engine.optimizer.write_masters_back()
+        if self._training.optimizer is not None:
+            self._training.optimizer.write_masters_back()
 
 
-def _parts(engine: "ZeroEngine") -> list[Any]:
-    parts: list[Any] = [engine.lr_scheduler, engine.training_dataloader]
-    if engine.optimizer is not None:
-        parts.append(engine.optimizer.loss_scaler)
+def _parts(training: TrainingState) -> list[Any]:
+    parts: list[Any] = [training.lr_scheduler, training.training_dataloader]
+    if training.optimizer is not None:
+        parts.append(training.optimizer.loss_scaler)
     return [part for part in parts if part is not None]

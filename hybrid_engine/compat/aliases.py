@@ -48,7 +48,7 @@ ALIASES = {
     "runtime.fp16": NAMESPACE,
     "runtime.fp16.fused_optimizer": "hybrid_engine.compat.optimizer_names",
     "runtime.fp16.unfused_optimizer": "hybrid_engine.compat.optimizer_names",
-    "runtime.hybrid_engine": "hybrid_engine.compat.engines",
+    "runtime.hybrid_engine": "hybrid_engine.compat.hybrid_engine",
     "runtime.lr_schedules": "hybrid_engine.optim.lr_schedules",
     "runtime.rollout": "hybrid_engine.compat.rollout",
     "runtime.rollout.base": "hybrid_engine.compat.rollout",

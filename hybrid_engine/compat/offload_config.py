@@ -2,6 +2,10 @@
 
 from enum import Enum
 
+from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
+
+__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
+
 
 class OffloadDeviceEnum(str, Enum):
     """Where to; `offload_states()` goes to the CPU alone."""
@@ -9,18 +13,3 @@ class OffloadDeviceEnum(str, Enum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
-
-
-class OffloadStateTypeEnum(str, Enum):
-    """What an engine keeps between two steps."""
-
-    optim_states = "optim_states"
-    """The optimizer's state, such as Adam's moments."""
-    hp_params = "hp_params"
-    """The fp32 masters of parameters in 16 bits."""
-    lp_params = "lp_params"
-    """The parameters, or this process's shards."""
-    lp_grads = "lp_grads"
-    """Gradients that wait for the step."""
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-    """Nothing here: FSDP2 keeps no buffer for gradients."""

@@ -9,6 +9,8 @@ from hybrid_engine.compat.arguments import add_config_arguments
 from hybrid_engine.compat.compiler_names import is_compile_supported
 from hybrid_engine.compat.config_names import DeepSpeedConfig, DeepSpeedConfigError
 from hybrid_engine.compat.distributed import init_distributed
+from hybrid_engine.compat.engines import DeepSpeedEngine
+from hybrid_engine.compat.hybrid_engine import DeepSpeedHybridEngine
 from hybrid_engine.compat.optimizer_names import DeepSpeedOptimizer
 from hybrid_engine.compat.utils import DeepSpeedDataLoader, OnDevice, log_dist, logger
 from hybrid_engine.compat.version_names import __git_branch__, __git_hash__
@@ -19,8 +21,6 @@ from hybrid_engine.inference import InferenceConfig, InferenceEngine, init_infer
 
 __version__ = version("hybrid-engine")
 
-DeepSpeedEngine = ZeroEngine
-DeepSpeedHybridEngine = HybridEngine
 DeepSpeedInferenceConfig = InferenceConfig
 
 __all__ = [

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.observing import CometConfig, CsvMonitorConfig
-from hybrid_engine.distributed.processes import on_rank_zero
 
 Event = tuple[str, float, int]
 """Name, value and step."""
@@ -91,15 +90,11 @@ def check_packages(config: EngineConfig) -> None:
 
 
 def prepare_outputs(config: EngineConfig) -> None:
-    """Makes the folders that rank 0 will write to; collective.
+    """Makes the folders that rank 0 will write to.
 
     Raises:
         ValueError: one cannot be made or written, or `flops_profiler.output_file` is a folder.
     """
-    on_rank_zero(lambda: _prepare_outputs(config))
-
-
-def _prepare_outputs(config: EngineConfig) -> None:
     for name, block in (("tensorboard", config.tensorboard), ("csv_monitor", config.csv_monitor)):
         if block.enabled:
             _make_folder(f"{name}.output_path", block.output_path, Path(block.output_path) / block.job_name)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
@@ -9,7 +10,18 @@ from hybrid_engine.config import EngineConfig
 from hybrid_engine.observing.flops import FlopsProfiler
 from hybrid_engine.observing.monitor import Monitor
 from hybrid_engine.observing.timing import StepTimers, ThroughputTimer
-from hybrid_engine.optim.optimizer import ZeroOptimizer
+
+
+class SteppedOptimizer(Protocol):
+    """What a progress line says of an optimizer that has just stepped."""
+
+    param_groups: list[dict[str, Any]]
+    grad_norm: float
+    """The gradients' 2-norm, before clipping and without the loss scale."""
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale."""
 
 
 class Observer:
@@ -56,7 +68,7 @@ class Observer:
         """Drops the losses of the micro-batches since the last optimizer step."""
         self._loss_sum = None
 
-    def finish_step(self, optimizer: ZeroOptimizer, global_steps: int, global_samples: int, skipped: int) -> None:
+    def finish_step(self, optimizer: SteppedOptimizer, global_steps: int, global_samples: int, skipped: int) -> None:
         """Prints and writes what the config asks for after an optimizer step; rank 0 only."""
         every = self.config.steps_per_print
         prints = self.rank == 0 and every > 0 and global_steps % every == 0

@@ -6,20 +6,18 @@ step, and its backward pass reduces the sum where the earlier ones did not. Unma
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.external_parameters import LATE
-
-if TYPE_CHECKING:
-    from hybrid_engine.engine import ZeroEngine
 
 
 class GradientAccumulation:
     """Where one engine is between two optimizer steps."""
 
-    def __init__(self, engine: "ZeroEngine") -> None:
-        self._engine = engine
-        self.is_managed = engine.config.managed_gradient_accumulation
+    def __init__(self, training: TrainingState) -> None:
+        self._training = training
+        self.is_managed = training.config.managed_gradient_accumulation
         self.num_passes = 0
         """Backward passes since the last `step()`."""
         self._boundary: bool | None = None
@@ -35,7 +33,7 @@ class GradientAccumulation:
             return self._boundary
         if not self.is_managed:
             return self._is_stepping
-        return (self._engine.micro_steps + 1) % self._engine.config.gradient_accumulation_steps == 0
+        return (self._training.micro_steps + 1) % self._training.config.gradient_accumulation_steps == 0
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Says whether each micro-batch from now on ends an optimizer step; None counts them again."""
@@ -46,9 +44,29 @@ class GradientAccumulation:
             )
         self._boundary = is_boundary
 
+    def set_batch_sizes(self, micro_batch_size: int, num_micro_batches: int) -> None:
+        """Changes what a step is made of, between two steps; alike on all processes.
+
+        Raises:
+            ValueError: micro-batches of a step are done.
+        """
+        training = self._training
+        if training.num_pending_micro_batches:
+            raise ValueError(
+                f"batch sizes: {training.num_pending_micro_batches} micro-batches of a step are done; change them "
+                f"after the step() that ends the accumulation"
+            )
+        training.config = replace(
+            training.config,
+            train_batch_size=micro_batch_size * num_micro_batches * training.sharding.world_size,
+            train_micro_batch_size_per_gpu=micro_batch_size,
+            gradient_accumulation_steps=num_micro_batches,
+        )
+        training.micro_steps = training.global_steps * num_micro_batches
+
     def begin_pass(self) -> bool:
         """Before each backward pass: says whether it reduces the gradients, and has the sharding do so."""
-        sharding = self._engine.sharding
+        sharding = self._training.sharding
         reduces = self._block is None and (sharding.reduces_always or (self.is_managed and self.is_boundary()))
         self._waits_for_end = reduces and not sharding.came_alike()
         reduces = reduces and not self._waits_for_end
@@ -91,23 +109,23 @@ class GradientAccumulation:
 
     def num_samples(self) -> int:
         """Samples of the optimizer step under way, over all processes."""
-        config = self._engine.config
+        config = self._training.config
         if self.is_managed:
             return config.train_batch_size
-        return self.num_passes * config.train_micro_batch_size_per_gpu * self._engine.sharding.world_size
+        return self.num_passes * config.train_micro_batch_size_per_gpu * self._training.sharding.world_size
 
     def _reduce_rest(self) -> None:
         if self.has_unreduced:
             self.reduce()
-        elif self._engine.sharding.has_late_gradients():
-            self._engine.zero_grad()
+        elif self._training.sharding.has_late_gradients():
+            self._training.zero_grad()
             raise ValueError(LATE)
 
     def reduce(self) -> None:
         """Reduces the gradients that earlier backward passes left unreduced; collective."""
-        assert self._engine.optimizer is not None
-        self._engine.sharding.reduce_gradients()
-        self._engine.optimizer.accumulate_gradients()
+        assert self._training.optimizer is not None
+        self._training.sharding.reduce_gradients()
+        self._training.optimizer.accumulate_gradients()
         self.has_unreduced = self._waits_for_end = False
 
     @contextmanager
@@ -117,7 +135,7 @@ class GradientAccumulation:
         Raises:
             ValueError: at stages 2 and 3, which reduce at every micro-batch; inside another such block.
         """
-        sharding = self._engine.sharding
+        sharding = self._training.sharding
         if sharding.reduces_always:
             raise ValueError(
                 f"no_sync(): zero_optimization.stage={sharding.stage} keeps only shards of the gradients and reduces "

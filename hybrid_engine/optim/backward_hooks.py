@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import unserializable_hook
 
 from hybrid_engine.optim.state_offload import TRAINING
-
-if TYPE_CHECKING:
-    from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.optim.training_state import TrainingState
 
 
 @dataclass(kw_only=True)
@@ -48,11 +46,11 @@ _under_way = PassUnderWay()
 class BackwardHooks:
     """Tells one engine when backward passes begin and end that it has not begun itself."""
 
-    def __init__(self, engine: "ZeroEngine") -> None:
-        self._engine = engine
+    def __init__(self, training: TrainingState) -> None:
+        self._training = training
         self._is_in_pass = False
         self._is_in_own_pass = False
-        leaves = engine.sharding.leaves() if engine.optimizer is not None else ()
+        leaves = training.sharding.leaves() if training.optimizer is not None else ()
         self._accumulators = [self._watch_parameter(param) for param in leaves if param.requires_grad]
 
     def _watch_parameter(self, param: nn.Parameter) -> Any:
@@ -82,10 +80,10 @@ class BackwardHooks:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, which the pass from it then knows; `loss` itself where there is no scale."""
-        assert self._engine.optimizer is not None
-        if not self._engine.config.fp16.enabled:
+        assert self._training.optimizer is not None
+        if not self._training.config.fp16.enabled:
             return loss
-        scale = self._engine.optimizer.cur_scale
+        scale = self._training.optimizer.cur_scale
         scaled = loss.float() * scale  # in fp16 the product would overflow
 
         @unserializable_hook
@@ -103,16 +101,16 @@ class BackwardHooks:
         _under_way.clear()
         if self._is_in_pass:
             self._is_in_pass = False
-            self._engine.sharding.end_passes()
-            self._engine._drop_accumulation()
+            self._training.sharding.end_passes()
+            self._training.drop_accumulation()
 
     def _begin(self, grad: torch.Tensor) -> None:
         if self._is_in_pass or self._is_in_own_pass or not self._accumulates():
             return
         self._is_in_pass = True
-        self._engine.state_offload.check("backward()", *TRAINING)
-        _check_scale(self._engine)
-        self._engine.accumulation.begin_pass()
+        self._training.state_offload.check("backward()", *TRAINING)
+        _check_scale(self._training)
+        self._training.accumulation.begin_pass()
         _at_end_of_pass(self._end)
 
     def _accumulates(self) -> bool:
@@ -123,15 +121,15 @@ class BackwardHooks:
         self._begin(grad)
         if not self._is_in_pass:
             return None
-        num_micro_batches = 1 if _under_way.is_divided else self._engine.config.gradient_accumulation_steps
-        factor = self._engine.sharding.loss_factor / num_micro_batches
+        num_micro_batches = 1 if _under_way.is_divided else self._training.config.gradient_accumulation_steps
+        factor = self._training.sharding.loss_factor / num_micro_batches
         return None if factor == 1.0 else grad * factor
 
     def _end(self) -> None:
-        assert self._engine.optimizer is not None
+        assert self._training.optimizer is not None
         self._is_in_pass = False
-        self._engine.optimizer.accumulate_gradients()
-        self._engine.accumulation.end_pass()
+        self._training.optimizer.accumulate_gradients()
+        self._training.accumulation.end_pass()
 
 
 def _is_executed(accumulator: Any) -> bool:
@@ -154,11 +152,11 @@ def _weak_hook(method: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor]
     return hook
 
 
-def _check_scale(engine: "ZeroEngine") -> None:
+def _check_scale(training: TrainingState) -> None:
     """Raises ValueError for a gradient in fp16 that does not have the engine's loss scale."""
-    assert engine.optimizer is not None
-    scale = engine.optimizer.cur_scale
-    if not engine.config.fp16.enabled or scale in _under_way.scales:
+    assert training.optimizer is not None
+    scale = training.optimizer.cur_scale
+    if not training.config.fp16.enabled or scale in _under_way.scales:
         return
     if not _under_way.scales:
         raise ValueError(

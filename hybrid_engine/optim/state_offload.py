@@ -7,20 +7,35 @@ goes on with the same bits. On a machine without GPU the values move to other pl
 
 import gc
 from collections.abc import Callable, Container
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.compat.offload_config import OffloadStateTypeEnum as Kind
 from hybrid_engine.optim.optimizer import ZeroOptimizer
+from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, renew_copies
 from hybrid_engine.zero.sharding import offloads_parameters
 
-if TYPE_CHECKING:
-    from hybrid_engine.engine import ZeroEngine
 
+class OffloadStateTypeEnum(str, Enum):
+    """What an engine keeps between two steps."""
+
+    optim_states = "optim_states"
+    """The optimizer's state, such as Adam's moments."""
+    hp_params = "hp_params"
+    """The fp32 masters of parameters in 16 bits."""
+    lp_params = "lp_params"
+    """The parameters, or this process's shards."""
+    lp_grads = "lp_grads"
+    """Gradients that wait for the step."""
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+    """Nothing here: FSDP2 keeps no buffer for gradients."""
+
+
+Kind = OffloadStateTypeEnum
 KINDS = tuple(kind.value for kind in Kind)
 TRAINING = (Kind.lp_params, Kind.hp_params, Kind.lp_grads)
 """What a backward pass reads or adds to. Gradients go with whatever they belong to."""
@@ -30,8 +45,8 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 class StateOffload:
     """What of one engine lies on the CPU now; `offloaded` has its kinds."""
 
-    def __init__(self, engine: "ZeroEngine") -> None:
-        self._engine = engine
+    def __init__(self, training: TrainingState) -> None:
+        self._training = training
         self.offloaded: set[Kind] = set()
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -55,7 +70,7 @@ class StateOffload:
         new = [kind for kind in Kind if kind not in self.offloaded and (include is None or kind in include)]
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.device.type == "cpu" and self._engine.device.type != "cpu":
+            if tensor.device.type == "cpu" and self._training.device.type != "cpu":
                 return tensor  # the config keeps it there
             if pin_memory and torch.cuda.is_available() and not isinstance(tensor, DTensor):
                 pinned = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -74,9 +89,9 @@ class StateOffload:
     @torch.no_grad()
     def reload(self, non_blocking: bool = False) -> None:
         """Moves everything back to the engine's device; collective below stage 3, whose parameters are whole there."""
-        keeps_optimizer = self._engine.config.zero_optimization.offloads_optimizer
+        keeps_optimizer = self._training.config.zero_optimization.offloads_optimizer
 
-        def move(tensor: torch.Tensor, device: Any = self._engine.device) -> torch.Tensor:
+        def move(tensor: torch.Tensor, device: Any = self._training.device) -> torch.Tensor:
             return tensor.detach().to(device, copy=True, non_blocking=non_blocking)
 
         for kind in [kind for kind in Kind if kind in self.offloaded]:
@@ -88,27 +103,27 @@ class StateOffload:
         is_moved = Kind.lp_params in self.offloaded
         self.offloaded.clear()
         if is_moved:
-            self._engine.sharding.settle()
-            self._engine.follow_moved_weights()
+            self._training.sharding.settle()
+            self._training.follow_moved_weights()
 
     def forget_gradients(self) -> None:
         """Drops those that are offloaded."""
         self._grads = []
 
     def _check_offload(self, include: Container[Any] | None, device: Any) -> None:
-        self._engine._check_trains("offload_states()")
+        self._training.check_trains("offload_states()")
         target = getattr(device, "value", str(device))
         if target != "cpu":
             raise ValueError(f'offload_states(): device={target!r} must be "cpu"; there is no other place to go to')
         for kind in include if isinstance(include, list | tuple | set | frozenset) else ():
             if getattr(kind, "value", kind) not in KINDS:
                 raise ValueError(f"offload_states(): include has {kind!r}; use {', '.join(KINDS)}")
-        if offloads_parameters(self._engine.config):
+        if offloads_parameters(self._training.config):
             raise ValueError(
                 "offload_states(): zero_optimization.offload_param keeps the parameters on the CPU already; leave one "
                 "of them out"
             )
-        if self._engine.accumulation.has_unreduced:
+        if self._training.accumulation.has_unreduced:
             raise ValueError(
                 "offload_states(): the gradients of earlier backward passes are not reduced yet; call it after the "
                 "step() that ends the accumulation"
@@ -116,8 +131,8 @@ class StateOffload:
 
     @property
     def _optimizer(self) -> ZeroOptimizer:
-        assert self._engine.optimizer is not None
-        return self._engine.optimizer
+        assert self._training.optimizer is not None
+        return self._training.optimizer
 
     def _take_grads(self, move: Move) -> None:
         """A gradient must lie where its parameter does, so gradients wait here."""
@@ -140,13 +155,13 @@ class StateOffload:
 
     def _move_parameters(self, move: Move) -> None:
         """The shards alone: what is gathered of them is freed."""
-        module = self._engine.module
-        self._engine.sharding.end_passes()
+        module = self._training.module
+        self._training.sharding.end_passes()
         moved = {id(param) for param in module.parameters()}
         with keeping_attributes(module):
             module._apply(lambda tensor: move(tensor) if id(tensor) in moved else tensor)
-        renew_copies(self._engine.sharding)
-        self._engine.follow_moved_weights()
+        renew_copies(self._training.sharding)
+        self._training.follow_moved_weights()
 
 
 def _replace(param: nn.Parameter, value: torch.Tensor) -> None:

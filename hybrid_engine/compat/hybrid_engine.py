@@ -1,27 +1,23 @@
-"""The private attributes of DeepSpeed's hybrid engine that training code and tests read.
+"""`deepspeed.runtime.hybrid_engine`: the hybrid engine with the private attributes that training code and tests read.
 
 They are computed when they are read: adapters come and go, and `create_inference_containers()` builds anew. Lists by
 layer are empty where the model has no containers. Parameters are the model's own objects, sharded under ZeRO-3.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from hybrid_engine.compat.engine_names import EngineNames
+from hybrid_engine.compat.engines import DeepSpeedEngine
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.linear import active_adapters, carries_lora
 from hybrid_engine.containers.model import find_decoder
-
-if TYPE_CHECKING:
-    from hybrid_engine.hybrid import HybridEngine
+from hybrid_engine.hybrid import HybridEngine
 
 
-class HybridNames(EngineNames):
-    """Accessors of one hybrid engine, under DeepSpeed's names."""
-
-    _engine: "HybridEngine"
+class DeepSpeedHybridEngine(HybridEngine, DeepSpeedEngine):
+    """HybridEngine with what else DeepSpeed's answers to; `initialize()` builds one where the config enables it."""
 
     @property
     def Z3_enabled(self) -> bool:
@@ -31,7 +27,7 @@ class HybridNames(EngineNames):
     @property
     def gather_all_layers(self) -> bool:
         """`hybrid_engine.pin_parameters`: whether the whole weights are gathered once around `generate()`."""
-        return self._engine.config.hybrid_engine.pin_parameters
+        return self.config.hybrid_engine.pin_parameters
 
     @property
     def is_lora_fused(self) -> bool:
@@ -41,7 +37,7 @@ class HybridNames(EngineNames):
     @property
     def all_layers_params(self) -> list[nn.Parameter]:
         """Every parameter of the module, adapters included."""
-        return list(self._engine.module.parameters())
+        return list(self.module.parameters())
 
     @property
     def layer_params(self) -> list[list[nn.Parameter | None]]:
@@ -74,18 +70,18 @@ class HybridNames(EngineNames):
     @property
     def _inference_containers(self) -> list[InferenceLayer]:
         """The layers that generate, on views of the parameters."""
-        model = self._engine.generator.model
+        model = self.generator.model
         return [] if model is None else model.layers
 
     @property
     def _generate(self) -> Callable[..., Any]:
         """The module's own `generate()`, as it was before the engine put its own there."""
-        module = self._engine.module
+        module = self.module
         return type(module).generate.__get__(module)
 
     def _layers(self) -> list[nn.Module]:
         """The module's decoder layers that have containers."""
-        model = self._engine.generator.model
+        model = self.generator.model
         return [] if model is None else list(find_decoder(model.base, model.base.config.get_text_config())[1])
 
 
