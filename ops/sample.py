@@ -7,14 +7,13 @@ nothing else: not on the batch, its order, a preemption or the number of process
 order of Hugging Face's logits warpers: temperature, top-k, top-p, min-p. The log-probability is that of
 the temperature-scaled, unfiltered distribution.
 
-Moves the S x V logits once in the kernels, and from the second-level cache a few times more under a filter
-(see `sample_kernels.py`); about four times in the reference.
+Moves the S x V logits once in the kernels, which are two launches (see `sample_kernels.py`); about four times in the
+reference.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -24,14 +23,19 @@ from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.ops.sample_filters import filter_logits
 from hybrid_engine.ops.sample_kernels import (
     CHUNK,
+    MAX_CANDIDATES,
     MAX_CHUNKS,
-    SHIFTS,
+    MAX_KEPT,
     TILE,
-    WAYS,
+    Adjustment,
+    Cut,
+    Draw,
+    Filters,
+    Logits,
+    Scanned,
+    Sizes,
     draw_kernel,
     greedy_kernel,
-    keep_kernel,
-    narrow_kernel,
     scan_kernel,
 )
 from hybrid_engine.ops.vocabulary import first_above, first_largest
@@ -69,26 +73,11 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
     return torch.where(seen, penalized, logits)
 
 
-class _Rows:
-    """How S rows of V logits are cut into chunks, and launches over them."""
-
-    def __init__(self, num_rows: int, vocab: int, device: torch.device):
-        self.num_rows, self.num_chunks, self.device = num_rows, -(-vocab // CHUNK), device
-        self.width = next_power_of_2(self.num_chunks)
-        self.sizes = (vocab, num_rows, self.num_chunks)
-
-    def stats(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Room for two numbers of each chunk, `[2, S, C]`."""
-        return torch.empty(2, self.num_rows, self.num_chunks, dtype=dtype, device=self.device)
-
-    def launch_chunks(self, kernel: Any, *args: Any, **meta: Any) -> None:
-        """A program for each chunk of each row."""
-        grid = (self.num_rows, self.num_chunks)
-        dispatch.launch(kernel, grid, *args, device=self.device, CHUNK=CHUNK, num_warps=8, **meta)
-
-    def launch_rows(self, kernel: Any, *args: Any, **meta: Any) -> None:
-        """A program for each row."""
-        dispatch.launch(kernel, (self.num_rows,), *args, device=self.device, CHUNKS=self.width, num_warps=8, **meta)
+def choose_cut(vocab: int, top_k: int) -> Cut:
+    """How rows of `vocab` logits are cut; `top_k` 0 where it is off."""
+    chunks = next_power_of_2(-(-vocab // CHUNK))
+    kept = next_power_of_2(top_k) if 0 < top_k <= MAX_KEPT else MAX_KEPT
+    return Cut(CHUNK, chunks, min(kept, MAX_CANDIDATES // chunks), TILE)
 
 
 class SampleOp:
@@ -154,30 +143,23 @@ class SampleOp:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._check(logits, keys, draws, seen, slots)
         (num_rows, vocab), device = logits.shape, logits.device
-        row = _Rows(num_rows, vocab, device)
+        cut = choose_cut(vocab, self.top_k if self.top_k < vocab else 0)
+        sizes = Sizes(vocab, num_rows, -(-vocab // cut.chunk))
         tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-        result = (tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
-        filters = [("top-k", float(self.top_k))] if 0 < self.top_k < vocab else []
-        filters += [("top-p", float(self.top_p))] if self.top_p < 1.0 else []
-        is_filtered = self.do_sample and (bool(filters) or self.min_p > 0.0)
-        is_adjusted = self.repetition_penalty != 1.0 or (self.min_new_tokens > 0 and bool(self.eos_token_ids))
-        raw = row.stats()
-        own = row.stats() if self.do_sample and (is_filtered or is_adjusted) else None
-        adjusted = None if own is None else torch.empty(num_rows, vocab, dtype=torch.float32, device=device)
-        best = None if self.do_sample else row.stats(torch.int32)
-        self._scan(row, logits, draws, seen, slots, raw, own, adjusted, best)
-        if best is not None:
-            row.launch_rows(greedy_kernel, logits, logits.stride(0), raw, best, *result, *row.sizes)
-            return result
-        floors = None
-        if own is not None and adjusted is not None and is_filtered:
-            own, floors = self._filter(row, adjusted, own, filters)
-        drawn = (logits, logits.stride(0), self.temperature) if adjusted is None else (adjusted, vocab, 1.0)
-        stats = (raw, raw if own is None else own, floors)
-        noise = (keys, draws)
-        given = (logits, logits.stride(0), self.temperature)
-        row.launch_rows(draw_kernel, *given, *drawn, *stats, *noise, *result, *row.sizes, CHUNK=CHUNK)
-        return result
+        draw = Draw(keys, draws, tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
+        filters = self._filters(vocab)
+        given = Logits(logits, logits.stride(0), self.temperature)
+        scanned = self._scan(given, draws, self._adjustment(device, seen, slots), filters, sizes, cut)
+        if not self.do_sample:
+            dispatch.launch(greedy_kernel, (num_rows,), given, scanned, draw, sizes, device=device, CUT=cut)
+        else:
+            adjusted = scanned.adjusted_ptr
+            drawn = given if adjusted is None else Logits(adjusted, vocab, 1.0)
+            dispatch.launch(
+                draw_kernel, (num_rows,), given, drawn, scanned, filters, draw, sizes,
+                device=device, CUT=cut, num_warps=8,
+            )  # fmt: skip
+        return draw.tokens_ptr, draw.logprobs_ptr
 
     def _check(
         self,
@@ -196,51 +178,56 @@ class SampleOp:
             check_tensor("seen", seen, like=logits, dtype=torch.bool, shape=(None, vocab), is_dense_last=True)
             check_tensor("slots", slots, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
 
-    def _scan(
-        self,
-        row: "_Rows",
-        logits: torch.Tensor,
-        draws: torch.Tensor,
-        seen: torch.Tensor | None,
-        slots: torch.Tensor | None,
-        *outputs: torch.Tensor | None,
-    ) -> None:
-        """`outputs`: raw, own, adjusted, best as `scan_kernel` has them."""
-        marks: tuple = (None, 0, None)
+    def _filters(self, vocab: int) -> Filters:
+        """The filters that can leave anything out."""
+        return Filters(
+            top_k=float(self.top_k) if 0 < self.top_k < vocab else None,
+            top_p=float(self.top_p) if self.top_p < 1.0 else None,
+            log_min_p=math.log(self.min_p) if self.min_p > 0.0 else None,
+        )
+
+    def _adjustment(
+        self, device: torch.device, seen: torch.Tensor | None, slots: torch.Tensor | None
+    ) -> Adjustment | None:
+        """What changes the logits before they are drawn from; None where nothing does."""
+        marks, ends = (None, 0, None), (None, 0, 0)
         if self.repetition_penalty != 1.0 and seen is not None:
             marks = (seen.view(torch.uint8), seen.stride(0), slots)
-        ends: tuple = (None, 0, 0)
         if self.min_new_tokens > 0 and self.eos_token_ids:
-            ends = (self.banned(logits.device), len(self.eos_token_ids), self.min_new_tokens)
-        numbers = (float(self.repetition_penalty), self.temperature)
-        row.launch_chunks(scan_kernel, logits, logits.stride(0), draws, *marks, *ends, *numbers, *outputs, *row.sizes)
+            ends = (self.banned(device), len(self.eos_token_ids), self.min_new_tokens)
+        if marks[0] is None and ends[0] is None:
+            return None
+        return Adjustment(float(self.repetition_penalty), *marks, *ends)
 
-    def _filter(
-        self, row: "_Rows", adjusted: torch.Tensor, own: torch.Tensor, filters: list[tuple[str, float]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums `[2, S, C]` over what is kept, and the smallest kept logit of each row `[S]` in order as int32."""
-        # A pass reads what the last one wrote, while its own programs write.
-        sums = [torch.empty(row.num_rows, row.num_chunks, WAYS, device=adjusted.device) for _ in range(2)]
-        bases, floors = torch.empty(2, 2, row.num_rows, dtype=torch.int32, device=adjusted.device)
-        last: tuple = (None, bases[0], floors[0])
-        amount, last_shift, counted = 0.0, 0, False
-        for number, (kind, wanted) in enumerate(filters):
-            for index, shift in enumerate(SHIFTS):
-                side = (number * len(SHIFTS) + index) % 2
-                now = (sums[side], bases[side], floors[side])
-                row.launch_chunks(
-                    narrow_kernel, adjusted, own, *last, *now, amount, last_shift, shift, *row.sizes,
-                    LAST_COUNTS=counted, COUNTS=kind == "top-k", STARTS=index == 0, TILE=TILE, WAYS=WAYS,
-                    CHUNKS=row.width,
-                )  # fmt: skip
-                last, amount, last_shift, counted = now, wanted, shift, kind == "top-k"
-        kept, threshold = row.stats(), torch.empty(row.num_rows, dtype=torch.int32, device=adjusted.device)
-        log_min_p = math.log(self.min_p) if self.min_p > 0.0 else 0.0
-        row.launch_chunks(
-            keep_kernel, adjusted, own, *last[:2], amount, log_min_p, kept, threshold, *row.sizes,
-            LAST_COUNTS=counted, HAS_MIN_P=self.min_p > 0.0, WAYS=WAYS, CHUNKS=row.width,
+    def _scan(
+        self,
+        logits: Logits,
+        draws: torch.Tensor,
+        adjustment: Adjustment | None,
+        filters: Filters,
+        sizes: Sizes,
+        cut: Cut,
+    ) -> Scanned:
+        """Launches the scan, and makes what it writes."""
+        device, chunks = draws.device, (sizes.num_rows, sizes.num_chunks)
+        is_filtered = self.do_sample and any(amount is not None for amount in filters)
+        raw = torch.empty(2, *chunks, dtype=torch.float32, device=device)
+        own, adjusted, best, candidates, numbers = raw, None, None, None, None
+        if not self.do_sample:
+            best = torch.empty(2, *chunks, dtype=torch.int32, device=device)
+        elif adjustment is not None:
+            own = torch.empty_like(raw)
+            adjusted = torch.empty(sizes.num_rows, sizes.vocab, dtype=torch.float32, device=device)
+        if is_filtered:
+            candidates = torch.empty(*chunks, cut.kept, dtype=torch.float32, device=device)
+            numbers = torch.empty(3, *chunks, dtype=torch.int32, device=device)
+        scanned = Scanned(raw, own, adjusted, best, candidates, numbers)
+        unchanged = Adjustment(1.0, None, 0, None, None, 0, 0)
+        dispatch.launch(
+            scan_kernel, chunks, logits, draws, adjustment or unchanged, scanned, sizes,
+            device=device, CUT=cut, num_warps=8,
         )  # fmt: skip
-        return kept, threshold
+        return scanned
 
     def reference(
         self,

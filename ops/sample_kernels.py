@@ -2,29 +2,100 @@
 
 The logits are cut into chunks, one program each, so that a single row keeps many programs busy too:
 
-    scan     each chunk's maximum and sum of exponentials; the likeliest token of the chunk when greedy
-    narrow   under top-k or top-p, eight times for each: four more bits of the smallest logit that is kept
-    keep     under any filter: each chunk's sum over what is kept
-    draw     one program per row merges the chunks and looks for its token inside one of them only
+    scan     each chunk's maximum and sum of exponentials; the likeliest token of the chunk when greedy; under a
+             filter its candidates: its `kept` largest values, and how often the smallest of them occurs
+    draw     one program per row merges the chunks, finds the smallest logit that the filters keep, and looks for its
+             token inside one chunk only
     greedy   one program per row merges the chunks
 
-Without filters that is two launches, which move 4 V + 16 C bytes per row and, to draw, one chunk again. Where
-what is drawn from is not the logits (filters, penalty, banned tokens), the scan also writes it, 4 V bytes, and each
-pass of a filter reads it once, as a rule from the second-level cache. Nothing is sorted.
+Two launches whatever the filters, which move 4 V + 16 C bytes per row and, to draw, one chunk again; 4 V more where
+what is drawn from is not the logits (penalty, banned tokens). Nothing is sorted.
 
-A threshold is searched on the bits of fp32 in an order that integers share. With w = 1 for top-k and exp(x - max)
-for top-p, a pass sums w over the tokens that reach each of 16 thresholds, chunk by chunk; the next pass adds up the
-chunks and goes on between two of them. Sums of one fixed order never fall when a term is added, so rounding cannot
-make the search go astray. Everything a row draws depends on that row alone, to the bit.
+Each threshold is searched on the bits of fp32 in an order that integers share, 32 of them, with w = 1 for top-k and
+exp(x - max) for top-p: the largest threshold that tokens of enough w reach. Every token that reaches the largest of
+all chunks' smallest candidates is a candidate, or as one counted among them: down to there the candidates tell what
+the whole row would. That is far enough for a top-k of at most `kept` and for as many tokens of a nucleus at least. A
+threshold below is searched through the whole row by its one program, which reads it eight times: the slow way, of wide
+nuclei and a large k. Sums of one fixed order never fall when a term is added, so rounding cannot make the search go
+astray. Everything a row draws depends on that row alone, to the bit.
 """
+
+from typing import Any, NamedTuple
 
 from hybrid_engine.ops.dispatch import tl, triton
 
 CHUNK = 4096  # logits of one program
-TILE = 512  # logits compared with all thresholds at once
-WAYS = 16  # thresholds of a pass: four bits
-SHIFTS = tuple(range(28, -1, -4))  # of the four bits that each pass settles
+TILE = 512  # logits compared with all thresholds at once, where a row is searched
 MAX_CHUNKS = 1024  # of a row, whose results one program merges
+# Candidates of a chunk under top-p and min-p; under top-k at most as many, the next power of two.
+MAX_KEPT = 256
+# Of a row: 16 values, as many counts and as many masses for each of 256 threads.
+MAX_CANDIDATES = 4096
+
+
+class Cut(NamedTuple):
+    """How rows are cut; all powers of two."""
+
+    chunk: int  # logits of one program
+    chunks: int  # C, padded
+    kept: int  # candidates of a chunk
+    tile: int  # logits compared with all thresholds at once
+
+
+class Sizes(NamedTuple):
+    """What the kernels are told of the problem."""
+
+    vocab: int
+    num_rows: int
+    num_chunks: int
+
+
+class Logits(NamedTuple):
+    """Rows `[S, V]` fp32 that are divided by the temperature."""
+
+    ptr: Any
+    stride: int
+    temperature: float
+
+
+class Adjustment(NamedTuple):
+    """What changes logits before the temperature; pointers are None where nothing does."""
+
+    penalty: float
+    seen_ptr: Any  # [., V] uint8, row slots[s] for row s
+    seen_stride: int
+    slots_ptr: Any
+    ends_ptr: Any  # [num_ends] int64, banned in the first `min_new_tokens` draws
+    num_ends: int
+    min_new_tokens: int
+
+
+class Scanned(NamedTuple):
+    """What the scan writes; None where nobody reads it."""
+
+    raw_ptr: Any  # [2, S, C]: maxima and sums of the logits over the temperature
+    own_ptr: Any  # the same of what is drawn from
+    adjusted_ptr: Any  # [S, V] what is drawn from, where that is not the logits over the temperature
+    best_ptr: Any  # [2, S, C] int32: likeliest tokens and their logits in order
+    candidates_ptr: Any  # [S, C, kept]: those above the chunk's bound, then the bound
+    numbers_ptr: Any  # [3, S, C] int32: the bound in order, how many are above it, how many equal it
+
+
+class Filters(NamedTuple):
+    """Of a draw; None where a filter is off."""
+
+    top_k: float | None
+    top_p: float | None
+    log_min_p: float | None
+
+
+class Draw(NamedTuple):
+    """What names a row's noise, `[S]` int64, and where its token and log-probability go."""
+
+    keys_ptr: Any
+    draws_ptr: Any
+    tokens_ptr: Any
+    logprobs_ptr: Any
 
 
 @triton.jit
@@ -59,261 +130,230 @@ def top_and_sum(x):
 
 
 @triton.jit
-def merge(stats_ptr, row, num_rows, num_chunks, CHUNKS: tl.constexpr):
-    """A row's maximum and its chunks' sums `[CHUNKS]` relative to it, from `[2, S, C]` maxima and sums."""
-    chunks = tl.arange(0, CHUNKS)
-    places = stats_ptr + row * num_chunks + chunks
-    tops = tl.load(places, mask=chunks < num_chunks, other=float("-inf"))
-    sums = tl.load(places + num_rows * num_chunks, mask=chunks < num_chunks, other=0.0)
+def merge(stats_ptr, row, sizes, CUT: tl.constexpr):
+    """A row's maximum and its chunks' sums `[CUT.chunks]` relative to it, from `[2, S, C]` maxima and sums."""
+    chunks = tl.arange(0, CUT.chunks)
+    places = stats_ptr + row * sizes.num_chunks + chunks
+    tops = tl.load(places, mask=chunks < sizes.num_chunks, other=float("-inf"))
+    sums = tl.load(places + sizes.num_rows * sizes.num_chunks, mask=chunks < sizes.num_chunks, other=0.0)
     top = tl.max(tops, 0)
     return top, tl.where(sums == 0.0, 0.0, sums * tl.exp(tops - top))
 
 
 @triton.jit
-def store_result(
-    token, row, logits_ptr, logits_stride, temperature, raw_ptr, tokens_ptr, logprobs_ptr, num_rows, num_chunks,
-    CHUNKS: tl.constexpr,
-):  # fmt: skip
+def store_result(token, row, logits, scanned, draw, sizes, CUT: tl.constexpr):
     """The token and its log-probability under the logits as they were given."""
-    top, masses = merge(raw_ptr, row, num_rows, num_chunks, CHUNKS)
-    chosen = tl.div_rn(tl.load(logits_ptr + row * logits_stride + token), temperature)
-    tl.store(tokens_ptr + row, token.to(tl.int64))
-    tl.store(logprobs_ptr + row, chosen - (top + tl.log(tl.sum(masses, 0))))
+    top, masses = merge(scanned.raw_ptr, row, sizes, CUT)
+    chosen = tl.div_rn(tl.load(logits.ptr + row * logits.stride + token), logits.temperature)
+    tl.store(draw.tokens_ptr + row, token.to(tl.int64))
+    tl.store(draw.logprobs_ptr + row, chosen - (top + tl.log(tl.sum(masses, 0))))
 
 
 @triton.jit
-def scan_kernel(
-    logits_ptr,
-    logits_stride,
-    draws_ptr,
-    seen_ptr,  # [., V] uint8 or None
-    seen_stride,
-    slots_ptr,
-    ends_ptr,  # [num_ends] int64 or None
-    num_ends,
-    min_new_tokens,
-    penalty,
-    temperature,
-    raw_ptr,  # [2, S, C]: maxima and sums of the logits over the temperature
-    own_ptr,  # the same of what is drawn from, or None where that is no other or greedy
-    adjusted_ptr,  # [S, V] what is drawn from, or None
-    best_ptr,  # [2, S, C] int32: likeliest tokens and their logits in order; None where tokens are drawn
-    vocab,
-    num_rows,
-    num_chunks,
-    CHUNK: tl.constexpr,
-):
+def store_stats(stats_ptr, place, x, sizes):
+    """A chunk's maximum and sum, at its `place` in `[2, S, C]`."""
+    top, total = top_and_sum(x)
+    tl.store(stats_ptr + place, top)
+    tl.store(stats_ptr + sizes.num_rows * sizes.num_chunks + place, total)
+
+
+@triton.jit
+def store_candidates(image, x, place, scanned, sizes, CUT: tl.constexpr):
+    """The chunk's largest: all above its bound, which are at most `kept`, and how many equal it.
+
+    The bound is the first that exactly `kept` reach, on the way down to single bits; of many equal logits that is
+    never, and only their number tells how many they are. `image` is `x` in order, least where there is no token.
+    """
+    bound = tl.full([], -2147483648, tl.int32)
+    count = tl.sum((image > bound).to(tl.int32), 0)
+    shift = tl.full([], 31, tl.int32)
+    while (shift >= 0) & (count > CUT.kept):
+        raised = bound ^ (tl.full([], 1, tl.int32) << shift)
+        reached = tl.sum((image >= raised).to(tl.int32), 0)
+        bound = tl.where(reached >= CUT.kept, raised, bound)
+        count = tl.where(reached >= CUT.kept, reached, count)
+        shift -= 1
+    is_above = image > bound
+    num_above = tl.sum(is_above.to(tl.int32), 0)
+    target = scanned.candidates_ptr + place * CUT.kept
+    tl.store(target + tl.cumsum(is_above.to(tl.int32), 0) - 1, x, mask=is_above)
+    slots = tl.arange(0, CUT.kept)
+    value = tl.where(bound < 0, bound ^ 0x7FFFFFFF, bound).to(tl.float32, bitcast=True)
+    tl.store(target + slots, value, mask=slots >= num_above)
+    size = sizes.num_rows * sizes.num_chunks
+    tl.store(scanned.numbers_ptr + place, bound)
+    tl.store(scanned.numbers_ptr + size + place, num_above)
+    # Where the whole chunk is above it, nothing equals the least integer but what is no token.
+    num_equal = tl.sum((image == bound).to(tl.int32), 0)
+    tl.store(scanned.numbers_ptr + 2 * size + place, tl.where(bound == -2147483648, 0, num_equal))
+
+
+@triton.jit
+def scan_kernel(logits, draws_ptr, adjustment, scanned, sizes, CUT: tl.constexpr):
     """Program 0 is the row, program 1 the chunk."""
     row = tl.program_id(0).to(tl.int64)
-    tokens = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
-    is_token = tokens < vocab
-    logits = tl.load(logits_ptr + row * logits_stride + tokens, mask=is_token, other=float("-inf"))
-    place = row * num_chunks + tl.program_id(1)
-    top, total = top_and_sum(tl.div_rn(logits, temperature))
-    tl.store(raw_ptr + place, top)
-    tl.store(raw_ptr + num_rows * num_chunks + place, total)
-    if seen_ptr is not None:
-        seen = tl.load(seen_ptr + tl.load(slots_ptr + row) * seen_stride + tokens, mask=is_token, other=0) != 0
-        penalized = tl.where(logits > 0.0, tl.div_rn(logits, penalty), logits * penalty)
-        logits = tl.where(seen, penalized, logits)
-    if ends_ptr is not None:
-        is_early = tl.load(draws_ptr + row) < min_new_tokens
-        for index in range(num_ends):
-            logits = tl.where((tokens == tl.load(ends_ptr + index)) & is_early, float("-inf"), logits)
-    if best_ptr is not None:
-        image = tl.where(is_token, ordered(logits), -2147483648)
+    tokens = tl.program_id(1) * CUT.chunk + tl.arange(0, CUT.chunk)
+    is_token = tokens < sizes.vocab
+    x = tl.load(logits.ptr + row * logits.stride + tokens, mask=is_token, other=float("-inf"))
+    place = row * sizes.num_chunks + tl.program_id(1)
+    store_stats(scanned.raw_ptr, place, tl.div_rn(x, logits.temperature), sizes)
+    if adjustment.seen_ptr is not None:
+        seen_row = adjustment.seen_ptr + tl.load(adjustment.slots_ptr + row) * adjustment.seen_stride
+        seen = tl.load(seen_row + tokens, mask=is_token, other=0) != 0
+        penalized = tl.where(x > 0.0, tl.div_rn(x, adjustment.penalty), x * adjustment.penalty)
+        x = tl.where(seen, penalized, x)
+    if adjustment.ends_ptr is not None:
+        is_early = tl.load(draws_ptr + row) < adjustment.min_new_tokens
+        for index in range(adjustment.num_ends):
+            x = tl.where((tokens == tl.load(adjustment.ends_ptr + index)) & is_early, float("-inf"), x)
+    if scanned.best_ptr is not None:
+        image = tl.where(is_token, ordered(x), -2147483648)
         best = tl.max(image, 0)
-        first = tl.min(tl.where((image == best) & is_token, tokens, vocab), 0)
-        tl.store(best_ptr + place, first)
-        tl.store(best_ptr + num_rows * num_chunks + place, best)
-    if adjusted_ptr is not None:
-        logits = tl.div_rn(logits, temperature)
-        tl.store(adjusted_ptr + row * vocab + tokens, logits, mask=is_token)
-        top, total = top_and_sum(logits)
-        tl.store(own_ptr + place, top)
-        tl.store(own_ptr + num_rows * num_chunks + place, total)
+        first = tl.min(tl.where((image == best) & is_token, tokens, sizes.vocab), 0)
+        tl.store(scanned.best_ptr + place, first)
+        tl.store(scanned.best_ptr + sizes.num_rows * sizes.num_chunks + place, best)
+    x = tl.div_rn(x, logits.temperature)
+    if scanned.adjusted_ptr is not None:
+        tl.store(scanned.adjusted_ptr + row * sizes.vocab + tokens, x, mask=is_token)
+        store_stats(scanned.own_ptr, place, x, sizes)
+    if scanned.candidates_ptr is not None:
+        store_candidates(tl.where(is_token, ordered(x), -2147483648), x, place, scanned, sizes, CUT)
 
 
 @triton.jit
-def greedy_kernel(
-    logits_ptr,
-    logits_stride,
-    raw_ptr,
-    best_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    vocab,
-    num_rows,
-    num_chunks,
-    CHUNKS: tl.constexpr,
-):
+def greedy_kernel(logits, scanned, draw, sizes, CUT: tl.constexpr):
     """Program 0 is the row. The first of equally likely tokens."""
     row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, CHUNKS)
-    places = best_ptr + row * num_chunks + chunks
-    firsts = tl.load(places, mask=chunks < num_chunks, other=vocab)
-    images = tl.load(places + num_rows * num_chunks, mask=chunks < num_chunks, other=-2147483648)
-    token = tl.min(tl.where(images == tl.max(images, 0), firsts, vocab), 0)
-    store_result(
-        token, row, logits_ptr, logits_stride, 1.0, raw_ptr, tokens_ptr, logprobs_ptr, num_rows, num_chunks, CHUNKS
-    )
+    chunks = tl.arange(0, CUT.chunks)
+    places = scanned.best_ptr + row * sizes.num_chunks + chunks
+    firsts = tl.load(places, mask=chunks < sizes.num_chunks, other=sizes.vocab)
+    images = tl.load(places + sizes.num_rows * sizes.num_chunks, mask=chunks < sizes.num_chunks, other=-2147483648)
+    token = tl.min(tl.where(images == tl.max(images, 0), firsts, sizes.vocab), 0)
+    store_result(token, row, logits, scanned, draw, sizes, CUT)
 
 
 @triton.jit
-def advance(parts_ptr, bases_ptr, row, amount, shift, num_chunks, COUNTS: tl.constexpr, CHUNKS: tl.constexpr,
-            WAYS: tl.constexpr):  # fmt: skip
-    """The largest threshold of the last pass that `amount` tokens (or that share of the mass) reach."""
-    chunks = tl.arange(0, CHUNKS)
+def search_candidates(image, weights, goal):
+    """The largest threshold that candidates of weight `goal` reach."""
+    bound = tl.full([], -2147483648, tl.int32)
+    for step in range(32):
+        raised = bound ^ (tl.full([], 1, tl.int32) << (31 - step))
+        bound = tl.where(tl.sum(tl.where(image >= raised, weights, 0.0)) >= goal, raised, bound)
+    return bound
+
+
+@triton.jit
+def search_row(drawn, row, floor, top, amount, sizes, COUNTS: tl.constexpr, CUT: tl.constexpr):
+    """The largest threshold that `amount` tokens of the row, or that share of the mass from `floor` on, reach.
+
+    Four bits in each pass over the row, by 16 thresholds at once; the first of them sums all from `floor` on.
+    """
+    WAYS: tl.constexpr = 16
+    TILE: tl.constexpr = CUT.tile
     ways = tl.arange(0, WAYS)
-    places = parts_ptr + (row * num_chunks + chunks[:, None]) * WAYS + ways[None, :]
-    sums = tl.sum(tl.load(places, mask=(chunks < num_chunks)[:, None], other=0.0), 0)
-    goal = amount
-    if not COUNTS:
-        goal = amount * tl.sum(tl.where(ways == 0, sums, 0.0), 0)
-    digit = tl.sum(((sums >= goal) & (ways > 0)).to(tl.int32), 0)
-    return tl.load(bases_ptr + row) + (digit << shift)
-
-
-@triton.jit
-def narrow_kernel(
-    adjusted_ptr,
-    own_ptr,
-    parts_in_ptr,  # [S, C, WAYS] of the last pass, None in the first
-    bases_in_ptr,  # [S] int32 what thresholds are counted from
-    floors_in_ptr,  # [S] int32 what earlier filters keep starts here
-    parts_ptr,
-    bases_ptr,
-    floors_ptr,
-    last_amount,  # of the filter that the last pass was for: k, or the share of the mass
-    last_shift,
-    shift,
-    vocab,
-    num_rows,
-    num_chunks,
-    LAST_COUNTS: tl.constexpr,
-    COUNTS: tl.constexpr,  # top-k
-    STARTS: tl.constexpr,  # the first pass of a filter
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    TILE: tl.constexpr,
-    WAYS: tl.constexpr,
-):
-    """Program 0 is the row, program 1 the chunk. Way 0 sums over all that earlier filters keep."""
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
     base = tl.full([], -2147483648, tl.int32)
-    floor = base
-    if parts_in_ptr is not None:
-        reached = advance(
-            parts_in_ptr, bases_in_ptr, row, last_amount, last_shift, num_chunks, LAST_COUNTS, CHUNKS, WAYS
-        )
-        if STARTS:
-            floor = reached
-        else:
-            base = reached
-            floor = tl.load(floors_in_ptr + row)
-    if chunk == 0:
-        tl.store(bases_ptr + row, base)
-        tl.store(floors_ptr + row, floor)
-    top, _ = merge(own_ptr, row, num_rows, num_chunks, CHUNKS)
-    ways = tl.arange(0, WAYS)
-    thresholds = tl.where(ways == 0, floor, tl.maximum(base + (ways << shift), floor))
-    sums = tl.zeros([WAYS], tl.float32)
-    for start in range(chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, vocab), TILE):
-        tokens = start + tl.arange(0, TILE)
-        is_token = tokens < vocab
-        x = tl.load(adjusted_ptr + row * vocab + tokens, mask=is_token, other=float("-inf"))
-        weight = is_token.to(tl.float32)
+    for step in range(8):
+        thresholds = base + (ways << (28 - 4 * step))
+        thresholds = tl.where(ways == 0, floor, tl.maximum(thresholds, floor))
+        sums = tl.zeros([TILE, WAYS], tl.float32)
+        for start in tl.range(0, sizes.vocab, TILE, num_stages=4):
+            tokens = start + tl.arange(0, TILE)
+            is_token = tokens < sizes.vocab
+            x = tl.load(drawn.ptr + row * drawn.stride + tokens, mask=is_token, other=float("-inf"))
+            x = tl.div_rn(x, drawn.temperature)
+            weights = is_token.to(tl.float32)
+            if not COUNTS:
+                weights = tl.where(x == float("-inf"), 0.0, tl.exp(x - top))
+            sums += tl.where(ordered(x)[:, None] >= thresholds[None, :], weights[:, None], 0.0)
+        reached = tl.sum(sums, 0)
+        goal = amount
         if not COUNTS:
-            weight = tl.where(x == float("-inf"), 0.0, tl.exp(x - top))
-        sums += tl.sum(tl.where(ordered(x)[:, None] >= thresholds[None, :], weight[:, None], 0.0), 0)
-    tl.store(parts_ptr + (row * num_chunks + chunk) * WAYS + ways, sums)
+            goal = amount * tl.sum(tl.where(ways == 0, reached, 0.0), 0)
+        base += tl.sum(((reached >= goal) & (ways > 0)).to(tl.int32), 0) << (28 - 4 * step)
+    return base
 
 
 @triton.jit
-def keep_kernel(
-    adjusted_ptr,
-    own_ptr,
-    parts_ptr,  # of the last narrowing pass; None where there was none
-    bases_ptr,
-    last_amount,
-    log_min_p,
-    kept_ptr,  # [2, S, C]: the row's maximum and the sums over what is kept
-    floors_ptr,  # [S] int32: the smallest logit that is kept
-    vocab,
-    num_rows,
-    num_chunks,
-    LAST_COUNTS: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    WAYS: tl.constexpr,
-):
-    """Program 0 is the row, program 1 the chunk."""
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    top, _ = merge(own_ptr, row, num_rows, num_chunks, CHUNKS)
+def load_kept(drawn, row, chunk, floor, top, sizes, CUT: tl.constexpr):
+    """Tokens of a chunk and the masses of those that reach `floor`."""
+    tokens = chunk * CUT.chunk + tl.arange(0, CUT.chunk)
+    x = tl.load(drawn.ptr + row * drawn.stride + tokens, mask=tokens < sizes.vocab, other=float("-inf"))
+    x = tl.div_rn(x, drawn.temperature)
+    return tokens, tl.where((ordered(x) >= floor) & (x != float("-inf")), tl.exp(x - top), 0.0)
+
+
+@triton.jit
+def apply_filters(drawn, row, top, masses, scanned, filters, sizes, CUT: tl.constexpr):
+    """The smallest logit that is kept, in order, and each chunk's mass `[CUT.chunks]` of what is kept.
+
+    `top` and `masses` are the row's without filters.
+    """
+    chunks = tl.arange(0, CUT.chunks)
+    slots = tl.arange(0, CUT.kept)
+    place = row * sizes.num_chunks + chunks
+    numbers = scanned.numbers_ptr + place
+    size = sizes.num_rows * sizes.num_chunks
+    is_chunk = chunks < sizes.num_chunks
+    # From here up the candidates are the whole row.
+    known = tl.max(tl.load(numbers, mask=is_chunk, other=-2147483648), 0)
+    num_above = tl.load(numbers + size, mask=is_chunk, other=0)[:, None]
+    num_equal = tl.load(numbers + 2 * size, mask=is_chunk, other=0)[:, None]
+    values = tl.load(
+        scanned.candidates_ptr + place[:, None] * CUT.kept + slots[None, :], mask=is_chunk[:, None], other=0.0
+    )
+    counts = tl.where(slots[None, :] < num_above, 1, tl.where(slots[None, :] == num_above, num_equal, 0))
+    image = tl.where(counts > 0, ordered(values), -2147483648)
+    counts = tl.where(image >= known, counts, 0).to(tl.float32)
+    weights = tl.where((counts > 0.0) & (values != float("-inf")), counts * tl.exp(values - top), 0.0)
     floor = tl.full([], -2147483648, tl.int32)
-    if parts_ptr is not None:
-        floor = advance(parts_ptr, bases_ptr, row, last_amount, 0, num_chunks, LAST_COUNTS, CHUNKS, WAYS)
-    if HAS_MIN_P:
-        floor = tl.maximum(floor, ordered(top + log_min_p))
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(adjusted_ptr + row * vocab + tokens, mask=tokens < vocab, other=float("-inf"))
-    masses = tl.where((ordered(x) >= floor) & (x != float("-inf")), tl.exp(x - top), 0.0)
-    place = row * num_chunks + chunk
-    tl.store(kept_ptr + place, top)
-    tl.store(kept_ptr + num_rows * num_chunks + place, tl.sum(masses, 0))
-    if chunk == 0:
-        tl.store(floors_ptr + row, floor)
+    if filters.top_k is not None:
+        if tl.sum(counts) >= filters.top_k:
+            floor = search_candidates(image, counts, filters.top_k)
+        else:
+            floor = search_row(drawn, row, floor, top, filters.top_k, sizes, True, CUT)
+    if filters.top_p is not None:
+        total = tl.sum(masses, 0)
+        is_known = (floor == -2147483648) & (tl.sum(weights) >= filters.top_p * total)
+        if floor >= known:
+            weights = tl.where(image >= floor, weights, 0.0)
+            total = tl.sum(weights)
+            is_known = floor >= known
+        if is_known:
+            floor = tl.maximum(floor, search_candidates(image, weights, filters.top_p * total))
+        else:
+            floor = tl.maximum(floor, search_row(drawn, row, floor, top, filters.top_p, sizes, False, CUT))
+    if filters.log_min_p is not None:
+        floor = tl.maximum(floor, ordered(top + filters.log_min_p))
+    if floor >= known:
+        masses = tl.sum(tl.where(image >= floor, weights, 0.0), 1)
+    else:
+        for chunk in range(sizes.num_chunks):
+            _, kept = load_kept(drawn, row, chunk, floor, top, sizes, CUT)
+            masses = tl.where(chunks == chunk, tl.sum(kept, 0), masses)
+    return floor, masses
 
 
 @triton.jit
-def draw_kernel(
-    logits_ptr,
-    logits_stride,
-    temperature,
-    drawn_ptr,  # [S, V] what is drawn from: the logits, or what the scan wrote
-    drawn_stride,
-    drawn_temperature,
-    raw_ptr,
-    own_ptr,
-    floors_ptr,  # None without filters
-    keys_ptr,
-    draws_ptr,
-    tokens_ptr,
-    logprobs_ptr,
-    vocab,
-    num_rows,
-    num_chunks,
-    CHUNK: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
+def draw_kernel(logits, drawn, scanned, filters, draw, sizes, CUT: tl.constexpr):
     """Program 0 is the row. Rounding may put the target beyond the last sum: the last that has any mass then."""
     row = tl.program_id(0).to(tl.int64)
-    top, masses = merge(own_ptr, row, num_rows, num_chunks, CHUNKS)
-    chunks = tl.arange(0, CHUNKS)
+    top, masses = merge(scanned.own_ptr, row, sizes, CUT)
+    unfiltered = tl.sum(masses, 0)
+    floor = tl.full([], -2147483648, tl.int32)
+    if scanned.candidates_ptr is not None:
+        floor, masses = apply_filters(drawn, row, top, masses, scanned, filters, sizes, CUT)
+    chunks = tl.arange(0, CUT.chunks)
     total = tl.sum(masses, 0)
-    target = noise(tl.load(keys_ptr + row), tl.load(draws_ptr + row)) * total
-    first = tl.min(tl.where((tl.cumsum(masses, 0) > target) & (masses > 0.0), chunks, CHUNKS), 0)
+    target = noise(tl.load(draw.keys_ptr + row), tl.load(draw.draws_ptr + row)) * total
+    first = tl.min(tl.where((tl.cumsum(masses, 0) > target) & (masses > 0.0), chunks, CUT.chunks), 0)
     last = tl.max(tl.where(masses > 0.0, chunks, 0), 0)
-    chunk = tl.where(first < CHUNKS, first, last)
+    chunk = tl.where(first < CUT.chunks, first, last)
 
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    is_token = tokens < vocab
-    x = tl.load(drawn_ptr + row * drawn_stride + tokens, mask=is_token, other=float("-inf"))
-    x = tl.div_rn(x, drawn_temperature)
-    is_kept = x != float("-inf")
-    if floors_ptr is not None:
-        is_kept = is_kept & (ordered(x) >= tl.load(floors_ptr + row))
-    inside = tl.where(is_kept, tl.exp(x - top), 0.0)
+    tokens, inside = load_kept(drawn, row, chunk, floor, top, sizes, CUT)
     reached = tl.sum(tl.where(chunks < chunk, masses, 0.0), 0) + tl.cumsum(inside, 0)
-    first = tl.min(tl.where((reached > target) & (inside > 0.0), tokens, vocab), 0)
+    first = tl.min(tl.where((reached > target) & (inside > 0.0), tokens, sizes.vocab), 0)
     last = tl.max(tl.where(inside > 0.0, tokens, 0), 0)
-    token = tl.where(first < vocab, first, last)
+    token = tl.where(first < sizes.vocab, first, last)
     # NaN, or nothing that may be drawn: the last token, as in the reference.
-    token = tl.where(total > 0.0, token, vocab - 1)
-    store_result(
-        token, row, logits_ptr, logits_stride, temperature, raw_ptr, tokens_ptr, logprobs_ptr, num_rows, num_chunks,
-        CHUNKS,
-    )  # fmt: skip
+    token = tl.where((total > 0.0) & (unfiltered == unfiltered), token, sizes.vocab - 1)
+    store_result(token, row, logits, scanned, draw, sizes, CUT)
