@@ -8,17 +8,19 @@ is told only which slots its rows are:
     tokens   [C+1]      the token drawn last, which only the device knows
     seen     [C+1, V]   tokens of prompt and response, under a repetition penalty only
 
-The step advances positions by itself, so while the same rows run on the same blocks the host sends nothing;
-when something changed one copy carries rows, numbers and blocks together. Rows leave and enter by their
-slots; keys and values never move for it. Slot C is nobody's: it fills a batch up to its bucket, is never
-live, and its block is the last one of the workspace.
+The step advances positions by itself, and the host its image of them, so while the same rows run on the same blocks
+the host sends nothing; else one copy carries which rows decode and the cells of the slots that changed. Rows leave
+and enter by their slots; keys and values never move for it. Slot C is nobody's: it fills a batch up to its bucket, is
+never live, and its block is the last one of the workspace.
 
 C slots, S rows, n blocks per sequence, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
@@ -41,44 +43,71 @@ class SlotTables:
     """
 
     def __init__(self, num_slots: int, num_columns: int, trash_block: int, seen_width: int, device: torch.device):
-        self.num_slots, self.num_columns, self.trash_block = num_slots, num_columns, trash_block
+        self.num_slots, self.num_columns = num_slots, num_columns
         shapes = {"rows": (num_slots,), "numbers": (4, num_slots + 1), "blocks": (num_slots + 1, num_columns)}
         size = sum(torch.Size(shape).numel() for shape in shapes.values())
-        self._image = torch.zeros(size, dtype=torch.int64)
-        self._on_device = torch.zeros(size, dtype=torch.int64, device=device)
-        self._host_rows, self._host_numbers, self._host_blocks = _views(self._image, shapes)
+        self._image = np.zeros(size, dtype=np.int64)
+        self._rows, self._numbers, self._blocks = (
+            part.numpy() for part in _views(torch.from_numpy(self._image), shapes)
+        )
+        self._rows.fill(num_slots)
+        self._numbers[_LIVE, :num_slots] = 1
+        self._blocks.fill(trash_block)
+        places, numbers, blocks = (part.numpy() for part in _views(torch.arange(size), shapes))
+        self._places_of_rows = places
+        self._places_of_slot = np.concatenate((numbers.T, blocks), axis=1)  # [C+1, 4+n], in the image
+        self._on_device = torch.from_numpy(self._image).to(device, copy=True)
         self.rows, self.numbers, self.blocks = _views(self._on_device, shapes)
+        self._sent: list[int] = []  # the slots in `rows` on the device
+        self._slots = np.zeros(0, dtype=np.int64)  # the same
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.seen = torch.zeros(num_slots + 1, seen_width, dtype=torch.bool, device=device) if seen_width else None
 
-    def send(self, sequences: list[Sequence]) -> None:
-        """Makes `sequences` the rows of the next step, in this order; one copy."""
-        rows = [sequence.slot for sequence in sequences]
-        self._host_rows.fill_(self.num_slots)
-        self._host_numbers.zero_()
-        self._host_blocks.fill_(self.trash_block)
-        slots = torch.tensor(rows, dtype=torch.int64)
-        self._host_rows[: len(rows)] = slots
-        columns = [(len(s) - 1, len(s.tokens), s.key, 1) for s in sequences]
-        self._host_numbers[:, slots] = torch.tensor(columns, dtype=torch.int64).t()
-        width = max(len(sequence.blocks) for sequence in sequences)
-        tables = [s.blocks + s.blocks[-1:] * (width - len(s.blocks)) for s in sequences]
-        self._host_blocks[slots, :width] = torch.tensor(tables, dtype=torch.int64)
-        self._upload()
+    def send(self, sequences: list[Sequence], changed: list[Sequence]) -> None:
+        """Makes `sequences` the rows of the next step, in this order; one copy, or none when nothing changed.
+
+        `changed` are those that started or whose blocks are not what they were.
+        """
+        self._send_rows([sequence.slot for sequence in sequences], [s for s in changed if s.slot >= 0])
 
     def clear(self) -> None:
         """Makes every row nobody's."""
-        self._host_rows.fill_(self.num_slots)
-        self._host_numbers.zero_()
-        self._host_blocks.fill_(self.trash_block)
-        self._upload()
+        self._send_rows([], [])
 
-    def _upload(self) -> None:
-        if self._on_device.is_cuda:
-            # A pinned tensor of its own for each copy: the allocator keeps it until the copy is through.
-            self._on_device.copy_(self._image.pin_memory(), non_blocking=True)
-        else:
-            self._on_device.copy_(self._image)
+    def _send_rows(self, slots: list[int], changed: list[Sequence]) -> None:
+        places = []
+        if slots != self._sent:
+            self._sent, self._slots = slots, np.array(slots, dtype=np.int64)
+            self._rows[: len(slots)] = self._slots
+            self._rows[len(slots) :] = self.num_slots
+            places.append(self._places_of_rows)
+        if changed:
+            written = {self._write(sequence) for sequence in changed}
+            places.append(self._places_of_slot[list(written)].ravel())
+        if places:
+            where = np.concatenate(places)
+            cells = send_to_device(torch.from_numpy(np.stack((where, self._image[where]))), self._on_device.device)
+            self._on_device.index_copy_(0, cells[0], cells[1])
+
+    def _write(self, sequence: Sequence) -> int:
+        """Puts a sequence into the image; returns its slot."""
+        slot, blocks = sequence.slot, sequence.blocks
+        self._numbers[:_LIVE, slot] = len(sequence) - 1, len(sequence.tokens), sequence.key
+        self._blocks[slot, : len(blocks)] = blocks
+        return slot
+
+    def advance(self) -> None:
+        """Notes that the rows took a step, by which the device has advanced its own numbers."""
+        self._numbers[_POSITION][self._slots] += 1
+        self._numbers[_DRAW][self._slots] += 1
+
+    def longest(self) -> int:
+        """Tokens of the longest row, the one to feed included."""
+        return int(self._numbers[_POSITION][self._slots].max()) + 1
+
+    def are_rows_in_place(self) -> bool:
+        """Whether the first block of row i is block i."""
+        return bool((self._blocks[self._slots, 0] == np.arange(len(self._slots))).all())
 
     def enter(self, sequence: Sequence) -> None:
         """Marks what a sequence that starts has seen; its first token follows by a draw."""
@@ -100,31 +129,39 @@ def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch
     return [part.view(shape) for part, shape in zip(parts, shapes.values(), strict=True)]
 
 
+class Drawn(NamedTuple):
+    """What was drawn for each row of a turn."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    ends: list[int]  # the rows whose token ends their sequence
+
+
 @dataclass(frozen=True)
 class Draw:
-    """Drawn tokens on their way to the host: `read()` gives per row (token, log-probability, is it an end)."""
+    """Drawn tokens on their way to the host; `read()` waits for them."""
 
-    read: Callable[[], list[tuple[int, float, bool]]]
+    read: Callable[[], Drawn]
 
 
 def send_to_host(results: torch.Tensor) -> Draw:
     """A Draw of `results [3, S]` fp64; the device goes on meanwhile and may overwrite them."""
 
-    def rows(values: torch.Tensor) -> list[tuple[int, float, bool]]:
-        tokens, logprobs, ends = values.tolist()
-        return [(int(t), p, bool(e)) for t, p, e in zip(tokens, logprobs, ends, strict=True)]
+    def drawn(values: torch.Tensor) -> Drawn:
+        tokens, logprobs, ends = values.numpy()
+        return Drawn(tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist())
 
     if not results.is_cuda:
         copied = results.clone()
-        return Draw(lambda: rows(copied))
+        return Draw(lambda: drawn(copied))
     pinned = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
     pinned.copy_(results, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
 
-    def read() -> list[tuple[int, float, bool]]:
+    def read() -> Drawn:
         event.synchronize()
-        return rows(pinned)
+        return drawn(pinned)
 
     return Draw(read)
 
@@ -149,24 +186,26 @@ class DecodeStep:
         self.model, self.sample, self.tables, self.kv, self.graphs = model, sample, tables, kv, graphs
         self._ends = torch.tensor(eos_token_ids, dtype=torch.int64, device=kv.device)
         self._results = torch.zeros(3, tables.num_slots, dtype=torch.float64, device=kv.device)
-        self._version: int | None = None
 
-    def run(self, sequences: list[Sequence], version: int, layers: Callable[[], Iterable[InferenceLayer]]) -> Draw:
-        """Feeds each sequence's newest token and draws the next; `version` changes when rows or blocks do."""
-        context = max(map(len, sequences))
+    def run(
+        self, sequences: list[Sequence], changed: list[Sequence], layers: Callable[[], Iterable[InferenceLayer]]
+    ) -> Draw:
+        """Feeds each sequence's newest token and draws the next; `changed` as `SlotTables.send` takes it."""
+        tables, block_size = self.tables, self.kv.shape[4]
+        tables.send(sequences, changed)
+        context = tables.longest()
         if self.graphs is None:
-            is_identity = [sequence.blocks for sequence in sequences] == [[i] for i in range(len(sequences))]
-            self._send(sequences, version)
+            is_identity = context <= block_size and tables.are_rows_in_place()
             self._step(len(sequences), context, is_identity, layers)
         else:
             num_rows = batch_bucket(len(sequences))
-            reach = context_bucket(context, self.tables.num_columns * self.kv.shape[4])
+            reach = context_bucket(context, tables.num_columns * block_size)
             if not self.graphs.has(num_rows, reach):
-                self.tables.clear()
-                self._version = None
+                tables.clear()
                 self.graphs.record(num_rows, reach, lambda: self._step(num_rows, reach, False, layers))
-            self._send(sequences, version)
+                tables.send(sequences, [])
             self.graphs.replay(num_rows, reach)
+        tables.advance()
         return send_to_host(self._results[:, : len(sequences)])
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
@@ -177,11 +216,6 @@ class DecodeStep:
         slots, keys, draws = send_to_device(torch.tensor(numbers, dtype=torch.int64), logits.device)
         self._draw(logits, slots, keys, draws)
         return send_to_host(self._results[:, : len(sequences)])
-
-    def _send(self, sequences: list[Sequence], version: int) -> None:
-        if version != self._version:
-            self.tables.send(sequences)
-            self._version = version
 
     def _step(
         self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]

@@ -79,7 +79,7 @@ class Scheduler:
         longest = max((len(sequence) for sequence in self.waiting), default=0) + max_new_tokens - 1
         self.is_contiguous = longest <= block_size  # every sequence fits one block
         self.free_slots = list(range(max_running))
-        self.version = 0  # changes with what runs and with the blocks it has
+        self.changed: list[Sequence] = []  # started, or whose blocks changed, since somebody emptied the list
         self.num_preemptions = 0
 
     @property
@@ -164,7 +164,7 @@ class Scheduler:
         admission.sequences.append(sequence)
         self.running.append(sequence)
         sequence.slot = self.free_slots.pop(0)
-        self.version += 1
+        self.changed.append(sequence)
 
     def _fork(self, sequence: Sequence, admission: Admission) -> None:
         """Shares the prompt's full blocks and copies the last partial one."""
@@ -190,11 +190,28 @@ class Scheduler:
                     self._preempt(self.running[-1])
             if sequence in self.running:
                 sequence.blocks += self.pool.allocate(1)
-                self.version += 1
+                self.changed.append(sequence)
+
+    @property
+    def must_preempt(self) -> bool:
+        """Whether `grow` would find too few blocks."""
+        num_free = len(self.pool.free)
+        return num_free < len(self.running) and num_free < len(self.short_of_blocks())
 
     def short_of_blocks(self) -> list[Sequence]:
         """Running sequences whose newest token has no place yet."""
-        return [s for s in self.running if len(s.blocks) < self.num_blocks_for(len(s))]
+        size = self.block_size  # asked at every turn of every row: the lengths are counted here, not by a call for each
+        return [s for s in self.running if len(s.prompt.tokens) + len(s.tokens) > size * len(s.blocks)]
+
+    @property
+    def rows(self) -> list[Sequence]:
+        """What runs, in the order in which it is decoded: by blocks where each has one, that row i may own block i."""
+        return sorted(self.running, key=lambda s: s.blocks[0]) if self.is_contiguous else list(self.running)
+
+    def take_changed(self) -> list[Sequence]:
+        """`changed`, which is empty afterwards."""
+        changed, self.changed = self.changed, []
+        return changed
 
     def _preempt(self, sequence: Sequence) -> None:
         assert len(self.running) > 1, "one sequence alone must fit: checked before the rollout"
@@ -218,7 +235,6 @@ class Scheduler:
         self.pool.release(sequence.blocks)
         insort(self.free_slots, sequence.slot)
         sequence.slot = -1
-        self.version += 1
 
     def close_gaps(self) -> list[Copy]:
         """Moves single-block rows down to the blocks that finished rows left; returns the copies to make.
@@ -238,6 +254,6 @@ class Scheduler:
             self.pool.release(sequence.blocks)
             self.pool.take(target)
             sequence.blocks = [target]
-            self.version += 1
+            self.changed.append(sequence)
             copies.append(Copy(source, target, len(sequence)))
         return copies

@@ -20,7 +20,7 @@ class Prompt:
 class Sequence:
     """One sample of a prompt. `tokens` and `logprobs` are of the response, end-of-sequence token included.
 
-    A token that was drawn and has not come back from the device yet is there as `PENDING`.
+    A token that was drawn and has not come back from the device yet is there as `PENDING`, without a log-probability.
     """
 
     prompt: Prompt

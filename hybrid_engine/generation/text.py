@@ -46,7 +46,7 @@ class TextGeneration:
         self.step, self.kv, self.lag = step, step.kv, lag
         self.copy_blocks = BlockCopyOp()
         self.prefill_time, self.decode_time = Stopwatch(self.kv.device), Stopwatch(self.kv.device)
-        self._under_way: deque[tuple[list[tuple[Sequence, int]], Draw]] = deque()
+        self._under_way: deque[tuple[list[Sequence], Draw]] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -107,35 +107,38 @@ class TextGeneration:
                 prompt.logits = None
 
     def _decode(self) -> None:
-        if len(self.scheduler.short_of_blocks()) > len(self.scheduler.pool.free):
+        if self.scheduler.must_preempt:
             self._read(0)  # some may have finished; a preempted one is recomputed from its tokens
         self.scheduler.grow()
         self._copy(self.scheduler.close_gaps())
-        rows = sorted(self.scheduler.running, key=lambda sequence: sequence.blocks[0])
+        rows = self.scheduler.rows
         if rows:
-            self._note(rows, self.step.run(rows, self.scheduler.version, self.layers))
+            self._note(rows, self.step.run(rows, self.scheduler.take_changed(), self.layers))
         else:
             self.idle()
 
     def _note(self, rows: list[Sequence], draw: Draw) -> None:
         """Holds places for the drawn tokens; those leave that have all they may have."""
-        self._under_way.append(([(row, len(row.tokens)) for row in rows], draw))
+        self._under_way.append((rows, draw))
+        longest = self.options.max_new_tokens
         for row in rows:
             row.tokens.append(PENDING)
-            row.logprobs.append(0.0)
-            if len(row.tokens) >= self.options.max_new_tokens:
+            if len(row.tokens) >= longest:
                 self.scheduler.finish(row, "length")
 
     def _read(self, lag: int) -> None:
         """Fills in the tokens of all turns but the last `lag`; those leave that drew an end of sequence."""
         while len(self._under_way) > lag:
-            places, draw = self._under_way.popleft()
-            for (row, index), (token, logprob, is_end) in zip(places, draw.read(), strict=True):
-                if row.finish_reason == "stop":
-                    continue  # drawn after the end
-                row.tokens[index], row.logprobs[index] = token, logprob
-                if is_end:
-                    del row.tokens[index + 1 :], row.logprobs[index + 1 :]
+            rows, draw = self._under_way.popleft()
+            tokens, logprobs, ends = draw.read()
+            for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
+                if row.finish_reason != "stop":  # else drawn after the end
+                    known = row.logprobs
+                    row.tokens[len(known)] = token
+                    known.append(logprob)
+            for row in [rows[index] for index in ends]:
+                if row.finish_reason != "stop":
+                    del row.tokens[len(row.logprobs) :]
                     self.scheduler.finish(row, "stop")
 
     def _copy(self, copies: list[Copy]) -> None:
