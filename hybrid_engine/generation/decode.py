@@ -59,7 +59,7 @@ class SlotTables:
         self._on_device = torch.from_numpy(self._image).to(device, copy=True)
         self.rows, self.numbers, self.blocks = _views(self._on_device, shapes)
         self._sent: list[int] = []  # the slots in `rows` on the device
-        self._slots = np.zeros(0, dtype=np.int64)  # the same
+        self._slots: np.ndarray = np.zeros(0, dtype=np.int64)  # the same
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.seen = torch.zeros(num_slots + 1, seen_width, dtype=torch.bool, device=device) if seen_width else None
 
