@@ -120,17 +120,16 @@ class HybridEngine(ZeroEngine):
         Raises:
             ValueError: for any mode, input or option that cannot work, before anything is done.
         """
-        self._check_whole("generate()", OffloadStateTypeEnum.lp_params)
         # Tensors made in inference mode would stay behind in the workspace.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
-            self._check_not_generating("generate()")
-            self._follow_module()
+            if self.generator.begin(self._check_can_generate):
+                self.create_inference_containers()
             request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
             with self._generating(), ExitStack() as release:
                 with self.latency.measure("gather"):
                     self.generator.gather(request, release)
-                with self.latency.measure("generate"), held.allowed():
-                    result = self.generator.run(request)
+                with self.latency.measure("generate"):
+                    result = self.generator.run(request, held)
                 self._count(result)
         return result.output
 
@@ -233,11 +232,14 @@ class HybridEngine(ZeroEngine):
         """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and why."""
         return f"{super().report()}\n{describe_generation(self.generator, self.logprob_difference)}"
 
-    def _follow_module(self) -> None:
-        """Containers are views of modules: where others have taken their place, they are built anew.
+    def _check_can_generate(self) -> None:
+        """Raises ValueError inside `generate()`, where weights are away, or for another model; local.
 
-        On several processes others' parameters would not be gathered, and are refused.
+        Containers are views of modules: where others have taken their place, they are built anew. On several processes
+        others' parameters would not be gathered, and are refused.
         """
+        self._check_whole("generate()", OffloadStateTypeEnum.lp_params)
+        self._check_not_generating("generate()")
         if self.module is not self.generator.module:
             raise ValueError(
                 "generate(): engine.module is not the model that this engine was built for; give the new one an engine "
@@ -245,8 +247,6 @@ class HybridEngine(ZeroEngine):
             )
         if self.sharding.is_sharded:
             self.watch.check(self.module, will_train=False)
-        if self.generator.has_other_modules():
-            self.create_inference_containers()
 
     def _check_not_generating(self, what: str) -> None:
         # `train()` also runs while nn.Module is being built, before there is a flag.

@@ -17,20 +17,28 @@ import torch.multiprocessing as mp
 multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "transformers", "peft", "hybrid_engine.engine"])
 
 
-def run_distributed(worker: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+def run_distributed(worker: Callable[..., Any], world_size: int, *args: Any, seconds: float = 120) -> list[Any]:
     """Calls `worker(rank, world_size, *args)` on `world_size` fresh processes and returns what each returned.
 
     The processes see torchrun's environment (RANK, WORLD_SIZE, ...) and share a gloo process group on 127.0.0.1.
     `worker` must be a module-level function (it is imported by name); results must be picklable by `torch.save`.
-    An exception on any rank is raised here with that rank's traceback.
+    An exception on any rank is raised here with that rank's traceback. A collective waits for `seconds` at most.
     """
     with tempfile.TemporaryDirectory() as folder:
-        args = (worker, world_size, free_port(), folder, args)
+        args = (worker, world_size, free_port(), folder, args, seconds)
         mp.start_processes(_run, args=args, nprocs=world_size, start_method="forkserver")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
-def _run(rank: int, worker: Callable[..., Any], world_size: int, port: int, folder: str, args: tuple[Any, ...]) -> None:
+def _run(
+    rank: int,
+    worker: Callable[..., Any],
+    world_size: int,
+    port: int,
+    folder: str,
+    args: tuple[Any, ...],
+    seconds: float,
+) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -40,7 +48,7 @@ def _run(rank: int, worker: Callable[..., Any], world_size: int, port: int, fold
         CUDA_VISIBLE_DEVICES="",
     )
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     try:
         torch.save(worker(rank, world_size, *args), Path(folder) / f"{rank}.pt")
         dist.barrier()

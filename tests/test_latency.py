@@ -61,7 +61,7 @@ def shares(line):
 def test_every_rollout_of_an_iteration_counts_and_the_shares_add_to_100(engine, capsys, monkeypatch):
     input_ids, mask = padded_prompts()
     original = engine.generator.run
-    monkeypatch.setattr(engine.generator, "run", lambda request: (time.sleep(0.1), original(request))[1])
+    monkeypatch.setattr(engine.generator, "run", lambda *args: (time.sleep(0.1), original(*args))[1])
     engine.eval()
     for num_prompts in (6, 2, 4):
         engine.generate(input_ids[:num_prompts], attention_mask=mask[:num_prompts], max_new_tokens=4)
@@ -84,7 +84,7 @@ def test_a_rollout_between_train_and_step_is_not_training_too(engine, capsys, mo
     """As where a script switches the module instead of the engine."""
     input_ids, mask = padded_prompts()
     original = engine.generator.run
-    monkeypatch.setattr(engine.generator, "run", lambda request: (time.sleep(0.3), original(request))[1])
+    monkeypatch.setattr(engine.generator, "run", lambda *args: (time.sleep(0.3), original(*args))[1])
     engine.train()
     engine.module.eval()
     engine.module.generate(input_ids, attention_mask=mask, max_new_tokens=4)

@@ -11,7 +11,8 @@ from torch import nn
 
 from hybrid_engine.checkpoint.options import describe_optimizer
 from hybrid_engine.checkpoint.random_state import get_random_state
-from hybrid_engine.distributed.processes import gather_objects, on_every_process
+from hybrid_engine.distributed.processes import gather_objects
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.training_state import TrainingState
 
@@ -67,7 +68,7 @@ def frozen_names(training: TrainingState) -> set[str]:
 
 def collect_values(training: TrainingState) -> dict[str, Any]:
     """Counters, the states of scheduler, loss scaler and data loader, every process's random state; collective."""
-    values = on_every_process(lambda: _collect_own_values(training))
+    values = agree(lambda: _collect_own_values(training))
     values["random"] = gather_objects(get_random_state())
     return values
 

@@ -29,7 +29,8 @@ from hybrid_engine.checkpoint.tensor_files import read_tensors
 from hybrid_engine.checkpoint.tensor_index import INDEX_FILE, read_index
 from hybrid_engine.checkpoint.undo import Undo
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.distributed.processes import on_every_process, on_rank_zero
+from hybrid_engine.distributed.processes import on_rank_zero
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.sharding import local_tensor
@@ -161,15 +162,15 @@ def _has_this_scaler(training: TrainingState, saved: dict[str, Any]) -> bool:
 
 def _take_over(training: TrainingState, opened: Opened, wanted: Wanted, held: HeldInterrupts) -> None:
     """Reads, checks, and then changes the engine; its parameters are shards. Errors are every process's; collective."""
-    staged = on_every_process(lambda: _stage(training, opened, wanted, held))
-    undo = on_every_process(lambda: Undo(training))
+    staged = agree(lambda: _stage(training, opened, wanted, held))
+    undo = agree(lambda: Undo(training))
 
     def commit() -> None:
         _raising_value_errors(opened.folder, lambda: _commit(training, opened, staged, wanted, undo))
         held.pass_on()
 
     try:
-        on_every_process(commit)
+        agree(commit)
     except BaseException:
         undo.undo()
         raise

@@ -22,7 +22,8 @@ from hybrid_engine.checkpoint.names import check_folder, check_tag
 from hybrid_engine.checkpoint.plain_values import STATE_FILE, serialize
 from hybrid_engine.checkpoint.tensor_files import write_tensors
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
-from hybrid_engine.distributed.processes import gather_objects, on_every_process, on_rank_zero
+from hybrid_engine.distributed.processes import gather_objects, on_rank_zero
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.training_state import TrainingState
 
 logger = logging.getLogger("hybrid_engine")
@@ -115,9 +116,9 @@ def _write_tensors(
             return {path.name: file_checksum(path) for path in writing.glob(f"__{training.sharding.rank}_*")}
 
     is_alone = training.sharding.world_size == 1
-    with_shards(training, lambda: write_tensors(on_every_process(collect), writing, held, is_alone))
+    with_shards(training, lambda: write_tensors(agree(collect), writing, held, is_alone))
     checksums: dict[str, str] = {}
-    for found in gather_objects(on_every_process(read_back)):
+    for found in gather_objects(agree(read_back)):
         checksums.update(found)
     return checksums
 

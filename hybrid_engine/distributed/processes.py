@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.distributed.environment import describe_process
+from hybrid_engine.distributed.verdict import attempt
 from hybrid_engine.distributed.waiting import announcing
 
 Result = TypeVar("Result")
@@ -109,36 +110,12 @@ def on_rank_zero(action: Callable[[], Result]) -> Result:
         return action()
     outcome: list[Any] = [None, None]
     if get_rank() == 0:
-        outcome = _try(action)
+        result, error = attempt(action)
+        outcome = [result, None if error is None else _portable(error)]
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
-
-
-def on_every_process(action: Callable[[], Result]) -> Result:
-    """Runs `action` on each process and gives each its result; an error of one is raised on all; collective.
-
-    `action` either meets the other processes nowhere, or fails on all of them alike.
-    """
-    if get_world_size() == 1:
-        return action()
-    result, error = _try(action)
-    errors = [found for found in gather_objects(error) if found is not None]
-    if errors:
-        raise error or errors[0]
-    return result
-
-
-def _try(action: Callable[[], Any]) -> list[Any]:
-    """The result of `action` and None, or None and its error, which travels to other processes.
-
-    Ctrl-C is an error like any other: a process that it takes away alone leaves the others waiting.
-    """
-    try:
-        return [action(), None]
-    except BaseException as error:
-        return [None, _portable(error)]
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -16,6 +16,8 @@ from torch import nn
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.distributed.interrupts import holding_interrupts
+from hybrid_engine.distributed.verdict import Partners, attempt
 from hybrid_engine.generation.bound_weights import bound, pass_over_layers
 from hybrid_engine.generation.graph import CaptureStats, CudaGraphs
 from hybrid_engine.generation.options import GenerationOptions
@@ -40,6 +42,10 @@ ENDS_OTHERWISE = (
 )
 
 
+_FAILED = 2
+"""What a process says of itself between two turns, beside 1: it has work, and 0: it has none."""
+
+
 @dataclass
 class RolloutResult:
     """What a run returns and what it took."""
@@ -57,9 +63,16 @@ class NativeBackend:
     """Runs rollouts on containers: paged KV, continuous batching, one pass over the layers per turn."""
 
     def __init__(
-        self, model: InferenceModel, gatherer: WeightGatherer, workspace: KVWorkspace, config: HybridEngineConfig
+        self,
+        model: InferenceModel,
+        gatherer: WeightGatherer,
+        workspace: KVWorkspace,
+        config: HybridEngineConfig,
+        partners: Partners,
     ):
+        """`partners` are the processes whose weights are streamed with this one's."""
         self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
+        self.partners = partners
         is_cuda = model.device.type == "cuda"
         # The experts' reference reads their numbers of tokens on the host.
         is_on_device = use_triton(model.embedding.weight) or not model.has_experts
@@ -101,22 +114,26 @@ class NativeBackend:
         return pass_over_layers(self.model, self.gatherer)
 
     def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor) -> RolloutResult:
-        """Takes turns until every sequence of every process has finished.
+        """Takes turns until every sequence has finished; streamed, until those of every process have.
 
         Raises:
-            RuntimeError: the model's logits are not finite on some process; on all of them alike.
+            RuntimeError: the model's logits are not finite.
         """
         scheduler = plan.build_scheduler()
         is_streamed = self.gatherer.is_streamed
-        step = self.steps.for_rollout(plan, kv, is_streamed)
-        lag = 0 if is_streamed else self.lag
-        strategy = TextGeneration(self.model, scheduler, plan.options, step, self.layers, lag)
-        # Streamed layers are gathered by all together: nobody stops before the last one.
-        any_process = self.gatherer.any_process if is_streamed else bool
-        while any_process(strategy.has_work):
+
+        def start() -> TextGeneration:
+            step = self.steps.for_rollout(plan, kv, is_streamed)
+            lag = 0 if is_streamed else self.lag
+            return TextGeneration(self.model, scheduler, plan.options, step, self.layers, lag)
+
+        meets_others = is_streamed or self.model.parallel.size > 1
+        strategy = self.partners.agree(start) if meets_others else start()
+        if is_streamed:
+            self._turn_together(strategy)
+        while strategy.has_work:
             strategy.turn()
-        is_finite = all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs)
-        if self.gatherer.any_process(not is_finite):
+        if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
             raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")
         own = plan.sequences[plan.own]
         output = collect_output(input_ids, own, plan.options)
@@ -129,6 +146,30 @@ class NativeBackend:
             decode_seconds=strategy.decode_time.seconds(),
             captures=self.steps.stats,
         )
+
+    def _turn_together(self, strategy: TextGeneration) -> None:
+        """Takes turns until every process's work is done: streamed layers are gathered by all together.
+
+        An error of one process is raised on all, after the turn in which it came: until then it gathers with them.
+        """
+        error: BaseException | None = None
+        with holding_interrupts() as held:
+            while True:
+                state = _FAILED if error is not None else int(strategy.has_work)
+                (highest,) = self.partners.highest([state])
+                if highest == _FAILED:
+                    self.partners.raise_together(error)
+                if highest == 0:
+                    return
+                error = self._turn(strategy) or attempt(held.pass_on)[1]
+
+    def _turn(self, strategy: TextGeneration) -> BaseException | None:
+        """One turn, which ends with the last layer also after an error; returns that."""
+        self.gatherer.begin_pass()
+        _, error = attempt(strategy.turn)
+        if error is not None:
+            self.gatherer.finish_pass(self.model.layers)
+        return error
 
 
 class ModuleBackend:
@@ -152,6 +193,8 @@ class ModuleBackend:
         kwargs: dict[str, Any],
     ) -> RolloutResult:
         """`seed` holds for this call alone; None draws from torch's generators as transformers does."""
+        if len(input_ids) == 0:
+            return self._run_empty(input_ids, options, kwargs)
         # This process's GPU alone: looking at the generators of others would take memory there.
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices, enabled=seed is not None):
@@ -162,12 +205,21 @@ class ModuleBackend:
         num_tokens = int(response_lengths(responses, options.eos_token_ids).sum())
         return RolloutResult(output, num_samples=len(responses), generated_tokens=num_tokens)
 
+    def _run_empty(self, input_ids: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]) -> RolloutResult:
+        """No rows, which transformers cannot generate; streamed layers are gathered for one that is nobody's."""
+        if self.gatherer.is_streamed:
+            prompt = input_ids.new_zeros(1, 1)
+            self._generate(prompt, torch.ones_like(prompt), options, kwargs)
+        output = collect_output(input_ids, [], options)
+        return RolloutResult(output if options.return_dict else output.sequences, num_samples=0)
+
     def _generate(
         self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]
     ) -> Any:
         """Measured like a native rollout where end-of-sequence tokens alone say where a row ends."""
-        if self.gatherer.is_streamed and self.gatherer.sharding.world_size > 1:
-            kwargs = {**kwargs, "synced_gpus": True}  # who is done goes on with forward passes, which are collective
+        # Streamed, who is done goes on with forward passes, which are collective. With whole weights nobody waits for
+        # others, as transformers would for every token of a module under FSDP2.
+        kwargs = {**kwargs, "synced_gpus": self.gatherer.is_streamed and self.gatherer.sharding.world_size > 1}
         is_plain = options.return_dict and options.num_beams == 1 and not any(map(kwargs.get, ENDS_OTHERWISE))
         if not is_plain or any(name.startswith("output_") and value for name, value in kwargs.items()):
             return self.generate(input_ids, attention_mask=mask, **kwargs)

@@ -1,10 +1,12 @@
 """Everything that generates, in one place: the containers, the gathered weights, the KV workspace, the backends.
 
-The engine above it has modes and clocks; this has none. A rollout is `prepare`, `gather`, `run`.
+The engine above it has modes and clocks; this has none. A rollout is `begin`, `prepare`, `gather`, `run`; each ends
+with a verdict of all processes, so that an error of one is raised on all.
 """
 
 import inspect
 import operator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +19,14 @@ from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.distributed.interrupts import HeldInterrupts
+from hybrid_engine.distributed.verdict import Partners, attempt, describe_error
 from hybrid_engine.generation.agreement import LogprobDifference, probe_containers
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
 from hybrid_engine.generation.bound_weights import bound, pass_over_layers
 from hybrid_engine.generation.memory import free_and_total_bytes, usable_memory_bytes
 from hybrid_engine.generation.model_group import ModelGroup
-from hybrid_engine.generation.noise import agree_on_keys, rank_seed
+from hybrid_engine.generation.noise import prompt_digest, rank_seed
 from hybrid_engine.generation.options import (
     GenerationOptions,
     check_names,
@@ -39,7 +43,15 @@ from hybrid_engine.generation.rollout import (
     plan_rollout,
     workspace_bytes,
 )
-from hybrid_engine.generation.shares import Share, find_disagreement
+from hybrid_engine.generation.shares import (
+    Bid,
+    Share,
+    check_agreement,
+    check_prompts_somewhere,
+    choose_seed,
+    keys_of,
+    reason_to_fall_back,
+)
 from hybrid_engine.generation.training_memory import TrainingMemory
 from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.ops.dispatch import fallback_forced
@@ -49,13 +61,16 @@ from hybrid_engine.zero.sharding import Sharding
 
 @dataclass
 class Request:
-    """A rollout that passed every check. `plan` is None for the model's own `generate()`, which takes `kwargs`."""
+    """A rollout that passed every check.
+
+    `fallback` is why the model's own `generate()` runs, which takes `kwargs` and has no `plan`.
+    """
 
     input_ids: torch.Tensor
     mask: torch.Tensor
     prompts: list[list[int]]
     options: GenerationOptions
-    is_native: bool
+    fallback: str | None
     seed: int | None
     kwargs: dict[str, Any]
     plan: Plan | None = None
@@ -89,14 +104,20 @@ class Generator:
         functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
         self._accepted = [name for function in functions for name in inspect.signature(function).parameters]
         self._modules: list[nn.Module] = []  # when the containers were built
+        if sharding.world_size > 1:
+            self.partners = Partners(size=sharding.world_size, rank=sharding.rank)
+        else:
+            parallel = self.group.parallel
+            self.partners = Partners(size=parallel.size, rank=parallel.rank, group=self.group.process_group)
 
     def build_containers(self) -> LogprobDifference | None:
         """Builds containers and measures them against the module; None, with the reason kept, if there are none."""
         self._modules = list(self.module.modules())
         try:
-            model = InferenceModel(self.module, self.group.parallel)
-            self._choose_gathering(model)
-            difference = self._probe(model)
+            model = self.partners.agree(lambda: InferenceModel(self.module, self.group.parallel))
+            (is_crowded,) = self.partners.highest([int(self._is_crowded(model))])
+            self._choose_gathering(bool(is_crowded))
+            difference = self.partners.agree(lambda: self._probe(model))
         except UnsupportedModelError as error:
             self.model, self.native, self.fallback_reason = None, None, str(error)
             return None
@@ -104,10 +125,14 @@ class Generator:
         self.gatherer.count_bytes()  # no rollout's
         return difference
 
-    def _choose_gathering(self, model: InferenceModel | None) -> None:
-        """Asks whether whole weights fit, with the adapters that are fused; layers are streamed where they do not."""
+    def _is_crowded(self, model: InferenceModel | None) -> bool:
+        """Whether whole weights do not fit on this process, with the adapters that are fused."""
         buffers = 0 if model is None else model.buffer_bytes()
-        self.gatherer.choose(usable_memory_bytes(self.device) - buffers)
+        return self.gatherer.is_crowded(usable_memory_bytes(self.device) - buffers)
+
+    def _choose_gathering(self, is_crowded: bool) -> None:
+        """Streams layers where the whole weights do not fit on some process."""
+        self.gatherer.choose(is_crowded)
         if self.gatherer.is_streamed and self.gatherer.is_pinned:
             say_once("the whole weights do not fit into the free memory: layers are gathered one by one on every pass")
 
@@ -126,7 +151,21 @@ class Generator:
     def use_containers(self, model: InferenceModel) -> None:
         """Generates on `model` from now on; its weights must be bound, or have been."""
         self.model, self.fallback_reason = model, None
-        self.native = NativeBackend(model, self.gatherer, self.workspace, self.config)
+        self.native = NativeBackend(model, self.gatherer, self.workspace, self.config, self.partners)
+
+    def begin(self, check: Callable[[], None]) -> bool:
+        """Before a rollout, on the engine's side: raises an error of `check` on all processes; collective.
+
+        Chooses whether weights are streamed, and says whether containers have to be built anew, on all alike.
+        """
+        error = attempt(check)[1]
+        is_changed = error is None and self.has_other_modules()
+        flags = [error is not None, is_changed, self._is_crowded(self.model)]
+        has_failed, is_changed, is_crowded = map(bool, self.partners.highest(list(map(int, flags))))
+        if has_failed:
+            self.partners.raise_together(error)
+        self._choose_gathering(is_crowded)
+        return is_changed
 
     def prepare(
         self,
@@ -138,23 +177,20 @@ class Generator:
     ) -> Request:
         """Every check of the input and the plan of the rollout; changes nothing. Collective on several processes.
 
+        Prompts and options are each process's own, except where processes share the model, and one may have no prompt.
+        Where only the model's own `generate()` can run on one process, it runs on all.
+
         Raises:
-            ValueError: on all processes, if the input of one cannot work.
+            ValueError: on all processes, if the input of one cannot work, or none has a prompt.
         """
-        self._choose_gathering(self.model)
-        request, error = None, None
-        try:
-            request = self._check(input_ids, attention_mask, generation_config, seed, kwargs)
-        except ValueError as problem:
-            error = str(problem)
-        is_native = request is not None and request.is_native
-        if seed is None:  # greedy and foreign rollouts have no noise of ours and must not move torch's generator
-            draws = is_native or (self.group.has_same_prompts and self.group.size > 1)
-            is_sampled = draws and request is not None and request.options.do_sample
-            seed = int(torch.randint(2**62, ()).item()) if is_sampled else 0
+        request, error = attempt(lambda: self._check(input_ids, attention_mask, generation_config, seed, kwargs))
+        is_native = request is not None and request.fallback is None
+        is_sampled = request is not None and request.options.do_sample
+        has_noise = is_native or (self.group.has_same_prompts and self.group.size > 1)
+        if seed is None and is_sampled and has_noise:  # others must not move torch's generator
+            seed = int(torch.randint(2**62, ()).item())
         share = Share(
-            error=error,
-            seed=seed,
+            can_start=error is None,
             prompts=request.prompts if request is not None and is_native else [],
             options=None if request is None else request.options,
             is_native=is_native,
@@ -162,24 +198,45 @@ class Generator:
             spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self._bytes_to_gather),
         )
         shares = self.group.gather_objects(share)
-        error = error or find_disagreement(shares, self.group.has_same_prompts)
-        if is_native and request is not None and all(other.error is None for other in shares) and error is None:
-            try:
-                request.plan = self._plan(request, shares)
-            except ValueError as problem:
-                error = str(problem)
-        keys = self._agree_on_keys(share, error, shares)
+        if request is not None and all(other.can_start for other in shares):
+            request.plan, error = attempt(lambda: self._plan(request, shares))
+        bid = Bid(
+            problem=None if error is None else describe_error(error),
+            fallback=None if request is None else request.fallback,
+            seed=seed if is_sampled else None,
+            digests=[] if request is None else [prompt_digest(prompt) for prompt in request.prompts],
+            num_samples=1 if request is None else request.options.num_return_sequences,
+        )
+        bids = self.partners.exchange(bid)
+        self.partners.raise_first(error, [other.problem for other in bids])
+        check_prompts_somewhere(bids)
         assert request is not None
-        if self.group.has_same_prompts and self.group.size > 1 and request.options.do_sample:
-            request.seed = shares[0].seed  # the model's own generate() must draw the same everywhere
-        elif not is_native and request.options.do_sample and self.sharding.world_size > 1:
+        request.fallback = reason_to_fall_back(bids, self.partners.rank)
+        if request.fallback is not None:
+            say_once(f"generate() uses the model's own implementation: {request.fallback}")
+            request.plan = None
+            self._seed_fallback(request, bids)
+        else:
+            self._name_noise(request, bids)
+        return request
+
+    def _seed_fallback(self, request: Request, bids: list[Bid]) -> None:
+        """Sees to it that processes with the same prompts draw the same, and others do not."""
+        if not request.options.do_sample:
+            return
+        if self.group.has_same_prompts and self.group.size > 1:
+            request.seed = choose_seed(bids)
+        elif self.partners.size > 1:
             # Scripts seed all processes alike, and equal prompts would be given equal samples.
             drawn = int(torch.randint(2**62, ()).item()) if request.seed is None else request.seed
-            request.seed = rank_seed(drawn, self.sharding.rank)
-        if request.plan is not None:
-            for sequence, key in zip(request.plan.sequences, [key for row in keys for key in row], strict=True):
-                sequence.key = key
-        return request
+            request.seed = rank_seed(drawn, self.partners.rank)
+
+    def _name_noise(self, request: Request, bids: list[Bid]) -> None:
+        assert request.plan is not None
+        ranks = [0] if self.group.has_same_prompts else self.group.ranks
+        keys = [key for rank in ranks for key in keys_of(bids, rank)]
+        for sequence, key in zip(request.plan.sequences, keys, strict=True):
+            sequence.key = key
 
     @property
     def _bytes_to_gather(self) -> int:
@@ -209,8 +266,15 @@ class Generator:
             self.native.release_workspace()
         self.workspace.release()
 
-    def _plan(self, request: Request, shares: list[Share]) -> Plan:
-        """The rollout of all prompts of the group, the same on each of its processes."""
+    def _plan(self, request: Request, shares: list[Share]) -> Plan | None:
+        """The rollout of all prompts of the group, the same on each of its processes; None where containers have none.
+
+        Raises:
+            ValueError: they want different things, or there is no memory for it.
+        """
+        check_agreement(shares, self.group.has_same_prompts)
+        if not all(share.is_native for share in shares):
+            return None
         assert self.model is not None and self.native is not None
         num_samples, rank = request.options.num_return_sequences, self.group.parallel.rank
         own = slice(None)
@@ -226,15 +290,6 @@ class Generator:
         return plan_rollout(
             self.model, sequences, request.options, self.config, spare_bytes, reserved, training_bytes, own
         )
-
-    def _agree_on_keys(self, share: Share, error: str | None, shares: list[Share]) -> list[list[int]]:
-        """Noise keys of the plan's sequences; raises what stands in the way of any process."""
-        num_samples = share.options.num_return_sequences if share.options is not None else 1
-        if not self.group.has_same_prompts:
-            world_size, ranks = self.sharding.world_size, self.group.ranks
-            return agree_on_keys(share.prompts, error, share.seed, num_samples, world_size, ranks)
-        error = error or next((other.error for other in shares if other.error is not None), None)
-        return agree_on_keys(share.prompts, error, shares[0].seed, num_samples, world_size=1)
 
     def _check(
         self,
@@ -265,7 +320,8 @@ class Generator:
         pad = merged.get("pad_token_id")
         # As in transformers, a padding id that also ends sequences says nothing about padding.
         pad = None if pad in options.eos_token_ids else pad
-        mask = check_prompts(input_ids, attention_mask, model_config.vocab_size, pad)
+        may_be_empty = self.partners.size > 1 and not self.group.has_same_prompts
+        mask = check_prompts(input_ids, attention_mask, model_config.vocab_size, pad, may_be_empty)
         prompts = prompt_token_ids(input_ids, mask)
         longest = getattr(model_config, "max_position_embeddings", None)
         check_lengths(prompts, options, self.config, longest if self.model is None else self.model.max_positions)
@@ -276,25 +332,30 @@ class Generator:
                 f"generate(): {reason}, and this process holds only its part of the model; leave the option out or "
                 f"set {self.group.parallel.option}=1"
             )
-        if reason is not None:
-            say_once(f"generate() uses the model's own implementation: {reason}")
         kwargs = {"generation_config": generation_config, **kwargs}
-        return Request(input_ids, mask, prompts, options, reason is None, seed, kwargs)
+        return Request(input_ids, mask, prompts, options, reason, seed, kwargs)
 
     def gather(self, request: Request, release: ExitStack) -> None:
-        """Takes what the rollout needs and puts its return on `release`."""
+        """Takes what the rollout needs and puts its return on `release`; an error of one process is raised on all."""
+        self.partners.agree(lambda: self._gather(request, release))
+
+    def _gather(self, request: Request, release: ExitStack) -> None:
         if request.plan is None:
             self.own.gather(release)
         else:
             assert self.native is not None
             request.kv = self.native.gather(request.plan, release)
 
-    def run(self, request: Request) -> RolloutResult:
-        """The rollout itself."""
-        if request.plan is None:
-            return self.own.run(request.input_ids, request.mask, request.options, request.seed, request.kwargs)
-        assert self.native is not None and request.kv is not None
-        return self.native.run(request.plan, request.kv, request.input_ids)
+    def run(self, request: Request, held: HeldInterrupts) -> RolloutResult:
+        """The rollout itself, which Ctrl-C that is `held` may end; an error of one process is raised on all."""
+        return self.partners.agree(lambda: self._run(request, held))
+
+    def _run(self, request: Request, held: HeldInterrupts) -> RolloutResult:
+        with held.allowed():
+            if request.plan is None:
+                return self.own.run(request.input_ids, request.mask, request.options, request.seed, request.kwargs)
+            assert self.native is not None and request.kv is not None
+            return self.native.run(request.plan, request.kv, request.input_ids)
 
     def _reason_to_fall_back(self, merged: dict[str, Any]) -> str | None:
         if self.fallback_reason is not None:

@@ -27,15 +27,16 @@ class GenerateOutput(ModelOutput):
 def collect_output(input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions) -> GenerateOutput:
     """The finished `sequences`, in the order of their rows, beside their prompts `input_ids [B, P]`."""
     rows = sorted(sequences, key=lambda sequence: sequence.row)
-    width = max(len(row.tokens) for row in rows)
+    width = max((len(row.tokens) for row in rows), default=0)
     tokens = torch.tensor([row.tokens + [options.pad_token_id] * (width - len(row.tokens)) for row in rows])
     logprobs = torch.tensor([row.logprobs + [0.0] * (width - len(row.logprobs)) for row in rows], dtype=torch.float32)
+    tokens, logprobs = tokens.view(len(rows), width), logprobs.view(len(rows), width)  # also without rows
     device = input_ids.device
     prompts = input_ids.repeat_interleave(options.num_return_sequences, 0)
     return GenerateOutput(
         sequences=torch.cat([prompts, tokens.to(device, prompts.dtype)], dim=1),
         logprobs=logprobs.to(device),
-        lengths=torch.tensor([len(row.tokens) for row in rows], device=device),
+        lengths=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
         finish_reason=[str(row.finish_reason) for row in rows],
     )
 

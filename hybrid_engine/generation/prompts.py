@@ -4,13 +4,17 @@ import torch
 
 
 def check_prompts(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab_size: int, pad_token_id: int | None
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    vocab_size: int,
+    pad_token_id: int | None,
+    may_be_empty: bool = False,
 ) -> torch.Tensor:
     """The mask `[B, P]` bool, True for tokens; where none is given, what stands left of the first other token
     than `pad_token_id` is padding, and nothing is when that is None.
 
-    Raises ValueError for an empty batch or prompt, ids outside the vocabulary, a mask of another shape, a
-    row without a token, and padding anywhere but on the left.
+    Raises ValueError for an empty batch, unless it `may_be_empty`, or an empty prompt, ids outside the vocabulary, a
+    mask of another shape, a row without a token, and padding anywhere but on the left.
     """
     if not isinstance(input_ids, torch.Tensor):
         raise ValueError(
@@ -22,7 +26,7 @@ def check_prompts(
             f"input_ids is {input_ids.dtype} {list(input_ids.shape)}; it must be int64 [batch, prompt length]; "
             "pass the tokenizer's output with return_tensors='pt'"
         )
-    if 0 in input_ids.shape:
+    if 0 in input_ids.shape and not (may_be_empty and len(input_ids) == 0):
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; pass at least one prompt of one token or more")
     mask = _mask(input_ids, attention_mask, pad_token_id)
     check_left_padded("attention_mask", mask)

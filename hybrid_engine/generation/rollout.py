@@ -41,7 +41,8 @@ class Plan:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that is fed; the last token drawn never is."""
-        return max(len(sequence.prompt.tokens) for sequence in self.sequences) + self.options.max_new_tokens - 1
+        longest = max((len(sequence.prompt.tokens) for sequence in self.sequences), default=1)
+        return longest + self.options.max_new_tokens - 1
 
     @property
     def num_columns(self) -> int:
@@ -76,7 +77,7 @@ def check_lengths(
 
     `max_positions` is None for a model without such a limit.
     """
-    longest = max(map(len, prompts))
+    longest = max(map(len, prompts), default=0)
     total = longest + options.max_new_tokens
     if total > config.max_out_tokens:
         raise ValueError(
@@ -93,7 +94,7 @@ def check_lengths(
 def check_result_fits(prompts: list[list[int]], options: GenerationOptions) -> None:
     """Raises ValueError where the bookkeeping and the results of all samples exceed this machine's free memory."""
     rows = len(prompts) * options.num_return_sequences
-    width = max(map(len, prompts)) + options.max_new_tokens
+    width = max(map(len, prompts), default=0) + options.max_new_tokens
     wanted = rows * (BYTES_PER_SEQUENCE + width * BYTES_PER_TOKEN)
     free = usable_memory_bytes(torch.device("cpu"))
     if wanted > free:
@@ -129,16 +130,18 @@ def plan_rollout(
         ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
     """
     num_prompts = len(sequences) // options.num_return_sequences
-    longest = max(len(sequence) for sequence in sequences) + options.max_new_tokens - 1  # the last is never fed
+    # A process without prompts passes over the layers with the others, in a workspace for one token.
+    lengths = [len(sequence) for sequence in sequences] or [1]
+    longest = max(lengths) + options.max_new_tokens - 1  # the last is never fed
     automatic = -(-longest // BLOCK_GRAIN) * BLOCK_GRAIN if model.device.type == "cpu" else BLOCK_SIZE
     block_size = config.kv_block_size or automatic
-    max_running = min(config.max_running or MAX_RUNNING.get(model.device.type, 256), len(sequences))
+    max_running = min(config.max_running or MAX_RUNNING.get(model.device.type, 256), len(lengths))
     per_sequence = -(-longest // block_size)
     wanted = max_running * per_sequence
     kept = 0
     if options.num_return_sequences > 1:  # prompts stay until their last sample has started
         kept_prompts = min(num_prompts, -(-max_running // options.num_return_sequences) + 1)
-        kept = kept_prompts * -(-max(len(sequence.prompt.tokens) for sequence in sequences) // block_size)
+        kept = kept_prompts * -(-max(lengths) // block_size)
     block_bytes = torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
     affordable = max(0, spare_bytes - num_reserved * block_bytes) // block_bytes
     beside_training = affordable - -(-training_bytes // block_bytes)

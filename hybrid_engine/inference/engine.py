@@ -165,18 +165,27 @@ class InferenceEngine(nn.Module):
         """
         if self.generator is None:
             raise ValueError(f"generate(): {type(self.module).__name__} does not generate; call forward()")
+        # Tensors made in inference mode would stay behind in the workspace.
+        with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
+            prompts = self.generator.partners.agree(lambda: self._prompts(input_ids, inputs, generation_config, kwargs))
+            request = self.generator.prepare(prompts, attention_mask, generation_config, seed, kwargs)
+            with ExitStack() as release:
+                self.generator.gather(request, release)
+                return self.generator.run(request, held).output
+
+    def _prompts(
+        self,
+        input_ids: torch.Tensor | None,
+        inputs: torch.Tensor | None,
+        generation_config: GenerationConfig | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor | None:
         if inputs is not None and input_ids is not None:
             raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
         input_ids = inputs if inputs is not None else input_ids
-        # Tensors made in inference mode would stay behind in the workspace.
-        with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
-            if input_ids is None and kwargs.get("inputs_embeds") is None:
-                input_ids = self._first_tokens(generation_config, kwargs)
-            request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
-            with ExitStack() as release:
-                self.generator.gather(request, release)
-                with held.allowed():
-                    return self.generator.run(request).output
+        if input_ids is None and kwargs.get("inputs_embeds") is None:
+            return self._first_tokens(generation_config, kwargs)
+        return input_ids
 
     def _first_tokens(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> torch.Tensor:
         """`[1, 1]`: what transformers begins with where there is no prompt."""

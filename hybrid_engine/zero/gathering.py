@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from hybrid_engine.zero.sharding import Sharding
@@ -45,6 +43,7 @@ class WeightGatherer:
         self.is_streamed = self.can_stream and not is_pinned
         self._bytes_gathered = 0
         self._pending: list[Any] = []
+        self._num_streamed = 0  # layers of the pass under way that are gathered or on their way
         self._groups: dict[nn.Module, list[nn.Module]] = {}  # of each layer that was streamed: asked at every token
         layers = {layer: _num_bytes(layer) for layer in sharding.layers}
         self._num_bytes = {**layers, sharding.root: _num_bytes(sharding.root) - sum(layers.values())}
@@ -52,23 +51,29 @@ class WeightGatherer:
     @property
     def resident_bytes(self) -> int:
         """Most bytes gathered at once: nothing where weights stay whole, everything, or the rest and two layers."""
+        return self._resident_bytes(self.is_streamed)
+
+    def _resident_bytes(self, is_streamed: bool) -> int:
         if not self.sharding.is_sharded or (self.sharding.stays_whole and self.slices is None):
             return 0
         if self.slices is not None:
             return sum(self._num_bytes.values()) // self.slices.size
         layers = sorted((self._num_bytes[layer] for layer in self.sharding.layers), reverse=True)
-        return self._num_bytes[self.sharding.root] + sum(layers[:2] if self.is_streamed else layers)
+        return self._num_bytes[self.sharding.root] + sum(layers[:2] if is_streamed else layers)
 
     def count_bytes(self) -> int:
         """Bytes gathered since the last call."""
         count, self._bytes_gathered = self._bytes_gathered, 0
         return count if self.slices is None else count + self.slices.count_bytes()
 
-    def choose(self, usable_bytes: int) -> None:
-        """Before a rollout: streams pinned weights if whole ones fit not all processes' `usable_bytes`. Collective."""
+    def is_crowded(self, usable_bytes: int) -> bool:
+        """Whether the whole of pinned weights does not fit into this process's `usable_bytes`."""
+        return self.can_stream and self.is_pinned and self._resident_bytes(is_streamed=False) > usable_bytes
+
+    def choose(self, is_crowded: bool) -> None:
+        """Before a rollout: streams pinned weights if it `is_crowded` on any process; the same on all."""
         if self.can_stream and self.is_pinned:
-            self.is_streamed = False
-            self.is_streamed = self.any_process(self.resident_bytes > usable_bytes)
+            self.is_streamed = is_crowded
 
     @contextmanager
     def gathered(self, whole: bool = False) -> Iterator[None]:
@@ -127,17 +132,33 @@ class WeightGatherer:
             for module in modules:
                 module.set_reshard_after_forward(self.sharding.stage == 3, recurse=False)
 
+    def begin_pass(self) -> None:
+        """Before each pass over streamed layers."""
+        self._num_streamed = 0
+
     def stream(self, layers: list[Layer]) -> Iterator[Layer]:
         """Yields `layers` in order, each gathered while it is in use and the next one on its way."""
-        groups = [self._groups_in(layer.module) for layer in layers]
-        self._pending = [self._unshard(group, is_async=True) for group in groups[0]]
+        self._send(layers[0])
         for index, layer in enumerate(layers):
             self._wait()
             if index + 1 < len(layers):
-                self._pending = [self._unshard(group, is_async=True) for group in groups[index + 1]]
+                self._send(layers[index + 1])
             yield layer
-            for group in groups[index]:
+            for group in self._groups_in(layer.module):
                 group.reshard()  # type: ignore[operator]
+
+    def finish_pass(self, layers: list[Layer]) -> None:
+        """After an error in a pass: gathers what was left of `layers` with the processes that use them; collective."""
+        self._wait()
+        for layer in layers[self._num_streamed :]:
+            self._send(layer)
+            self._wait()
+            for group in self._groups_in(layer.module):
+                group.reshard()  # type: ignore[operator]
+
+    def _send(self, layer: ReadsLayer) -> None:
+        self._pending = [self._unshard(group, is_async=True) for group in self._groups_in(layer.module)]
+        self._num_streamed += 1
 
     def _groups_in(self, layer: nn.Module) -> list[nn.Module]:
         """What of `layer` is gathered apart from the rest."""
@@ -150,14 +171,6 @@ class WeightGatherer:
         for handle in self._pending:
             handle.wait()
         self._pending = []
-
-    def any_process(self, flag: bool) -> bool:
-        """Whether `flag` is true on any process."""
-        if self.sharding.mesh is None:
-            return flag
-        flags = torch.tensor([int(flag)], device=self.sharding.mesh.device_type)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags.item())
 
     def _unshard(self, module: nn.Module, is_async: bool = False) -> Any:
         self._bytes_gathered += self._num_bytes[module]

@@ -1,0 +1,128 @@
+"""One verdict of all processes on a phase: where one of them cannot go on, none goes on to wait for it.
+
+Before and after a phase with collectives each process says whether an error stopped it. One that was stopped raises its
+own error, all others the same kind of error, which names that process: a script that catches the one catches the other,
+and its processes are in step again. Of that travels one number, and the words only where something is wrong.
+"""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """An error, as it travels to other processes."""
+
+    kind: type[BaseException]
+    """The class that the others raise: the error's own, or a base of it that text makes."""
+    text: str
+    errno: int | None = None
+    """Of an OSError."""
+
+    def raised_on(self, rank: int) -> BaseException:
+        """The error of another process, `rank`, to raise here."""
+        text = f"rank {rank}: {self.text}"
+        return self.kind(self.errno, text) if self.errno is not None else self.kind(text)
+
+
+def describe_error(error: BaseException) -> Problem:
+    """What another process is told of `error`."""
+    if isinstance(error, OSError) and error.errno is not None:
+        where = "" if error.filename is None else f": {error.filename!r}"
+        return Problem(kind=OSError, text=f"{error.strerror}{where}", errno=error.errno)
+    kind = next(kind for kind in type(error).__mro__ if _is_made_of_text(kind))
+    text = str(error)
+    if kind is not type(error) or not text:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return Problem(kind=kind, text=text)
+
+
+def _is_made_of_text(kind: type) -> bool:
+    """Whether other processes can build this class of errors, and it says what it is built from."""
+    try:
+        return pickle.loads(pickle.dumps(kind)) is kind and str(kind("text")) == "text"
+    except Exception:
+        return False
+
+
+def attempt(action: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
+    """The result of `action` and None, or None and its error; Ctrl-C is an error like any other.
+
+    A process that Ctrl-C takes away alone would leave the others waiting.
+    """
+    try:
+        return action(), None
+    except BaseException as error:
+        return None, error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partners:
+    """The processes that go through the same phases; alone, every method answers at once."""
+
+    size: int = 1
+    rank: int = 0
+    """This process's place among them."""
+    group: dist.ProcessGroup | None = None
+    """None is that of all processes."""
+
+    def agree(self, action: Callable[[], Result]) -> Result:
+        """Runs `action` on each process and gives each its result; an error of one is raised on all; collective.
+
+        `action` either meets the other processes nowhere, or fails on all of them alike.
+        """
+        if self.size == 1:
+            return action()
+        result, error = attempt(action)
+        self.raise_together(error)
+        return result  # type: ignore[return-value]
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raises `error`, this process's, or another one's; does nothing where there is none; collective."""
+        if self.highest([int(error is not None)]) == [1]:
+            self.raise_first(error, self.exchange(None if error is None else describe_error(error)))
+
+    def raise_first(self, error: BaseException | None, problems: list[Problem | None]) -> None:
+        """Raises `error`, this process's, or the first of all processes' `problems`; local."""
+        if error is not None:
+            raise error
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise problem.raised_on(rank if self.group is None else dist.get_global_rank(self.group, rank))
+
+    def highest(self, numbers: list[int]) -> list[int]:
+        """The highest of each of `numbers` over all processes; collective.
+
+        Over gloo where there is one: a GPU that is still at work then delays nobody.
+        """
+        if self.size == 1:
+            return numbers
+        is_met_on_cpu = "cpu:" in dist.get_backend_config(self.group) or not torch.cuda.is_available()
+        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu" if is_met_on_cpu else "cuda")
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor.tolist()
+
+    def exchange(self, value: Result) -> list[Result]:
+        """`value` of every process, in their order; collective."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+def everyone() -> Partners:
+    """All processes of the run; this one where there is no process group."""
+    return Partners(size=dist.get_world_size(), rank=dist.get_rank()) if dist.is_initialized() else Partners()
+
+
+def agree(action: Callable[[], Result]) -> Result:
+    """Runs `action` on all processes, and raises an error of one on all; collective. See `Partners.agree`."""
+    return everyone().agree(action)

@@ -1,0 +1,186 @@
+"""An error on one rank alone is everyone's, at every phase, and the ranks are in step afterwards."""
+
+import pytest
+import torch
+from distributed import run_distributed
+from models import PAD, build_model, padded_prompts
+
+import hybrid_engine
+
+GREEDY = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": PAD}
+SAMPLED = {"do_sample": True, "max_new_tokens": 4, "pad_token_id": PAD, "seed": 3}
+ENGINES = {"whole": (0, True), "gathered": (3, True), "streamed": (3, False)}
+
+
+def build_engine(stage, pinned=True):
+    torch.manual_seed(0)
+    config = {
+        "train_batch_size": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "hybrid_engine": {"enabled": True, "pin_parameters": pinned, "max_running": 2},
+    }
+    return hybrid_engine.initialize(model=build_model(), config=config)[0]
+
+
+class Broken:
+    """`name` of `owner` raises `error` from its call number `calls` on."""
+
+    def __init__(self, owner, name, error, calls=0):
+        self.owner, self.name, self.error, self.calls = owner, name, error, calls
+
+    def __enter__(self):
+        self.had = self.name in vars(self.owner)
+        self.real = getattr(self.owner, self.name)
+        setattr(self.owner, self.name, self)
+
+    def __call__(self, *args, **kwargs):
+        self.calls -= 1
+        if self.calls < 0:
+            raise self.error
+        return self.real(*args, **kwargs)
+
+    def __exit__(self, *unused):
+        if self.had:
+            setattr(self.owner, self.name, self.real)
+        else:
+            delattr(self.owner, self.name)
+
+
+def outcome(action):
+    """What it returned, or the class and words of its error."""
+    try:
+        return action()
+    except BaseException as error:
+        return type(error).__name__, str(error)
+
+
+PREPARE = {
+    "an unknown option": {"max_new_tokenz": 3},
+    "an option out of range": {"max_new_tokens": 0},
+    "an option of another type": {"generation_config": 3},
+    "a prompt outside the vocabulary": {"input_ids": torch.full((2, 3), 10**6)},
+    "something that is no prompt": {"input_ids": "text"},
+    "no tensors where dicts are taken": {"attention_mask": torch.ones(1, 1)},
+}
+RUN_ERRORS = {
+    "ValueError": ValueError("no"),
+    "TypeError": TypeError("no"),
+    "OutOfMemoryError": torch.OutOfMemoryError("no"),
+    "KeyboardInterrupt": KeyboardInterrupt(),
+    "OSError": OSError(28, "no space"),
+}
+
+
+def generate_cases(rank, world_size):
+    input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
+    results = {}
+    for kind, (stage, pinned) in ENGINES.items():
+        engine = build_engine(stage, pinned)
+        engine.eval()
+
+        def generate(engine=engine, **options):
+            given = {"input_ids": input_ids, "attention_mask": mask, **GREEDY, **options}
+            return engine.generate(given.pop("input_ids"), **given)
+
+        expected = generate()
+        for who in range(world_size):
+            fails = rank == who
+            for name, options in PREPARE.items() if kind != "whole" else ():
+                found = outcome(lambda options=options, fails=fails: generate(**(options if fails else {})))
+                results[kind, who, name] = found, torch.equal(generate(), expected)
+            layer = engine.generator.model.layers[1]
+            for number, (name, error) in enumerate(RUN_ERRORS.items() if kind != "whole" else ()):
+                with Broken(layer, "forward", error, number % 3 if fails else 10**9):
+                    found = outcome(generate)
+                results[kind, who, f"{name} in run"] = found, torch.equal(generate(), expected)
+            for phase, owner, method in (
+                ("gather", engine.generator.workspace, "take"),
+                ("prepare", engine.generator, "_check"),
+                ("begin", engine, "_check_not_generating"),
+                ("draw", engine.generator.native.steps, "for_rollout"),
+            ):
+                with Broken(owner, method, MemoryError("no"), 0 if fails else 10**9):
+                    found = outcome(generate)
+                results[kind, who, f"MemoryError in {phase}"] = found, torch.equal(generate(), expected)
+    return results
+
+
+def different_wishes(rank, world_size):
+    """What each rank gets that asks for something else than the other, and what it would get beside a like one."""
+    input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
+    results = {}
+    for kind, (stage, pinned) in ENGINES.items():
+        engine = build_engine(stage, pinned)
+        engine.eval()
+
+        def generate(prompts=input_ids, mask=mask, engine=engine, **options):
+            return engine.generate(prompts, attention_mask=mask, **{**GREEDY, **options})
+
+        everyone = [generate(max_new_tokens=count) for count in (1, 3)]
+        own_way = generate(no_repeat_ngram_size=500)
+        torch.manual_seed(rank)
+        found = {"lengths": torch.equal(generate(max_new_tokens=(1, 3)[rank]), everyone[rank])}
+        for who in range(world_size):
+            fails = rank == who
+            beams = generate(num_beams=2 if fails else 1)
+            found["own", who] = fails or torch.equal(beams, own_way)
+            found["sampled", who] = generate(**(SAMPLED if fails else {})).shape[0] == len(input_ids)
+            parts = (input_ids[:0], mask[:0]) if fails else (input_ids, mask)
+            for way in ({}, {"no_repeat_ngram_size": 500}):
+                output = generate(*parts, return_dict_in_generate=True, **way)
+                rows = output.sequences
+                is_right = len(rows) == len(output.logprobs) == 0 if fails else torch.equal(rows, everyone[1])
+                found["empty", who, str(way)] = is_right
+            # The containers of one rank are gone: its model has no policy any more.
+            kept = engine.generator.fallback_reason
+            engine.generator.fallback_reason = "no policy" if fails else None
+            found["no policy", who] = torch.equal(generate(), own_way)
+            engine.generator.fallback_reason = kept
+        # Two samples on rank 0 and three on rank 1 of one prompt are five different ones.
+        same = torch.full((1, 4), 9)
+        options = {**SAMPLED, "max_new_tokens": 12, "num_return_sequences": 2 + rank, "top_k": 0}
+        found["samples"] = engine.generate(same, **options)
+        found["all empty"] = outcome(lambda: generate(input_ids[:0], mask[:0]))
+        found["still right"] = torch.equal(generate(), everyone[1])
+        results[kind] = found
+    return results
+
+
+def generations_of_both(rank, world_size):
+    return generate_cases(rank, world_size), different_wishes(rank, world_size)
+
+
+def check_error(parts, who, name, words=""):
+    own, other = parts[who][0], parts[1 - who][0]
+    assert isinstance(own, tuple) and isinstance(other, tuple), (name, own, other)
+    assert own[0] == other[0], (name, own, other)
+    assert own[1].removeprefix("[Errno 28] ").split(":")[0] in other[1]
+    assert f"rank {who}: " in other[1] and words in other[1]
+
+
+@pytest.fixture(scope="module")
+def generations():
+    return run_distributed(generations_of_both, 2, seconds=30)
+
+
+def test_an_error_on_one_rank_in_a_rollout_is_raised_on_all_and_the_next_rollout_is_right(generations):
+    first, second = (cases for cases, _ in generations)
+    assert first.keys() == second.keys() and len(first) == 2 * (4 + 2 * 15)
+    for key in first:
+        who = key[1]
+        check_error([first[key], second[key]], who, key)
+        assert first[key][1] and second[key][1], key
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_ranks_that_want_different_things_get_them_and_stay_together(generations, kind):
+    parts = [wishes[kind] for _, wishes in generations]
+    for part in parts:
+        for name, is_right in part.items():
+            if name == "all empty":
+                assert is_right[0] == "ValueError" and "empty on every process" in is_right[1]
+            elif name != "samples":
+                assert is_right, name
+    samples = [tuple(row) for part in parts for row in part["samples"].tolist()]
+    assert len(samples) == len(set(samples)) == 5
