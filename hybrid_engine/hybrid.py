@@ -32,6 +32,7 @@ from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_si
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.training_memory import AllocatorPeak, TrainingMemory
+from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.observing.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
 
@@ -132,6 +133,21 @@ class HybridEngine(ZeroEngine):
                     result = self.generator.run(request, held)
                 self._count(result)
         return result.output
+
+    def warm_up(self, num_prompts: int | None = None, prompt_length: int | None = None, **options: Any) -> WarmUp:
+        """Probes, compiles and records before the first rollout what it would wait for; prints how long it took.
+
+        Takes the rollouts' shape and the options of `generate()`, see `generation.warm_up`. Collective; in eval mode.
+        """
+        with holding_interrupts(), torch.inference_mode(False), torch.no_grad():
+            if self.generator.begin(self._check_can_generate):
+                self.create_inference_containers()
+            result = warm_up(self.generator, num_prompts, prompt_length, options)
+        if self.generator.model is None:
+            self.logprob_difference = None
+        if self.sharding.rank == 0 and self.config.hybrid_engine.print_latency:
+            print(result, flush=True)
+        return result
 
     def eval(self) -> "HybridEngine":
         """Ends an iteration, printing where its time went (rank 0, from the second call on), and stops training."""

@@ -1,7 +1,10 @@
 """Settings every test runs under: no network, few threads, and helpers beside the tests importable."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 # Before transformers or datasets are imported; spawned processes inherit it.
@@ -9,6 +12,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What models were probed is forgotten with the tests.
+if "HYBRID_ENGINE_CACHE" not in os.environ:
+    os.environ["HYBRID_ENGINE_CACHE"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["HYBRID_ENGINE_CACHE"], ignore_errors=True)
 # Kernels are defined for Triton's interpreter where there is no GPU. Everything runs on the references all the
 # same, unless a test asks for kernels (the `kernels` fixture): interpreted they are a thousand times slower.
 import pytest

@@ -66,6 +66,7 @@ def start_with_little_memory(rank, world_size, uses_init):
         "zero_optimization": {"stage": 3},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "hybrid_engine": {"enabled": True, "max_kv_blocks": 8},
+        "bf16": {"enabled": uses_init},
     }
     counter = WholeLayers()
     model, built = build_with_init(config) if uses_init else (randomised(deep_llama), 0)
@@ -75,6 +76,7 @@ def start_with_little_memory(rank, world_size, uses_init):
     engine, *_ = hybrid_engine.initialize(model=model, config=config)
     at_start = counter.most
     engine.eval()
+    probe_seconds = engine.warm_up(prompt_length=4, max_new_tokens=5).probe_seconds
     input_ids, mask = padded_prompts()
     rows = slice(3 * rank, 3 * rank + 2 + rank)
     rollout = engine.generate(input_ids[rows], attention_mask=mask[rows], **GREEDY)
@@ -86,16 +88,19 @@ def start_with_little_memory(rank, world_size, uses_init):
         "same": rollout.tolist() == own.tolist(),
         "native": engine.generator.fallback_reason is None,
         "difference": engine.logprob_difference.max,
+        "probe": probe_seconds,
         "report": engine.report(),
     }
 
 
-@pytest.mark.parametrize("uses_init", [False, True], ids=["a whole model", "zero.Init"])
+@pytest.mark.parametrize("uses_init", [False, True], ids=["a whole model", "zero.Init in bf16"])
 def test_with_memory_for_two_layers_no_more_are_ever_whole(uses_init):
     for seen in run_distributed(start_with_little_memory, 2, uses_init):
         assert seen["layers"] == (2, 2), seen
         assert seen["bytes in Init, in layers"] <= 2, seen
-        assert seen["native"] and seen["same"] and seen["difference"] < 1e-4, seen
+        assert seen["native"] and seen["probe"] > 0, seen
+        # In bf16 two next tokens may be as good as each other.
+        assert seen["difference"] < 0.1 if uses_init else seen["same"] and seen["difference"] < 1e-4, seen
         assert "layer by layer on every pass" in seen["report"] and "do not fit" in seen["report"]
 
 

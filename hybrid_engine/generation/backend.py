@@ -85,6 +85,25 @@ class NativeBackend:
         """Blocks of the workspace beside the scheduler's: one where the rows that fill a graph's batch write."""
         return 0 if self.steps.recorder is None else 1
 
+    def new_recorder(self) -> Any:
+        """One like that of the steps, with memory of its own; None where steps are not recorded."""
+        return None if self.steps.recorder is None else type(self.steps.recorder)()
+
+    def warm_up(self, plan: Plan, kv: torch.Tensor) -> CaptureStats:
+        """Compiles what rollouts like `plan` run, by a prefill and a decode, and records their steps of every size.
+
+        Its sequences are left half-way, with nothing read of what they drew.
+        """
+        step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed)
+        lag = 0 if self.gatherer.is_streamed else self.lag
+        strategy = TextGeneration(self.model, plan.build_scheduler(), plan.options, step, self.layers, lag)
+        for _ in range(2):
+            strategy.turn()
+        if step.graphs is not None:
+            shortest = min(len(sequence.prompt.tokens) for sequence in plan.sequences)
+            step.record(range(1, plan.max_running + 1), range(shortest + 1, plan.longest + 1), self.layers)
+        return self.steps.stats
+
     def gather(self, plan: Plan, release: ExitStack) -> torch.Tensor:
         """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor."""
         # Under autocast the projections would leave the dtype of the workspace.

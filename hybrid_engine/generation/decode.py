@@ -18,6 +18,7 @@ C slots, S rows, n blocks per sequence, V vocabulary.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -244,3 +245,16 @@ class DecodeStep:
         ends = (tokens[:, None] == self._ends).any(1)
         for row, values in enumerate((tokens, logprobs, ends)):
             self._results[row, : len(slots)] = values
+
+    def record(
+        self, rows: Iterable[int], contexts: Iterable[int], layers: Callable[[], Iterable[InferenceLayer]]
+    ) -> None:
+        """Records the steps for these numbers of rows and lengths of context, those that are not there yet."""
+        assert self.graphs is not None
+        capacity = self.tables.num_columns * self.kv.shape[4]
+        reaches = {context_bucket(context, capacity) for context in contexts}
+        for num_rows in sorted({batch_bucket(number) for number in rows}):
+            for reach in sorted(reaches):
+                if not self.graphs.has(num_rows, reach):
+                    self.tables.clear()
+                    self.graphs.record(num_rows, reach, partial(self._step, num_rows, reach, False, layers))

@@ -6,9 +6,10 @@ with a verdict of all processes, so that an error of one is raised on all.
 
 import inspect
 import operator
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.distributed.interrupts import HeldInterrupts
 from hybrid_engine.distributed.verdict import Partners, attempt, describe_error
-from hybrid_engine.generation.agreement import LogprobDifference, probe_containers
+from hybrid_engine.generation.agreement import LogprobDifference
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
 from hybrid_engine.generation.bound_weights import bound, pass_over_layers
 from hybrid_engine.generation.memory import free_and_total_bytes, usable_memory_bytes
@@ -34,8 +35,11 @@ from hybrid_engine.generation.options import (
     merge_options,
     read_options,
 )
+from hybrid_engine.generation.probe import probe_containers, probe_widely
+from hybrid_engine.generation.probe_cache import cache_key, keep_verdict, read_verdict
 from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
 from hybrid_engine.generation.rollout import (
+    BLOCK_SIZE,
     Plan,
     build_sequences,
     check_lengths,
@@ -118,12 +122,47 @@ class Generator:
             (is_crowded,) = self.partners.highest([int(self._is_crowded(model))])
             self._choose_gathering(bool(is_crowded))
             difference = self.partners.agree(lambda: self._probe(model))
+            self.use_containers(model)
+            if self.device.type == "cuda":  # on a CPU it takes long, and `warm_up()` does it
+                self.probe_widely()
         except UnsupportedModelError as error:
-            self.model, self.native, self.fallback_reason = None, None, str(error)
+            self.drop_containers(str(error))
             return None
-        self.use_containers(model)
         self.gatherer.count_bytes()  # no rollout's
         return difference
+
+    def drop_containers(self, reason: str) -> None:
+        """Generates by the model's own `generate()` from now on, for this reason."""
+        self.model, self.native, self.fallback_reason = None, None, reason
+
+    def _probe(self, model: InferenceModel) -> LogprobDifference:
+        with self._readable(model):
+            layers = partial(pass_over_layers, model, self.gatherer)
+            return probe_containers(self.module, model, layers, self.sharding.world_size)
+
+    def probe_widely(self) -> bool:
+        """The wide probe; False: its verdict on such a model was known on all processes. Collective.
+
+        Raises:
+            UnsupportedModelError: containers and module compute different functions.
+        """
+        assert self.model is not None and self.native is not None
+        model, block_size = self.model, self.config.kv_block_size or BLOCK_SIZE
+        recorder = None if self.gatherer.is_streamed else self.native.new_recorder()
+        setting = {"block_size": block_size, "is_recorded": recorder is not None, "ranks": self.group.size}
+        setting["is_streamed"], setting["without kernels"] = self.gatherer.is_streamed, fallback_forced()
+        key = cache_key(self.module, self.device, model.dtype, **setting)
+        if self.partners.highest([int(read_verdict(key) is None)]) == [0]:
+            return False
+        difference = self.partners.agree(lambda: self._probe_widely(model, block_size, recorder))
+        self.gatherer.count_bytes()  # no rollout's
+        keep_verdict(key, difference)
+        return True
+
+    def _probe_widely(self, model: InferenceModel, block_size: int, recorder: Any) -> LogprobDifference:
+        with self._readable(model):
+            layers = partial(pass_over_layers, model, self.gatherer)
+            return probe_widely(self.module, model, layers, block_size, recorder, self.sharding.world_size)
 
     def _is_crowded(self, model: InferenceModel | None) -> bool:
         """Whether whole weights do not fit on this process, with the adapters that are fused."""
@@ -136,12 +175,14 @@ class Generator:
         if self.gatherer.is_streamed and self.gatherer.is_pinned:
             say_once("the whole weights do not fit into the free memory: layers are gathered one by one on every pass")
 
-    def _probe(self, model: InferenceModel) -> LogprobDifference:
+    @contextmanager
+    def _readable(self, model: InferenceModel) -> Iterator[None]:
+        """Inside, containers and the module's forward pass both find their weights; no autocast changes dtypes."""
         # With parts of the weights read, the module's forward gathers its layers one by one.
         is_shared = self.group.slices is not None
         gathered = self.gatherer.gathered() if is_shared else self.gatherer.gathered_for_forward()
-        with gathered, bound(model, self.gatherer):
-            return probe_containers(self.module, model, lambda: pass_over_layers(model, self.gatherer))
+        with torch.autocast(self.device.type, enabled=False), gathered, bound(model, self.gatherer):
+            yield
 
     def has_other_modules(self) -> bool:
         """Whether modules were put into the module, taken out or exchanged since `build_containers()`."""

@@ -22,11 +22,11 @@ from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_whole
 from hybrid_engine.distributed.processes import default_device, get_rank, init_distributed
-from hybrid_engine.generation.agreement import probe_containers
 from hybrid_engine.generation.bound_weights import bound
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory import format_bytes, usable_memory_bytes
 from hybrid_engine.generation.model_group import ModelGroup, describe_group, join_model_group
+from hybrid_engine.generation.probe import probe_containers
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.config import InferenceConfig, read_config
 from hybrid_engine.inference.engine import InferenceEngine
@@ -270,6 +270,12 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
             engine.reason = engine.generator.fallback_reason = str(error)
             return
     engine.generator.use_containers(model)
+    if is_in_one_place and weights.held is None and model.device.type == "cuda":
+        try:
+            engine.generator.probe_widely()
+        except UnsupportedModelError as error:
+            engine.reason = str(error)
+            engine.generator.drop_containers(engine.reason)
 
 
 def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: InferenceConfig) -> None:

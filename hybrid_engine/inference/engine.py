@@ -26,6 +26,7 @@ from hybrid_engine.generation.options import merge_options
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.prompts import check_prompts
 from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.ops import PrefillBatch
 
@@ -194,6 +195,20 @@ class InferenceEngine(nn.Module):
         if token is None:
             raise ValueError("generate(): there is no prompt and no bos_token_id to begin with; pass input_ids")
         return torch.tensor([[token]], device=self.device)
+
+    def warm_up(self, num_prompts: int | None = None, prompt_length: int | None = None, **options: Any) -> WarmUp:
+        """Probes, compiles and records before the first rollout what it would wait for; says how long it took.
+
+        Takes the rollouts' shape and the options of `generate()`, see `generation.warm_up`. Collective where processes
+        share the model. Raises ValueError for a model without `generate()`.
+        """
+        if self.generator is None:
+            raise ValueError(f"warm_up(): {type(self.module).__name__} does not generate; call forward()")
+        with holding_interrupts(), torch.inference_mode(False), torch.no_grad():
+            result = warm_up(self.generator, num_prompts, prompt_length, options)
+        if self.generator.model is None:
+            self.reason = self.generator.fallback_reason
+        return result
 
     def destroy(self) -> None:
         """Gives the KV workspace's memory back; the next `generate()` takes it again."""

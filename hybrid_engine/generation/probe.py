@@ -1,0 +1,198 @@
+"""Runs containers and the module's own forward pass over the same tokens: do they compute the same function?
+
+The narrow probe is a few tokens of one sequence, prefilled and decoded one by one; it runs whenever containers are
+built. The wide one meets what large rollouts meet: more than one split of attention's context, tiles of many rows, a
+recorded step. Containers that disagree with the module by more than rounding explains are not used.
+
+All rows of the wide probe's decode steps are places of one sequence, so that its keys and values are needed only once.
+R rows, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.generation.agreement import LogprobDifference, compare_logprobs, evaluating
+from hybrid_engine.generation.own_error import widened
+from hybrid_engine.ops import DecodeBatch, PrefillBatch, token_logprobs
+
+MAX_ROUNDING_FP32 = 1e-3
+"""Largest difference that is still rounding in fp32, where about 1e-6 is measured."""
+MAX_TIMES_OWN_ERROR = 4.0
+"""The same in 16 bits, in units of the model's own largest error, which may be another token's."""
+NUM_EXCUSED = 10
+"""In 16 bits one place of so many may be farther off where rounding alone sends a token to other experts."""
+NUM_NARROW_TOKENS = 12
+NUM_OWN_TOKENS = 64
+"""Over which the narrow probe takes the model's own error: the largest of eleven is too much of an accident."""
+NUM_WIDE_TOKENS = 320
+WIDE_ROWS = (1, 8, 64, 128)
+NUM_RECORDED_ROWS = 8
+
+LayerPass = Callable[[], Iterable[InferenceLayer]]
+"""Called once per forward pass of the containers; yields their layers in order, with weights to read."""
+
+
+@torch.no_grad()
+def probe_containers(
+    module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int = 1
+) -> LogprobDifference:
+    """The narrow probe; weights must be gathered, or `layers` gathers each as it comes.
+
+    Collective over `world_size` processes, which come to the same verdict.
+
+    Raises:
+        UnsupportedModelError: they compute different functions.
+    """
+    tokens = _tokens(model, NUM_NARROW_TOKENS)
+    num_prefilled = max(1, len(tokens) // 2)
+    passes = _Passes(model, layers, tokens, len(tokens))
+    logits = [passes.prefill(num_prefilled)]
+    logits += [passes.decode([position], is_identity=True) for position in range(num_prefilled, len(tokens) - 1)]
+    found = token_logprobs(torch.cat(logits)[: len(tokens) - 1], tokens[1:])
+    places = torch.arange(len(tokens) - 1, device=tokens.device)
+    if model.dtype != torch.float32:
+        tokens = _tokens(model, NUM_OWN_TOKENS)
+    return _judge(module, model, tokens, {"prefill and decode": (found, places)}, world_size)
+
+
+@torch.no_grad()
+def probe_widely(
+    module: nn.Module,
+    model: InferenceModel,
+    layers: LayerPass,
+    block_size: int,
+    recorder: Any = None,
+    world_size: int = 1,
+) -> LogprobDifference:
+    """The wide probe, on KV blocks of `block_size` tokens; collective and raising as the narrow one.
+
+    `recorder` records a step, as `CudaGraphs` does; None where steps are not recorded.
+    """
+    tokens = _tokens(model, NUM_WIDE_TOKENS)
+    passes = _Passes(model, layers, tokens, block_size)
+    places = torch.arange(len(tokens) - 1, device=tokens.device)
+    found = {"prefill": (token_logprobs(passes.prefill(len(tokens))[:-1], tokens[1:]), places)}
+    for num_rows in WIDE_ROWS:
+        rows = _spread(num_rows, len(tokens))
+        places = torch.tensor(rows, device=tokens.device)
+        found[f"decode of {num_rows} rows"] = token_logprobs(passes.decode(rows), tokens[places + 1]), places
+    if recorder is not None:
+        rows = _spread(NUM_RECORDED_ROWS, len(tokens))
+        places = torch.tensor(rows, device=tokens.device)
+        found["a recorded step"] = token_logprobs(passes.replay(rows, recorder), tokens[places + 1]), places
+    return _judge(module, model, tokens, found, world_size)
+
+
+def _tokens(model: InferenceModel, most: int) -> torch.Tensor:
+    limits = [limit for limit in (model.max_positions, model.trained_length) if limit is not None]
+    return (torch.arange(min([most, *limits]), device=model.device) * 7919 + 11) % model.vocab_size
+
+
+def _spread(num_rows: int, length: int) -> list[int]:
+    """Places over the whole sequence, the last one first; the last token of all has no successor."""
+    return [int(place) for place in torch.linspace(length - 2, 0, num_rows)]
+
+
+class _Passes:
+    """Forward passes of containers over one sequence, with its keys and values."""
+
+    def __init__(self, model: InferenceModel, layers: LayerPass, tokens: torch.Tensor, block_size: int):
+        self.model, self.layers, self.tokens, self.block_size = model, layers, tokens, block_size
+        num_blocks = -(-len(tokens) // block_size)
+        self.table = torch.arange(num_blocks, device=tokens.device)
+        model.prepare_positions(len(tokens))
+        self.kv = torch.zeros(model.kv_shape(num_blocks, block_size), dtype=model.dtype, device=tokens.device)
+
+    def prefill(self, length: int) -> torch.Tensor:
+        """Logits `[length, V]` after each of the first tokens."""
+        places = torch.arange(length, device=self.tokens.device)
+        batch = PrefillBatch(
+            tokens=self.tokens[:length],
+            positions=places,
+            write_blocks=places // self.block_size,
+            write_offsets=places % self.block_size,
+            lengths=(length,),
+            starts=torch.tensor([0, length], dtype=torch.int32, device=places.device),
+            wanted=places,
+            row_lengths=torch.full_like(places, length),
+        )
+        return self.model.forward(batch, self.kv, self.layers())
+
+    def decode(self, rows: list[int], is_identity: bool = False) -> torch.Tensor:
+        """Logits `[R, V]` after the tokens at `rows`, whose predecessors' keys and values are there."""
+        places = torch.tensor(rows, device=self.tokens.device)
+        batch = self._batch(self.tokens[places], places, max(rows) + 1, is_identity)
+        return self.model.forward(batch, self.kv, self.layers())
+
+    def replay(self, rows: list[int], recorder: Any) -> torch.Tensor:
+        """The same from a step that was recorded for other rows."""
+        wanted = torch.tensor(rows, device=self.tokens.device)
+        places = torch.full_like(wanted, max(rows))
+        tokens = self.tokens[places]
+        outputs: list[torch.Tensor] = []
+
+        def run() -> None:
+            batch = self._batch(tokens, places, max(rows) + 1)
+            outputs[:] = [self.model.forward(batch, self.kv, self.layers())]
+
+        run()  # compiles
+        replay = recorder.capture(run)
+        tokens.copy_(self.tokens[wanted])
+        places.copy_(wanted)
+        replay()
+        return outputs[0].clone()
+
+    def _batch(
+        self, tokens: torch.Tensor, places: torch.Tensor, context: int, is_identity: bool = False
+    ) -> DecodeBatch:
+        return DecodeBatch(
+            tokens=tokens,
+            positions=places,
+            block_tables=self.table.repeat(len(tokens), 1),
+            context=context,
+            is_identity=is_identity,
+        )
+
+
+def _judge(
+    module: nn.Module,
+    model: InferenceModel,
+    tokens: torch.Tensor,
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    world_size: int,
+) -> LogprobDifference:
+    """Compares the log-probabilities in `found`, each with its places in the sequence, with the module's."""
+    trainer = _module_logprobs(module, tokens)
+    bound, has_flips = MAX_ROUNDING_FP32, False
+    if model.dtype != torch.float32:
+        with widened(module, [layer.module for layer in model.layers]):
+            exact = _module_logprobs(module, tokens)
+        own_error = compare_logprobs(trainer, exact, torch.ones_like(trainer), world_size).max
+        bound, has_flips = bound + MAX_TIMES_OWN_ERROR * own_error, model.has_experts
+    for what, (logprobs, places) in found.items():
+        errors = (logprobs - trainer[places]).abs().sort(descending=True).values
+        excused = -(-len(errors) // NUM_EXCUSED) if has_flips and bool(errors.isfinite().all()) else 0
+        counted = errors[excused:]
+        largest = compare_logprobs(counted, torch.zeros_like(counted), torch.ones_like(counted), world_size).max
+        if not largest <= bound:
+            raise UnsupportedModelError(
+                f"containers and the model's forward disagree by {largest:.3g} in log-probability ({what}), "
+                f"more than rounding in {model.dtype} explains ({bound:.3g})"
+            )
+    everything = torch.cat([logprobs for logprobs, _ in found.values()])
+    places = torch.cat([places for _, places in found.values()])
+    return compare_logprobs(everything, trainer[places], torch.ones_like(everything), world_size)
+
+
+def _module_logprobs(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each token but the first, by one forward pass of the module."""
+    with evaluating(module):
+        logits = module(input_ids=tokens[None], use_cache=False).logits[0]
+    if logits.shape[0] != len(tokens):
+        raise UnsupportedModelError(f"the model's forward gives {logits.shape[0]} positions for {len(tokens)} tokens")
+    return token_logprobs(logits[:-1], tokens[1:])
