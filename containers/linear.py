@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hybrid_engine.containers.lasting import LastingBuffer
 from hybrid_engine.containers.policy import UnsupportedModelError
 from hybrid_engine.containers.tensor_parallel import ALONE, Ranges, TensorParallel, cut
 
@@ -156,6 +157,7 @@ class TransposedLinear:
         active_adapters(module, name)
         self.view: tuple[torch.Tensor, torch.Tensor | None]  # of the parameters
         self.pair: tuple[torch.Tensor, torch.Tensor | None]  # (weight, bias) as the ops take them: view or fused
+        self._fused_weight, self._fused_bias = LastingBuffer(), LastingBuffer()
 
     @property
     def num_inputs(self) -> int:
@@ -204,7 +206,9 @@ class TransposedLinear:
         if not adapters:
             return 0
         (weight, bias), dtype = self.view, self.view[0].dtype
-        weight = weight.float()
+        # Laid out [out, in], which products on a CPU are faster with.
+        fused = self._fused_weight.take(tuple(weight.t().shape), dtype, weight.device)
+        summed = weight.t().float()
         for adapter in adapters:
             right = self.parallel.take(adapter.right, cut(adapter.right_dim, self.rows), self.name)
             left = self.parallel.take(adapter.left, cut(adapter.left_dim, self.columns), self.name)
@@ -212,17 +216,24 @@ class TransposedLinear:
             self.parallel.wait()
             right = right if adapter.right_dim == 0 else right.t()
             left = left if adapter.left_dim == 1 else left.t()
-            # Laid out [out, in], which products on a CPU are faster with.
-            weight = torch.addmm(weight.t(), left.float().t(), right.float().t(), alpha=adapter.scale).t()
+            is_result = adapter is adapters[-1] and dtype == torch.float32
+            summed = torch.addmm(
+                summed, left.float().t(), right.float().t(), alpha=adapter.scale, out=fused if is_result else None
+            )
             if offset is not None:
                 bias = adapter.scale * offset if bias is None else bias + adapter.scale * offset
-        weight = weight.to(dtype)
-        self.pair = (weight, bias if bias is None else bias.to(dtype))
-        return weight.nbytes
+        if summed is not fused:
+            fused.copy_(summed)
+        if bias is not None and bias is not self.view[1]:
+            bias = self._fused_bias.take(tuple(bias.shape), dtype, bias.device).copy_(bias)
+        self.pair = (fused.t(), bias)
+        return fused.nbytes
 
     def unfuse_lora(self) -> None:
-        """Back to the parameters, which fusing has not touched; the buffer is freed."""
+        """Back to the parameters, which fusing has not touched; the buffer's memory is freed."""
         self.pair = self.view
+        self._fused_weight.release()
+        self._fused_bias.release()
 
     @property
     def is_fused(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.containers.expert_list import ExpertList
+from hybrid_engine.containers.lasting import LastingBuffer
 from hybrid_engine.containers.linear import LoraAdapter, TransposedLinear, active_adapters, is_linear
 from hybrid_engine.containers.moe_policy import MoEPolicy
 from hybrid_engine.containers.policy import UnsupportedModelError
@@ -79,6 +80,7 @@ class ParameterView:
             active_adapters(wrapper, self.name)
         self.view: torch.Tensor  # of the parameter
         self.tensor: torch.Tensor  # as the ops take it: view or fused
+        self._fused = LastingBuffer()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -112,7 +114,7 @@ class ParameterView:
         ]
         if not updates:
             return 0
-        fused = torch.empty(self.view.shape, dtype=self.view.dtype, device=self.view.device)
+        fused = self._fused.take(tuple(self.view.shape), self.view.dtype, self.view.device)
         stacked, view = (fused, self.view) if self.view.dim() == 3 else (fused[None], self.view[None])
         for expert in range(len(view)):  # one at a time: all of them in fp32 would be twice the layer again
             weight = view[expert].float()
@@ -130,8 +132,9 @@ class ParameterView:
         return (part, right) if self.part.dim == 1 else (left, part)
 
     def unfuse_lora(self) -> None:
-        """Back to the parameter, which fusing has not touched; the buffer is freed."""
+        """Back to the parameter, which fusing has not touched; the buffer's memory is freed."""
         self.tensor = self.view
+        self._fused.release()
 
 
 class SharedExpert:

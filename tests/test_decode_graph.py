@@ -123,26 +123,53 @@ def test_a_graph_is_recorded_again_only_when_an_address_changed():
 
 
 def test_fused_adapters_are_what_replayed_steps_read():
-    def adapted():
-        torch.manual_seed(3)
-        model = get_peft_model(build_model(), LoraConfig(r=3, target_modules="all-linear"))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.3)
-        return model
-
-    engine, plain = build(model=adapted()), build(model=adapted(), is_recorded=False, lag=0)
+    engine, plain = build(model=adapted_model()), build(model=adapted_model(), is_recorded=False, lag=0)
     for _ in range(2):
         assert_equal(rollout(engine), rollout(plain))
         train_step(engine)
         train_step(plain)
 
 
-def test_release_inference_cache_drops_the_graphs_with_the_workspace():
-    engine = build(release_inference_cache=True)
-    first = rollout(engine)
-    assert engine.generator.native.steps.num_kept == 0
-    assert_equal(first, rollout(engine))
+def captures(engine):
+    """Steps that the last rollout recorded."""
+    return engine.generator.native.steps.stats.captures
+
+
+def adapted_model():
+    torch.manual_seed(3)
+    model = get_peft_model(build_model(), LoraConfig(r=3, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("is_released", [False, True], ids=["kept", "released"])
+@pytest.mark.parametrize("make_model", [build_model, adapted_model], ids=["plain", "lora"])
+def test_from_the_third_rollout_on_nothing_is_recorded(make_model, is_released):
+    engine = build(model=make_model(), release_inference_cache=is_released)
+    plain = build(model=make_model(), is_recorded=False, lag=0)
+    taken = []  # what training takes in the mean time, of the sizes that a rollout gave back
+    for index in range(4):
+        assert_equal(rollout(engine, seed=index), rollout(plain, seed=index))
+        assert captures(engine) == 0 or index < 2
+        train_step(engine)
+        train_step(plain)
+        taken += [torch.full((n,), torch.nan) for n in (1024, 4096, 12288, 49152)]
+    assert (engine.generator.workspace.allocated_bytes == 0) == is_released
+
+
+def test_few_kinds_of_rollout_are_kept_and_an_older_one_is_recorded_anew():
+    engine = build()
+    for temperature in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5):
+        rollout(engine, temperature=temperature)
+    assert engine.generator.native.steps.num_kept == 4
+    rollout(engine, temperature=1.2)
+    assert captures(engine) == 0
+    for temperature in (0.5, 0.6, 0.7, 0.8):  # rollouts of one token record nothing and push out all that did
+        rollout(engine, temperature=temperature, max_new_tokens=1)
+    rollout(engine, temperature=1.2)
+    assert captures(engine) > 0
 
 
 def test_graphs_are_switched_off_by_the_config():
@@ -153,7 +180,10 @@ def test_graphs_are_switched_off_by_the_config():
 
 
 def test_batches_are_padded_to_the_buckets():
-    assert [batch_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 255, 256)] == [1, 2, 4, 4, 8, 8, 16, 24, 256, 256]
+    assert [batch_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 129, 256)] == [1, 2, 4, 4, 8, 8, 16, 24, 192, 256]
+    buckets = [batch_bucket(n) for n in range(1, 257)]
+    assert len(set(buckets)) == 13
+    assert all(n <= bucket < 2 * n and (n <= 16 or bucket <= 1.5 * n) for n, bucket in enumerate(buckets, 1))
     assert [context_bucket(n, 4000) for n in (1, 512, 513, 1025, 3000)] == [512, 512, 1024, 2048, 4000]
 
 

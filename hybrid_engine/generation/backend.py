@@ -119,14 +119,11 @@ class NativeBackend:
         )
 
     def _give_back_workspace(self, error_type: type | None, *_: object) -> None:
-        """After an error the storage always goes: it may hold numbers that are not finite."""
+        """After an error the memory always goes: it may hold numbers that are not finite."""
+        if error_type is not None:
+            self.steps.drop()  # a step that was interrupted may not know what its tables hold
         if self.config.release_inference_cache or error_type is not None:
-            self.release_workspace()
-
-    def release_workspace(self) -> None:
-        """Frees the workspace's storage, and the recorded steps that read it."""
-        self.steps.drop()
-        self.workspace.release()
+            self.workspace.release()
 
     def layers(self) -> Iterable[InferenceLayer]:
         """One pass over the layers."""

@@ -302,9 +302,7 @@ class Generator:
             self.release_workspace()
 
     def release_workspace(self) -> None:
-        """Frees the KV workspace's storage, and the recorded steps that read it."""
-        if self.native is not None:
-            self.native.release_workspace()
+        """Frees the KV workspace's memory; recorded steps that read it wait for it to come back to its address."""
         self.workspace.release()
 
     def _plan(self, request: Request, shares: list[Share]) -> Plan | None:

@@ -1,4 +1,4 @@
-"""The decode steps of an engine, kept with their graphs from rollout to rollout while every address stays."""
+"""The decode steps of an engine, kept with their graphs for later rollouts that read the same addresses."""
 
 from typing import Any
 
@@ -9,6 +9,10 @@ from hybrid_engine.generation.decode import DecodeStep, SlotTables
 from hybrid_engine.generation.graph import CaptureStats, StepGraphs, batch_bucket
 from hybrid_engine.generation.rollout import Plan
 from hybrid_engine.ops import SampleOp
+
+# Kinds of rollout (sampling options, slots, workspace, addresses) whose steps are kept: training, evaluation and a
+# change of each. A step's graphs keep the memory of its intermediate results.
+MAX_KEPT = 4
 
 
 class DecodeSteps:
@@ -22,27 +26,35 @@ class DecodeSteps:
     def __init__(self, model: InferenceModel, max_tokens: int, recorder: Any):
         self.model, self.max_tokens, self.recorder = model, max_tokens, recorder
         self.stats = CaptureStats()
-        self._kept: dict[tuple, DecodeStep] = {}
-        self._addresses: tuple[int, ...] = ()
+        self._kept: dict[tuple, DecodeStep] = {}  # the last used one at the end
 
     def for_rollout(self, plan: Plan, kv: torch.Tensor, is_streamed: bool) -> DecodeStep:
         """The step of `plan` on the workspace `kv`; weights must be bound as the rollout will read them."""
         self.stats = CaptureStats()
         if self.recorder is None or is_streamed:
             return self._build(plan, kv, plan.max_running, plan.num_columns, None)
-        addresses = (kv.data_ptr(), *self.model.addresses())
-        if addresses != self._addresses:
-            self.drop()
-            self._addresses = addresses
         num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
-        key = (plan.options.sampling, num_slots, num_columns, tuple(kv.shape))
-        if key not in self._kept:
-            graphs = StepGraphs(self.recorder)
-            self._kept[key] = self._build(plan, kv, num_slots, num_columns, graphs)
-        step = self._kept[key]
+        addresses = (kv.data_ptr(), *self.model.addresses())
+        key = (plan.options.sampling, num_slots, num_columns, tuple(kv.shape), addresses)
+        step = self._kept.pop(key, None)
+        if step is None:
+            step = self._build(plan, kv, num_slots, num_columns, StepGraphs(self.recorder))
+        self._keep(key, step)
         assert step.graphs is not None
         step.graphs.stats = self.stats
         return step
+
+    def _keep(self, key: tuple, step: DecodeStep) -> None:
+        had_graphs = self._has_graphs
+        while len(self._kept) >= MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[key] = step
+        if had_graphs and not self._has_graphs:
+            self.recorder.renew()
+
+    @property
+    def _has_graphs(self) -> bool:
+        return any(step.graphs is not None and step.graphs.num_recorded for step in self._kept.values())
 
     @property
     def num_kept(self) -> int:
