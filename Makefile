@@ -14,7 +14,12 @@ VERSION_TESTS := tests/test_every_optimizer.py tests/test_zero_training.py tests
   tests/test_checkpoint.py tests/test_generate_distributed.py
 ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
 
-.PHONY: help demo test attack check lint types wheel versions clean
+# Everything there is to learn from a GPU, or with DEVICE=cpu its rehearsal; needs no .venv and no network.
+DEVICE ?= cuda
+RESULTS ?= $(if $(filter cpu,$(DEVICE)),runs/gpu-rehearsal,benchmarks/results/gpu)
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.PHONY: help demo test attack check lint types wheel versions clean gpu
 .DELETE_ON_ERROR:
 
 help:
@@ -24,6 +29,8 @@ help:
 	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
 	@echo 'make versions   run the tests of sharding with other releases of torch, each in an environment of its own:'
 	@echo '             VERSIONS="$(VERSIONS)"; 6 GB each'
+	@echo 'make gpu     everything there is to learn from a GPU, part by part, into $(RESULTS); one: make gpu-smoke;'
+	@echo '             the rehearsal without one: make gpu DEVICE=cpu'
 	@echo 'make clean   remove .venv and everything built; runs/ stays'
 	@echo 'PYTHON=...   the interpreter to build .venv with (now $(PYTHON)), Python 3.10 or newer'
 
@@ -37,6 +44,12 @@ test: $(INSTALLED)
 # Kills, Ctrl-C, bad input and leaks at length; writes docs/robustness.md and fails where one of them does harm.
 attack: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.attack.write_page
+
+gpu:
+	$(GPU_PYTHON) benchmarks/gpu_day.py --device $(DEVICE) --results $(RESULTS)
+
+gpu-%: FORCE
+	$(GPU_PYTHON) benchmarks/gpu_day.py $* --device $(DEVICE) --results $(RESULTS)
 
 check: lint types wheel
 

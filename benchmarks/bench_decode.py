@@ -18,6 +18,7 @@ prompts and new tokens, prefill included on both sides; `--profile` prints where
 import argparse
 import gc
 import statistics
+import sys
 from functools import partial
 
 import torch
@@ -198,12 +199,17 @@ def verdict(goal: Goal, row: dict) -> str:
     )
 
 
-def main() -> None:
-    """Measures, prints, writes."""
+def is_of(case: Goal, row: dict) -> bool:
+    """Whether a row was measured for a case."""
+    return (row["shape"], row["batch"], row["context"]) == (case.shape, case.batch, case.prompt_tokens)
+
+
+def main() -> int:
+    """Measures, prints, writes; 1 when a case could not be measured."""
     args = parse_arguments()
     ceilings = measure_ceilings(args.device, DTYPES[args.dtype], args.small)
     print(f"ceilings: {ceilings.bytes_per_second / 1e9:.1f} GB/s, {ceilings.flops_per_second / 1e12:.2f} TFLOP/s")
-    todo, rows = cases(args), []
+    todo, rows, failed = cases(args), [], []
     for name in dict.fromkeys(case.shape for case in todo):
         ours = [case for case in todo if case.shape == name]
         longest = max(case.prompt_tokens + case.new_tokens for case in ours)
@@ -211,18 +217,31 @@ def main() -> None:
         own_generate = model.generate
         engine = build_engine(model, args.dtype, longest)
         for case in ours:
-            rows.append(measure(model, engine, own_generate, case, ceilings, args))
+            try:
+                rows.append(measure(model, engine, own_generate, case, ceilings, args))
+            except Exception as error:  # the next case may well run
+                failed.append(f"{case.shape} at batch {case.batch}")
+                print(f"{failed[-1]} FAILED: {type(error).__name__}: {error}", flush=True)
+                continue
             print(rows[-1], verdict(case, rows[-1]), flush=True)
+            # At once, and not when all is done: what has been measured stays, whatever the next case does.
+            append_rows(args.csv, [rows[-1] | environment(args.device)])
         del model, own_generate, engine
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    table = Table(*(column.replace("_", " ") for column in rows[0]))
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=200).print(table)
-    append_rows(args.csv, [row | environment(args.device) for row in rows])
+    if rows:
+        table = Table(*(column.replace("_", " ") for column in rows[0]))
+        for row in rows:
+            table.add_row(*map(str, row.values()))
+        Console(width=200).print(table)
+    judged = [(case, row) for case in todo for row in rows if is_of(case, row)]
+    for case, row in judged:
+        if told := verdict(case, row):
+            print(f"{case.shape} at batch {case.batch}: {told}")
+    print(f"{len(rows)} cases measured" + (f"; FAILED: {', '.join(failed)}" if failed else ""))
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

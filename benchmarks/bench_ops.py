@@ -14,6 +14,7 @@ cache; ways that read the device on the host cannot be recorded and are timed wi
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -411,8 +412,8 @@ def measure(case: Case, args: argparse.Namespace, ceilings: Ceilings) -> dict:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Measures, prints, writes."""
+def main() -> int:
+    """Measures, prints, writes; 1 when an op could not be measured."""
     parser = run_options(__doc__, repeats=11)
     is_cuda = torch.cuda.is_available()
     parser.add_argument("--only", default="", help="ops whose name contains this")
@@ -423,17 +424,29 @@ def main() -> None:
     torch.manual_seed(0)
     builders = (linear_cases, attention_cases, small_cases)
     cases = [case for build in builders for case in build(dtype, args.device, is_small) if args.only in case.name]
-    rows = []
+    rows, failed = [], []
     for case in cases:
-        rows.append(measure(case, args, ceilings))
+        try:
+            rows.append(measure(case, args, ceilings))
+        except Exception as error:  # the next op may well run
+            failed.append(case.name)
+            print(f"{case.name} FAILED: {type(error).__name__}: {error}", flush=True)
+            continue
         print(rows[-1], flush=True)
+        # At once, and not when all is done: what has been measured stays, whatever the next op does.
+        append_rows(args.csv, [rows[-1] | environment(args.device)])
+    if not rows:
+        return 1
     table = Table(*(column.replace("_", " ") for column in rows[0]))
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console(width=160).print(table)
     print(f"ceilings: {ceilings.bytes_per_second / 1e9:.1f} GB/s, {ceilings.flops_per_second / 1e12:.2f} TFLOP/s")
-    append_rows(args.csv, [row | environment(args.device) for row in rows])
+    faster = sum(row["times_best_torch"] > 1 for row in rows)
+    told = f"; FAILED: {', '.join(failed)}" if failed else ""
+    print(f"{len(rows)} ops measured, {faster} faster than PyTorch's best way{told}")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -165,6 +165,7 @@ def parse_arguments() -> tuple[argparse.Namespace, Shape]:
     )
     parser.add_argument("--mean-share", type=float, default=1 / 3, help="mean length over new tokens (default 1/3)")
     parser.add_argument("--max-running", type=int, default=0, help="our rows at once (default 0: the engine's choice)")
+    parser.add_argument("--without-generate-batch", action="store_true", help="leave generate_batch() out")
     parser.add_argument("--cb-page-size", type=int, default=32, help="generate_batch() on the CPU: tokens per KV page")
     parser.add_argument("--cb-max-requests", type=int, default=32, help="generate_batch() on the CPU: rows at once")
     parser.add_argument("--cb-max-batch-tokens", type=int, default=256, help="generate_batch() on the CPU: per pass")
@@ -174,11 +175,9 @@ def parse_arguments() -> tuple[argparse.Namespace, Shape]:
 
 def build_engines(model: LlamaForCausalLM, args: argparse.Namespace) -> list[RolloutEngine]:
     """The rivals first: building our engine puts its own `generate()` on the model."""
-    return [
-        ModuleRollout(model.generate),
-        ContinuousBatchingRollout(model, args.cb_page_size, args.cb_max_requests, args.cb_max_batch_tokens),
-        HybridEngineRollout(model, args.max_running),
-    ]
+    batching = ContinuousBatchingRollout(model, args.cb_page_size, args.cb_max_requests, args.cb_max_batch_tokens)
+    rivals: list[RolloutEngine] = [ModuleRollout(model.generate), *([] if args.without_generate_batch else [batching])]
+    return [*rivals, HybridEngineRollout(model, args.max_running)]
 
 
 def measure_cases(
@@ -197,7 +196,10 @@ def measure_cases(
         measured = measure_case(engines, case, args.repeats, model, probabilities, args.device)
         results[case.name] = measured
         able = [name for name in measured if measured[name].error is None]
-        ratios = ", ".join(f"{name} {ratio_to_baseline(measured, name):.2f}x" for name in able)
+        ratios = ", ".join(
+            f"{name} {measured[name].tokens_per_second.p50:,.0f} tokens/s, {ratio_to_baseline(measured, name):.2f}x"
+            for name in able
+        )
         print(f"{case.name}: {ratios}", file=sys.stderr, flush=True)
     return results, Ceilings(
         max(one.bytes_per_second for one in ceilings), max(one.flops_per_second for one in ceilings)

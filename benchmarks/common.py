@@ -234,6 +234,9 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
+    """What git says, unless BENCHMARK_COMMIT does: a copy of the files alone has no history to ask."""
+    if os.environ.get("BENCHMARK_COMMIT"):
+        return os.environ["BENCHMARK_COMMIT"]
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     found = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"

@@ -26,6 +26,8 @@ if HAS_GPU:
     # This process has seen its GPU; those that tests start see none and run on the CPU.
     torch.cuda.init()
     torch.cuda.device_count()
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        os.environ["TESTS_VISIBLE_GPUS"] = os.environ["CUDA_VISIBLE_DEVICES"]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 else:
     os.environ.setdefault("TRITON_INTERPRET", "1")

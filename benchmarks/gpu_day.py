@@ -1,0 +1,318 @@
+"""Everything there is to learn from a GPU, in one command, the most important first.
+
+    make gpu                                # all parts; results in benchmarks/results/gpu/
+    make gpu-smoke                          # one of them; `make gpu-smoke gpu-tests` two
+    make gpu DEVICE=cpu RESULTS=/tmp/gpu    # the rehearsal: the same parts on small shapes
+    python benchmarks/gpu_day.py smoke ops --results /tmp/gpu
+
+Each part is a process of its own with a time limit, so that one that crashes or hangs spoils no other. A part leaves
+`<part>.log`, what it measured in `<part>.csv`, and `<part>.json`: how it ended, on which device, with which versions
+of what, at which commit. `summary.md` is written anew from all the `.json` files that lie in the folder.
+
+It needs a Python with torch, transformers, triton and pip, and no network: the package is installed for the parts
+alone, into a temporary folder, without its dependencies. What is missing is named before anything runs; a part that
+lacks something is skipped and says what. This file itself imports nothing but the standard library.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 480
+"""What a part may take."""
+NEEDED = ("torch", "transformers", "triton", "pip", "setuptools")
+"""Without these there is nothing to run."""
+KILLED = 124
+SHOWN_LINES = 40
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process: what it answers, its command on a GPU and in the rehearsal, and the packages it cannot do without.
+
+    In a command `{csv}` stands for the file that its rows go to.
+    """
+
+    name: str
+    question: str
+    on_gpu: tuple[str, ...]
+    rehearsal: tuple[str, ...]
+    needs: tuple[str, ...] = ()
+    seconds: int = SECONDS
+
+
+# `python -m pytest` would put this folder first on the path, where a part of the package lies that is not installed.
+PYTEST = "import sys; sys.path.pop(0); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+TESTS = ("-c", PYTEST, "-v", "-p", "no:cacheprovider", "-rs")
+# By name: collecting all files would import what only the recipes need.
+TEST_FILES = tuple(
+    str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "tests").glob("test_*.py"))
+    if re.search(r"mark\.(multi)?gpu", path.read_text())
+)
+TABLES = ("rich",)
+ROLLOUT = ("benchmarks/bench_rollout.py", "--dtype", "bfloat16", "--repeats", "3", "--csv", "{csv}")
+# A Llama of 1.0 billion parameters.
+ROLLOUT_SHAPE = (
+    "--hidden", "2048", "--layers", "16", "--heads", "16", "--kv-heads", "8", "--intermediate", "8192", "--vocab",
+    "32768", "--prompts", "64", "--prompt-tokens", "256", "--new-tokens", "256",
+)  # fmt: skip
+
+PARTS = (
+    Part(
+        "smoke", "does it work: kernels, a recorded step, a cycle of training and rollouts, LoRA, offload",
+        ("benchmarks/gpu_smoke.py",), ("benchmarks/gpu_smoke.py",), TABLES, seconds=240,
+    ),
+    Part(
+        "tests", "parity of families in bf16, graphs across training steps, flat memory; several GPUs where there are",
+        (*TESTS, "-m", "gpu or multigpu", *TEST_FILES), (*TESTS, "-m", "gpu or multigpu", *TEST_FILES), ("pytest",),
+    ),
+    Part(
+        "ops", "is each kernel faster than PyTorch's best way",
+        ("benchmarks/bench_ops.py", "--csv", "{csv}"), ("benchmarks/bench_ops.py", "--small", "--csv", "{csv}"), TABLES,
+    ),
+    Part(
+        "decode", "are the goals of a decode step met",
+        ("benchmarks/bench_decode.py", "--goals", "--repeats", "3", "--csv", "{csv}"),
+        ("benchmarks/bench_decode.py", "--small", "--csv", "{csv}"), TABLES,
+    ),
+    Part(
+        "rollout", "how much faster than transformers is a rollout",
+        (*ROLLOUT, *ROLLOUT_SHAPE, "--without-generate-batch"), (*ROLLOUT, "--small", "--without-generate-batch"),
+        TABLES,
+    ),
+    Part(
+        "ppo", "how much faster than transformers is a step of PPO",
+        ("benchmarks/bench_ppo_step.py", "--csv", "{csv}"),
+        ("benchmarks/bench_ppo_step.py", "--small", "--csv", "{csv}"), TABLES,
+    ),
+    Part(
+        "profile", "where does the time of a decode step go",
+        ("benchmarks/profile_decode.py", "--csv", "{csv}"),
+        ("benchmarks/profile_decode.py", "--small", "--csv", "{csv}"),
+    ),
+    # A part of its own: its threads are transformers' own, and may hang.
+    Part(
+        "batching", "and than transformers' continuous batching",
+        (*ROLLOUT, *ROLLOUT_SHAPE, "--only", "long tail"), (*ROLLOUT, "--small", "--only", "long tail"), TABLES,
+    ),
+    Part(
+        "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
+        (*TESTS, *(f"tests/test_kernels_{name}.py" for name in
+                   ("softmax_context", "gemm", "sample", "moe", "block_copy", "model"))),
+        (*TESTS, "tests/test_kernels_block_copy.py"), ("pytest",),
+    ),
+)  # fmt: skip
+
+# Prints what a record says of this machine, as the parts will find it.
+PROBE = """
+import importlib.metadata, importlib.util, json, platform, sys
+packages = sys.argv[1].split(",")
+found = {"python": platform.python_version(), "missing": [p for p in packages if not importlib.util.find_spec(p)]}
+for name in ("torch", "triton", "transformers", "peft"):
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = None
+if "torch" not in found["missing"]:
+    import torch
+    found["torch"], found["cuda"] = torch.__version__, torch.version.cuda
+    found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found["capability"] = torch.cuda.get_device_capability() if found["devices"] else None
+    found["arches"] = torch.cuda.get_arch_list()
+print(json.dumps(found))
+"""
+
+
+def main() -> int:
+    """Runs the parts that were asked for; 0 when each passed, or was skipped for a reason."""
+    args = read_arguments()
+    environment = build_environment(args.device)
+    machine = probe(environment)
+    refuse_where_nothing_can_run(machine, args.device)
+    machine |= {"commit": find_commit(), "device": describe_device(machine, args.device)}
+    args.results.mkdir(parents=True, exist_ok=True)
+    print(f"{machine['device']}; Python {machine['python']}, torch {machine['torch']}, triton {machine['triton']}, "
+          f"transformers {machine['transformers']}; commit {machine['commit']}", flush=True)  # fmt: skip
+    with tempfile.TemporaryDirectory() as site:
+        install(site, environment)
+        environment |= {"PYTHONPATH": site, "BENCHMARK_COMMIT": machine["commit"]}
+        chosen = [part for part in PARTS if not args.parts or part.name in args.parts]
+        records = [run(part, args, machine, environment) for part in chosen]
+    write_summary(args.results)
+    print(f"\n{table(records)}\n\nin {args.results}")
+    return int(any(record["status"] not in ("passed", "skipped") for record in records))
+
+
+def read_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"default: all; {', '.join(p.name for p in PARTS)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal on small shapes")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "gpu", help="a folder")
+    parser.add_argument("--seconds", type=int, help="the limit of each part (default: its own, at most 480)")
+    args = parser.parse_args()
+    unknown = [name for name in args.parts if name not in {part.name for part in PARTS}]
+    if unknown:
+        parser.error(f"no part is named {', '.join(unknown)}; there are {', '.join(part.name for part in PARTS)}")
+    args.results = args.results.resolve()
+    return args
+
+
+def build_environment(device: str) -> dict[str, str]:
+    """This process's, without a network and, in the rehearsal, without a GPU."""
+    settings = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+                "TRANSFORMERS_VERBOSITY": "error", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
+    if device == "cpu":
+        # One thread: what the parts do is tiny, and others may want the CPUs too.
+        settings |= {"CUDA_VISIBLE_DEVICES": "", "REHEARSE_WITHOUT_GPU": "1", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **settings}
+
+
+def probe(environment: dict[str, str]) -> dict:
+    """Versions, devices, and which of the packages that any part needs are missing."""
+    packages = sorted({*NEEDED, *(name for part in PARTS for name in part.needs)})
+    command = [sys.executable, "-c", PROBE, ",".join(packages)]
+    found = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=300)
+    if found.returncode != 0:
+        sys.exit("gpu_day.py: torch cannot be imported here; see above")
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def refuse_where_nothing_can_run(machine: dict, device: str) -> None:
+    """Ends the program with what is missing."""
+    missing = [name for name in NEEDED if name in machine["missing"]]
+    if missing:
+        sys.exit(f"gpu_day.py: {', '.join(missing)} missing from {sys.executable}; nothing can run without")
+    if device == "cuda" and not machine["devices"]:
+        sys.exit("gpu_day.py: torch finds no CUDA device here; --device cpu (make gpu DEVICE=cpu) rehearses without")
+    for part in PARTS:
+        lacks = [name for name in part.needs if name in machine["missing"]]
+        if lacks:
+            print(f"{part.name} will be skipped: {', '.join(lacks)} not installed")
+
+
+def describe_device(machine: dict, device: str) -> str:
+    """As records and the summary name it."""
+    if device == "cpu":
+        return f"CPU, {os.cpu_count()} of them (rehearsal)"
+    names = machine["devices"]
+    return f"{len(names)} x {names[0]}, CUDA {machine['cuda']}"
+
+
+def find_commit() -> str:
+    """What git says of this folder; where it has no history, what BENCHMARK_COMMIT says."""
+    if os.environ.get("BENCHMARK_COMMIT"):
+        return os.environ["BENCHMARK_COMMIT"]
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+    except FileNotFoundError:
+        return "unknown"
+
+
+def install(site: str, environment: dict[str, str]) -> None:
+    """Puts the package into the folder `site`; from a copy, so that nothing is left beside the sources."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source"
+        source.mkdir()
+        for name in ("hybrid_engine", "ops", "containers", "recipes"):
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("setup.py", "pyproject.toml", "README.md"):
+            shutil.copy(ROOT / name, source)
+        options = ["--no-deps", "--no-build-isolation", "--no-compile", "--no-index", "--quiet", "--target", site]
+        command = [sys.executable, "-m", "pip", "install", *options, str(source)]
+        if subprocess.run(command, env=environment, cwd=folder, timeout=300).returncode != 0:
+            sys.exit("gpu_day.py: the package could not be installed; see above")
+
+
+def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[str, str]) -> dict:
+    """Runs a part to its end or its limit; returns the record, which is also written."""
+    seconds = min(part.seconds, args.seconds or part.seconds)
+    command = part.on_gpu if args.device == "cuda" else part.rehearsal
+    files = {kind: args.results / f"{part.name}.{kind}" for kind in ("log", "csv", "json")}
+    for path in files.values():
+        path.unlink(missing_ok=True)
+    command = [sys.executable, *(word.replace("{csv}", str(files["csv"])) for word in command)]
+    record = {
+        "part": part.name, "question": part.question, "status": "started", "seconds": 0.0, "limit_seconds": seconds,
+        "result": "", "command": " ".join(command[1:]).replace(PYTEST, "pytest"),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **machine,
+    }  # fmt: skip
+    lacks = [name for name in part.needs if name in machine["missing"]]
+    if lacks:
+        record |= {"status": "skipped", "result": f"{', '.join(lacks)} not installed"}
+    else:
+        write_record(files["json"], record)  # what is left if everything is ended from outside
+        print(f"\n=== {part.name}: {part.question}? at most {seconds} s", flush=True)
+        start = time.monotonic()
+        code = run_to_limit(command, files["log"], seconds, environment)
+        status = "timed out" if code == KILLED else "passed" if code == 0 else "failed"
+        lines = files["log"].read_text(errors="replace").splitlines()
+        print("\n".join(lines[-SHOWN_LINES:]))
+        record |= {"status": status, "seconds": round(time.monotonic() - start, 1), "result": last_words(lines)}
+        print(f"=== {part.name} {status} after {record['seconds']} s", flush=True)
+    write_record(files["json"], record)
+    return record
+
+
+def run_to_limit(command: list[str], log: Path, seconds: int, environment: dict[str, str]) -> int:
+    """The exit status, KILLED at the limit; whatever the process started ends with it."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return KILLED
+        finally:
+            with suppress(ProcessLookupError):  # all have ended by themselves
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def last_words(lines: list[str]) -> str:
+    """The last line that says something, short enough for a table."""
+    told = [line.strip() for line in lines if line.strip()]
+    return told[-1].replace("|", "/")[:160] if told else ""
+
+
+def write_record(path: Path, record: dict) -> None:
+    """As JSON."""
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write_summary(folder: Path) -> None:
+    """`summary.md`, from all records in the folder, also those of other days and devices."""
+    found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    order = [part.name for part in PARTS]
+    records = sorted((r for r in found if r.get("part") in order), key=lambda r: order.index(r["part"]))
+    places = sorted({f"{r['device']}; Python {r['python']}, torch {r['torch']}, triton {r['triton']}, transformers "
+                     f"{r['transformers']}, peft {r['peft']}; commit {r['commit']}" for r in records})  # fmt: skip
+    lines = ["# What ran", "", *(f"- {place}" for place in places), "", table(records), ""]
+    (folder / "summary.md").write_text("\n".join(lines))
+
+
+def table(records: list[dict]) -> str:
+    """In markdown."""
+    lines = ["| part | status | seconds | its last words |", "|---|---|---|---|"]
+    lines += [f"| {r['part']} | {r['status']} | {r['seconds']:.0f} | {r['result']} |" for r in records]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The driver of `make gpu`: a part that hangs or fails spoils no other, and what is missing is said first."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SPEC = importlib.util.spec_from_file_location("gpu_day", ROOT / "benchmarks" / "gpu_day.py")
+gpu_day = sys.modules["gpu_day"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(gpu_day)
+
+MACHINE = {
+    "missing": [], "devices": ["H100"], "device": "1 x H100", "python": "3.12", "torch": "2.11", "triton": "3.6",
+    "transformers": "5.17", "peft": None, "commit": "abc",
+}  # fmt: skip
+
+
+def part(name, source, needs=(), seconds=60):
+    return gpu_day.Part(name, "does it", ("-c", source), ("-c", source), needs, seconds)
+
+
+def run(one, folder, machine=MACHINE):
+    args = argparse.Namespace(device="cuda", results=folder, seconds=None)
+    return gpu_day.run(one, args, machine, gpu_day.build_environment("cuda"))
+
+
+def test_a_part_that_hangs_crashes_or_lacks_a_package_is_told_and_the_next_one_runs(tmp_path, monkeypatch):
+    # The grandchild holds the log open, as compilers and ranks do: it must end with the part.
+    hang = "import subprocess, sys, time; print('begun', flush=True); subprocess.run(['sleep', '60'])"
+    parts = [
+        part("hangs", hang, seconds=2),
+        part("dies", "import os; print('last words'); os.abort()"),
+        part("lacks", "print('never')", needs=("rich",)),
+        part("works", "import os; print('rows', os.path.exists(r'{csv}'))"),
+    ]
+    monkeypatch.setattr(gpu_day, "PARTS", parts)
+    statuses = [run(one, tmp_path, MACHINE | {"missing": ["rich"]}) for one in parts]
+    assert [record["status"] for record in statuses] == ["timed out", "failed", "skipped", "passed"]
+    assert statuses[0]["seconds"] < 30
+    assert [record["result"] for record in statuses] == ["begun", "last words", "rich not installed", "rows False"]
+    gpu_day.write_summary(tmp_path)
+    summary = (tmp_path / "summary.md").read_text()
+    assert "1 x H100; Python 3.12, torch 2.11" in summary and "commit abc" in summary
+    assert [line.split(" | ")[:2] for line in summary.splitlines()[-4:]] == [
+        ["| hangs", "timed out"], ["| dies", "failed"], ["| lacks", "skipped"], ["| works", "passed"],
+    ]  # fmt: skip
+    record = json.loads((tmp_path / "works.json").read_text())
+    assert record["torch"] == "2.11" and record["limit_seconds"] == 60
+
+
+def test_nothing_runs_without_torch_or_without_a_gpu_unless_it_is_a_rehearsal():
+    with pytest.raises(SystemExit, match=r"torch, triton missing from .*; nothing can run without"):
+        gpu_day.refuse_where_nothing_can_run(MACHINE | {"missing": ["torch", "triton"]}, "cpu")
+    with pytest.raises(SystemExit, match="torch finds no CUDA device here"):
+        gpu_day.refuse_where_nothing_can_run(MACHINE | {"devices": []}, "cuda")
+    gpu_day.refuse_where_nothing_can_run(MACHINE | {"devices": []}, "cpu")
+
+
+def test_every_part_has_a_script_that_is_there_and_all_gpu_tests_are_in_one():
+    for one in gpu_day.PARTS:
+        files = [word for word in (*one.on_gpu, *one.rehearsal) if word.endswith(".py")]
+        assert files and all((ROOT / file).exists() for file in files), one.name
+        assert one.seconds <= 480
+    assert {"tests/test_gpu.py", "tests/test_multigpu.py", "tests/test_decode_graph.py"} <= set(gpu_day.TEST_FILES)
