@@ -28,6 +28,7 @@ from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.checks import check_flag, check_integer, check_path
 from hybrid_engine.distributed.dataloader import build_training_dataloader
 from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
+from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import (
     broadcast_module,
     check_same_architecture,
@@ -141,6 +142,7 @@ class ZeroEngine(Uncopied):
         with self.sharding.as_shards(), keeping_attributes(self.module):
             return super()._apply(fn, recurse)
 
+    @naming_who_left("forward()")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward.
 
@@ -165,6 +167,7 @@ class ZeroEngine(Uncopied):
         self.backward_hooks.watch(output)
         return output
 
+    @naming_who_left("backward()")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Adds the gradients of `loss / gradient_accumulation_steps` to those of this step; returns that quotient.
 
@@ -217,6 +220,7 @@ class ZeroEngine(Uncopied):
         _check_loss("scale()", loss)
         return self.backward_hooks.scale(loss)
 
+    @naming_who_left("step()")
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Ends a micro-batch; at the accumulation boundary the optimizer and the scheduler step.
 
@@ -348,6 +352,7 @@ class ZeroEngine(Uncopied):
         self.accumulation.set_batch_sizes(micro_batch_size, num_micro_batches)
         self.observer.throughput.batch_size = self.config.train_batch_size
 
+    @naming_who_left("save_checkpoint()")
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -367,6 +372,7 @@ class ZeroEngine(Uncopied):
         tag = checkpoint.choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
+    @naming_who_left("load_checkpoint()")
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -412,6 +418,7 @@ class ZeroEngine(Uncopied):
             self.optimizer.is_torn = False
         return str(path), client_state
 
+    @naming_who_left("save_16bit_model()")
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],

@@ -24,6 +24,7 @@ from transformers import GenerationConfig
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.distributed.interrupts import holding_interrupts
+from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.generation.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.backend import RolloutResult
@@ -97,6 +98,7 @@ class HybridEngine(ZeroEngine):
         self.create_inference_containers()
         self.module.generate = ModuleGenerate(self)
 
+    @naming_who_left("generate()")
     def generate(
         self,
         input_ids: torch.Tensor | None = None,

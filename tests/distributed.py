@@ -30,6 +30,25 @@ def run_distributed(worker: Callable[..., Any], world_size: int, *args: Any, sec
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
+def run_to_the_end(workers: list[tuple[Any, ...]], seconds: float) -> list[list[Any]]:
+    """What each of two processes returned for each `(worker, *args)`; None for one that died. All run at once."""
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for number, (worker, *args) in enumerate(workers):
+            port, own_folder = free_port(), Path(folder) / str(number)
+            own_folder.mkdir()
+            for rank in range(2):
+                arguments = rank, worker, 2, port, str(own_folder), tuple(args), seconds
+                started.append(context.Process(target=_run, args=arguments))
+                started[-1].start()
+        for process in started:
+            process.join(100)
+            assert process.exitcode is not None, "a process waits for another one for ever"
+        files = [[Path(folder) / str(number) / f"{rank}.pt" for rank in range(2)] for number in range(len(workers))]
+        return [[torch.load(f, weights_only=False) if f.exists() else None for f in pair] for pair in files]
+
+
 def _run(
     rank: int,
     worker: Callable[..., Any],

@@ -1,8 +1,11 @@
 """An error on one rank alone is everyone's, at every phase, and the ranks are in step afterwards."""
 
+import os
+import time
+
 import pytest
 import torch
-from distributed import run_distributed
+from distributed import run_distributed, run_to_the_end
 from models import PAD, build_model, padded_prompts
 
 import hybrid_engine
@@ -184,3 +187,71 @@ def test_ranks_that_want_different_things_get_them_and_stay_together(generations
                 assert is_right, name
     samples = [tuple(row) for part in parts for row in part["samples"].tolist()]
     assert len(samples) == len(set(samples)) == 5
+
+
+PHASES = {"generate()": 1, "backward()": 0, "step()": 1, "save_checkpoint()": 0}
+"""Who dies in each of them."""
+
+
+def die(*unused):
+    os._exit(7)
+
+
+def die_in(rank, world_size, phase, who, folder):
+    """What the other rank is told when rank `who` dies in the middle of `phase`."""
+    engine = build_engine(3)
+    input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
+    engine.eval()
+    dies = rank == who
+
+    def run():
+        if phase == "generate()":
+            if dies:
+                engine.generator.model.layers[1].forward = die
+            engine.generate(input_ids, attention_mask=mask, **GREEDY)
+        engine.train()
+        output = engine(input_ids=input_ids, attention_mask=mask, labels=input_ids)
+        if phase == "backward()" and dies:
+            output.loss.register_hook(die)
+        engine.backward(output.loss)
+        if phase == "step()" and dies:
+            engine.optimizer.step = die
+        engine.step()
+        if phase == "save_checkpoint()" and dies:
+            engine.optimizer.renew_masters = die
+        engine.save_checkpoint(folder)
+
+    return outcome(run)
+
+
+def stop_in_forward(rank, world_size):
+    """Rank 1 catches an error of its forward pass and comes to nothing any more; rank 0 waits for it."""
+    engine = build_engine(3)
+    layer = engine.module.model.layers[0]
+    engine.train()
+    with Broken(layer.mlp, "forward", KeyError("no data"), 0 if rank == 1 else 10**9):
+        found = outcome(lambda: engine(input_ids=torch.ones(1, 4, dtype=torch.int64)))
+    if rank == 1:
+        time.sleep(12)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("saved"))
+    dying = [(die_in, phase, who, folder) for phase, who in PHASES.items()]
+    return dict(zip([*PHASES, "forward()"], run_to_the_end([*dying, (stop_in_forward,)], seconds=8), strict=True))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_that_dies_ends_the_other_with_a_line_that_names_it(ended, phase):
+    who, results = PHASES[phase], ended[phase]
+    assert results[who] is None
+    kind, words = results[1 - who]
+    assert kind == "RuntimeError" and words.startswith(f"{phase}: rank {who} is gone")
+
+
+def test_a_rank_that_stops_at_an_error_is_named_when_the_time_of_the_other_is_up(ended):
+    assert ended["forward()"][1] == ("KeyError", "'no data'")
+    kind, words = ended["forward()"][0]
+    assert kind == "RuntimeError" and "rank 1 stopped at forward(): KeyError: 'no data'" in words

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.distributed import presence
 from hybrid_engine.distributed.environment import describe_process
 from hybrid_engine.distributed.verdict import attempt
 from hybrid_engine.distributed.waiting import announcing
@@ -43,12 +44,12 @@ def init_distributed(
     if torch.cuda.is_available():
         # Collectives of objects use the current device, also in a group that somebody else made.
         torch.cuda.set_device(default_device())
-    if dist.is_initialized():
-        return
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(port))
-    with announcing(os.environ, init_method):
-        _join(backend, timeout, init_method)
+    if not dist.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(port))
+        with announcing(os.environ, init_method):
+            _join(backend, timeout, init_method)
+    presence.start()
 
 
 def _join(backend: str | None, timeout: timedelta | None, init_method: str | None) -> None:
