@@ -37,6 +37,7 @@ from hybrid_engine.distributed.processes import (
     get_world_size,
     on_rank_zero,
 )
+from hybrid_engine.distributed.verdict import agree, attempt
 from hybrid_engine.generation.memory import describe_memory
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
 from hybrid_engine.observing.observer import Observer
@@ -185,20 +186,25 @@ class ZeroEngine(Uncopied):
         After an error on the way, also Ctrl-C, all gradients are dropped and the accumulation starts again.
         """
         optimizer = self.check_trains("backward()")
-        _check_loss("backward()", loss)
-        self.state_offload.check("backward()", *TRAINING)
-        self._check_parameters()
         self.backward_hooks.recover()
+        self.accumulation.agree_to_begin(attempt(lambda: self._check_backward(loss))[1])
         num_micro_batches = self.config.gradient_accumulation_steps if scale_wrt_gas else 1
         own_pass = self.backward_hooks.own_pass(optimizer.cur_scale)
         try:
             reduces = self.accumulation.begin_pass()
-            with restoring_modes(), self.observer.backward(loss), self.sharding.ending_passes_on_error(), own_pass:
+
+            def run() -> None:
                 scaled = optimizer.scale_loss(loss.float() * (self.sharding.loss_factor / num_micro_batches))
                 scaled.backward(retain_graph=retain_graph)
                 if reduces and self.sharding.has_late_gradients():
                     raise ValueError(LATE)
                 optimizer.accumulate_gradients()
+
+            with restoring_modes(), self.observer.backward(loss), self.sharding.ending_passes_on_error(), own_pass:
+                if self.accumulation.is_collective:
+                    self.sharding.pass_together(run, reduces)
+                else:
+                    run()
             self.accumulation.end_pass()
             self.accumulation.reduce_at_end()
             # Inside: Ctrl-C before the caller has it is an error, too.
@@ -206,6 +212,11 @@ class ZeroEngine(Uncopied):
         except BaseException:
             self.drop_accumulation()
             raise
+
+    def _check_backward(self, loss: torch.Tensor) -> None:
+        _check_loss("backward()", loss)
+        self.state_offload.check("backward()", *TRAINING)
+        self._check_parameters()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """What to call PyTorch's own `backward()` on instead of `loss`: in fp16 the loss is multiplied by its scale.
@@ -367,8 +378,7 @@ class ZeroEngine(Uncopied):
         `save_latest=False` leaves the tag that is loaded by default as it is. With `exclude_frozen_parameters` it
         goes on only where the model has them already, as the base of adapters.
         """
-        self._check_whole("save_checkpoint()")
-        check_path("save_dir", save_dir)
+        agree(lambda: self._check_saves("save_checkpoint()", save_dir))
         tag = checkpoint.choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -439,8 +449,7 @@ class ZeroEngine(Uncopied):
         # Here, not at the top: training a plain module needs neither transformers nor peft.
         from hybrid_engine.checkpoint.export import save_16bit_model
 
-        self._check_whole("save_16bit_model()", OffloadStateTypeEnum.lp_params)
-        check_path("save_dir", save_dir)
+        agree(lambda: self._check_saves("save_16bit_model()", save_dir, OffloadStateTypeEnum.lp_params))
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
@@ -460,6 +469,10 @@ class ZeroEngine(Uncopied):
         if not self.config.activation_checkpointing.cpu_checkpointing or self.device.type == "cpu":
             return nullcontext()
         return save_on_cpu(pin_memory=True)
+
+    def _check_saves(self, what: str, save_dir: str | os.PathLike[str], *kinds: OffloadStateTypeEnum) -> None:
+        self._check_whole(what, *kinds)
+        check_path("save_dir", save_dir)
 
     def _check_parameters(self) -> None:
         """Raises ValueError where the module's parameters are no longer those that the engine trains; local."""

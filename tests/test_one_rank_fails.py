@@ -9,6 +9,7 @@ from distributed import run_distributed, run_to_the_end
 from models import PAD, build_model, padded_prompts
 
 import hybrid_engine
+from hybrid_engine.zero.sharding import local_tensor
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": PAD}
 SAMPLED = {"do_sample": True, "max_new_tokens": 4, "pad_token_id": PAD, "seed": 3}
@@ -187,6 +188,79 @@ def test_ranks_that_want_different_things_get_them_and_stay_together(generations
                 assert is_right, name
     samples = [tuple(row) for part in parts for row in part["samples"].tolist()]
     assert len(samples) == len(set(samples)) == 5
+
+
+SPOILERS = {
+    "a loss of two numbers": lambda loss: torch.stack([loss, loss]),
+    "a loss without gradients": lambda loss: loss.detach(),
+    "no tensor": lambda loss: 3,
+}
+
+
+def train(engine, input_ids, spoil=None, broken=None, error=None):
+    """One step; `spoil` changes the loss, and the backward pass raises `error` in the module `broken`."""
+
+    def break_backward(module, args, output):
+        output.register_hook(Broken(None, "", error))
+
+    handles = [] if broken is None else [broken.register_forward_hook(break_backward)]
+    try:
+        loss = engine(input_ids=input_ids, labels=input_ids).loss
+        engine.backward(loss if spoil is None else spoil(loss))
+        engine.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def fail_in_training(engine, input_ids, fails):
+    """What happens where rank `fails`: by the name of the case."""
+    found = {}
+    for name, spoil in SPOILERS.items():
+        found[name] = outcome(lambda spoil=spoil: train(engine, input_ids, spoil if fails else None))
+    layers = engine.module.model.layers
+    places = {"the last layer": layers[1].mlp, "the first layer": layers[0].mlp, "the head": engine.module.lm_head}
+    errors = ValueError("no"), torch.OutOfMemoryError("no"), KeyboardInterrupt()
+    for (name, place), error in zip(places.items(), errors, strict=True):
+        broken = place if fails else None
+        found[name] = outcome(lambda broken=broken, error=error: train(engine, input_ids, None, broken, error))
+    found["save_dir"] = outcome(lambda: engine.save_checkpoint(3 if fails else "unused"))
+    return found
+
+
+def training_cases(rank, world_size):
+    """Errors in training and saving on one rank, and whether the next step is that of an engine that had none."""
+    input_ids = padded_prompts()[0].chunk(world_size)[rank]
+    results = {}
+    for stage in (0, 2, 3):
+        expected = build_engine(stage)
+        train(expected, input_ids)
+        expected = local_parameters(expected)
+        for who in range(world_size):
+            engine = build_engine(stage)
+            found = fail_in_training(engine, input_ids, rank == who)
+            train(engine, input_ids)
+            results[stage, who] = found, all(map(torch.equal, expected, local_parameters(engine)))
+    return results
+
+
+def local_parameters(engine):
+    return [local_tensor(parameter) for parameter in engine.module.parameters()]
+
+
+@pytest.fixture(scope="module")
+def trainings():
+    return run_distributed(training_cases, 2, seconds=30)
+
+
+@pytest.mark.parametrize("who", (0, 1))
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_an_error_on_one_rank_in_training_is_raised_on_all_and_the_next_step_is_right(trainings, stage, who):
+    parts = [part[stage, who] for part in trainings]
+    assert len(parts[0][0]) == 7
+    for name in parts[0][0]:
+        check_error([(part[0][name], None) for part in parts], who, name)
+    assert parts[0][1] and parts[1][1]
 
 
 PHASES = {"generate()": 1, "backward()": 0, "step()": 1, "save_checkpoint()": 0}

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
+_MARKS = (0x4879627269, -0x4879627269)
+"""Beside the numbers of a verdict, which must not be taken for those of another collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ class Partners:
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raises `error`, this process's, or another one's; does nothing where there is none; collective."""
-        if self.highest([int(error is not None)]) == [1]:
+        if self.highest([int(error is not None)]) == [1] or error is not None:
             self.raise_first(error, self.exchange(None if error is None else describe_error(error)))
 
     def raise_first(self, error: BaseException | None, problems: list[Problem | None]) -> None:
@@ -101,13 +103,20 @@ class Partners:
         """The highest of each of `numbers` over all processes; collective.
 
         Over gloo where there is one: a GPU that is still at work then delays nobody.
+
+        Raises:
+            RuntimeError: another process is somewhere else.
         """
         if self.size == 1:
             return numbers
         is_met_on_cpu = "cpu:" in dist.get_backend_config(self.group) or not torch.cuda.is_available()
-        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu" if is_met_on_cpu else "cuda")
+        device = "cpu" if is_met_on_cpu else "cuda"
+        tensor = torch.tensor([*numbers, *_MARKS], dtype=torch.int64, device=device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
-        return tensor.tolist()
+        *found, mark, other = tensor.tolist()
+        if (mark, other) != _MARKS:
+            raise RuntimeError(f"rank {dist.get_rank()}: the processes are in different collectives; start them again")
+        return found
 
     def exchange(self, value: Result) -> list[Result]:
         """`value` of every process, in their order; collective."""

@@ -26,6 +26,9 @@ class GradientAccumulation:
         self.has_unreduced = False
         """Whether backward passes left gradients that no process has reduced."""
         self._waits_for_end = False
+        self.is_collective = False
+        """Whether the gradients of the backward pass under way are reduced in it or at its end."""
+        self._is_alike = True
 
     def is_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its optimizer step; unmanaged, whether `step()` runs."""
@@ -64,12 +67,28 @@ class GradientAccumulation:
         )
         training.micro_steps = training.global_steps * num_micro_batches
 
-    def begin_pass(self) -> bool:
-        """Before each backward pass: says whether it reduces the gradients, and has the sharding do so."""
+    def agree_to_begin(self, error: BaseException | None = None) -> None:
+        """Before each backward pass; collective where its gradients are reduced.
+
+        Raises:
+            BaseException: `error`, for which this process cannot begin, or that of another one.
+        """
         sharding = self._training.sharding
-        reduces = self._block is None and (sharding.reduces_always or (self.is_managed and self.is_boundary()))
-        self._waits_for_end = reduces and not sharding.came_alike()
-        reduces = reduces and not self._waits_for_end
+        self.is_collective = self._block is None and (
+            sharding.reduces_always or (self.is_managed and self.is_boundary())
+        )
+        if self.is_collective:
+            self._is_alike = sharding.came_alike(error)
+        elif error is not None:
+            raise error
+
+    def begin_pass(self) -> bool:
+        """After that: says whether the pass itself reduces the gradients, and has the sharding do so."""
+        sharding = self._training.sharding
+        if self.is_collective:
+            sharding.check_layers(self._is_alike)
+        self._waits_for_end = self.is_collective and not self._is_alike
+        reduces = self.is_collective and self._is_alike
         sharding.expect_gradients(reduces)
         self.has_unreduced = sharding.is_sharded and not reduces
         return reduces

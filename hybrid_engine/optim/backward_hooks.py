@@ -21,6 +21,7 @@ from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import unserializable_hook
 
+from hybrid_engine.distributed.verdict import attempt
 from hybrid_engine.optim.state_offload import TRAINING
 from hybrid_engine.optim.training_state import TrainingState
 
@@ -108,10 +109,13 @@ class BackwardHooks:
         if self._is_in_pass or self._is_in_own_pass or not self._accumulates():
             return
         self._is_in_pass = True
-        self._training.state_offload.check("backward()", *TRAINING)
-        _check_scale(self._training)
+        self._training.accumulation.agree_to_begin(attempt(self._check)[1])
         self._training.accumulation.begin_pass()
         _at_end_of_pass(self._end)
+
+    def _check(self) -> None:
+        self._training.state_offload.check("backward()", *TRAINING)
+        _check_scale(self._training)
 
     def _accumulates(self) -> bool:
         """Whether the pass adds to gradients of parameters; `torch.autograd.grad` does not."""

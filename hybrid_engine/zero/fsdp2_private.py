@@ -12,7 +12,8 @@ versions` runs the tests with each of them.
 | `_state_ctx.post_backward_final_callback_queued`         | its state         | 2.11 to 2.15  |
 | `_training_state`, `is_unsharded`, `fsdp_params`         | a parameter group | 2.11 to 2.15  |
 | `_module_to_pre_{save,load}_state_dict_hook_handle`      | a parameter group | 2.11 to 2.15  |
-| `post_backward()`, `reduce_grads`                        | a parameter group | 2.11 to 2.15  |
+| `pre_backward()`, `post_backward()`, `reduce_grads`      | a parameter group | 2.11 to 2.15  |
+| `_root_post_backward_final_callback()`                   | its state         | 2.11 to 2.15  |
 | `_orig_dtype`                                            | a parameter group | 2.11 to 2.14  |
 | `_sharding_spec` (and its `tensor_meta`)                 | a parameter       | 2.11 to 2.14  |
 | `sharded_param`, `unsharded_param`, `_unsharded_param`   | a parameter       | 2.11 to 2.15  |
@@ -136,6 +137,18 @@ def reduce_unreduced_gradients(root: FSDPModule) -> None:
         start = torch.zeros((), requires_grad=True)
         start.register_hook(lambda grad: root._get_fsdp_state()._register_root_post_backward_final_callback())
         start.backward()
+
+
+@torch.no_grad()
+def finish_backward(root: FSDPModule, modules: Iterable[FSDPModule]) -> None:
+    """After an error in a backward pass: takes part in what other processes gather and reduce in the rest; collective.
+
+    `modules` are those that were not reduced yet, in the order of the pass. The gradients are good for nothing.
+    """
+    for group in _param_groups(modules):
+        group.pre_backward(True)
+        group.post_backward()
+    root._get_fsdp_state()._root_post_backward_final_callback()
 
 
 def reduce_all_trained(modules: Iterable[FSDPModule], note: Callable[[int, list[Any]], None]) -> None:

@@ -16,9 +16,10 @@ One process wraps nothing: gathering from oneself is still a copy. Only paramete
 wrapped there too, because they lie in the CPU's memory and are gathered from there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.processes import default_device, get_rank, get_world_size, join_alone
+from hybrid_engine.distributed.verdict import attempt, everyone
 from hybrid_engine.zero.built_shards import placeholders
 from hybrid_engine.zero.external_parameters import take_external_uses
 from hybrid_engine.zero.fsdp2_private import (
@@ -210,20 +212,43 @@ class Sharding:
         if self.uneven is not None:
             self.uneven.forget()
 
-    def came_alike(self) -> bool:
+    def came_alike(self, error: BaseException | None = None) -> bool:
         """Whether a backward pass now reduces the groups in the same order on every process; collective.
 
         Raises:
-            ValueError: at stage 3, where it had to.
+            BaseException: `error`, for which this process cannot begin the pass, or that of another one.
         """
-        if self.uneven is None or self.uneven.came_alike():
-            return True
-        if self.stage == 3:
+        if self.uneven is not None:
+            return self.uneven.came_alike(error)
+        if error is not None:
+            raise error
+        return True
+
+    def pass_together(self, backward: Callable[[], None], reduces: bool) -> None:
+        """Runs a backward pass at whose end all processes hear of an error of one; collective.
+
+        Where it `reduces` gradients, a process with an error first goes through the rest of that with the others.
+
+        Raises:
+            BaseException: the error of this process, or that of another one.
+        """
+        if self.uneven is None:
+            backward()
+            return
+        _, error = attempt(backward)
+        if reduces and error is None:
+            self.uneven.end_pass()
+        elif reduces and isinstance(self.root, FSDPModule):
+            attempt(partial(self.uneven.finish_pass, self.root))
+        everyone().raise_together(error)
+
+    def check_layers(self, alike: bool) -> None:
+        """Raises ValueError at stage 3 where the processes did not come through the layers `alike`."""
+        if not alike and self.stage == 3:
             raise ValueError(
                 "backward(): the processes came through different layers. At stage 3 each must use every layer, which "
                 "it gathers with the others; use stage 0, 1 or 2"
             )
-        return False
 
     def drop_unused_gradients(self, parameters: list[TrainedParameter]) -> None:
         """Takes gradients away that no process has; collective. See `UnevenGradients.drop_unused`."""

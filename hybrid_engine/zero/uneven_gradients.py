@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank
-from hybrid_engine.zero.fsdp2_private import fsdp_params, reduce_all_trained
+from hybrid_engine.distributed.processes import gather_objects, get_rank
+from hybrid_engine.distributed.verdict import everyone
+from hybrid_engine.zero.fsdp2_private import finish_backward, fsdp_params, reduce_all_trained
 from hybrid_engine.zero.trained_parameter import TrainedParameter
 
 
@@ -35,6 +35,8 @@ class UnevenGradients:
         self._used: set[int] = set()
         self._order: list[int] = []
         self._path: list[int] = []
+        self._begun_at = 0  # where the pass under way begins in `_order`
+        self._expected: list[int] = []  # what the order of that pass will be, or that of the last one was
         reduce_all_trained(self._modules, self._note)
         for number, module in enumerate(self._modules):
             module.register_forward_pre_hook(partial(self._pass_through, number))
@@ -57,11 +59,30 @@ class UnevenGradients:
         """No backward pass goes back on it."""
         self._path = []
 
-    def came_alike(self) -> bool:
-        """Whether all processes came through the same layers since the last backward pass; collective."""
-        lowest, highest = _extremes([zlib.crc32(repr(self._path).encode())])
-        self._path = []
-        return lowest == highest
+    def came_alike(self, error: BaseException | None = None) -> bool:
+        """Whether all processes came through the same layers since the last backward pass; collective.
+
+        Raises:
+            BaseException: `error`, for which this process cannot begin the next pass, or that of another one.
+        """
+        path, self._path = self._path, []
+        number = zlib.crc32(repr(path).encode())
+        lowest, highest, has_failed = everyone().highest([-number, number, int(error is not None)])
+        if has_failed:
+            everyone().raise_together(error)
+        self._begun_at = len(self._order)
+        if not self._expected:
+            self._expected = list(dict.fromkeys([*reversed(path), *range(len(self._modules))]))
+        return -lowest == highest
+
+    def end_pass(self) -> None:
+        """A backward pass has reduced everything, in the order in which the next one will."""
+        self._expected = self._order[self._begun_at :]
+
+    def finish_pass(self, root: FSDPModule) -> None:
+        """After an error in a backward pass: reduces what is left of it with the processes that go on; collective."""
+        done = self._order[self._begun_at :]
+        finish_backward(root, [self._modules[number] for number in self._expected if number not in done])
 
     @torch.no_grad()
     def drop_unused(self, parameters: list[TrainedParameter]) -> None:
@@ -72,8 +93,9 @@ class UnevenGradients:
         """
         records = list(fsdp_params(self._modules))
         order = zlib.crc32(repr(self._order).encode())
-        (*_, lowest), (*used, highest) = _extremes([*(id(record) in self._used for record in records), order])
-        if highest != lowest:
+        flags = [int(id(record) in self._used) for record in records]
+        *used, lowest, highest = everyone().highest([*flags, -order, order])
+        if highest != -lowest:
             raise ValueError(self._describe_orders(gather_objects(self._order)))
         unused = {id(record.sharded_param) for record, is_used in zip(records, used, strict=True) if not is_used}
         for trained in parameters:
@@ -91,14 +113,3 @@ class UnevenGradients:
             f"({layer} at the same place), so gradients were added to others'. A process may leave a layer out, but of "
             "one that it calls its loss must depend. Nothing was stepped"
         )
-
-
-def _extremes(values: list[int]) -> tuple[list[int], list[int]]:
-    """Lowest and highest of each of `values` over all processes; collective.
-
-    Over gloo where there is one: a GPU that is still at work then delays nobody.
-    """
-    device = "cpu" if "cpu:" in dist.get_backend_config() else default_device()
-    both = torch.tensor([[-value for value in values], values], dtype=torch.int64, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    return (-both[0]).tolist(), both[1].tolist()
