@@ -27,6 +27,12 @@ class LastingBuffer:
         """Bytes held now."""
         return self.tensor.nbytes if self.tensor is not None and self._is_held else 0
 
+    @property
+    def held(self) -> torch.Tensor:
+        """The tensor, which has memory behind it now."""
+        assert self.tensor is not None and self._is_held
+        return self.tensor
+
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The tensor with memory behind it: what it held where none was given back since, else anything."""
         if self.tensor is None or (tuple(self.tensor.shape), self.tensor.dtype, self.tensor.device) != (

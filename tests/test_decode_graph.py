@@ -5,6 +5,7 @@ On a GPU as CUDA graphs, elsewhere on a tape (see tape.py), which freezes what a
 
 import pytest
 import torch
+from distributed import run_distributed
 from models import PAD, build_model, padded_prompts
 from peft import LoraConfig, get_peft_model
 from tape import TapeRecorder
@@ -18,10 +19,11 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.cuda.is_available()
 
 
-def build(family="llama", is_recorded=True, lag=1, model=None, **config):
+def build(family="llama", is_recorded=True, lag=1, model=None, stage=0, **config):
     """An engine whose decode steps are recorded, reading tokens `lag` turns late."""
     config = {"enabled": True, "max_out_tokens": 64, "kv_block_size": 4} | config
     ds_config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "hybrid_engine": config}
+    ds_config["zero_optimization"] = {"stage": stage}
     engine, *_ = hybrid_engine.initialize(model=model or build_model(family), config=ds_config)
     native = engine.generator.native
     native.lag = lag
@@ -151,12 +153,38 @@ def test_from_the_third_rollout_on_nothing_is_recorded(make_model, is_released):
     plain = build(model=make_model(), is_recorded=False, lag=0)
     taken = []  # what training takes in the mean time, of the sizes that a rollout gave back
     for index in range(4):
-        assert_equal(rollout(engine, seed=index), rollout(plain, seed=index))
+        options = {"seed": index, "eos_token_id": None}  # so that all have the same numbers of rows
+        assert_equal(rollout(engine, **options), rollout(plain, **options))
         assert captures(engine) == 0 or index < 2
         train_step(engine)
         train_step(plain)
         taken += [torch.full((n,), torch.nan) for n in (1024, 4096, 12288, 49152)]
     assert (engine.generator.workspace.allocated_bytes == 0) == is_released
+
+
+def recorded_under_stage_3(rank, world_size):
+    """Whether recorded rollouts equal plain ones, and what each recorded; their weights move between all of them."""
+    results = []
+    for make_model in (build_model, adapted_model):
+        engines = [
+            build(model=make_model(), is_recorded=is_recorded, lag=int(is_recorded), stage=3)
+            for is_recorded in (True, False)
+        ]
+        rollouts = []
+        for index in range(4):
+            recorded, plain = (rollout(engine, seed=index, eos_token_id=None) for engine in engines)
+            rollouts.append((recorded.sequences.tolist() == plain.sequences.tolist(), captures(engines[0])))
+            for engine in engines:
+                train_step(engine)
+        results.append(rollouts)
+    return results
+
+
+def test_sharded_weights_are_read_where_recorded_steps_find_them_again():
+    for results in run_distributed(recorded_under_stage_3, 2):
+        for rollouts in results:
+            assert all(is_equal for is_equal, _ in rollouts)
+            assert rollouts[0][1] > 0 and [count for _, count in rollouts[2:]] == [0, 0]
 
 
 def test_few_kinds_of_rollout_are_kept_and_an_older_one_is_recorded_anew():

@@ -18,7 +18,7 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
-from hybrid_engine.generation.bound_weights import bound, pass_over_layers
+from hybrid_engine.generation.bound_weights import LastingWeights, bound, bound_to_copies, pass_over_layers
 from hybrid_engine.generation.graph import CaptureStats, CudaGraphs
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
@@ -66,13 +66,14 @@ class NativeBackend:
         self,
         model: InferenceModel,
         gatherer: WeightGatherer,
+        lasting: LastingWeights,
         workspace: KVWorkspace,
         config: HybridEngineConfig,
         partners: Partners,
     ):
-        """`partners` are the processes whose weights are streamed with this one's."""
+        """`lasting`: what `model` reads sharded weights through; `partners`: whose weights are streamed with these."""
         self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
-        self.partners = partners
+        self.lasting, self.partners = lasting, partners
         is_cuda = model.device.type == "cuda"
         # The experts' reference reads their numbers of tokens on the host.
         is_on_device = use_triton(model.embedding.weight) or not model.has_experts
@@ -108,8 +109,11 @@ class NativeBackend:
         """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor."""
         # Under autocast the projections would leave the dtype of the workspace.
         release.enter_context(torch.autocast(self.model.device.type, enabled=False))
-        release.enter_context(self.gatherer.gathered())
-        release.enter_context(bound(self.model, self.gatherer, self.config.tp_gather_partition_size))
+        if self._reads_copies:
+            release.enter_context(bound_to_copies(self.model, self.gatherer, self.lasting))
+        else:
+            release.enter_context(self.gatherer.gathered())
+            release.enter_context(bound(self.model, self.gatherer, self.config.tp_gather_partition_size))
         self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
         release.push(self._give_back_workspace)
         return self.workspace.take(
@@ -117,6 +121,11 @@ class NativeBackend:
             self.model.dtype,
             self.model.device,
         )
+
+    @property
+    def _reads_copies(self) -> bool:
+        """Whether weights are copied where recorded steps find them again: sharded ones that are whole in a rollout."""
+        return self.steps.recorder is not None and self.gatherer.can_stream and not self.gatherer.is_streamed
 
     def _give_back_workspace(self, error_type: type | None, *_: object) -> None:
         """After an error the memory always goes: it may hold numbers that are not finite."""

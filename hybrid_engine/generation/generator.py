@@ -8,7 +8,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,12 @@ from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import HeldInterrupts
 from hybrid_engine.distributed.verdict import Partners, attempt, describe_error
 from hybrid_engine.generation.agreement import LogprobDifference
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
-from hybrid_engine.generation.bound_weights import bound, pass_over_layers
+from hybrid_engine.generation.bound_weights import LastingWeights, bound, pass_over_layers
 from hybrid_engine.generation.memory import free_and_total_bytes, usable_memory_bytes
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.noise import prompt_digest, rank_seed
@@ -100,6 +101,7 @@ class Generator:
         self.device = device or next(module.parameters()).device
         self.gatherer = WeightGatherer(sharding, config.pin_parameters, self.group.slices)
         self.workspace, self.training = KVWorkspace(), training
+        self.lasting = LastingWeights(self.group.parallel.read)
         self.model: InferenceModel | None = None
         self.fallback_reason: str | None = None
         self.native: NativeBackend | None = None
@@ -118,7 +120,7 @@ class Generator:
         """Builds containers and measures them against the module; None, with the reason kept, if there are none."""
         self._modules = list(self.module.modules())
         try:
-            model = self.partners.agree(lambda: InferenceModel(self.module, self.group.parallel))
+            model = self.partners.agree(lambda: InferenceModel(self.module, self._parallel))
             (is_crowded,) = self.partners.highest([int(self._is_crowded(model))])
             self._choose_gathering(bool(is_crowded))
             difference = self.partners.agree(lambda: self._probe(model))
@@ -130,6 +132,12 @@ class Generator:
             return None
         self.gatherer.count_bytes()  # no rollout's
         return difference
+
+    @property
+    def _parallel(self) -> TensorParallel:
+        """The group as containers see it; sharded weights that no processes share may be read from copies."""
+        parallel = self.group.parallel
+        return replace(parallel, read=self.lasting.read) if self.gatherer.can_stream else parallel
 
     def drop_containers(self, reason: str) -> None:
         """Generates by the model's own `generate()` from now on, for this reason."""
@@ -192,7 +200,7 @@ class Generator:
     def use_containers(self, model: InferenceModel) -> None:
         """Generates on `model` from now on; its weights must be bound, or have been."""
         self.model, self.fallback_reason = model, None
-        self.native = NativeBackend(model, self.gatherer, self.workspace, self.config, self.partners)
+        self.native = NativeBackend(model, self.gatherer, self.lasting, self.workspace, self.config, self.partners)
 
     def begin(self, check: Callable[[], None]) -> bool:
         """Before a rollout, on the engine's side: raises an error of `check` on all processes; collective.

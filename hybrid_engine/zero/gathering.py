@@ -89,6 +89,12 @@ class WeightGatherer:
             yield
 
     @contextmanager
+    def gathered_outside_layers(self) -> Iterator[None]:
+        """Everything but the layers gathered inside, which `stream` may gather one by one; needs `can_stream`."""
+        with self._unsharded(is_whole=False):
+            yield
+
+    @contextmanager
     def _read_in_parts(self, slices: SliceReader) -> Iterator[None]:
         self.sharding.settle()  # what a forward pass left gathered would be taken for whole weights
         try:
