@@ -12,6 +12,12 @@ VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
 VERSION_TESTS := tests/test_every_optimizer.py tests/test_zero_training.py tests/test_zero_init.py \
   tests/test_gathered_parameters.py tests/test_external_parameters.py tests/test_changed_models.py \
   tests/test_checkpoint.py tests/test_generate_distributed.py
+# Short tests of every room, two minutes on two cores.
+QUICK := import_direction readme quick config recipes_refusals lr_schedules zero_loss_scaler optimizers zero_to_fp32 \
+  waiting zero_dataloader decode_graph scheduler latency dispatch ops moe_block rotary vocabulary kernels_block_copy \
+  rl_kl rl_losses rl_aggregation rl_advantages recipes_data recipes_sequences rollout_api uneven_gradients \
+  engine_training exclude_frozen checkpoint_folder checkpoint_hostile whole_values interrupts deepspeed_names
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
 
 # Everything there is to learn from a GPU, or with DEVICE=cpu its rehearsal; needs no .venv and no network.
@@ -19,12 +25,13 @@ DEVICE ?= cuda
 RESULTS ?= $(if $(filter cpu,$(DEVICE)),runs/gpu-rehearsal,benchmarks/results/gpu)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo test attack check lint types wheel versions clean gpu
+.PHONY: help demo quick test attack check lint types wheel versions clean gpu
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    install into .venv and run the whole PPO job on the CPU; results in runs/demo, earlier ones moved aside'
 	@echo 'make test    install into .venv and run the tests'
+	@echo 'make quick   the short ones of them, of every room: two minutes on two cores'
 	@echo 'make attack  kill, interrupt and misuse it at length, half an hour and more; writes docs/robustness.md'
 	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
 	@echo 'make versions   run the tests of sharding with other releases of torch, each in an environment of its own:'
@@ -39,7 +46,10 @@ demo: $(INSTALLED)
 
 # Two tests at a time: they wait for processes that start. Those of a file share what they build.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME)
+
+quick: $(INSTALLED)
+	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(QUICK:%=tests/test_%.py)
 
 # Kills, Ctrl-C, bad input and leaks at length; writes docs/robustness.md and fails where one of them does harm.
 attack: $(INSTALLED)

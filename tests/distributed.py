@@ -1,5 +1,6 @@
 """Runs a function on several gloo processes of this machine, for tests of what happens between ranks."""
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -67,6 +68,7 @@ def _run(
         CUDA_VISIBLE_DEVICES="",
     )
     torch.set_num_threads(1)
+    gc.freeze()  # half a million objects of imported modules, which each collection would search for a quarter second
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     try:
         torch.save(worker(rank, world_size, *args), Path(folder) / f"{rank}.pt")

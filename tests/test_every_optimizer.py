@@ -42,7 +42,7 @@ TABLE = [
 CASES = [(kind, {"lr": 1e-2, **given, **how}) for kind, given, hows in TABLE for how in hows]
 FIRST_CASES = [[kind for kind, _ in CASES].index(kind) for kind, _, _ in TABLE]
 """The first of each class is tried everywhere, its other implementations where they may differ."""
-WHERE = [*[(stage, "bf16") for stage in range(4)], (0, "fp32"), (2, "fp16"), (3, "fp32")]
+WHERE = [(0, "bf16"), (1, "fp32"), (2, "fp16"), (3, "bf16")]
 WHERE_ALSO = [(0, "bf16"), (3, "bf16")]
 NOT_STEPPED = {"LBFGS", "SparseAdam", "Optimizer"}
 """Those that are refused, and the base of all."""

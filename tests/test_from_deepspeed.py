@@ -3,13 +3,11 @@
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from distributed import free_port
-from fresh_python import run_python
+from fresh_python import executable, run_python
 from transformers import LlamaForCausalLM
 
 PAGE = (Path(__file__).parent.parent / "docs/from-deepspeed.md").read_text()
@@ -29,8 +27,9 @@ def launch(name, folder):
     (folder / name).write_text(SCRIPTS[name])
     program, verb, *arguments = shlex.split(COMMAND.replace("train.py", name))
     assert program == "hybrid-engine"
-    command = [sys.executable, "-m", "hybrid_engine.command.cli", verb, "--master_port", str(free_port()), *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=environment())
+    command = ["-m", "hybrid_engine.command.cli", verb, "--master_port", free_port(), *arguments]
+    # PYTHON_EXEC is torchrun's variable for the interpreter that it starts.
+    result = run_python(*command, cwd=folder, env={**environment(), "PYTHON_EXEC": executable()})
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 from distributed import free_port
+from fresh_python import executable, run_python
 
 from hybrid_engine.command import launcher
 
@@ -108,8 +109,9 @@ def _launch(module, flags):
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
-    command = [sys.executable, "-m", *module, "--num_gpus", "2", "--master_port", str(free_port()), *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    environment["PYTHON_EXEC"] = executable()  # torchrun's variable for the interpreter that it starts
+    arguments = ["--num_gpus", "2", "--master_port", str(free_port()), *flags]
+    return run_python("-m", *module, *arguments, env=environment)
 
 
 def test_the_command_starts_the_script_on_as_many_processes_with_its_arguments_and_its_local_rank(tmp_path):

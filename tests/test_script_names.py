@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from distributed import free_port
+from fresh_python import run_python
 
 from hybrid_engine.compat import deepspeed_names
 from hybrid_engine.compat.presence import VERSION
@@ -38,10 +39,13 @@ if __name__ == "__main__":
 """
 
 
+def environment():
+    """That of a shell which no launcher has started, on a machine without a GPU."""
+    shell = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {**shell, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
 def run(folder, *arguments, flags=(), **variables):
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
     command = [sys.executable, *flags, "-m", *arguments]
     return subprocess.run(
         command,
@@ -49,7 +53,7 @@ def run(folder, *arguments, flags=(), **variables):
         text=True,
         check=False,
         cwd=folder,
-        env={**environment, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **variables},
+        env={**environment(), **variables},
         timeout=300,
     )
 
@@ -152,7 +156,8 @@ def test_two_processes_train_as_one_does_and_one_of_them_says_once_what_has_no_e
     result = run(tmp_path, "hybrid_engine.command.cli", "launch", *flags, "train.py")
     ranks, values = zip(*losses(result), strict=True)
     assert ranks == ("0 of 2, 0", "0 of 2, 0", "1 of 2, 1", "1 of 2, 1")
-    alone = [value for _, value in losses(run(tmp_path, "hybrid_engine.compat.deepspeed_names", "train.py"))]
+    with_names = "import hybrid_engine\nhybrid_engine.enable_compat()\n"
+    alone = [value for _, value in losses(run_python("-c", with_names + TRAIN, env=environment()))]
     assert len(set(values)) == 1 and set(alone) == set(values)
     said = [line for line in result.stderr.splitlines() if "without effect" in line]
     assert len(said) == 1 and "my_note (unknown to DeepSpeed too)" in said[0] and "overlap_comm" in said[0]

@@ -57,9 +57,8 @@ def objects(engine):
 def compare(stage, precision, include, rank=0):
     """Two runs, one offloaded in the middle; whether its storages went, objects stayed, and numbers are the same."""
     plain, moved = (build(stage, **PRECISIONS[precision], **GENERATES) for _ in range(2))
-    for number in range(2):
-        for engine in (plain, moved):
-            step(engine, number, rank)
+    for engine in (plain, moved):
+        step(engine, 0, rank)
     expected, before, ids = rollout(plain), rollout(moved), objects(moved)
     old = storages(moved)
     moved.offload_states(include=include)
@@ -74,9 +73,8 @@ def compare(stage, precision, include, rank=0):
     moved.reload_states()
     same_objects = ids == objects(moved)
     after = rollout(moved)
-    for number in (2, 3):
-        for engine in (plain, moved):
-            step(engine, number, rank)
+    for engine in (plain, moved):
+        step(engine, 1, rank)
     same = [
         torch.equal(masters(plain)[name], value) and torch.equal(whole_weights(plain)[name], whole_weights(moved)[name])
         for name, value in masters(moved).items()
@@ -131,7 +129,7 @@ def test_on_one_process_everything_moves_and_comes_back(precision, include):
 
 def work(rank, world_size):
     results = {(stage, "bf16", "all"): compare(stage, "bf16", None, rank) for stage in range(4)}
-    results |= {(stage, "bf16", "optimizer"): compare(stage, "bf16", OPTIMIZER, rank) for stage in (0, 3)}
+    results |= {(stage, "bf16", "optimizer"): compare(stage, "bf16", OPTIMIZER, rank) for stage in (2, 3)}
     results |= {(stage, "fp32", "all"): compare(stage, "fp32", None, rank) for stage in (1, 3)}
     results["grads"] = [gradients_wait(stage, rank) for stage in range(4)]
     return results

@@ -3,14 +3,13 @@
 import itertools
 import json
 import os
-import subprocess
-import sys
 
 import plain_ppo
 import pytest
 import step3_like
 import torch
 from distributed import run_distributed
+from fresh_python import executable, run_python
 from tiny_models import ValueModel, prompt_batch
 from transformers import LlamaForCausalLM
 
@@ -20,8 +19,9 @@ def stages(actor, critic):
 
 
 SHORT = ["--steps", "2"]
-LORA = ["--actor_lora_dim", "4", "--enable_ema"]
-FP16 = ["--dtype", "fp16", "--initial_scale_power", "8", "--loss_scale_window", "4", "--record_norms"]
+PLAIN_LORA = ["--actor_lora_dim", "4"]
+LORA = [*PLAIN_LORA, "--enable_ema"]
+FP16 = ["--dtype", "fp16", "--initial_scale_power", "8", "--loss_scale_window", "4", "--record_norms", *SHORT]
 ALONE = {
     "stage 0, micro-batches": [*LORA, "--gradient_accumulation_steps", "2"],
     "stage 3": [*LORA, *stages(3, 3), "--offload"],
@@ -36,24 +36,26 @@ ON_TWO = {
         "--critic_gradient_checkpointing",
     ],
     "stage 2, offloaded": [*LORA, *SHORT, *stages(2, 2), "--offload"],
-    "stage 3, offloaded": [*LORA, *stages(3, 3), "--offload", "--offload_reference_model"],
+    "stage 3, offloaded": [*LORA, *SHORT, *stages(3, 3), "--offload", "--offload_reference_model"],
     "stage 3, only LoRA, streamed": [
-        *LORA,
+        *PLAIN_LORA,
         *SHORT,
         *stages(3, 2),
         "--only_optimize_lora",
         "--unpin_actor_parameters",
         "--actor_gradient_checkpointing",
     ],
-    "stage 3, sampled": ["--enable_ema", *SHORT, *stages(3, 3), "--do_sample", "--release_inference_cache"],
+    "stage 3, sampled": [*SHORT, *stages(3, 3), "--do_sample", "--release_inference_cache"],
 }
-OVERFLOWS = [2, 3]
+OVERFLOWS = [1, 2]
 FP16_ON_TWO = {
-    "aligned": [*LORA, *stages(3, 2), *FP16, "--align_overflow", "--inject_overflow_at", *map(str, OVERFLOWS)],
+    "aligned": [*PLAIN_LORA, *stages(3, 2), *FP16, "--align_overflow", "--inject_overflow_at", *map(str, OVERFLOWS)],
     "not aligned": [*stages(1, 0), *FP16, "--inject_overflow_at", *map(str, OVERFLOWS)],
 }
 
-IN_16_BITS = {name: [*LORA, *stages(3, 3), "--dtype", name, "--initial_scale_power", "8"] for name in ("bf16", "fp16")}
+IN_16_BITS = {
+    name: [*PLAIN_LORA, *stages(3, 3), "--dtype", name, "--initial_scale_power", "8"] for name in ("bf16", "fp16")
+}
 OFFLOADS = {
     f"{name}, {where}": [*argv, *SHORT, *(["--offload"] if where == "offloaded" else [])]
     for name, argv in IN_16_BITS.items()
@@ -81,10 +83,10 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def killed(folder):
     """What torchrun said of a run, started as a user does, that died before its second batch of prompts was saved."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = [step3_like.__file__, *checkpointed(folder), "--output_dir", str(folder / "killed"), "--crash_at", "1"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *script], capture_output=True, text=True, env=environment, check=False)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHON_EXEC": executable()}
+    return run_python(*command, *script, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +155,7 @@ def test_offload_changes_no_number_in_16_bits_with_rollouts_between_the_steps(dt
             kept, offloaded = (results[f"{dtype}, {where}"] for where in ("on the device", "offloaded"))
             assert kept["training"] == offloaded["training"] and len(kept["training"]) == 8
             assert kept["sequences"] == offloaded["sequences"]
-        for role in ("actor", "critic", "actor_ema"):
+        for role in ("actor", "critic"):
             weights, expected = (
                 load(place / f"{dtype}, {where}" / role / "pytorch_model.bin")
                 for where in ("on the device", "offloaded")
@@ -184,14 +186,14 @@ def calls(records, name):
 @pytest.mark.parametrize("name", FP16_ON_TWO)
 def test_an_overflow_on_one_rank_skips_the_step_on_every_rank_and_halves_the_scale_that_then_grows(name, two_ranks):
     records = [results[name] for results in two_ranks]
-    skipped = [call in OVERFLOWS for call in range(12)]
+    skipped = [call in OVERFLOWS for call in range(8)]
     assert calls(records, "actor_overflow") == [skipped, skipped]
     # The first overflow is forgiven; the step after four clean ones doubles the scale, as DeepSpeed's does.
-    scales = [2.0**8] * 3 + [2.0**7] * 5 + [2.0**8] * 4
+    scales = [2.0**8] * 2 + [2.0**7] * 5 + [2.0**8]
     assert calls(records, "actor_scale") == [scales, scales]
     assert_moved_unless(skipped, calls(records, "actor_norm"))
     is_aligned = name == "aligned"
-    critic_skipped = skipped if is_aligned else [False] * 12
+    critic_skipped = skipped if is_aligned else [False] * 8
     assert calls(records, "critic_overflow") == [critic_skipped, critic_skipped]
     assert_moved_unless(critic_skipped, calls(records, "critic_norm"))
     assert all(scale >= 2.0**8 for scale in calls(records, "critic_scale")[0])  # the critic has not overflowed

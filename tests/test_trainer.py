@@ -35,7 +35,7 @@ WARMUP = {
     },
 }
 ARGUMENTS = {
-    "max_steps": 4,
+    "max_steps": 3,
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-2,
     "weight_decay": 0.1,
@@ -48,8 +48,9 @@ ARGUMENTS = {
     "seed": 3,
     "use_cpu": True,
 }
-WATCHED = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 3e-2}
-BEST = {**WATCHED, "load_best_model_at_end": True}
+LONGER = {"max_steps": 4, "learning_rate": 3e-2}
+WATCHED = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+BEST = {**LONGER, **WATCHED, "load_best_model_at_end": True}
 GATHERS = {"stage3_gather_16bit_weights_on_model_save": True}
 
 RUNS = {
@@ -68,6 +69,8 @@ RUNS = {
 """The `zero_optimization` block, the rest of the config and the arguments of a run."""
 REFERENCES = {"stage 1, its optimizer": "all decays", "stage 2, its optimizer and schedule": "slow start"}
 """What a run is compared with, where that is not the Trainer's own optimizer."""
+FOLLOWED = {1: [3], 2: [2, 3]}
+"""The stages whose saved files are looked at, by the number of processes: one alone shards nothing at any."""
 
 
 def rows(num_rows, seed):
@@ -117,7 +120,7 @@ def follow(folder, prefix, num_processes=1, zero=None, adapters=False):
     trainer.train()
     trainer.save_model(str(folder / name / "best"))
     results = {**seen(trainer), "best": Path(trainer.state.best_model_checkpoint).name}
-    trainer = build_trainer(folder, f"{name} resumed", **options, **WATCHED)
+    trainer = build_trainer(folder, f"{name} resumed", **options, **LONGER)
     trainer.train(resume_from_checkpoint=str(folder / name / "checkpoint-2"))
     trainer.save_model(str(folder / name / "last"))
     return {**results, "resumed": seen(trainer)["losses"]}
@@ -131,7 +134,7 @@ def train(rank, world_size, folder):
         trainer.train()
         assert isinstance(trainer.model_wrapped, hybrid_engine.ZeroEngine)
         results[name] = seen(trainer)
-    for stage in (2, 3):
+    for stage in FOLLOWED[world_size]:
         for adapters in (False, True):
             prefix, zero = f"{world_size} {stage}", {"stage": stage, **(GATHERS if stage == 3 else {})}
             results["followed", stage, adapters] = follow(folder, prefix, world_size, zero, adapters)
@@ -162,7 +165,7 @@ def prepare(accelerator):
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    return accelerator.prepare(model, optimizer, scheduler, DataLoader(rows(32, 1), batch_size=BATCH))
+    return accelerator.prepare(model, optimizer, scheduler, DataLoader(rows(16, 1), batch_size=BATCH))
 
 
 def loop(accelerator, model, optimizer, scheduler, loader):
@@ -256,25 +259,25 @@ def test_the_trainer_trains_as_without_deepspeed(runs, plain, name):
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_trainer_evaluates_finds_the_best_weights_saves_and_resumes(runs, plain, folder, stage, adapters):
+def test_the_trainer_evaluates_finds_the_best_weights_saves_and_resumes(runs, plain, folder, adapters):
     expected = plain["followed", adapters]
     assert expected["best"] != "checkpoint-4", "the last is not the best"
-    for results in runs:
-        actual = results["followed", stage, adapters]
-        for what in ("losses", "held out", "resumed"):
-            assert actual[what] == pytest.approx(expected[what], rel=1e-4)
-        assert actual["best"] == expected["best"]
     kind = "adapters" if adapters else "whole"
-    for saved in ("best", "last"):
-        ours, theirs = folder / f"{len(runs)} {stage} {kind}" / saved, folder / f"plain {kind}" / saved
-        assert relative_error(load_weights(folder, ours, adapters), load_weights(folder, theirs, adapters)) < 1e-3
+    for stage in FOLLOWED[len(runs)]:
+        for results in runs:
+            actual = results["followed", stage, adapters]
+            for what in ("losses", "held out", "resumed"):
+                assert actual[what] == pytest.approx(expected[what], rel=1e-4)
+            assert actual["best"] == expected["best"]
+        for saved in ("best", "last"):
+            ours, theirs = folder / f"{len(runs)} {stage} {kind}" / saved, folder / f"plain {kind}" / saved
+            assert relative_error(load_weights(folder, ours, adapters), load_weights(folder, theirs, adapters)) < 1e-3
 
 
 def test_a_model_that_may_not_be_gathered_is_saved_as_a_checkpoint(runs, folder):
     saved = folder / f"{len(runs)} apart"
     assert not (saved / "model.safetensors").exists()
-    assert (saved / "latest").read_text() == "global_step4"
+    assert (saved / "latest").read_text() == "global_step3"
 
 
 def test_the_trainer_evaluates_without_training(runs):
