@@ -66,7 +66,7 @@ class Presence:
             return
         hub.settimeout(None)
         self._add(hub, 0)
-        _send(hub, {"rank": self.rank, "token": self._token})
+        _send(hub, f"{self.rank} {self._token}")
 
     def _add(self, connection: socket.socket, rank: int) -> None:
         self._received[connection], self._ranks[connection] = b"", rank
@@ -97,14 +97,16 @@ class Presence:
             return
         *lines, self._received[connection] = (self._received[connection] + data).split(b"\n")
         for line in lines:
-            self._read(connection, json.loads(line))
+            self._read(connection, line)
 
-    def _read(self, connection: socket.socket, message: dict[str, Any]) -> None:
+    def _read(self, connection: socket.socket, line: bytes) -> None:
         if self._ranks[connection] >= 0:
-            self._note(message)
-        elif message.get("token") == self._token:
-            self._ranks[connection] = message["rank"]
-        else:  # nobody of ours
+            self._note(json.loads(line))
+            return
+        rank, _, token = line.partition(b" ")  # of whoever connects, before it is known who that is
+        if secrets.compare_digest(token, self._token.encode()):
+            self._ranks[connection] = int(rank)
+        else:
             connection.shutdown(socket.SHUT_RDWR)
 
     def _note(self, message: dict[str, Any]) -> None:
@@ -119,7 +121,7 @@ class Presence:
         if self.rank == 0:
             for connection, other in list(self._ranks.items()):
                 if other not in (rank, -1):
-                    _send(connection, message)
+                    _send(connection, json.dumps(message))
         self._heard.set()
 
     def tell(self, error: str | None) -> None:
@@ -127,7 +129,7 @@ class Presence:
         if error is None and not self._has_told:
             return
         self._has_told = error is not None
-        message = {"rank": self.rank, "error": error}
+        message = json.dumps({"rank": self.rank, "error": error})
         for connection, rank in list(self._ranks.items()):
             if rank >= 0:
                 _send(connection, message)
@@ -161,9 +163,9 @@ class Presence:
             print(line, file=sys.stderr, flush=True)
 
 
-def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+def _send(connection: socket.socket, message: str) -> None:
     with suppress(OSError), _sending:  # an end is noticed where it is read from
-        connection.sendall(json.dumps(message).encode() + b"\n")
+        connection.sendall(message.encode() + b"\n")
 
 
 _sending = threading.Lock()
