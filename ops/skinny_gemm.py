@@ -137,12 +137,12 @@ def takes_rows(input: torch.Tensor) -> bool:
 
 def rows_of(input: torch.Tensor) -> Rows:
     """`input [M, K]` for a kernel."""
-    return Rows(input, *input.stride(), *input.shape)
+    return Rows(input, input.stride(0), input.stride(1), input.shape[0], input.shape[1])
 
 
 def weights_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Weights:
     """`weight [K, N]`, `bias [N]` for a kernel."""
-    return Weights(weight, *weight.stride(), bias, weight.shape[1])
+    return Weights(weight, weight.stride(0), weight.stride(1), bias, weight.shape[1])
 
 
 def norm_form(kind: str, width_in: int) -> NormForm:
