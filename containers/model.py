@@ -75,6 +75,9 @@ class InferenceModel:
     Raises UnsupportedModelError when the model cannot be one, ValueError when the ranks cannot share it equally.
     """
 
+    runs_module = False
+    """Whether `forward` runs the module's own forward, which needs its parameters gathered for that."""
+
     def __init__(self, model: nn.Module, parallel: TensorParallel = ALONE):
         self.parallel = parallel
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model

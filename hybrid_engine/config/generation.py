@@ -34,8 +34,18 @@ class HybridEngineConfig:
     print_latency: bool = True
     """Whether `eval()` prints where the iteration's time went, as DeepSpeed's does; `latency_stats()` has it always."""
 
+    exact: bool = False
+    """Whether a token's log-probability has the same bits in every batch and in training: docs/exact.md."""
+
     def __post_init__(self) -> None:
-        for name in ("enabled", "release_inference_cache", "pin_parameters", "enable_cuda_graph", "print_latency"):
+        for name in (
+            "enabled",
+            "release_inference_cache",
+            "pin_parameters",
+            "enable_cuda_graph",
+            "print_latency",
+            "exact",
+        ):
             check_flag(f"hybrid_engine.{name}", getattr(self, name))
         for name in ("max_out_tokens", "inference_tp_size", "tp_gather_partition_size"):
             check_integer(f"hybrid_engine.{name}", getattr(self, name), 1)
@@ -46,4 +56,9 @@ class HybridEngineConfig:
             raise ValueError(
                 f"hybrid_engine.inference_tp_size={self.inference_tp_size} keeps each process's part of the weights "
                 "for a whole rollout, which pin_parameters=false forbids; leave pin_parameters at true"
+            )
+        if self.exact and (self.inference_tp_size > 1 or not self.pin_parameters):
+            raise ValueError(
+                "hybrid_engine.exact generates with the whole model on each process; use inference_tp_size=1 and "
+                "pin_parameters=true"
             )

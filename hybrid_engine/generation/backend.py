@@ -112,7 +112,8 @@ class NativeBackend:
         if self._reads_copies:
             release.enter_context(bound_to_copies(self.model, self.gatherer, self.lasting))
         else:
-            release.enter_context(self.gatherer.gathered())
+            gathered = self.gatherer.gathered_for_forward if self.model.runs_module else self.gatherer.gathered
+            release.enter_context(gathered())
             release.enter_context(bound(self.model, self.gatherer, self.config.tp_gather_partition_size))
         self.model.prepare_positions(plan.longest + 1 if self.steps.recorder is None else self.config.max_out_tokens)
         release.push(self._give_back_workspace)

@@ -26,6 +26,7 @@ from hybrid_engine.distributed.verdict import Partners, attempt, describe_error
 from hybrid_engine.generation.agreement import LogprobDifference
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, pass_over_layers
+from hybrid_engine.generation.exact import ExactModel
 from hybrid_engine.generation.memory import free_and_total_bytes, usable_memory_bytes
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.noise import prompt_digest, rank_seed
@@ -36,7 +37,7 @@ from hybrid_engine.generation.options import (
     merge_options,
     read_options,
 )
-from hybrid_engine.generation.probe import probe_containers, probe_widely
+from hybrid_engine.generation.probe import probe_bits, probe_containers, probe_widely
 from hybrid_engine.generation.probe_cache import cache_key, keep_verdict, read_verdict
 from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
 from hybrid_engine.generation.rollout import (
@@ -60,6 +61,7 @@ from hybrid_engine.generation.shares import (
 from hybrid_engine.generation.training_memory import TrainingMemory
 from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.ops.dispatch import fallback_forced
+from hybrid_engine.ops.fixed_shapes import NotExactError
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 
@@ -120,18 +122,28 @@ class Generator:
         """Builds containers and measures them against the module; None, with the reason kept, if there are none."""
         self._modules = list(self.module.modules())
         try:
-            model = self.partners.agree(lambda: InferenceModel(self.module, self._parallel))
+            model = self.partners.agree(self._build_model)
             (is_crowded,) = self.partners.highest([int(self._is_crowded(model))])
             self._choose_gathering(bool(is_crowded))
             difference = self.partners.agree(lambda: self._probe(model))
             self.use_containers(model)
             if self.device.type == "cuda":  # on a CPU it takes long, and `warm_up()` does it
                 self.probe_widely()
-        except UnsupportedModelError as error:
+        except (UnsupportedModelError, NotExactError) as error:
+            if self.config.exact:
+                raise ValueError(f"hybrid_engine.exact: {error}; leave exact out of the config") from error
             self.drop_containers(str(error))
             return None
         self.gatherer.count_bytes()  # no rollout's
         return difference
+
+    def _build_model(self) -> InferenceModel:
+        return ExactModel(self.module) if self.config.exact else InferenceModel(self.module, self._parallel)
+
+    @property
+    def exact(self) -> ExactModel | None:
+        """What generates in exact mode, and makes the trainer's forward exact."""
+        return self.model if isinstance(self.model, ExactModel) else None
 
     @property
     def _parallel(self) -> TensorParallel:
@@ -146,6 +158,8 @@ class Generator:
     def _probe(self, model: InferenceModel) -> LogprobDifference:
         with self._readable(model):
             layers = partial(pass_over_layers, model, self.gatherer)
+            if isinstance(model, ExactModel):
+                return probe_bits(self.module, model, layers, model.run_trainer, self.sharding.world_size)
             return probe_containers(self.module, model, layers, self.sharding.world_size)
 
     def probe_widely(self) -> bool:
@@ -155,6 +169,8 @@ class Generator:
             UnsupportedModelError: containers and module compute different functions.
         """
         assert self.model is not None and self.native is not None
+        if self.exact is not None:  # which equal bits were asked of when it was built
+            return False
         model, block_size = self.model, self.config.kv_block_size or BLOCK_SIZE
         recorder = None if self.gatherer.is_streamed else self.native.new_recorder()
         setting = {"block_size": block_size, "is_recorded": recorder is not None, "ranks": self.group.size}
@@ -180,6 +196,11 @@ class Generator:
     def _choose_gathering(self, is_crowded: bool) -> None:
         """Streams layers where the whole weights do not fit on some process."""
         self.gatherer.choose(is_crowded)
+        if self.gatherer.is_streamed and self.config.exact:
+            raise ValueError(
+                "hybrid_engine.exact: the whole weights do not fit into the free memory, and layers that are gathered "
+                "one by one run on containers; leave exact out of the config"
+            )
         if self.gatherer.is_streamed and self.gatherer.is_pinned:
             say_once("the whole weights do not fit into the free memory: layers are gathered one by one on every pass")
 
@@ -374,6 +395,8 @@ class Generator:
         check_lengths(prompts, options, self.config, longest if self.model is None else self.model.max_positions)
         check_result_fits(prompts, options)
         reason = self._reason_to_fall_back(merged)
+        if reason is not None and self.config.exact:
+            raise ValueError(f"generate(): {reason}, and hybrid_engine.exact is on; leave one of them out")
         if reason is not None and not self.group.has_whole_module:
             raise ValueError(
                 f"generate(): {reason}, and this process holds only its part of the model; leave the option out or "

@@ -32,6 +32,8 @@ NUM_OWN_TOKENS = 64
 NUM_WIDE_TOKENS = 320
 WIDE_ROWS = (1, 8, 64, 128)
 NUM_RECORDED_ROWS = 8
+NUM_EXACT_TOKENS, EXACT_BLOCK_SIZE, EXACT_ROWS = 80, 32, (1, 8, 33)
+"""More keys than one chunk of `fixed_attention.py`, more rows than one piece of `fixed_shapes.py`."""
 
 LayerPass = Callable[[], Iterable[InferenceLayer]]
 """Called once per forward pass of the containers; yields their layers in order, with weights to read."""
@@ -86,6 +88,37 @@ def probe_widely(
         places = torch.tensor(rows, device=tokens.device)
         found["a recorded step"] = token_logprobs(passes.replay(rows, recorder), tokens[places + 1]), places
     return _judge(module, model, tokens, found, world_size)
+
+
+@torch.no_grad()
+def probe_bits(
+    module: nn.Module,
+    model: InferenceModel,
+    layers: LayerPass,
+    run_trainer: Callable[..., Any],
+    world_size: int = 1,
+) -> LogprobDifference:
+    """Exact mode's probe: prefill, decode in batches of several sizes and the trainer's forward give equal bits.
+
+    Collective as the narrow one.
+
+    Raises:
+        UnsupportedModelError: they do not on this machine.
+    """
+    tokens = _tokens(model, NUM_EXACT_TOKENS)
+    passes = _Passes(model, layers, tokens, EXACT_BLOCK_SIZE)
+    found = [token_logprobs(passes.prefill(len(tokens))[:-1], tokens[1:])]
+    places = [torch.arange(len(tokens) - 1, device=tokens.device)]
+    for num_rows in EXACT_ROWS:
+        places.append(torch.tensor(_spread(num_rows, len(tokens)), device=tokens.device))
+        found.append(token_logprobs(passes.decode(places[-1].tolist()), tokens[places[-1] + 1]))
+    with evaluating(module):
+        logits = run_trainer(input_ids=tokens.repeat(2, 1)).logits[1]
+    trainer = token_logprobs(logits[:-1], tokens[1:])[torch.cat(places)]
+    difference = compare_logprobs(torch.cat(found), trainer, torch.ones_like(trainer), world_size)
+    if difference.max != 0.0:
+        raise UnsupportedModelError(f"rollout and trainer are {difference.max:.3g} apart in log-probability")
+    return difference
 
 
 def _tokens(model: InferenceModel, most: int) -> torch.Tensor:

@@ -34,6 +34,11 @@ def _containers(generator: Generator) -> str:
     model = generator.model
     if model is None:
         return f"containers: none, generate() is the model's own, because {generator.fallback_reason}"
+    if generator.exact is not None:
+        return (
+            f"containers: none, exact mode generates by the module's own {model.layer_class} layers in fixed shapes; "
+            "the log-probabilities of a rollout are the trainer's to the bit and need no second pass"
+        )
     adapted = sum(is_adapted(linear.module) for layer in model.layers for linear in layer.linears)
     lora = f"; LoRA on {adapted} linears, fused into buffers of their own for each rollout" if adapted else ""
     return (
@@ -59,6 +64,8 @@ def _gathering(generator: Generator) -> str:
 
 
 def _decoding(generator: Generator, native: NativeBackend) -> str:
+    if generator.exact is not None:
+        return "decoding: the module's forward in pieces of fixed shapes; each step by itself"
     weight = native.model.embedding.weight
     if use_triton(weight):
         ops = "Triton kernels"

@@ -1,0 +1,228 @@
+"""Exact mode: rollouts run the module's own forward, and with the trainer's every operation in fixed shapes.
+
+The log-probability that a rollout records for a token then has the bits that the trainer computes, whatever stands
+beside it in a batch. Inside `training()` and `rollout()`, and nowhere else, the module's attention is
+`fixed_attention.py`'s, its experts go one by one, and `FixedShapes` is in force; nothing of the module is replaced.
+Adapters are not fused: the rollout adds them as the trainer does.
+"""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.ops import Batch, PrefillBatch
+from hybrid_engine.ops.dispatch import use_triton
+from hybrid_engine.ops.fixed_attention import Attention, attend, attend_decode, attend_prefill
+from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
+
+OPTION = "hybrid_engine.exact"
+DTYPES = (torch.float32, torch.bfloat16)
+ATTENTION = "hybrid_engine_exact"
+# What exact mode sets in the model's config while a forward runs: names of implementations in transformers.
+IMPLEMENTATIONS = {"_attn_implementation_internal": ATTENTION, "_experts_implementation_internal": "eager"}
+
+
+class RolloutPass(NamedTuple):
+    """A pass over packed or decoded tokens, whose keys and values lie in blocks."""
+
+    batch: Batch
+    caches: tuple[torch.Tensor, ...]  # keys and values of each layer in turn
+
+
+class TrainerPass(NamedTuple):
+    """A pass over padded sequences."""
+
+    order: torch.Tensor | None  # [B, T]: each row's tokens first, then its padding; None: no padding
+
+
+_pass: ContextVar[RolloutPass | TrainerPass | None] = ContextVar("hybrid_engine_exact_pass", default=None)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function: `query [B, H, T, D]`, `key`, `value` `[B, K, T, D]` -> `[B, T, H, D]`."""
+    now = _pass.get()
+    if now is None or attention_mask is not None or dropout:
+        raise NotExactError(f"{type(module).__name__}: exact attention takes no dropout and no mask of its own")
+    attention = Attention(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if isinstance(now, TrainerPass):
+        return _over_padded(query, key, value, now.order, attention, s_aux), None
+    layer = 2 * int(module.layer_idx)  # type: ignore[arg-type]
+    tensors = (query[0], key[0], value[0], (now.caches[layer], now.caches[layer + 1]))
+    if isinstance(now.batch, PrefillBatch):
+        return attend_prefill(*tensors, now.batch, attention, s_aux)[None], None
+    return attend_decode(*tensors, now.batch, attention, s_aux)[None], None
+
+
+def _over_padded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    order: torch.Tensor | None,
+    attention: Attention,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of sequences `[B, T, ...]` as if each had its tokens first; what padding gets is never read."""
+    positions = torch.arange(query.shape[1], device=query.device).expand(query.shape[:2])
+    if order is None:
+        return attend(query, key, value, positions, attention, sinks)
+    rows = torch.arange(len(order), device=order.device)[:, None]
+    context = attend(query[rows, order], key[rows, order], value[rows, order], positions, attention, sinks)
+    return context[rows, order.argsort(1)]
+
+
+AttentionInterface.register(ATTENTION, _attention)
+
+
+class ExactModel(InferenceModel):
+    """The module itself in the place of containers, which only say how its keys and values lie.
+
+    Raises UnsupportedModelError for what is not exact.
+    """
+
+    runs_module = True
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self.module = module
+        if self.device.type != "cpu" or use_triton(self.embedding.weight):
+            raise UnsupportedModelError(
+                f"on {self.device.type} with kernels, a sum depends on how many rows there are; it runs on a CPU"
+            )
+        if self.dtype not in DTYPES:
+            raise UnsupportedModelError(f"the weights are {self.dtype}; it takes float32 or bfloat16")
+        if any(rotary.depends_on_length for rotary in self.rotaries.values()):
+            raise UnsupportedModelError("its rotary angles depend on how long a sequence becomes")
+        if "logits_to_keep" not in inspect.signature(self.base.forward).parameters:
+            raise UnsupportedModelError(f"{type(self.base).__name__}.forward() has no logits_to_keep")
+        configs = [getattr(part, "config", None) for part in module.modules()]
+        self._configs = {id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}
+
+    def bind(self, layers_at_once: int = 1) -> None:
+        """Nothing: the module reads its own parameters."""
+
+    def bind_rest(self) -> None:
+        """Nothing, as `bind`."""
+
+    def fuse_lora(self) -> int:
+        """Nothing: the module adds its adapters itself."""
+        return 0
+
+    def fuse_rest(self) -> int:
+        """Nothing, as `fuse_lora`."""
+        return 0
+
+    def buffer_bytes(self, is_streamed: bool = False) -> int:
+        """None."""
+        return 0
+
+    def unfuse_lora(self) -> None:
+        """Nothing, as `fuse_lora`."""
+
+    def prepare_positions(self, num_positions: int) -> None:
+        """Nothing: the module makes its own angles."""
+
+    def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+        """As the containers'; the module passes over its layers itself."""
+        caches = kv.view(-1, *kv.shape[2:]).unbind(0)
+        wanted = batch.wanted if isinstance(batch, PrefillBatch) else 0
+        with self._installed(RolloutPass(batch, caches)):
+            output = self.module(
+                input_ids=batch.tokens[None],
+                attention_mask=torch.ones_like(batch.tokens)[None],  # OPT would count with floats
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=wanted,
+            )
+        return output.logits[0].float()
+
+    def run_trainer(self, **kwargs: Any) -> Any:
+        """The module's forward as the trainer runs it."""
+        with self.training((), kwargs) as arguments:
+            return self.module(**arguments)
+
+    @contextmanager
+    def training(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Inside, the trainer's forward is exact; yields the keywords to call it with.
+
+        A padded batch without `position_ids` gets those that count its tokens, as a rollout has them.
+
+        Raises:
+            ValueError: for what would not be what the rollout computes.
+        """
+        given = inspect.signature(self.module.forward).bind_partial(*args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        _check_training(self.module, given)
+        order = None
+        if mask is None:  # as a rollout passes it
+            tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"][..., 0]
+            given["attention_mask"] = torch.ones_like(tokens, dtype=torch.int64)
+        elif not bool(mask.all()):
+            order = (mask == 0).int().argsort(dim=1, stable=True)
+            if positions is None:
+                given["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)
+        if positions is not None:
+            _check_positions(positions, mask)
+        with self._installed(TrainerPass(order)):
+            yield {**given, "use_cache": False}
+
+    @contextmanager
+    def _installed(self, now: RolloutPass | TrainerPass) -> Iterator[None]:
+        before = [(c, name, getattr(c, name, None)) for c in self._configs.values() for name in IMPLEMENTATIONS]
+        token = _pass.set(now)
+        try:
+            for config, name, _ in before:
+                setattr(config, name, IMPLEMENTATIONS[name])
+            with FixedShapes():
+                yield
+        finally:
+            for config, name, value in before:
+                setattr(config, name, value)
+            _pass.reset(token)
+
+
+def _check_training(module: nn.Module, given: dict[str, Any]) -> None:
+    mask = given.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(f"{OPTION}: attention_mask has shape {list(mask.shape)}; pass [B, T], 1 on tokens")
+    if given.get("past_key_values") is not None:
+        raise ValueError(f"{OPTION}: past_key_values is given; pass whole sequences, or call engine.generate()")
+    if torch.is_autocast_enabled("cpu"):
+        raise ValueError(f"{OPTION}: the forward runs under autocast, rollouts do not; set the dtype in the config")
+    if module.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
+        raise ValueError(f"{OPTION}: the model drops activations at random while it trains; set its dropout to 0")
+    if module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()):
+        raise ValueError(
+            f"{OPTION}: gradient checkpointing computes layers anew outside of exact mode; call "
+            "gradient_checkpointing_disable()"
+        )
+
+
+def _check_positions(positions: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Positions must count the tokens of a row; others, as of several sequences in one row, mean another mask."""
+    steps = positions.diff(dim=-1) == 1
+    if mask is not None:
+        steps = steps | (mask[:, 1:] == 0) | (mask[:, :-1] == 0)
+    if not bool(steps.all()):
+        raise ValueError(f"{OPTION}: position_ids must grow by one from token to token of a row, one sequence a row")

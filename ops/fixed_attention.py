@@ -1,0 +1,251 @@
+"""Causal attention in which a query's result depends on its own sequence alone, to the bit.
+
+    score_ij  = cap(q_i . k_j * scale)                    for 0 <= i - j < window
+    context_i = sum_j exp(score_ij - m_i) v_j / (sum_j exp(score_ij - m_i) + exp(sink_h - m_i)),  m_i the largest
+
+Queries stand in tiles of TILE_ROWS rows and keys in chunks of CHUNK_KEYS, counted from the start of the sequence; both
+are padded. Each product is of one tile and one chunk, each sum of one chunk, and chunks are added in order. A key that
+is padding or hidden has weight exactly 0, so that it makes no difference how far a context is padded. All in fp32. A
+prefill, a decoded token and the trainer's forward are the same function of tiles.
+
+R sequences, n tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from hybrid_engine.ops.batch import DecodeBatch, PrefillBatch, write_rows
+from hybrid_engine.ops.softmax_context import like_lengths
+
+# A product of a row of decode, or of its G heads, is padded to so many rows: 8 cost a batch of decode less than 32.
+TILE_ROWS = 8
+CHUNK_KEYS = 64
+
+
+class Attention(NamedTuple):
+    """What attention of one layer does beside its tensors."""
+
+    scale: float  # multiplies q.k
+    window: int | None = None  # tokens a query sees, itself included; None: all
+    softcap: float | None = None  # c in c tanh(score / c)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    attention: Attention,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Queries against the keys of their sequence, from position 0.
+
+    Args:
+        query: `[R, n, H, D]`.
+        key, value: `[R, C, K, D]`, finite everywhere.
+        positions: `[R, n]` int64: where the queries stand; those of a row ascend. Keys behind a query are hidden.
+        sinks: `[H]`, a further logit of each head.
+
+    Returns:
+        `[R, n, H, D]` in the dtype of `query`. Differentiable where the queries are all of their sequence's tokens.
+    """
+    return _attend(query, key, value, positions, *attention, sinks)
+
+
+# One operation, so that nothing which looks at operations looks into it: its shapes are fixed already.
+@torch.library.custom_op("hybrid_engine::attend", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    attention = Attention(scale, window, softcap)
+    (num_rows, length, num_heads, dim), num_kv_heads = query.shape, key.shape[2]
+    group = num_heads // num_kv_heads
+    missing = -length * group % TILE_ROWS
+    num_tiles = (length * group + missing) // TILE_ROWS
+    # [tiles, R * K, TILE_ROWS, ...]: of one sequence and key head, queries by position and then by head of the group.
+    tiles = query.float().unflatten(2, (num_kv_heads, group)).transpose(1, 2).flatten(2, 3)
+    tiles = _tiled(F.pad(tiles, (0, 0, 0, missing)), num_tiles)
+    places = positions.repeat_interleave(group, 1)
+    places = F.pad(places[:, None], (0, missing), value=0).expand(-1, num_kv_heads, -1)
+    places = _tiled(places, num_tiles)
+    reach = places.flatten(1).amax(1).tolist()  # of each tile
+    start = places.flatten(1).amin(1).tolist() if attention.window is not None else [0] * num_tiles
+    keys, values = _chunked(key), _chunked(value)
+    sink = None
+    if sinks is not None:  # [R * K, TILE_ROWS] of every tile: a tile begins at any head of the group
+        heads = torch.arange(num_tiles * TILE_ROWS, device=query.device) % group
+        by_head = sinks.float().view(num_kv_heads, group)[:, heads].view(num_kv_heads, num_tiles, TILE_ROWS)
+        sink = by_head.transpose(0, 1).repeat(1, num_rows, 1)
+    contexts = []
+    for index in range(num_tiles):
+        first = 0 if attention.window is None else max(0, start[index] - attention.window + 1) // CHUNK_KEYS
+        chunks = slice(first, reach[index] // CHUNK_KEYS + 1)
+        own_sink = None if sink is None else sink[index]
+        contexts.append(_tile(tiles[index], keys[chunks], values[chunks], first, places[index], attention, own_sink))
+    context = torch.stack(contexts, 1).view(num_rows, num_kv_heads, -1, dim)[:, :, : length * group]
+    context = context.unflatten(2, (length, group)).transpose(1, 2).reshape(num_rows, length, num_heads, dim)
+    return context.to(query.dtype)
+
+
+def _tiled(rows: torch.Tensor, num_tiles: int) -> torch.Tensor:
+    """`[R, K, tiles * TILE_ROWS, ...]` -> `[tiles, R * K, TILE_ROWS, ...]`, each tile contiguous."""
+    return rows.flatten(0, 1).unflatten(1, (num_tiles, TILE_ROWS)).transpose(0, 1).contiguous()
+
+
+def _chunked(keys: torch.Tensor) -> torch.Tensor:
+    """`[R, C, K, D]` -> `[chunks, R * K, CHUNK_KEYS, D]` fp32, padded with zeros, each chunk contiguous."""
+    padded = F.pad(keys.float(), (0, 0, 0, 0, 0, -keys.shape[1] % CHUNK_KEYS))
+    return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, CHUNK_KEYS)).transpose(0, 1).contiguous()
+
+
+def _tile(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first: int,
+    places: torch.Tensor,
+    attention: Attention,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """`query [X, TILE_ROWS, D]` against chunks `[c, X, CHUNK_KEYS, D]`, of which the first one is number `first`."""
+    inside = torch.arange(CHUNK_KEYS, device=query.device)
+    scores = []
+    for chunk, key in enumerate(keys, first):
+        score = torch.bmm(query, key.transpose(1, 2)) * attention.scale
+        if attention.softcap is not None:
+            score = torch.tanh(score / attention.softcap) * attention.softcap
+        distance = places[..., None] - (inside + chunk * CHUNK_KEYS)
+        hidden = distance < 0
+        if attention.window is not None:
+            hidden = hidden | (distance >= attention.window)
+        scores.append(score.masked_fill(hidden, float("-inf")))
+    largest = torch.stack([score.amax(-1) for score in scores]).amax(0)
+    largest = largest if sink is None else torch.maximum(largest, sink)
+    # A query that is padding may stand before the first chunk of its tile.
+    largest = largest.masked_fill(largest == float("-inf"), 0.0)
+    total = torch.zeros_like(largest) if sink is None else torch.exp(sink - largest)
+    context = torch.zeros_like(query)
+    for score, value in zip(scores, values, strict=True):
+        weights = torch.exp(score - largest[..., None])
+        total = total + weights.sum(-1)
+        context = context + torch.bmm(weights, value)
+    return context / total[..., None].clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def attend_prefill(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    batch: PrefillBatch,
+    attention: Attention,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Packed sequences, `query [N, H, D]`, `key`, `value` `[N, K, D]` -> `[N, H, D]`; writes into `caches`.
+
+    `caches`: keys and values, `[num_blocks, K, block_size, D]`.
+    """
+    _write(key, value, caches, batch)
+    rows = torch.arange(len(query), device=query.device).split(batch.lengths)
+    contexts: list[torch.Tensor] = [query] * len(rows)
+    for group in like_lengths(batch.lengths):
+        index = pad_sequence([rows[i] for i in group], batch_first=True)
+        positions = torch.arange(index.shape[1], device=query.device).expand_as(index)
+        padded = attend(query[index], key[index], value[index], positions, attention, sinks)
+        for i, context in zip(group, padded, strict=True):
+            contexts[i] = context[: batch.lengths[i]]
+    return torch.cat(contexts)
+
+
+def attend_decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    batch: DecodeBatch,
+    attention: Attention,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One token per row, `query [S, H, D]`, `key`, `value` `[S, K, D]` -> `[S, H, D]`; as `attend_prefill`."""
+    _write(key, value, caches, batch)
+    keys, values = (
+        cache[batch.block_tables].transpose(1, 2).flatten(2, 3)[:, :, : batch.context].transpose(1, 2)
+        for cache in caches
+    )  # [S, context, K, D]
+    return attend(query[:, None], keys, values, batch.positions[:, None], attention, sinks)[:, 0]
+
+
+def _write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    batch: PrefillBatch | DecodeBatch,
+) -> None:
+    num_kv_heads, block_size, dim = caches[0].shape[1:]
+    rows = write_rows(batch, num_kv_heads, block_size)
+    for cache, new in zip(caches, (key, value), strict=True):
+        cache.view(-1, dim).index_put_((rows,), new)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    query, key, value, _, scale, window, softcap, sinks = inputs
+    ctx.save_for_backward(query, key, value, sinks)
+    ctx.attention = Attention(scale, window, softcap)
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The gradient of attention computed as usual, whose values are the same to rounding, of whole sequences.
+
+    A backward pass through tiles would be as many small products again, and keep all their weights.
+    """
+    inputs = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
+    query, key, value, sinks = inputs
+    with torch.enable_grad():
+        context = attend_as_usual(query, key, value, ctx.attention, sinks)
+    found = iter(torch.autograd.grad(context, [x for x in inputs if x is not None], gradient))
+    query, key, value, sinks = (None if x is None else next(found) for x in inputs)
+    return query, key, value, None, None, None, None, sinks
+
+
+_attend.register_autograd(_backward, setup_context=_keep_inputs)
+
+
+def attend_as_usual(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention: Attention,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same function without tiles, whole sequences: `[R, n, ...]` as TrainerAttention's."""
+    group = query.shape[2] // key.shape[2]
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    places = torch.arange(q.shape[2], device=q.device)
+    distance = places[:, None] - places
+    hidden = distance < 0
+    if attention.window is not None:
+        hidden = hidden | (distance >= attention.window)
+    if attention.softcap is None and sinks is None:
+        context = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=attention.scale, enable_gqa=True)
+        return context.transpose(1, 2)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * attention.scale
+    if attention.softcap is not None:
+        scores = torch.tanh(scores / attention.softcap) * attention.softcap
+    scores = scores.float().masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.float()[:, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+    return (weights.to(v.dtype) @ v).transpose(1, 2)

@@ -1,0 +1,181 @@
+"""Operations whose result for a row depends on that row alone, to the bit: what exact mode is made of, on a CPU.
+
+Inside `FixedShapes` every operation that reaches PyTorch's kernels is one of these:
+
+    products      in pieces of PIECE_ROWS rows, the last one padded: how a library sums then never depends on how many
+                  rows there are. Without pieces fp32 differs between 1, 2 and 33 rows, bf16 at 1024 inputs.
+    functions     exp, silu, gelu, ...: on contiguous pieces of a fixed number of elements, the last one padded. The
+                  vectorised loop computes them otherwise than the scalar one, which takes what is left at the end of
+                  a tensor, or of a thread's part of it, and what lies strided.
+    reductions    along the last dimension of contiguous rows, never one row cut among threads
+    the others    sums, products and quotients of elements, comparisons, copies, views: one rounding or none
+
+What is none of these is refused by name: better than a result that is almost the same. A mode of dispatch stands below
+autograd, which therefore derives the gradients of the operations as they were called; they are the usual ones.
+
+The pieces were found by trial with 1 and 2 threads on a Xeon (torch 2.13): they give equal bits
+wherever a row stands and whatever stands beside it. A product of many inputs is summed otherwise with another number of
+threads, so that must be the same wherever bits are compared.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+PIECE_ROWS = 32
+# Below the size from which PyTorch cuts an operation among threads (32768), and a multiple of every vector.
+PIECE_ELEMENTS = 16384
+VECTOR_ELEMENTS = 64
+# From so many elements on a single row is summed by several threads.
+CUT_ELEMENTS = 32768
+
+
+class NotExactError(RuntimeError):
+    """An operation that is not known to give a row the same bits in every batch."""
+
+
+def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`input [N, in]`, `weight [in, out]`, `bias [out]` or None -> `[N, out]`, in pieces of PIECE_ROWS rows."""
+    num_rows, width = input.shape
+    num_padded = -(-num_rows // PIECE_ROWS) * PIECE_ROWS
+    rows = input
+    if num_padded != num_rows or not input.is_contiguous():
+        rows = input.new_zeros(num_padded, width)
+        rows[:num_rows] = input
+    output = input.new_empty(num_padded, weight.shape[1])
+    for piece, into in zip(rows.split(PIECE_ROWS), output.split(PIECE_ROWS), strict=True):
+        if bias is None:
+            torch.mm(piece, weight, out=into)
+        else:
+            torch.addmm(bias, piece, weight, out=into)
+    return output[:num_rows]
+
+
+def _mm(function: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return product(input, weight)
+
+
+def _addmm(
+    function: Any, bias: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    if beta != 1 or alpha != 1 or bias.dim() != 1:
+        raise NotExactError(f"addmm with {beta=}, {alpha=} and a bias of {list(bias.shape)} is not known to be exact")
+    return product(input, weight, bias)
+
+
+def _bmm(function: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """One product a term needs no order; one matrix is a product like any other."""
+    if left.shape[2] == 1:
+        return function(left, right)
+    if left.shape[0] == 1:
+        return product(left[0], right[0])[None]
+    shapes = f"{list(left.shape)} and {list(right.shape)}"
+    raise NotExactError(f"a batch of products of {shapes} is not known to be exact; attention is in fixed_attention.py")
+
+
+def _function(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A function of single elements, on contiguous pieces of at most PIECE_ELEMENTS."""
+    if not isinstance(input, torch.Tensor) or any(isinstance(arg, torch.Tensor) for arg in args):
+        raise NotExactError(f"{function} of two tensors is not known to be exact")
+    if not input.is_floating_point():
+        input = input.to(torch.get_default_dtype())
+    flat = input.reshape(-1)
+    missing = -len(flat) % VECTOR_ELEMENTS
+    # A view of a larger tensor may begin anywhere, but it ends where its elements do.
+    flat = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+    if len(flat) <= PIECE_ELEMENTS:
+        result = function(flat, *args, **kwargs)
+    else:
+        result = torch.cat([function(piece, *args, **kwargs) for piece in flat.split(PIECE_ELEMENTS)])
+    return result[: input.numel()].view(input.shape)
+
+
+def _function_in_place(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    plain = getattr(aten, function.overloadpacket.__name__.removesuffix("_"))
+    return input.copy_(_function(plain, input, *args, **kwargs))
+
+
+def _along_rows(function: Any, input: torch.Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A reduction over the last dimension, or a softmax along it."""
+    if not input.is_floating_point():
+        return function(input, *(() if dim is None else (dim,)), *args, **kwargs)
+    dims = [dim] if isinstance(dim, int) else list(dim or [])
+    if [d % input.dim() for d in dims] != [input.dim() - 1]:
+        raise NotExactError(f"{function} over dimensions {dims} of {list(input.shape)} is not known to be exact")
+    last = -1 if isinstance(dim, int) else [-1]
+    input = input.contiguous()
+    if input.numel() == input.shape[-1] >= CUT_ELEMENTS:  # two equal rows, of which one is kept
+        return function(torch.stack((input, input)), last, *args, **kwargs)[0]
+    return function(input, last, *args, **kwargs)
+
+
+def _layer_norm(function: Any, input: torch.Tensor, *args: Any) -> Any:
+    return function(input.contiguous(), *args)
+
+
+def _scaled_sum(function: Any, input: torch.Tensor, other: Any, *, alpha: float = 1) -> torch.Tensor:
+    """`input +- alpha * other`: with alpha the loops round once or twice."""
+    return function(input, other) if alpha == 1 else function(input, other * alpha)
+
+
+def _plain(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+FUNCTIONS = (
+    "cos cosh elu erf exp exp2 expm1 gelu hardsigmoid hardswish leaky_relu log log1p log2 mish pow reciprocal "
+    "relu6 rsqrt selu sigmoid silu sin softplus sqrt tan tanh"
+)
+REDUCTIONS = "_log_softmax _softmax logsumexp mean std sum var"
+# One rounding an element, or none; and a loss, which is no row's.
+PLAIN = (
+    "_local_scalar_dense _reshape_alias _to_copy _unsafe_view abs alias amax amin any arange argmax argmin argsort "
+    "as_strided bitwise_and bitwise_not bitwise_or cat ceil chunk clamp clamp_max clamp_min clone "
+    "constant_pad_nd contiguous copy detach diagonal div embedding empty empty_like empty_permuted empty_strided eq "
+    "expand fill flip floor full full_like gather ge gt index index_add index_copy index_put index_select "
+    "is_same_size isinf isnan le lift_fresh lt masked_fill masked_scatter max maximum min minimum mul narrow "
+    "ne neg new_empty new_empty_strided new_full new_ones new_zeros nll_loss_forward nonzero ones ones_like permute "
+    "relu remainder repeat resize roll scalar_tensor scatter select sign slice slice_scatter sort split "
+    "split_with_sizes squeeze stack t threshold topk transpose tril triu unbind unfold unsqueeze view where zero "
+    "zeros zeros_like"
+)
+
+
+def _rules() -> dict[str, Callable[..., Any]]:
+    """What each operation of `aten` is computed by, by its name; of those in place under their own."""
+    rules: dict[str, Callable[..., Any]] = {"mm": _mm, "addmm": _addmm, "bmm": _bmm, "native_layer_norm": _layer_norm}
+    rules |= dict.fromkeys(("add", "add_", "sub", "sub_", "rsub"), _scaled_sum) | {"_fused_rms_norm": _layer_norm}
+    rules |= dict.fromkeys(REDUCTIONS.split(), _along_rows)
+    for name in FUNCTIONS.split():
+        rules |= {name: _function, f"{name}_": _function_in_place}
+    for name in PLAIN.split():
+        rules |= {name: _plain, f"{name}_": _plain}
+    return rules
+
+
+RULES = _rules()
+
+
+class FixedShapes(TorchDispatchMode):
+    """Inside, operations compute each row as if it were alone; NotExactError for one that is not known to.
+
+    Gradients are the usual ones: what runs in a backward pass outside is not changed.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operation by its rule."""
+        kwargs = kwargs or {}
+        if func.namespace != "aten":
+            return func(*args, **kwargs)  # collectives and copies of sharded parameters
+        rule = RULES.get(func.overloadpacket.__name__)
+        if rule is not None:
+            return rule(func, *args, **kwargs)
+        result = func(*args, **kwargs)
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        if not any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in outputs):
+            return result  # integers and flags are exact
+        raise NotExactError(f"{func} is not known to give a row the same bits in every batch")
