@@ -66,21 +66,24 @@ def linear_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
     """Output projections, norm with query-key-value, and the MLP, of a Llama 8B on a GPU."""
     hidden, mlp, kv = (256, 512, 128) if is_small else (4096, 14_336, 1024)
     cases = []
-    for rows in (1, 16, 64):
+    for rows in (1, 16, 64, 128, 256):
 
         def randn(*shape):
             return (torch.randn(*shape, device=device) / shape[-1] ** 0.5).to(dtype)
 
         def linear_inputs(rows=rows):
-            return randn(rows, hidden), randn(hidden, hidden).t()
+            return randn(rows, mlp), randn(hidden, mlp).t(), None, randn(rows, hidden)
 
         element = dtype.itemsize
         op = VectorMatMulOp()
         cases.append(
             Case(
-                f"linear, {rows} rows", linear_inputs, op, op.reference if hasattr(op, "reference") else op,
-                {"F.linear": lambda x, w: F.linear(x, w.t()), "torch.mm": torch.mm},
-                hidden * hidden * element, 2 * rows * hidden * hidden,
+                f"linear with residual, {rows} rows", linear_inputs, op, op.reference,
+                {
+                    "F.linear and a sum": lambda x, w, _, residual: F.linear(x, w.t()) + residual,
+                    "torch.addmm": lambda x, w, _, residual: torch.addmm(residual, x, w),
+                },
+                hidden * mlp * element, 2 * rows * hidden * mlp,
             )
         )  # fmt: skip
 
@@ -251,7 +254,8 @@ def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
             2 * rows * 6 * 64 * element, 4 * rows * 6 * 64,
         )
     )  # fmt: skip
-    for name, options in (("plain", {}), ("top-k 50, top-p 0.9", {"top_k": 50, "top_p": 0.9})):
+    both = {"top_k": 50, "top_p": 0.9}
+    for name, options in (("plain", {}), ("top-k 50, top-p 0.9", both), ("top-p 0.9", {"top_p": 0.9})):
         sample = SampleOp(True, **options)
         keys, draws = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
 
@@ -259,7 +263,7 @@ def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
             if options:
                 values, order = x.sort(descending=True)
                 kept = (values.softmax(-1).cumsum(-1) - values.softmax(-1) < 0.9) & (
-                    torch.arange(x.shape[-1], device=x.device) < 50
+                    torch.arange(x.shape[-1], device=x.device) < options.get("top_k", x.shape[-1])
                 )
                 x = torch.full_like(x, float("-inf")).scatter(-1, order, values.masked_fill(~kept, float("-inf")))
             tokens = torch.multinomial(x.softmax(-1), 1).squeeze(-1)

@@ -10,7 +10,7 @@ from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.ops.mlp_gemm import up_product
-from hybrid_engine.ops.skinny_gemm import MAX_ROWS
+from hybrid_engine.ops.skinny_gemm import takes_rows
 from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 GELUS = ("gelu", "gelu_new")
@@ -32,7 +32,7 @@ class GELUGemmOp:
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weight_out: torch.Tensor
     ) -> torch.Tensor:
-        if not use_triton(input) or input.shape[0] > MAX_ROWS:
+        if not use_triton(input) or not takes_rows(input):
             return self.reference(input, weight, bias, weight_out)
         return self.output(up_product(input, None, (weight, bias), self.activation_name), weight_out)
 

@@ -9,8 +9,8 @@
 Moves the two or three weights once, E I elements each, and does 2 N E I operations for each.
 `input` is the attention's output with its bias already added.
 
-Up to 64 rows gate, up and activation are one launch, which up to 4 rows has the norm inside; down is another,
-with the residual added in it. A fused [in, 2I] weight comes as two views of its columns.
+Up to 256 rows (in fp32 64) gate, up and activation are one launch, which up to 4 rows has the norm inside; down is
+another, with the residual added in it. A fused [in, 2I] weight comes as two views of its columns.
 """
 
 import torch
@@ -22,17 +22,23 @@ from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.gated_activation import gated_activation
 from hybrid_engine.ops.norm import NORM_OPS, NormOp, check_norm_weights
 from hybrid_engine.ops.skinny_gemm import (
-    MAX_ROWS,
+    NO_NORM,
+    NO_WEIGHTS,
     NORM_ROWS,
+    NormWeights,
+    Output,
     add_bias,
     check_linear,
     choose_tiles,
     load_normed_rows,
     load_weights,
     multiply,
+    norm_form,
     row_statistics,
-    statistics_meta,
+    rows_of,
     store_columns,
+    takes_rows,
+    weights_of,
 )
 from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
@@ -40,56 +46,30 @@ Linear = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @triton.jit
-def up_kernel(
-    x_ptr,
-    stride_xm,
-    stride_xk,
-    gate_ptr,
-    gate_stride_k,
-    gate_stride_n,
-    gate_bias_ptr,
-    up_ptr,
-    up_stride_k,
-    up_stride_n,
-    up_bias_ptr,
-    gamma_ptr,
-    beta_ptr,
-    y_ptr,
-    num_rows,
-    width_in,
-    width_out,
-    eps,
-    ACTIVATION: tl.constexpr,
-    NORM: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One tile of `inner`: both weights stream side by side past the same rows. gate_ptr None: no gate."""
-    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+def up_kernel(x, gate, up, norm, y, ACTIVATION: tl.constexpr, NORM: tl.constexpr, TILES: tl.constexpr):
+    """One tile of `inner`: both weights stream side by side past the same rows. gate.ptr None: no gate."""
+    DTYPE: tl.constexpr = y.ptr.dtype.element_ty
+    BLOCK_N: tl.constexpr = TILES.block_n
+    ROWS: tl.constexpr = TILES.rows
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mean, rstd = row_statistics(x_ptr, stride_xm, stride_xk, num_rows, width_in, eps, NORM, ROWS, NUM_CHUNKS, CHUNK)
-    up = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    gate = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for start in range(0, width_in, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        up_tile = load_weights(up_ptr, up_stride_k, up_stride_n, k, n, width_in, width_out)
-        x = load_normed_rows(
-            x_ptr, stride_xm, stride_xk, num_rows, k, width_in, gamma_ptr, beta_ptr, mean, rstd, NORM, ROWS
-        )
-        up = multiply(up_tile, x, up)
-        if gate_ptr is not None:
-            gate_tile = load_weights(gate_ptr, gate_stride_k, gate_stride_n, k, n, width_in, width_out)
-            gate = multiply(gate_tile, x, gate)
-    up = add_bias(up, up_bias_ptr, n, width_out).to(DTYPE).to(tl.float32)
-    if gate_ptr is not None:
-        gate = add_bias(gate, gate_bias_ptr, n, width_out).to(DTYPE).to(tl.float32)
-        inner = activate(gate, ACTIVATION).to(DTYPE).to(tl.float32) * up
+    mean, rstd = row_statistics(x, norm.eps, NORM, ROWS)
+    inner = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    outer = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    for start in range(0, x.width, TILES.block_k):
+        k = start + tl.arange(0, TILES.block_k)
+        up_tile = load_weights(up, n, k, x.width)
+        rows = load_normed_rows(x, k, norm, mean, rstd, NORM, ROWS)
+        inner = multiply(up_tile, rows, inner)
+        if gate.ptr is not None:
+            gate_tile = load_weights(gate, n, k, x.width)
+            outer = multiply(gate_tile, rows, outer)
+    inner = add_bias(inner, up, n).to(DTYPE).to(tl.float32)
+    if gate.ptr is not None:
+        outer = add_bias(outer, gate, n).to(DTYPE).to(tl.float32)
+        inner = activate(outer, ACTIVATION).to(DTYPE).to(tl.float32) * inner
     else:
-        inner = activate(up, ACTIVATION)
-    store_columns(y_ptr, width_out, num_rows, inner, n, width_out, ROWS)
+        inner = activate(inner, ACTIVATION)
+    store_columns(y, x.num_rows, inner, n, up.width)
 
 
 def up_product(
@@ -101,7 +81,7 @@ def up_product(
     gamma: torch.Tensor | None = None,
     beta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launches `inner [N, I]` of at most 64 rows; norms inside the product where `norm` is given (at most 4 rows)."""
+    """Launches `inner [N, I]` of rows that `takes_rows`; norms inside it where `norm` is given (at most 4 rows)."""
     num_rows, width_in = input.shape
     width_out = up[0].shape[1]
     check_linear("up", input, *up)
@@ -112,28 +92,14 @@ def up_product(
         check_norm_weights(input, gamma, beta)
     output = torch.empty(num_rows, width_out, dtype=input.dtype, device=input.device)
     tiles = choose_tiles(num_rows, width_in, (width_out,), input.dtype, num_weights=1 if gate is None else 2)
-    gate_operands = (None, 0, 0, None) if gate is None else (gate[0], *gate[0].stride(), gate[1])
+    weights = (NO_WEIGHTS if gate is None else weights_of(*gate), weights_of(*up))
+    norm_weights = NO_NORM if norm is None else NormWeights(gamma, beta, norm.eps)
+    form = norm_form("none" if norm is None else norm.kind, width_in)
     dispatch.launch(
-        up_kernel,
-        (-(-width_out // tiles.block_n),),
-        input,
-        *input.stride(),
-        *gate_operands,
-        up[0],
-        *up[0].stride(),
-        up[1],
-        gamma if norm else None,
-        beta if norm else None,
-        output,
-        num_rows,
-        width_in,
-        width_out,
-        norm.eps if norm else 0.0,
-        device=input.device,
-        ACTIVATION=activation,
-        **statistics_meta(norm.kind if norm else "none", width_in),
-        **tiles.meta(),
-    )
+        up_kernel, (tiles.programs(width_out),),
+        rows_of(input), *weights, norm_weights, Output(output, width_out),
+        device=input.device, ACTIVATION=activation, NORM=form, **tiles.meta(),
+    )  # fmt: skip
     return output
 
 
@@ -207,7 +173,7 @@ class MLPGemmOp:
         return self.norm.add_and_norm(input, residual, gamma, beta)
 
     def _inner(self, normed: torch.Tensor, gate: Linear | None, up: Linear) -> torch.Tensor:
-        if normed.shape[0] <= MAX_ROWS:
+        if takes_rows(normed):
             return up_product(normed, gate, up, self.activation_name)
         inner = linear_transposed(normed, *up)
         if gate is None:

@@ -5,11 +5,12 @@
 The three weights are three tensors or one fused tensor (GPT-2), all [in, out]. Moves the weights once:
 E (H + 2K) D elements, and does 2 N E (H + 2K) D operations for N rows.
 
-Up to 64 rows the three products are one launch, whose programs take a tile of q, of k or of v; up to 4 rows
-the norm runs inside it. More rows go to cuBLAS.
+Up to 256 rows (in fp32 64) the three products are one launch, whose programs take a tile of q, of k or of v; up to 4
+rows the norm runs inside it. More rows go to cuBLAS.
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,144 +19,71 @@ from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.norm import NORM_OPS, check_norm_weights
 from hybrid_engine.ops.skinny_gemm import (
-    MAX_ROWS,
+    NO_NORM,
+    NO_WEIGHTS,
     NORM_ROWS,
+    NormWeights,
     add_bias,
     check_linear,
     choose_tiles,
     load_normed_rows,
+    norm_form,
     row_statistics,
-    statistics_meta,
-    store_columns,
+    rows_of,
+    takes_rows,
     tile_product,
+    weights_of,
 )
 
 LAYOUTS = ("blocks", "grouped")
 
 
-@triton.jit
-def _project(
-    x_ptr,
-    stride_xm,
-    stride_xk,
-    num_rows,
-    w_ptr,
-    stride_wk,
-    stride_wn,
-    bias_ptr,
-    y_ptr,
-    stride_ym,
-    tile,
-    width_in,
-    width_out,
-    gamma_ptr,
-    beta_ptr,
-    mean,
-    rstd,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One tile of one projection."""
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tile_product(
-        x_ptr,
-        stride_xm,
-        stride_xk,
-        num_rows,
-        w_ptr,
-        stride_wk,
-        stride_wn,
-        n,
-        0,
-        width_in,
-        width_in,
-        width_out,
-        gamma_ptr,
-        beta_ptr,
-        mean,
-        rstd,
-        NORM,
-        ROWS,
-        BLOCK_N,
-        BLOCK_K,
-    )
-    store_columns(y_ptr, stride_ym, num_rows, add_bias(total, bias_ptr, n, width_out), n, width_out, ROWS)
+class Projected(NamedTuple):
+    """y `[M, H D + 2 K D]`, whose columns are dense, and the normed rows `[M, E]` where they are normed inside."""
+
+    ptr: Any
+    stride_m: int
+    normed_ptr: Any
 
 
 @triton.jit
-def qkv_kernel(
-    x_ptr,
-    stride_xm,
-    stride_xk,
-    q_weight_ptr,
-    q_stride_k,
-    q_stride_n,
-    q_bias_ptr,
-    k_weight_ptr,
-    k_stride_k,
-    k_stride_n,
-    k_bias_ptr,
-    v_weight_ptr,
-    v_stride_k,
-    v_stride_n,
-    v_bias_ptr,
-    gamma_ptr,
-    beta_ptr,
-    y_ptr,
-    normed_ptr,
-    stride_ym,
-    num_rows,
-    width_in,
-    q_width,
-    kv_width,
-    eps,
-    NUM_WEIGHTS: tl.constexpr,
-    NORM: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def _project(x, w, tile, norm, mean, rstd, y, column, NORM: tl.constexpr, TILES: tl.constexpr):
+    """One tile of one projection, whose columns of y start at `column`."""
+    n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
+    total = add_bias(tile_product(x, w, n, 0, x.width, norm, mean, rstd, NORM, TILES), w, n)
+    m = tl.arange(0, TILES.rows)
+    mask = (n < w.width)[:, None] & (m < x.num_rows)[None, :]
+    place = y.ptr + m[None, :] * y.stride_m + (column + n)[:, None]
+    tl.store(place, total.to(y.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def qkv_kernel(x, q, k, v, norm, y, NORM: tl.constexpr, TILES: tl.constexpr):
     """Programs: tiles of q, of k, of v; with a norm a last one writes the normed rows.
 
     Each branch has the whole product: weights and strides chosen at run time would hide from the compiler that
-    a stride is 1, and with it every wide load. One fused weight is all q (`q_width` its width).
+    a stride is 1, and with it every wide load. One fused weight is all q.
     """
     tile = tl.program_id(0)
-    q_tiles = tl.cdiv(q_width, BLOCK_N)
-    kv_tiles = tl.cdiv(kv_width, BLOCK_N)
-    mean, rstd = row_statistics(x_ptr, stride_xm, stride_xk, num_rows, width_in, eps, NORM, ROWS, NUM_CHUNKS, CHUNK)
+    mean, rstd = row_statistics(x, norm.eps, NORM, TILES.rows)
+    q_tiles = tl.cdiv(q.width, TILES.block_n)
     if tile < q_tiles:
-        _project(
-            x_ptr, stride_xm, stride_xk, num_rows, q_weight_ptr, q_stride_k, q_stride_n, q_bias_ptr, y_ptr, stride_ym,
-            tile, width_in, q_width, gamma_ptr, beta_ptr, mean, rstd, NORM, ROWS, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    if NUM_WEIGHTS == 3:
+        _project(x, q, tile, norm, mean, rstd, y, 0, NORM, TILES)
+    if k.ptr is not None:
+        kv_tiles = tl.cdiv(k.width, TILES.block_n)
         if (tile >= q_tiles) & (tile < q_tiles + kv_tiles):
-            _project(
-                x_ptr, stride_xm, stride_xk, num_rows, k_weight_ptr, k_stride_k, k_stride_n, k_bias_ptr,
-                y_ptr + q_width, stride_ym, tile - q_tiles, width_in, kv_width, gamma_ptr, beta_ptr, mean, rstd,
-                NORM, ROWS, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+            _project(x, k, tile - q_tiles, norm, mean, rstd, y, q.width, NORM, TILES)
         if (tile >= q_tiles + kv_tiles) & (tile < q_tiles + 2 * kv_tiles):
-            _project(
-                x_ptr, stride_xm, stride_xk, num_rows, v_weight_ptr, v_stride_k, v_stride_n, v_bias_ptr,
-                y_ptr + q_width + kv_width, stride_ym, tile - q_tiles - kv_tiles, width_in, kv_width, gamma_ptr,
-                beta_ptr, mean, rstd, NORM, ROWS, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-    if NORM != "none":  # noqa: SIM102 - decided when it compiles, apart from the program's own number
+            column = q.width + k.width
+            _project(x, v, tile - q_tiles - kv_tiles, norm, mean, rstd, y, column, NORM, TILES)
+    if NORM.kind != "none":  # noqa: SIM102 - decided when it compiles, apart from the program's own number
         if tile == tl.num_programs(0) - 1:
-            m = tl.arange(0, ROWS)
-            for start in range(0, width_in, BLOCK_K):
-                k = start + tl.arange(0, BLOCK_K)
-                x = load_normed_rows(
-                    x_ptr, stride_xm, stride_xk, num_rows, k, width_in, gamma_ptr, beta_ptr, mean, rstd, NORM, ROWS
-                )
-                mask = (k < width_in)[:, None] & (m < num_rows)[None, :]
-                tl.store(normed_ptr + m[None, :] * width_in + k[:, None], x, mask=mask)
+            m = tl.arange(0, TILES.rows)
+            for start in range(0, x.width, TILES.block_k):
+                column = start + tl.arange(0, TILES.block_k)
+                rows = load_normed_rows(x, column, norm, mean, rstd, NORM, TILES.rows)
+                mask = (column < x.width)[:, None] & (m < x.num_rows)[None, :]
+                tl.store(y.normed_ptr + m[None, :] * x.width + column[:, None], rows, mask=mask)
 
 
 class QKVGemmOp:
@@ -194,10 +122,10 @@ class QKVGemmOp:
         """
         if not use_triton(input):
             return self.reference(input, weights, biases, gamma, beta)
-        if input.shape[0] <= NORM_ROWS or (self.norm is None and input.shape[0] <= MAX_ROWS):
+        if input.shape[0] <= NORM_ROWS:
             return self._launch(input, weights, biases, gamma, beta)
         normed = input if self.norm is None else self.norm(input, gamma, beta)
-        if input.shape[0] <= MAX_ROWS:
+        if takes_rows(input):
             return self._launch(normed, weights, biases, None, None)[0], normed
         return self._project(normed, weights, biases), normed
 
@@ -252,42 +180,19 @@ class QKVGemmOp:
         """Norms inside the product where gamma is given."""
         self._check(input, weights, biases)
         (num_rows, width_in), total_width = input.shape, self.q_width + 2 * self.kv_width
-        kind, eps, normed = "none", 0.0, input
+        kind, norm, normed = "none", NO_NORM, None
         if self.norm is not None and gamma is not None:
             check_norm_weights(input, gamma, beta)
-            kind, eps, normed = (
-                self.norm.kind,
-                self.norm.eps,
-                torch.empty_like(input, memory_format=torch.contiguous_format),
-            )
+            kind, norm = self.norm.kind, NormWeights(gamma, beta, self.norm.eps)
+            normed = torch.empty_like(input, memory_format=torch.contiguous_format)
         output = torch.empty(num_rows, total_width, dtype=input.dtype, device=input.device)
         widths = (total_width,) if len(weights) == 1 else (self.q_width, self.kv_width, self.kv_width)
         tiles = choose_tiles(num_rows, width_in, widths, input.dtype)
-        programs = sum(-(-width // tiles.block_n) for width in widths) + (kind != "none")
-        operands = [
-            operand
-            for weight, bias in zip(weights, biases, strict=True)
-            for operand in (weight, *weight.stride(), bias)
-        ] + [None, 0, 0, None] * (3 - len(weights))
+        q, k, v = (*map(weights_of, weights, biases), NO_WEIGHTS, NO_WEIGHTS)[:3]
         dispatch.launch(
             qkv_kernel,
-            (programs,),
-            input,
-            *input.stride(),
-            *operands,
-            gamma,
-            beta,
-            output,
-            normed,
-            total_width,
-            num_rows,
-            width_in,
-            widths[0],
-            self.kv_width,
-            eps,
-            device=input.device,
-            NUM_WEIGHTS=len(weights),
-            **statistics_meta(kind, width_in),
-            **tiles.meta(),
-        )
-        return self._split(*output.split(widths, dim=1)), normed
+            (tiles.programs(*widths) + (kind != "none"),),
+            rows_of(input), q, k, v, norm, Projected(output, total_width, normed),
+            device=input.device, NORM=norm_form(kind, width_in), **tiles.meta(),
+        )  # fmt: skip
+        return self._split(*output.split(widths, dim=1)), input if normed is None else normed

@@ -1,28 +1,34 @@
 """Products of few rows: what the kernels of all linears share.
 
-    y[M, N] = x[M, K] W[K, N]        M <= 64
+    y[M, N] = x[M, K] W[K, N]        M <= 256 in 16 bits, 64 in fp32
 
 At few rows a product runs at the speed of the memory that W streams from, so W is read once and everything
-else bends to that: a tile takes BLOCK_N columns of W over BLOCK_K of K as the M side of `tl.dot`, and all
-rows of x, padded to 16, 32 or 64, as its N side. W may lie either way round: its strides are arguments.
-Sums are fp32, in an order that depends only on K, N, the dtype and the padded rows: a row alone gives the
-bits that it gives in a batch of the same padding.
+else bends to that: a tile takes BLOCK_N columns of W over BLOCK_K of K as the M side of `tl.dot`, and the
+rows of x as its N side: all of them, padded to 16, 32 or 64, or beyond 64 tiles of 128, the two of which stand
+side by side so that the second finds W in the second-level cache. W may lie either way round: its strides are
+arguments. Sums are fp32, in an order that depends only on K, N, the dtype and the padded rows: a row alone gives
+the bits that it gives in a batch of the same padding.
 
 Up to NORM_ROWS rows the norm in front of a product runs inside it: every program computes the rows'
 statistics for itself, which reads M K elements from L2 and saves a launch.
+
+Kernels take tuples of what belongs together, whose strides of 1 and pointers of None Triton compiles in.
 """
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, check_tensor, next_power_of_2, tl, triton
 from hybrid_engine.ops.norm import normalize
 
-# Above this many rows cuBLAS is the better product: the weights are no longer all that moves.
-MAX_ROWS = 64
+# Above so many rows cuBLAS is the better product: the weights are no longer all that moves. On an H100 a product of
+# 16 bits is bound by its weights up to 990e12 / 3.35e12 = 296 rows, one of fp32, which runs on FMAs, up to 40.
+MAX_ROWS, MAX_ROWS_FP32 = 256, 64
 # Up to this many rows the norm is recomputed by each program of the product behind it.
 NORM_ROWS = 4
+# More rows than this, of 16 bits, take wide tiles.
+FEW_ROWS = 64
 # Elements of a row that the statistics take at a time: 4 rows x 1024 fp32 are 32 registers of 128 threads.
 STATISTICS_BLOCK = 1024
 
@@ -31,7 +37,8 @@ STATISTICS_BLOCK = 1024
 # and keeps 48 KB of them in flight, so 56 programs would do and 120 (nine in ten SMs) leave room for latency under
 # load. Llama 8B in bf16: output and down projection 4096 / 32 = 128 programs of 0.26 and 0.9 MB, query-key-value
 # 6144 / 32 = 192 of 0.26 MB, gate-and-up 14336 / 64 = 224 of 1 MB; two programs fit on an SM. Compiled for sm_90 by
-# Triton 3.6 these take 56 to 96 registers, 74 to 82 KB of shared memory and 16-byte asynchronous copies, no spills.
+# Triton 3.7 nothing spills, and weights come in 16-byte asynchronous copies (`tests/compile_gemm_kernels.py`).
+NUM_SMS = 132
 STAGE_BYTES = 16 * 1024
 IN_FLIGHT_BYTES = 48 * 1024
 # At least so many stages, with shorter ones where the rows of x take the room.
@@ -40,32 +47,108 @@ MIN_PROGRAMS = 120
 # Shared memory of a program at most, so that two fit on an SM.
 SHARED_BYTES = 112 * 1024
 # K is split only while each part still streams this much: 2.6 us of one program's 48 KB per 0.8 us, about what
-# the launch that sums the parts costs.
+# writing and summing the parts costs.
 SPLIT_BYTES = 160 * 1024
 MAX_SPLITS = 8
 # Tiles of columns to choose from, widest first. The more rows, the wider: each program reads all of x.
 COLUMN_TILES = {16: (64, 32, 16), 32: (64, 32), 64: (64, 32)}
+# Wide tiles, of 128 or 256 rows, read at least as much of x as of W, all of it through the second-level cache, whose
+# bandwidth therefore decides how wide they are and how often K is split: of the whole device, and of one SM (64 bytes
+# a cycle at 1.7 GHz). Llama 8B at 128 rows, reckoned: query-key-value 48 programs of 128 columns, 19 us (15 from memory
+# alone); output projection 64 in 2 parts, 14 us (10); gate and up 224 of 64 and 64, 85 us (70); down 64 in 2 parts,
+# 44 us (35). At 256 rows: 29, 21, 128 and 67 us. Not measured: `benchmarks/bench_ops.py` has them beside cuBLAS.
+WIDE_COLUMNS = (128, 64)
+L2_BYTES_PER_SECOND = 5.5e12
+SM_BYTES_PER_SECOND = 110e9
+WIDE_BLOCK_K = 64
+WIDE_STAGES = 6
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How a product is cut, for a launch."""
+class Rows(NamedTuple):
+    """x `[M, K]`."""
 
-    rows: int  # M padded to 16, 32 or 64
+    ptr: Any
+    stride_m: int
+    stride_k: int
+    num_rows: int
+    width: int
+
+
+class Weights(NamedTuple):
+    """W `[K, N]` and the bias `[N]` or None; without a pointer there is no such product."""
+
+    ptr: Any
+    stride_k: int
+    stride_n: int
+    bias_ptr: Any
+    width: int
+
+
+class NormWeights(NamedTuple):
+    """What a product norms its rows with; None and 0 where it does not."""
+
+    gamma_ptr: Any
+    beta_ptr: Any
+    eps: float
+
+
+class NormForm(NamedTuple):
+    """How a product norms its rows, constant to a kernel."""
+
+    kind: str  # of `NORM_OPS`, or "none"
+    num_chunks: int
+    chunk: int  # elements of a row that the statistics take at a time
+
+
+class Output(NamedTuple):
+    """y `[M, N]`, whose columns are dense."""
+
+    ptr: Any
+    stride_m: int
+
+
+class Tiles(NamedTuple):
+    """How a product is cut, constant to a kernel."""
+
+    rows: int  # M padded
     block_n: int
     block_k: int
     splits: int  # parts of K
+    num_warps: int
     num_stages: int
 
-    def meta(self) -> dict[str, int]:
+    def programs(self, *widths_out: int) -> int:
+        """Programs of one part of K."""
+        return sum(-(-width // self.block_n) for width in widths_out)
+
+    def meta(self) -> dict[str, Any]:
         """Keywords of a kernel's launch."""
-        return {
-            "ROWS": self.rows,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "num_warps": 4,
-            "num_stages": self.num_stages,
-        }
+        return {"TILES": self, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+NO_WEIGHTS = Weights(None, 0, 0, None, 0)
+NO_NORM = NormWeights(None, None, 0.0)
+
+
+def takes_rows(input: torch.Tensor) -> bool:
+    """Whether these kernels are for products of `input [M, K]`."""
+    return input.shape[0] <= (MAX_ROWS_FP32 if input.dtype == torch.float32 else MAX_ROWS)
+
+
+def rows_of(input: torch.Tensor) -> Rows:
+    """`input [M, K]` for a kernel."""
+    return Rows(input, input.stride(0), input.stride(1), input.shape[0], input.shape[1])
+
+
+def weights_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Weights:
+    """`weight [K, N]`, `bias [N]` for a kernel."""
+    return Weights(weight, weight.stride(0), weight.stride(1), bias, weight.shape[1])
+
+
+def norm_form(kind: str, width_in: int) -> NormForm:
+    """For rows of `width_in`; `kind` "none" where they are not normed."""
+    chunk = min(STATISTICS_BLOCK, next_power_of_2(width_in))
+    return NormForm(kind, -(-width_in // chunk), chunk)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -81,9 +164,11 @@ def choose_tiles(
     Args:
         widths_out: columns of the weights that one launch takes one after the other.
         num_weights: weights that one program reads side by side (2: gate and up).
-        can_split: whether the caller sums parts of K.
+        can_split: whether the kernel sums parts of K.
     """
     rows, itemsize = padded_rows(num_rows), dtype.itemsize
+    if rows > FEW_ROWS:
+        return _wide_tiles(rows, width_in, widths_out, itemsize, num_weights, can_split)
 
     def programs(block_n: int) -> int:
         return sum(-(-width // block_n) for width in widths_out)
@@ -92,7 +177,7 @@ def choose_tiles(
     block_n = next((choice for choice in choices if programs(choice) >= MIN_PROGRAMS), choices[-1])
     block_k = STAGE_BYTES // (num_weights * block_n * itemsize)
     # fp32 products run on FMAs, unrolled over the tile: longer tiles only lengthen the code.
-    block_k = min(block_k, 64 if dtype == torch.float32 else 256, max(16, next_power_of_2(width_in)))
+    block_k = min(block_k, 64 // num_weights if dtype == torch.float32 else 256, max(16, next_power_of_2(width_in)))
     splits = 1
     if can_split and programs(block_n) < MIN_PROGRAMS:
         longest = block_n * width_in * itemsize // SPLIT_BYTES
@@ -102,7 +187,39 @@ def choose_tiles(
         block_k //= 2
     wanted_stages = 1 + -(-IN_FLIGHT_BYTES // (width * block_k * itemsize))
     num_stages = min(wanted_stages, SHARED_BYTES // ((width + rows) * block_k * itemsize), 8)
-    return Tiles(rows, block_n, block_k, splits, num_stages)
+    return Tiles(rows, block_n, block_k, splits, 4, num_stages)
+
+
+def _wide_tiles(
+    rows: int, width_in: int, widths_out: tuple[int, ...], itemsize: int, num_weights: int, can_split: bool
+) -> Tiles:
+    """What the second-level cache feeds soonest; of equals the widest and least split."""
+
+    def programs(block_n: int, splits: int) -> int:
+        return splits * sum(-(-width // block_n) for width in widths_out)
+
+    def seconds(block_n: int, splits: int) -> float:
+        loaded = (rows + num_weights * block_n) * -(-width_in // splits) * itemsize
+        summed = 0 if splits == 1 else 2 * rows * block_n * 4  # written in fp32 and read again
+        waves = -(-programs(block_n, splits) // NUM_SMS)
+        total = programs(block_n, splits) * (loaded + summed)
+        return max(total / L2_BYTES_PER_SECOND, waves * (loaded + summed) / SM_BYTES_PER_SECOND)
+
+    # At least 64 of each weight, the M of the tensor cores' widest instruction.
+    choices = [(width // num_weights, 1) for width in WIDE_COLUMNS if width // num_weights >= 64]
+    if can_split:
+        longest = width_in * choices[0][0] * itemsize // SPLIT_BYTES
+        parts = range(2, min(MAX_SPLITS, longest) + 1)
+        choices += [(block_n, n) for block_n, _ in choices for n in parts if programs(block_n, n) <= NUM_SMS]
+    block_n, splits = min(choices, key=lambda choice: seconds(*choice))
+    width = num_weights * block_n
+    block_k = min(WIDE_BLOCK_K, max(16, next_power_of_2(width_in)))
+    # Alone on an SM a program may take all of its memory, as one of 256 rows does in any case.
+    is_alone = rows > 128 or programs(block_n, splits) <= NUM_SMS
+    room = 2 * SHARED_BYTES if is_alone else SHARED_BYTES
+    num_stages = min(WIDE_STAGES, room // ((width + rows) * block_k * itemsize))
+    num_warps = width * rows // 2048  # 64 sums for each thread
+    return Tiles(rows, block_n, block_k, splits, num_warps, num_stages)
 
 
 def check_linear(
@@ -119,6 +236,11 @@ def check_linear(
 UPCASTS = tl.constexpr(IS_INTERPRETED) if HAS_TRITON else IS_INTERPRETED
 
 
+NOT_NORMED = NormForm("none", 0, 0)
+if HAS_TRITON and not IS_INTERPRETED:  # compiled kernels read no other globals
+    NOT_NORMED = tl.constexpr(NOT_NORMED)
+
+
 @triton.jit
 def multiply(weights, rows, total):
     """`total [BLOCK_N, ROWS]` + weights x rows, in fp32; fp32 operands are not cut to tf32."""
@@ -129,87 +251,67 @@ def multiply(weights, rows, total):
 
 
 @triton.jit
-def load_rows(x_ptr, stride_m, stride_k, num_rows, k, width_in, ROWS: tl.constexpr):
+def load_rows(x, k, ROWS: tl.constexpr):
     """All rows of x at `k [BLOCK_K]`: `[BLOCK_K, ROWS]`."""
     m = tl.arange(0, ROWS)
-    mask = (k < width_in)[:, None] & (m < num_rows)[None, :]
-    return tl.load(x_ptr + k[:, None] * stride_k + m[None, :] * stride_m, mask=mask, other=0.0)
+    mask = (k < x.width)[:, None] & (m < x.num_rows)[None, :]
+    return tl.load(x.ptr + k[:, None] * x.stride_k + m[None, :] * x.stride_m, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_weights(w_ptr, stride_k, stride_n, k, n, width_in, width_out):
+def load_weights(w, n, k, width_in):
     """Columns `n [BLOCK_N]` of W at `k [BLOCK_K]`: `[BLOCK_N, BLOCK_K]`. 64-bit offsets: an LM head may need them."""
-    mask = (n < width_out)[:, None] & (k < width_in)[None, :]
-    offsets = n.to(tl.int64)[:, None] * stride_n + k.to(tl.int64)[None, :] * stride_k
-    return tl.load(w_ptr + offsets, mask=mask, other=0.0)
+    mask = (n < w.width)[:, None] & (k < width_in)[None, :]
+    offsets = n.to(tl.int64)[:, None] * w.stride_n + k.to(tl.int64)[None, :] * w.stride_k
+    return tl.load(w.ptr + offsets, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_normed_rows(
-    x_ptr,
-    stride_m,
-    stride_k,
-    num_rows,
-    k,
-    width_in,
-    gamma_ptr,
-    beta_ptr,
-    mean,
-    rstd,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """`load_rows`, normed with statistics `[ROWS]` unless NORM is "none"."""
-    x = load_rows(x_ptr, stride_m, stride_k, num_rows, k, width_in, ROWS)
-    if NORM != "none":
-        gamma = tl.load(gamma_ptr + k, mask=k < width_in, other=0.0)[:, None]
+def load_normed_rows(x, k, norm, mean, rstd, NORM: tl.constexpr, ROWS: tl.constexpr):
+    """`load_rows`, normed with statistics `[ROWS]` unless the norm's kind is "none"."""
+    rows = load_rows(x, k, ROWS)
+    if NORM.kind != "none":
+        gamma = tl.load(norm.gamma_ptr + k, mask=k < x.width, other=0.0)[:, None]
         beta = None
-        if beta_ptr is not None:
-            beta = tl.load(beta_ptr + k, mask=k < width_in, other=0.0)[:, None]
-        x = normalize(x.to(tl.float32), mean[None, :], rstd[None, :], gamma, beta, NORM, x_ptr.dtype.element_ty)
-    return x
+        if norm.beta_ptr is not None:
+            beta = tl.load(norm.beta_ptr + k, mask=k < x.width, other=0.0)[:, None]
+        rows = normalize(
+            rows.to(tl.float32), mean[None, :], rstd[None, :], gamma, beta, NORM.kind, x.ptr.dtype.element_ty
+        )
+    return rows
 
 
 @triton.jit
-def row_statistics(
-    x_ptr,
-    stride_m,
-    stride_k,
-    num_rows,
-    width_in,
-    eps,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_CHUNKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """Mean and 1 / deviation of at most 4 rows, as `[ROWS]`; zeros where NORM is "none".
+def row_statistics(x, eps, NORM: tl.constexpr, ROWS: tl.constexpr):
+    """Mean and 1 / deviation of at most 4 rows, as `[ROWS]`; zeros where the norm's kind is "none".
 
     Always 4 rows, masked: a row's statistics do not depend on its company. Chunks are unrolled so that their
     loads overlap.
     """
+    CHUNK: tl.constexpr = NORM.chunk
+    NUM_CHUNKS: tl.constexpr = NORM.num_chunks
     mean = tl.zeros([ROWS], tl.float32)
     rstd = tl.zeros([ROWS], tl.float32)
-    if NORM != "none":
+    if NORM.kind != "none":
         m = tl.arange(0, 4)
         column = tl.arange(0, CHUNK)
         row_mean = tl.zeros([4], tl.float32)
         squares = tl.zeros([4, CHUNK], tl.float32)
-        if NORM == "layer":
+        if NORM.kind == "layer":
             total = tl.zeros([4, CHUNK], tl.float32)
             for chunk in tl.static_range(NUM_CHUNKS):
                 k = chunk * CHUNK + column
-                mask = (m < num_rows)[:, None] & (k < width_in)[None, :]
-                x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=mask, other=0.0)
-                total += x.to(tl.float32)
-            row_mean = tl.sum(total, axis=1) / width_in
+                mask = (m < x.num_rows)[:, None] & (k < x.width)[None, :]
+                part = tl.load(x.ptr + m[:, None] * x.stride_m + k[None, :] * x.stride_k, mask=mask, other=0.0)
+                total += part.to(tl.float32)
+            row_mean = tl.sum(total, axis=1) / x.width
         for chunk in tl.static_range(NUM_CHUNKS):
             k = chunk * CHUNK + column
-            mask = (m < num_rows)[:, None] & (k < width_in)[None, :]
-            x = tl.load(x_ptr + m[:, None] * stride_m + k[None, :] * stride_k, mask=mask, other=0.0)
-            centered = tl.where(mask, x.to(tl.float32) - row_mean[:, None], 0.0)
+            mask = (m < x.num_rows)[:, None] & (k < x.width)[None, :]
+            part = tl.load(x.ptr + m[:, None] * x.stride_m + k[None, :] * x.stride_k, mask=mask, other=0.0)
+            centered = tl.where(mask, part.to(tl.float32) - row_mean[:, None], 0.0)
             squares += centered * centered
-        row_rstd = tl.rsqrt(tl.sum(squares, axis=1) / width_in + eps)
+        row_rstd = tl.rsqrt(tl.sum(squares, axis=1) / x.width + eps)
         is_row = tl.arange(0, ROWS)[:, None] == m[None, :]
         mean = tl.sum(tl.where(is_row, row_mean[None, :], 0.0), axis=1)
         rstd = tl.sum(tl.where(is_row, row_rstd[None, :], 0.0), axis=1)
@@ -217,57 +319,30 @@ def row_statistics(
 
 
 @triton.jit
-def tile_product(
-    x_ptr,
-    stride_xm,
-    stride_xk,
-    num_rows,
-    w_ptr,
-    stride_wk,
-    stride_wn,
-    n,
-    k_begin,
-    k_end,
-    width_in,
-    width_out,
-    gamma_ptr,
-    beta_ptr,
-    mean,
-    rstd,
-    NORM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+def tile_product(x, w, n, k_begin, k_end, norm, mean, rstd, NORM: tl.constexpr, TILES: tl.constexpr):
     """Columns `n` of norm(x) W over k in [k_begin, k_end): fp32 `[BLOCK_N, ROWS]`."""
+    BLOCK_N: tl.constexpr = TILES.block_n
+    ROWS: tl.constexpr = TILES.rows
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    for start in range(k_begin, k_end, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        w = load_weights(w_ptr, stride_wk, stride_wn, k, n, width_in, width_out)
-        x = load_normed_rows(
-            x_ptr, stride_xm, stride_xk, num_rows, k, width_in, gamma_ptr, beta_ptr, mean, rstd, NORM, ROWS
-        )
-        total = multiply(w, x, total)
+    for start in range(k_begin, k_end, TILES.block_k):
+        k = start + tl.arange(0, TILES.block_k)
+        columns = load_weights(w, n, k, x.width)
+        rows = load_normed_rows(x, k, norm, mean, rstd, NORM, ROWS)
+        total = multiply(columns, rows, total)
     return total
 
 
 @triton.jit
-def add_bias(total, bias_ptr, n, width_out):
-    """`total [BLOCK_N, ROWS]` plus the bias of its columns, which may be None."""
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + n, mask=n < width_out, other=0.0).to(tl.float32)[:, None]
+def add_bias(total, w, n):
+    """`total [BLOCK_N, ROWS]` plus the bias of its columns, if any."""
+    if w.bias_ptr is not None:
+        total += tl.load(w.bias_ptr + n, mask=n < w.width, other=0.0).to(tl.float32)[:, None]
     return total
 
 
 @triton.jit
-def store_columns(y_ptr, stride_m, num_rows, total, n, width_out, ROWS: tl.constexpr):
-    """Writes `total [BLOCK_N, ROWS]` to columns `n` of y, whose columns are dense."""
-    m = tl.arange(0, ROWS)
+def store_columns(y, num_rows, total, n, width_out):
+    """Writes `total [BLOCK_N, ROWS]` to columns `n` of y."""
+    m = tl.arange(0, total.shape[1])
     mask = (n < width_out)[:, None] & (m < num_rows)[None, :]
-    tl.store(y_ptr + m[None, :] * stride_m + n[:, None], total.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def statistics_meta(norm: str, width_in: int) -> dict[str, int | str]:
-    """Keywords of a launch whose kernel may norm its rows."""
-    chunk = min(STATISTICS_BLOCK, next_power_of_2(width_in))
-    return {"NORM": norm, "NUM_CHUNKS": -(-width_in // chunk), "CHUNK": chunk}
+    tl.store(y.ptr + m[None, :] * y.stride_m + n[:, None], total.to(y.ptr.dtype.element_ty), mask=mask)

@@ -4,21 +4,35 @@ Moves in x out elements of W once for all N rows and does 2 N in out operations:
 GPU it runs at the speed of the memory. A `torch.nn.Linear` weight is [out, in]; its `.t()` is the view
 this op takes, so nothing is copied.
 
-The kernel is for at most 64 rows (`skinny_gemm`); more go to cuBLAS. Where the tiles do not fill the GPU, K
-is split: the parts are written in fp32 and a second kernel sums them in order.
+The kernel is for few rows (`skinny_gemm`); more go to cuBLAS, and above 64 so does what has nothing to add, which is
+one launch there too. Where the tiles do not fill the GPU, K is split: the parts are written in fp32, and the program
+of a tile that comes last sums them, in their order whoever that is.
 
 On a CPU fp32 products run as `cpu_gemm.py` says; the result may lie by columns there.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
-from hybrid_engine.ops.skinny_gemm import MAX_ROWS, add_bias, check_linear, choose_tiles, store_columns, tile_product
-
-# Outputs of a program that sums parts of K.
-MERGE_BLOCK = 1024
+from hybrid_engine.ops.skinny_gemm import (
+    FEW_ROWS,
+    NOT_NORMED,
+    NUM_SMS,
+    Output,
+    Tiles,
+    add_bias,
+    check_linear,
+    choose_tiles,
+    rows_of,
+    store_columns,
+    takes_rows,
+    tile_product,
+    weights_of,
+)
 
 
 def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -29,95 +43,55 @@ def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return output if bias is None else output + bias
 
 
+class Parts(NamedTuple):
+    """Where the parts of a split K meet; None where it is not split."""
+
+    ptr: Any  # [tiles, splits, BLOCK_N, ROWS] fp32
+    arrived_ptr: Any  # [tiles] int32, zeros before and after: programs that have written theirs
+    split_width: int  # of K
+
+
 @triton.jit
-def linear_kernel(
-    x_ptr,
-    stride_xm,
-    stride_xk,
-    w_ptr,
-    stride_wk,
-    stride_wn,
-    bias_ptr,
-    residual_ptr,
-    stride_rm,
-    y_ptr,
-    num_rows,
-    width_in,
-    width_out,
-    split_width,
-    DTYPE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One tile of columns (program 0) over one part of K (program 1). With SPLITS > 1 y is `[SPLITS, M, N]` fp32."""
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(1)
-    k_end = width_in
-    if SPLITS > 1:
-        k_end = tl.minimum((part + 1) * split_width, width_in)
-    total = tile_product(
-        x_ptr,
-        stride_xm,
-        stride_xk,
-        num_rows,
-        w_ptr,
-        stride_wk,
-        stride_wn,
-        n,
-        part * split_width,
-        k_end,
-        width_in,
-        width_out,
-        None,
-        None,
-        None,
-        None,
-        "none",
-        ROWS,
-        BLOCK_N,
-        BLOCK_K,
-    )
-    if SPLITS > 1:
-        store_columns(y_ptr + part * num_rows * width_out, width_out, num_rows, total, n, width_out, ROWS)
+def _finish(total, x, w, n, residual, y, DTYPE: tl.constexpr):
+    """What follows the product: bias, rounding, residual."""
+    total = add_bias(total, w, n).to(DTYPE)
+    if residual.ptr is not None:
+        m = tl.arange(0, total.shape[1])
+        mask = (n < w.width)[:, None] & (m < x.num_rows)[None, :]
+        added = tl.load(residual.ptr + m[None, :] * residual.stride_m + n[:, None], mask=mask, other=0.0)
+        total = total.to(tl.float32) + added.to(tl.float32)
+    store_columns(y, x.num_rows, total, n, w.width)
+
+
+@triton.jit
+def linear_kernel(x, w, residual, y, parts, DTYPE: tl.constexpr, TILES: tl.constexpr):
+    """One tile (program 0) over one part of K (program 1)."""
+    BLOCK_N: tl.constexpr = TILES.block_n
+    ROWS: tl.constexpr = TILES.rows
+    SPLITS: tl.constexpr = TILES.splits
+    tile = tl.program_id(0)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if SPLITS == 1:
+        total = tile_product(x, w, n, 0, x.width, None, None, None, NOT_NORMED, TILES)
+        _finish(total, x, w, n, residual, y, DTYPE)
     else:
-        total = add_bias(total, bias_ptr, n, width_out).to(DTYPE)
-        if residual_ptr is not None:
-            m = tl.arange(0, ROWS)
-            mask = (n < width_out)[:, None] & (m < num_rows)[None, :]
-            residual = tl.load(residual_ptr + m[None, :] * stride_rm + n[:, None], mask=mask, other=0.0)
-            total = total.to(tl.float32) + residual.to(tl.float32)
-        store_columns(y_ptr, width_out, num_rows, total, n, width_out, ROWS)
-
-
-@triton.jit
-def merge_kernel(
-    parts_ptr,
-    bias_ptr,
-    residual_ptr,
-    stride_rm,
-    y_ptr,
-    num_rows,
-    width_out,
-    DTYPE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sums the parts of K in order and does what `linear_kernel` does after its product."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < num_rows * width_out
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(SPLITS):
-        total += tl.load(parts_ptr + part * num_rows * width_out + index, mask=mask, other=0.0)
-    n = index % width_out
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + n, mask=mask, other=0.0).to(tl.float32)
-    total = total.to(DTYPE)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + (index // width_out) * stride_rm + n, mask=mask, other=0.0)
-        total = total.to(tl.float32) + residual.to(tl.float32)
-    tl.store(y_ptr + index, total.to(y_ptr.dtype.element_ty), mask=mask)
+        part = tl.program_id(1)
+        begin = part * parts.split_width
+        end = tl.minimum(begin + parts.split_width, x.width)
+        total = tile_product(x, w, n, begin, end, None, None, None, NOT_NORMED, TILES)
+        place = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        written = parts.ptr + tile * (SPLITS * BLOCK_N * ROWS) + place
+        tl.store(written + part * (BLOCK_N * ROWS), total)
+        # All threads' stores come before the barrier, the barrier before the count, which releases what came before
+        # it and acquires what the others released; past the first-level cache, which knows nothing of them.
+        tl.debug_barrier()
+        num_before = tl.atomic_add(parts.arrived_ptr + tile, 1, sem="acq_rel")
+        if num_before == SPLITS - 1:
+            tl.store(parts.arrived_ptr + tile, 0)
+            total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+            for index in range(SPLITS):
+                total += tl.load(written + index * (BLOCK_N * ROWS), cache_modifier=".cg")
+            _finish(total, x, w, n, residual, y, DTYPE)
 
 
 TRITON_DTYPES = {
@@ -134,6 +108,8 @@ class VectorMatMulOp:
 
     def __init__(self, fp32_output: bool = False):
         self.fp32_output = fp32_output
+        # Of the device of the first call; a graph may hold its address. Products of one op must not run at once.
+        self._arrived: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -143,7 +119,8 @@ class VectorMatMulOp:
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`input [N, in]`, `weight [in, out]`, `bias [out]`, `residual [N, out]` in the output's dtype."""
-        if not use_triton(input) or input.shape[0] > MAX_ROWS:
+        is_bare = input.shape[0] > FEW_ROWS and (self.fp32_output or (bias is None and residual is None))
+        if not use_triton(input) or not takes_rows(input) or is_bare:
             return self.reference(input, weight, bias, residual)
         return self._launch(input, weight, bias, residual)
 
@@ -171,20 +148,22 @@ class VectorMatMulOp:
             check_tensor("residual", residual, like=input, dtype=dtype, shape=shape, is_dense_last=True)
         output = torch.empty(num_rows, width_out, dtype=dtype, device=input.device)
         tiles = choose_tiles(num_rows, width_in, (width_out,), input.dtype, can_split=True)
-        epilogue = (bias, residual, 0 if residual is None else residual.stride(0))
-        split_width = -(-width_in // (tiles.splits * tiles.block_k)) * tiles.block_k
-        common = {"device": input.device, "DTYPE": TRITON_DTYPES[dtype], "SPLITS": tiles.splits}
-        parts = output
-        if tiles.splits > 1:
-            parts = torch.empty(tiles.splits, num_rows, width_out, dtype=torch.float32, device=input.device)
-        grid = (-(-width_out // tiles.block_n), tiles.splits)
-        operands = (input, *input.stride(), weight, *weight.stride(), *epilogue, parts)
+        grid = (tiles.programs(width_out), tiles.splits)
         dispatch.launch(
-            linear_kernel, grid, *operands, num_rows, width_in, width_out, split_width, **common, **tiles.meta()
-        )
-        if tiles.splits > 1:
-            blocks = (-(-output.numel() // MERGE_BLOCK),)
-            dispatch.launch(
-                merge_kernel, blocks, parts, *epilogue, output, num_rows, width_out, **common, BLOCK=MERGE_BLOCK
-            )
+            linear_kernel, grid, rows_of(input), weights_of(weight, bias),
+            Output(residual, 0 if residual is None else residual.stride(0)), Output(output, width_out),
+            self._parts(input, tiles, grid[0]),
+            device=input.device, DTYPE=TRITON_DTYPES[dtype], **tiles.meta(),
+        )  # fmt: skip
         return output
+
+    def _parts(self, input: torch.Tensor, tiles: Tiles, num_tiles: int) -> Parts:
+        if tiles.splits == 1:
+            return Parts(None, None, 0)
+        assert num_tiles <= NUM_SMS, f"{num_tiles=}"  # more tiles are not split
+        if self._arrived is None or self._arrived.device != input.device:
+            self._arrived = torch.zeros(NUM_SMS, dtype=torch.int32, device=input.device)
+        sizes = (num_tiles, tiles.splits, tiles.block_n, tiles.rows)
+        parts = torch.empty(sizes, dtype=torch.float32, device=input.device)
+        split_width = -(-input.shape[1] // (tiles.splits * tiles.block_k)) * tiles.block_k
+        return Parts(parts, self._arrived, split_width)

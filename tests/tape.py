@@ -48,7 +48,7 @@ def is_view(func):
 
 
 @contextmanager
-def kernels_noted_by(note):
+def kernels_noted_by(note, are_run=True):
     """Calls `note(run)` for every kernel that is started inside; what the interpreter does in it goes unseen."""
     start = dispatch.launch
 
@@ -57,7 +57,8 @@ def kernels_noted_by(note):
             with _disable_current_modes():
                 start(kernel, grid, *args, **kwargs)
 
-        run()
+        if are_run:
+            run()
         note(run)
 
     modules = [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get("launch") is start]
@@ -82,9 +83,12 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_launches(run):
-    """Names of what `run` starts on a device: operators that are no views or allocations, and "kernel"s."""
-    with _Count() as count, kernels_noted_by(lambda _: count.names.append("kernel")):
+def count_launches(run, are_run=True):
+    """Names of what `run` starts on a device: operators that are no views or allocations, and "kernel"s.
+
+    `are_run` False leaves the kernels out, and what they would have written as it was.
+    """
+    with _Count() as count, kernels_noted_by(lambda _: count.names.append("kernel"), are_run):
         run()
     return count.names
 

@@ -125,16 +125,16 @@ def test_norm_kernels_equal_their_references(kernels, launches, dtype, kind, wid
 @pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("rows", [1, 17, 63])
+@pytest.mark.parametrize("rows", [1, 63])
 def test_linear_kernels_equal_their_references(kernels, launches, monkeypatch, rows, stored, dtype, splits):
     like = dtype, kernels
     monkeypatch.setattr(skinny_gemm, "SPLIT_BYTES", 2000 if splits else 10**9)
-    x, weight = randn(2 * rows, 515, like=like)[::2], weight_of(stored, 515, 63, like)
+    x, weight = randn(2 * rows, 271, like=like)[::2], weight_of(stored, 271, 63, like)
     bias, residual = randn(63, like=like), randn(rows, 126, like=like)[:, :63]
     check(LinearOp(), x, weight, bias, residual)
     check(VectorMatMulOp(), x, weight)
     check(LinearOp(fp32_output=True), x, weight, bias)
-    assert launches == ["linear_kernel", *["merge_kernel"] * splits] * 3
+    assert launches == ["linear_kernel"] * 3
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1000, 5), (5, 16, 1000), (0, 8, 8)], ids=str)
@@ -181,7 +181,7 @@ def test_grouped_and_blocked_projections_hold_the_same_heads(kernels):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "has_residual"), [(2, False), (2, True), (6, False), (33, True), (70, True)])
+@pytest.mark.parametrize(("rows", "has_residual"), [(2, False), (2, True), (6, False), (33, True)])
 @pytest.mark.parametrize("form", ["gated", "plain", "fused"])
 def test_mlp_kernels_equal_their_references(kernels, dtype, rows, form, has_residual):
     like = dtype, kernels
@@ -245,9 +245,42 @@ def test_a_row_alone_gives_the_bits_that_it_gives_in_a_batch(kernels, monkeypatc
                 assert torch.equal(alone, batch[row : row + 1])
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(1, 4), (4, 4), (5, 6), (16, 6), (64, 6)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "stored"), [(65, "[out, in]"), (128, "strided"), (130, "[in, out]")])
+def test_wide_tiles_equal_the_references(kernels, launches, monkeypatch, rows, stored, dtype):
+    like = dtype, kernels
+    monkeypatch.setattr(skinny_gemm, "SPLIT_BYTES", 2000)
+    x, residual = randn(2 * rows, 200, like=like)[::2], randn(rows, 280, like=like)[:, :140]
+    weight, bias = weight_of(stored, 200, 140, like), randn(140, like=like)
+    linear = LinearOp()
+    tiles = skinny_gemm.choose_tiles(rows, 200, (140,), dtype, can_split=True)
+    assert (tiles.splits > 1) == (rows <= 128)
+    for _ in range(2):  # the second finds the counts of those that have arrived as the first did
+        check(linear, x, weight, bias, residual)
+    check(LinearOp(), x, weight, None, residual)
+    widths = (42, 14, 14)
+    weights = [weight_of(stored, 200, width, like) for width in widths]
+    gamma, biases = randn(200, like=like), [randn(width, like=like) for width in widths]
+    check(QKVGemmOp("rms", 1e-5, 6, 2, 7), x, weights, biases, gamma, None)
+    down = weight_of(stored, 140, 200, like), None
+    for gate in (None, (weight_of(stored, 200, 140, like), bias)):
+        check(MLPGemmOp("rms", 1e-5, "silu", adds_residual=True), x, None, gate, (weight, None), down, gamma, None)
+    expected = ["linear_kernel"] * 3 + ["norm_kernel", "qkv_kernel"]
+    assert launches == expected + ["norm_kernel", "up_kernel", "linear_kernel"] * 2
+
+
+def test_rows_that_torch_multiplies_as_well_take_one_of_its_products(kernels, launches):
+    like = torch.bfloat16, kernels
+    x, weight = randn(70, 24, like=like), weight_of("[out, in]", 24, 8, like)
+    check(LinearOp(), x, weight)
+    check(LinearOp(fp32_output=True), x, weight)
+    check(LinearOp(), x.float(), weight.float(), None, x[:, :8].float())
+    assert launches == []
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, 4), (4, 4), (5, 6), (16, 6), (64, 6), (65, 6), (129, 6), (256, 6)])
 def test_a_layers_products_take_four_launches_and_two_more_with_norms_of_their_own(kernels, launches, rows, expected):
-    like = torch.float32, kernels
+    like = torch.bfloat16, kernels
     x, gamma = randn(rows, 24, like=like), randn(24, like=like)
     weights = [weight_of("[out, in]", 24, 24, like) for _ in range(7)]
     qkv, output = QKVGemmOp("rms", 1e-5, 4, 4, 6), LinearOp()
@@ -265,7 +298,7 @@ def test_products_whose_tiles_fill_the_gpu_are_not_split():
         assert skinny_gemm.choose_tiles(1, n_in, (n_out,), torch.bfloat16, can_split=True).splits == 1
     few = skinny_gemm.choose_tiles(1, 32768, (512,), torch.bfloat16, can_split=True)
     assert 1 < few.splits <= skinny_gemm.MAX_SPLITS
-    for rows in (1, 17, 33):
+    for rows in (1, 17, 33, 113, 241):
         widths = {skinny_gemm.choose_tiles(m, 4096, (4096,), torch.bfloat16) for m in (rows, rows + 15)}
         assert len(widths) == 1, "rows of one padding are cut alike"
 
@@ -322,4 +355,4 @@ def test_the_kernels_compile_for_an_h100():
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
-    assert {"linear_kernel", "merge_kernel", "qkv_kernel", "up_kernel", "norm_kernel"} <= set(result.stdout.split())
+    assert {"linear_kernel", "qkv_kernel", "up_kernel", "norm_kernel"} <= set(result.stdout.split())
