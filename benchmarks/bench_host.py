@@ -27,7 +27,7 @@ from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.rollout import MAX_PREFILL_TOKENS, build_sequences
 from hybrid_engine.generation.scheduler import Scheduler
 from hybrid_engine.generation.text import TextGeneration
-from hybrid_engine.ops import SampleOp
+from hybrid_engine.ops import SampleOp, SamplingOptions
 
 BLOCK_SIZE = 64
 VOCABULARY = 8
@@ -86,7 +86,7 @@ def measure(num_slots: int, num_prompts: int, prompt_tokens: int, new_tokens: in
     stand_in = StandIn()
     tables = SlotTables(num_slots, num_columns, num_slots * num_columns, 0, torch.device("cpu"))
     kv = torch.empty(0, 2, num_slots * num_columns + 1, 1, BLOCK_SIZE, 1)
-    step = DecodeStep(NoModel(), SampleOp(False), tables, kv, (1,), StepGraphs(stand_in))  # type: ignore[arg-type]
+    step = DecodeStep(NoModel(), SampleOp(SamplingOptions(do_sample=False)), tables, kv, (1,), StepGraphs(stand_in))  # type: ignore[arg-type]
     stand_in.step = step
     strategy = TextGeneration(NoModel(), scheduler, options, step, lambda: (), lag)  # type: ignore[arg-type]
     seconds = []

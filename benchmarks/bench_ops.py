@@ -32,6 +32,7 @@ from hybrid_engine.ops import (
     PrefillBatch,
     QKVGemmOp,
     SampleOp,
+    SamplingOptions,
     SoftmaxContextOp,
     VectorMatMulOp,
     token_logprobs,
@@ -256,7 +257,7 @@ def small_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Case]:
     )  # fmt: skip
     both = {"top_k": 50, "top_p": 0.9}
     for name, options in (("plain", {}), ("top-k 50, top-p 0.9", both), ("top-p 0.9", {"top_p": 0.9})):
-        sample = SampleOp(True, **options)
+        sample = SampleOp(SamplingOptions(do_sample=True, **options))
         keys, draws = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
 
         def multinomial(x, options=options):

@@ -137,9 +137,9 @@ class HybridEngine(ZeroEngine):
             request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
             with self._generating(), ExitStack() as release:
                 with self.latency.measure("gather"):
-                    self.generator.gather(request, release)
+                    kv = self.generator.gather(request, release)
                 with self.latency.measure("generate"):
-                    result = self.generator.run(request, held)
+                    result = self.generator.run(request, kv, held)
                 self._count(result)
         return result.output
 

@@ -10,7 +10,7 @@ from hybrid_engine.ops.mlp_gemm import MLPGemmOp
 from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
 from hybrid_engine.ops.qkv_gemm import QKVGemmOp
 from hybrid_engine.ops.residual_add import ResidualAddOp
-from hybrid_engine.ops.sample import SampleOp
+from hybrid_engine.ops.sample import SampleOp, SamplingOptions
 from hybrid_engine.ops.softmax_context import Batch, DecodeBatch, PrefillBatch, SoftmaxContextOp
 from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
@@ -31,6 +31,7 @@ __all__ = [
     "RMSNormOp",
     "ResidualAddOp",
     "SampleOp",
+    "SamplingOptions",
     "SoftmaxContextOp",
     "VectorMatMulOp",
     "token_logprobs",

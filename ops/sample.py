@@ -14,6 +14,7 @@ reference.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -80,33 +81,33 @@ def choose_cut(vocab: int, top_k: int) -> Cut:
     return Cut(CHUNK, chunks, min(kept, MAX_CANDIDATES // chunks), TILE)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are drawn, the same for every row."""
+
+    do_sample: bool
+    """False takes the likeliest token, the first of equal ones, without temperature and filters."""
+    temperature: float = 1.0
+    top_k: int = 0
+    """The tokens kept, as `sample_filters.py` and Hugging Face define it; 0 keeps all."""
+    top_p: float = 1.0
+    """The probability kept; 1 keeps all."""
+    min_p: float = 0.0
+    """The least probability kept, as a part of the largest; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Of the tokens seen; 1 is off."""
+    min_new_tokens: int = 0
+    """Draws before which `eos_token_ids` cannot be drawn."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
 class SampleOp:
-    """Callable `(logits, keys, draws, seen, slots) -> (tokens, logprobs)`.
+    """Callable `(logits, keys, draws, seen, slots) -> (tokens, logprobs)`, which draws by `options`."""
 
-    Args:
-        do_sample: False takes the likeliest token, the first of equal ones, without temperature and filters.
-        temperature, top_k, top_p, min_p: as `sample_filters.py` and Hugging Face define them.
-        repetition_penalty: of the tokens seen; 1 is off.
-        min_new_tokens: draws before which `eos_token_ids` cannot be drawn.
-    """
-
-    def __init__(
-        self,
-        do_sample: bool,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        min_new_tokens: int = 0,
-        eos_token_ids: tuple[int, ...] = (),
-    ):
-        self.do_sample = do_sample
+    def __init__(self, options: SamplingOptions):
+        self.options = options
         # An integer would compile kernels of its own.
-        self.temperature = float(temperature) if do_sample else 1.0
-        self.top_k, self.top_p, self.min_p = top_k, top_p, min_p
-        self.repetition_penalty, self.min_new_tokens = repetition_penalty, min_new_tokens
-        self.eos_token_ids = eos_token_ids
+        self.temperature = float(options.temperature) if options.do_sample else 1.0
         self._banned: torch.Tensor | None = None  # of the device of the first call
 
     def __call__(
@@ -143,14 +144,14 @@ class SampleOp:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._check(logits, keys, draws, seen, slots)
         (num_rows, vocab), device = logits.shape, logits.device
-        cut = choose_cut(vocab, self.top_k if self.top_k < vocab else 0)
+        cut = choose_cut(vocab, self.options.top_k if self.options.top_k < vocab else 0)
         sizes = Sizes(vocab, num_rows, -(-vocab // cut.chunk))
         tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
         draw = Draw(keys, draws, tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
         filters = self._filters(vocab)
         given = Logits(logits, logits.stride(0), self.temperature)
         scanned = self._scan(given, draws, self._adjustment(device, seen, slots), filters, sizes, cut)
-        if not self.do_sample:
+        if not self.options.do_sample:
             dispatch.launch(greedy_kernel, (num_rows,), given, scanned, draw, sizes, device=device, CUT=cut)
         else:
             adjusted = scanned.adjusted_ptr
@@ -173,7 +174,7 @@ class SampleOp:
         check_tensor("logits", logits, dtype=torch.float32, is_dense_last=True)
         for name, numbers in (("keys", keys), ("draws", draws)):
             check_tensor(name, numbers, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
-        if self.repetition_penalty != 1.0:
+        if self.options.repetition_penalty != 1.0:
             assert seen is not None and slots is not None
             check_tensor("seen", seen, like=logits, dtype=torch.bool, shape=(None, vocab), is_dense_last=True)
             check_tensor("slots", slots, like=logits, dtype=torch.int64, shape=(num_rows,), is_dense_last=True)
@@ -181,9 +182,9 @@ class SampleOp:
     def _filters(self, vocab: int) -> Filters:
         """The filters that can leave anything out."""
         return Filters(
-            top_k=float(self.top_k) if 0 < self.top_k < vocab else None,
-            top_p=float(self.top_p) if self.top_p < 1.0 else None,
-            log_min_p=math.log(self.min_p) if self.min_p > 0.0 else None,
+            top_k=float(self.options.top_k) if 0 < self.options.top_k < vocab else None,
+            top_p=float(self.options.top_p) if self.options.top_p < 1.0 else None,
+            log_min_p=math.log(self.options.min_p) if self.options.min_p > 0.0 else None,
         )
 
     def _adjustment(
@@ -191,13 +192,13 @@ class SampleOp:
     ) -> Adjustment | None:
         """What changes the logits before they are drawn from; None where nothing does."""
         marks, ends = (None, 0, None), (None, 0, 0)
-        if self.repetition_penalty != 1.0 and seen is not None:
+        if self.options.repetition_penalty != 1.0 and seen is not None:
             marks = (seen.view(torch.uint8), seen.stride(0), slots)
-        if self.min_new_tokens > 0 and self.eos_token_ids:
-            ends = (self.banned(device), len(self.eos_token_ids), self.min_new_tokens)
+        if self.options.min_new_tokens > 0 and self.options.eos_token_ids:
+            ends = (self.banned(device), len(self.options.eos_token_ids), self.options.min_new_tokens)
         if marks[0] is None and ends[0] is None:
             return None
-        return Adjustment(float(self.repetition_penalty), *marks, *ends)
+        return Adjustment(float(self.options.repetition_penalty), *marks, *ends)
 
     def _scan(
         self,
@@ -210,10 +211,10 @@ class SampleOp:
     ) -> Scanned:
         """Launches the scan, and makes what it writes."""
         device, chunks = draws.device, (sizes.num_rows, sizes.num_chunks)
-        is_filtered = self.do_sample and any(amount is not None for amount in filters)
+        is_filtered = self.options.do_sample and any(amount is not None for amount in filters)
         raw = torch.empty(2, *chunks, dtype=torch.float32, device=device)
         own, adjusted, best, candidates, numbers = raw, None, None, None, None
-        if not self.do_sample:
+        if not self.options.do_sample:
             best = torch.empty(2, *chunks, dtype=torch.int32, device=device)
         elif adjustment is not None:
             own = torch.empty_like(raw)
@@ -239,7 +240,7 @@ class SampleOp:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same in plain torch."""
         with self._adjusted(logits, draws, seen, slots) as adjusted:
-            tokens = self._draw(adjusted, keys, draws) if self.do_sample else first_largest(adjusted)
+            tokens = self._draw(adjusted, keys, draws) if self.options.do_sample else first_largest(adjusted)
         return tokens, token_logprobs(logits, tokens, self.temperature)
 
     @contextmanager
@@ -250,15 +251,15 @@ class SampleOp:
 
         The ban is written into the logits and taken back: a copy of them takes longer than the greedy choice.
         """
-        if self.repetition_penalty != 1.0:
+        if self.options.repetition_penalty != 1.0:
             assert seen is not None and slots is not None
-            logits = penalize_repetition(logits, seen[slots], self.repetition_penalty)
-        if self.min_new_tokens == 0 or not self.eos_token_ids:
+            logits = penalize_repetition(logits, seen[slots], self.options.repetition_penalty)
+        if self.options.min_new_tokens == 0 or not self.options.eos_token_ids:
             yield logits
             return
         banned = self.banned(logits.device)
         ends = logits[:, banned]
-        is_early = (draws < self.min_new_tokens)[:, None]
+        is_early = (draws < self.options.min_new_tokens)[:, None]
         logits.index_copy_(1, banned, ends.masked_fill(is_early, float("-inf")))
         try:
             yield logits
@@ -268,11 +269,11 @@ class SampleOp:
     def banned(self, device: torch.device) -> torch.Tensor:
         """The end-of-sequence tokens on `device`, made once: a graph may hold their address."""
         if self._banned is None or self._banned.device != device:
-            self._banned = torch.tensor(self.eos_token_ids, dtype=torch.int64, device=device)
+            self._banned = torch.tensor(self.options.eos_token_ids, dtype=torch.int64, device=device)
         return self._banned
 
     def _draw(self, adjusted: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         scaled = adjusted if self.temperature == 1.0 else adjusted / self.temperature
-        probs = filter_logits(scaled, self.top_k, self.top_p, self.min_p).softmax(-1)
+        probs = filter_logits(scaled, self.options.top_k, self.options.top_p, self.options.min_p).softmax(-1)
         # The noise rounds to 1.0 in fp32 about once in 3e7 draws; the last token that has any probability then.
         return first_above(probs, keyed_uniform(keys, draws).float()[:, None]).squeeze(1)

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hybrid_engine.ops import SampleOp, token_logprobs
+from hybrid_engine.ops import SampleOp, SamplingOptions, token_logprobs
 from hybrid_engine.ops.sample import keyed_uniform
 from hybrid_engine.ops.sample_filters import filter_logits
 
@@ -62,9 +63,10 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("vocab", [1, 63, 5000])
 def test_kernels_draw_what_the_reference_draws(name, vocab, kernels):
-    op = SampleOp(**OPTIONS[name])
-    if vocab == 1 and op.eos_token_ids:
-        op.eos_token_ids = ()  # nothing would be left to draw
+    options = SamplingOptions(**OPTIONS[name])
+    if vocab == 1:
+        options = replace(options, eos_token_ids=())  # nothing would be left to draw
+    op = SampleOp(options)
     given = inputs(5, vocab, kernels)
     tokens, logprobs = op(*given)
     expected, _ = op.reference(*given)
@@ -75,7 +77,7 @@ def test_kernels_draw_what_the_reference_draws(name, vocab, kernels):
 
 @pytest.mark.parametrize("name", ["plain", "all filters"])
 def test_a_row_alone_draws_what_it_draws_in_a_batch(name, kernels):
-    op = SampleOp(**OPTIONS[name])
+    op = SampleOp(SamplingOptions(**OPTIONS[name]))
     logits, keys, draws, seen, slots = inputs(6, 300, kernels)
     tokens, logprobs = op(logits, keys, draws, seen, slots)
     for row in range(6):
@@ -99,7 +101,9 @@ def test_kernels_follow_the_filtered_distribution(name, kernels, small_chunks):
     logits = torch.randn(1, vocab, device=kernels)
     keys = torch.randint(-(2**62), 2**62, (num_rows,), device=kernels)
     options = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | FILTERS[name]
-    tokens, _ = SampleOp(True, **options)(logits.expand(num_rows, -1).contiguous(), keys, torch.zeros_like(keys))
+    tokens, _ = SampleOp(SamplingOptions(do_sample=True, **options))(
+        logits.expand(num_rows, -1).contiguous(), keys, torch.zeros_like(keys)
+    )
     temperature = options.pop("temperature")
     probs = filter_logits(logits / temperature, **options).softmax(-1)[0].double().cpu()
     counts = torch.bincount(tokens.cpu(), minlength=vocab).double()
@@ -120,7 +124,7 @@ def cdf_distance(probs, token, target):
 
 @pytest.mark.parametrize("name", ["plain", "top-p", "all filters", "penalty and ends"])
 def test_tokens_differ_from_exact_ones_at_boundaries_only(name, kernels, small_chunks):
-    op = SampleOp(**OPTIONS[name])
+    op = SampleOp(SamplingOptions(**OPTIONS[name]))
     num_rows = 2000 if kernels.type == "cuda" else 10
     logits, keys, draws, seen, slots = inputs(num_rows, 100, kernels, scale=2.0)
     tokens, _ = op(logits, keys, draws, seen, slots)
@@ -128,7 +132,7 @@ def test_tokens_differ_from_exact_ones_at_boundaries_only(name, kernels, small_c
     assert differ.sum() <= num_rows // 1000
     with op._adjusted(logits, draws, seen, slots) as adjusted:
         scaled = adjusted / op.temperature
-    probs = filter_logits(scaled, op.top_k, op.top_p, op.min_p).double().softmax(-1).cpu()
+    probs = filter_logits(scaled, op.options.top_k, op.options.top_p, op.options.min_p).double().softmax(-1).cpu()
     for row, (token, target) in enumerate(zip(tokens.tolist(), keyed_uniform(keys, draws).tolist(), strict=True)):
         assert probs[row, token] > 0 and cdf_distance(probs[row], token, target) < 1e-6
 
@@ -149,9 +153,13 @@ def test_filters_keep_what_transformers_keeps(top_k, top_p, min_p):
 def test_equal_logits_stay_or_go_together_and_the_first_is_the_likeliest(kernels):
     logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 2.0]], device=kernels).expand(8, -1).contiguous()
     keys, draws = torch.arange(8, device=kernels), torch.zeros(8, dtype=torch.int64, device=kernels)
-    for op in (SampleOp(True, top_k=1), SampleOp(True, top_p=1e-6), SampleOp(True, min_p=1.0)):
+    for op in (
+        SampleOp(SamplingOptions(do_sample=True, top_k=1)),
+        SampleOp(SamplingOptions(do_sample=True, top_p=1e-6)),
+        SampleOp(SamplingOptions(do_sample=True, min_p=1.0)),
+    ):
         assert set(op(logits, keys, draws)[0].tolist()) == set(op.reference(logits, keys, draws)[0].tolist()) == {1, 2}
-    assert SampleOp(False)(logits, keys, draws)[0].unique().tolist() == [1]
+    assert SampleOp(SamplingOptions(do_sample=False))(logits, keys, draws)[0].unique().tolist() == [1]
 
 
 def test_logits_that_are_not_finite_stay_in_the_vocabulary(kernels):
@@ -161,7 +169,7 @@ def test_logits_that_are_not_finite_stay_in_the_vocabulary(kernels):
     logits[2, 1:] = float("-inf")
     keys, draws = torch.arange(3, device=kernels), torch.zeros(3, dtype=torch.int64, device=kernels)
     for options in ({"do_sample": False}, {"do_sample": True}, {"do_sample": True, "top_k": 5}):
-        tokens, logprobs = SampleOp(**options)(logits, keys, draws)
+        tokens, logprobs = SampleOp(SamplingOptions(**options))(logits, keys, draws)
         assert ((tokens >= 0) & (tokens < 50)).all()
         assert logprobs[:2].isnan().all() and tokens[2] == 0 and logprobs[2] == 0
 
@@ -170,7 +178,7 @@ def test_rows_of_which_nothing_may_be_drawn_give_the_references_token(kernels):
     keys, draws = torch.arange(2, device=kernels), torch.zeros(2, dtype=torch.int64, device=kernels)
     logits = torch.zeros(2, 3, device=kernels)
     for options in ({"do_sample": False}, {"do_sample": True}, {"do_sample": True, "top_k": 2, "top_p": 0.5}):
-        op = SampleOp(**options, min_new_tokens=1, eos_token_ids=(0, 1, 2))
+        op = SampleOp(SamplingOptions(**options, min_new_tokens=1, eos_token_ids=(0, 1, 2)))
         tokens, logprobs = op(logits, keys, draws)
         assert tokens.tolist() == op.reference(logits, keys, draws)[0].tolist()
         torch.testing.assert_close(logprobs, -torch.tensor([3.0, 3.0], device=kernels).log())
@@ -187,7 +195,7 @@ def test_two_launches_whatever_the_filters(name, kernels):
     from tape import count_launches
 
     given = inputs(2, 100, kernels)
-    launches = count_launches(lambda: SampleOp(**OPTIONS[name])(*given))
+    launches = count_launches(lambda: SampleOp(SamplingOptions(**OPTIONS[name]))(*given))
     assert [name for name in launches if name not in ("fill_", "lift_fresh")] == ["kernel", "kernel"]
 
 
@@ -200,7 +208,7 @@ def test_candidates_and_the_whole_row_give_one_answer(options, kept, kernels, mo
     logits, keys, draws, *_ = inputs(3, 150, kernels)
     logits = (logits / 2).round() / 2
     logits[0], logits[1, 5:] = 1.5, float("-inf")
-    op = SampleOp(True, **options)
+    op = SampleOp(SamplingOptions(do_sample=True, **options))
     tokens, _ = op(logits, keys, draws)
     assert tokens.tolist() == op.reference(logits, keys, draws)[0].tolist()
 
@@ -219,14 +227,14 @@ def test_a_tensor_that_does_not_fit_is_named_before_a_launch(change, message, ke
     given = dict(zip(names, inputs(5, 63, kernels), strict=True))
     given |= {name: alter(given[name]) for name, alter in change.items()}
     with pytest.raises(ValueError, match=message):
-        SampleOp(True, repetition_penalty=1.5)(*(given[name] for name in names))
+        SampleOp(SamplingOptions(do_sample=True, repetition_penalty=1.5))(*(given[name] for name in names))
 
 
 def test_a_vocabulary_beyond_the_kernel_goes_to_the_reference_and_says_so(kernels, monkeypatch, caplog):
     monkeypatch.setattr("hybrid_engine.ops.sample.MAX_CHUNKS", 1)
     given = inputs(2, 4097, kernels)
-    tokens, _ = SampleOp(True)(*given)
-    assert tokens.tolist() == SampleOp(True).reference(*given)[0].tolist()
+    tokens, _ = SampleOp(SamplingOptions(do_sample=True))(*given)
+    assert tokens.tolist() == SampleOp(SamplingOptions(do_sample=True)).reference(*given)[0].tolist()
     assert "a vocabulary of 4097 tokens is beyond the sampling kernel's 4096" in caplog.text
 
 

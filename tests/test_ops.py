@@ -14,6 +14,7 @@ from hybrid_engine.ops import (
     QKVGemmOp,
     RMSNormOp,
     SampleOp,
+    SamplingOptions,
     SoftmaxContextOp,
     VectorMatMulOp,
     cpu_gemm,
@@ -374,7 +375,7 @@ def test_sampling_never_takes_a_token_that_a_filter_left_out():
     logits = torch.randn(2000, 63)
     keys, positions = torch.arange(2000), torch.zeros(2000, dtype=torch.int64)
     for kept, options in ((3, {"top_k": 3}), (1, {"top_p": 1e-6}), (1, {"min_p": 1.0})):
-        tokens, logprobs = SampleOp(True, **options)(logits, keys, positions)
+        tokens, logprobs = SampleOp(SamplingOptions(do_sample=True, **options))(logits, keys, positions)
         best = logits.topk(kept).indices
         assert (tokens[:, None] == best).any(1).all()
         close(logprobs.double(), logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1))
@@ -382,7 +383,7 @@ def test_sampling_never_takes_a_token_that_a_filter_left_out():
 
 def test_ends_are_never_drawn_too_early_and_the_report_stays_unfiltered():
     logits, keys = torch.zeros(500, 5), torch.arange(500)
-    op = SampleOp(True, min_new_tokens=2, eos_token_ids=(0, 4))
+    op = SampleOp(SamplingOptions(do_sample=True, min_new_tokens=2, eos_token_ids=(0, 4)))
     for draw, drawn in ((0, {1, 2, 3}), (1, {1, 2, 3}), (2, {0, 1, 2, 3, 4})):
         tokens, logprobs = op(logits, keys, torch.full_like(keys, draw))
         assert set(tokens.tolist()) == drawn
@@ -394,7 +395,7 @@ def test_the_penalty_is_for_the_tokens_of_each_rows_slot():
 
     logits = torch.randn(4, 30)
     seen, slots = torch.rand(9, 30) < 0.4, torch.tensor([8, 0, 3, 3])
-    tokens, _ = SampleOp(False, repetition_penalty=3.0)(
+    tokens, _ = SampleOp(SamplingOptions(do_sample=False, repetition_penalty=3.0))(
         logits, torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), seen, slots
     )
     for row, slot in enumerate(slots):

@@ -66,22 +66,32 @@ from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 
 
-@dataclass
-class Request:
-    """A rollout that passed every check.
-
-    `fallback` is why the model's own `generate()` runs, which takes `kwargs` and has no `plan`.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What this process asks for, checked."""
 
     input_ids: torch.Tensor
+    """`[B, P]` int64."""
     mask: torch.Tensor
+    """`[B, P]` bool, True for tokens."""
     prompts: list[list[int]]
+    """The tokens of each row that its mask marks."""
     options: GenerationOptions
     fallback: str | None
-    seed: int | None
+    """Why the model's own `generate()` would run; None where containers do."""
     kwargs: dict[str, Any]
-    plan: Plan | None = None
-    kv: torch.Tensor | None = None
+    """What that `generate()` takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A rollout that passed every check on all processes."""
+
+    wishes: Wishes
+    plan: Plan | None
+    """None where the model's own `generate()` runs."""
+    seed: int | None
+    """Of that `generate()`; None leaves torch's generator as it is."""
 
 
 class Generator:
@@ -253,59 +263,57 @@ class Generator:
         Raises:
             ValueError: on all processes, if the input of one cannot work, or none has a prompt.
         """
-        request, error = attempt(lambda: self._check(input_ids, attention_mask, generation_config, seed, kwargs))
-        is_native = request is not None and request.fallback is None
-        is_sampled = request is not None and request.options.do_sample
+        wishes, error = attempt(lambda: self._check(input_ids, attention_mask, generation_config, seed, kwargs))
+        is_native = wishes is not None and wishes.fallback is None
+        is_sampled = wishes is not None and wishes.options.do_sample
         has_noise = is_native or (self.group.has_same_prompts and self.group.size > 1)
         if seed is None and is_sampled and has_noise:  # others must not move torch's generator
             seed = int(torch.randint(2**62, ()).item())
         share = Share(
             can_start=error is None,
-            prompts=request.prompts if request is not None and is_native else [],
-            options=None if request is None else request.options,
+            prompts=wishes.prompts if wishes is not None and is_native else [],
+            options=None if wishes is None else wishes.options,
             is_native=is_native,
             training_bytes=self._training_bytes,
             spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self._bytes_to_gather),
         )
         shares = self.group.gather_objects(share)
-        if request is not None and all(other.can_start for other in shares):
-            request.plan, error = attempt(lambda: self._plan(request, shares))
+        plan = None
+        if wishes is not None and all(other.can_start for other in shares):
+            plan, error = attempt(lambda: self._plan(wishes, shares))
         bid = Bid(
             problem=None if error is None else describe_error(error),
-            fallback=None if request is None else request.fallback,
+            fallback=None if wishes is None else wishes.fallback,
             seed=seed if is_sampled else None,
-            digests=[] if request is None else [prompt_digest(prompt) for prompt in request.prompts],
-            num_samples=1 if request is None else request.options.num_return_sequences,
+            digests=[] if wishes is None else [prompt_digest(prompt) for prompt in wishes.prompts],
+            num_samples=1 if wishes is None else wishes.options.num_return_sequences,
         )
         bids = self.partners.exchange(bid)
         self.partners.raise_first(error, [other.problem for other in bids])
         check_prompts_somewhere(bids)
-        assert request is not None
-        request.fallback = reason_to_fall_back(bids, self.partners.rank)
-        if request.fallback is not None:
-            say_once(f"generate() uses the model's own implementation: {request.fallback}")
-            request.plan = None
-            self._seed_fallback(request, bids)
-        else:
-            self._name_noise(request, bids)
-        return request
+        assert wishes is not None
+        fallback = reason_to_fall_back(bids, self.partners.rank)
+        if fallback is not None:
+            say_once(f"generate() uses the model's own implementation: {fallback}")
+            seed = self._seed_of_fallback(seed, bids) if is_sampled else seed
+            return Request(wishes=wishes, plan=None, seed=seed)
+        assert plan is not None
+        self._name_noise(plan, bids)
+        return Request(wishes=wishes, plan=plan, seed=None)
 
-    def _seed_fallback(self, request: Request, bids: list[Bid]) -> None:
-        """Sees to it that processes with the same prompts draw the same, and others do not."""
-        if not request.options.do_sample:
-            return
+    def _seed_of_fallback(self, seed: int | None, bids: list[Bid]) -> int | None:
+        """The seed with which processes that have the same prompts draw the same, and others do not."""
         if self.group.has_same_prompts and self.group.size > 1:
-            request.seed = choose_seed(bids)
-        elif self.partners.size > 1:
-            # Scripts seed all processes alike, and equal prompts would be given equal samples.
-            drawn = int(torch.randint(2**62, ()).item()) if request.seed is None else request.seed
-            request.seed = rank_seed(drawn, self.partners.rank)
+            return choose_seed(bids)
+        if self.partners.size == 1:
+            return seed
+        # Scripts seed all processes alike, and equal prompts would be given equal samples.
+        return rank_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed, self.partners.rank)
 
-    def _name_noise(self, request: Request, bids: list[Bid]) -> None:
-        assert request.plan is not None
+    def _name_noise(self, plan: Plan, bids: list[Bid]) -> None:
         ranks = [0] if self.group.has_same_prompts else self.group.ranks
         keys = [key for rank in ranks for key in keys_of(bids, rank)]
-        for sequence, key in zip(request.plan.sequences, keys, strict=True):
+        for sequence, key in zip(plan.sequences, keys, strict=True):
             sequence.key = key
 
     @property
@@ -334,7 +342,7 @@ class Generator:
         """Frees the KV workspace's memory; recorded steps that read it wait for it to come back to its address."""
         self.workspace.release()
 
-    def _plan(self, request: Request, shares: list[Share]) -> Plan | None:
+    def _plan(self, wishes: Wishes, shares: list[Share]) -> Plan | None:
         """The rollout of all prompts of the group, the same on each of its processes; None where containers have none.
 
         Raises:
@@ -344,19 +352,19 @@ class Generator:
         if not all(share.is_native for share in shares):
             return None
         assert self.model is not None and self.native is not None
-        num_samples, rank = request.options.num_return_sequences, self.group.parallel.rank
+        num_samples, rank = wishes.options.num_return_sequences, self.group.parallel.rank
         own = slice(None)
-        prompts = request.prompts
+        prompts = wishes.prompts
         if not self.group.has_same_prompts:
             prompts = [prompt for share in shares for prompt in share.prompts]
             first = num_samples * sum(len(share.prompts) for share in shares[:rank])
-            own = slice(first, first + num_samples * len(request.prompts))
+            own = slice(first, first + num_samples * len(wishes.prompts))
         sequences = build_sequences(prompts, num_samples)
         spare_bytes = min(share.spare_bytes for share in shares)
         training_bytes = max(share.training_bytes for share in shares)
         reserved = self.native.num_reserved_blocks
         return plan_rollout(
-            self.model, sequences, request.options, self.config, spare_bytes, reserved, training_bytes, own
+            self.model, sequences, wishes.options, self.config, spare_bytes, reserved, training_bytes, own
         )
 
     def _check(
@@ -366,7 +374,7 @@ class Generator:
         generation_config: GenerationConfig | None,
         seed: int | None,
         kwargs: dict[str, Any],
-    ) -> Request:
+    ) -> Wishes:
         if input_ids is None:
             raise ValueError(
                 "generate(): input_ids is missing; pass the prompts' token ids [batch, prompt length], also beside "
@@ -403,29 +411,33 @@ class Generator:
                 f"set {self.group.parallel.option}=1"
             )
         kwargs = {"generation_config": generation_config, **kwargs}
-        return Request(input_ids, mask, prompts, options, reason, seed, kwargs)
+        return Wishes(input_ids=input_ids, mask=mask, prompts=prompts, options=options, fallback=reason, kwargs=kwargs)
 
-    def gather(self, request: Request, release: ExitStack) -> None:
-        """Takes what the rollout needs and puts its return on `release`; an error of one process is raised on all."""
-        self.partners.agree(lambda: self._gather(request, release))
+    def gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
+        """Takes what the rollout needs and puts its return on `release`; an error of one process is raised on all.
 
-    def _gather(self, request: Request, release: ExitStack) -> None:
+        Returns the KV workspace, which `run` takes; None where the model's own `generate()` runs.
+        """
+        return self.partners.agree(lambda: self._gather(request, release))
+
+    def _gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
         if request.plan is None:
             self.own.gather(release)
-        else:
-            assert self.native is not None
-            request.kv = self.native.gather(request.plan, release)
+            return None
+        assert self.native is not None
+        return self.native.gather(request.plan, release)
 
-    def run(self, request: Request, held: HeldInterrupts) -> RolloutResult:
+    def run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
         """The rollout itself, which Ctrl-C that is `held` may end; an error of one process is raised on all."""
-        return self.partners.agree(lambda: self._run(request, held))
+        return self.partners.agree(lambda: self._run(request, kv, held))
 
-    def _run(self, request: Request, held: HeldInterrupts) -> RolloutResult:
+    def _run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
+        wishes = request.wishes
         with held.allowed():
             if request.plan is None:
-                return self.own.run(request.input_ids, request.mask, request.options, request.seed, request.kwargs)
-            assert self.native is not None and request.kv is not None
-            return self.native.run(request.plan, request.kv, request.input_ids)
+                return self.own.run(wishes.input_ids, wishes.mask, wishes.options, request.seed, wishes.kwargs)
+            assert self.native is not None and kv is not None
+            return self.native.run(request.plan, kv, wishes.input_ids)
 
     def _reason_to_fall_back(self, merged: dict[str, Any]) -> str | None:
         if self.fallback_reason is not None:

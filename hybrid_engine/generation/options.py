@@ -5,12 +5,13 @@ Priority is Hugging Face's: keyword arguments, then `generation_config`, then th
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from transformers import GenerationConfig
 
 from hybrid_engine.config.checks import check_flag, check_integer, check_number
+from hybrid_engine.ops import SamplingOptions
 
 # Served by the native backend, with transformers' defaults (`GenerationConfig._get_default_generation_params`).
 NATIVE_DEFAULTS: dict[str, Any] = {
@@ -103,12 +104,9 @@ class GenerationOptions:
         _check(differ, "num_return_sequences", many, "be 1 with do_sample=False", "pass do_sample=True")
 
     @property
-    def sampling(self) -> tuple:
-        """What the sampler is built from."""
-        return (
-            *(self.do_sample, self.temperature, self.top_k, self.top_p, self.min_p),
-            *(self.repetition_penalty, self.min_new_tokens, self.eos_token_ids),
-        )
+    def sampling(self) -> SamplingOptions:
+        """How tokens are drawn."""
+        return SamplingOptions(**{field.name: getattr(self, field.name) for field in fields(SamplingOptions)})
 
 
 def _check(holds: bool, option: str, value: object, rule: str, remedy: str) -> None:

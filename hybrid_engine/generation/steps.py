@@ -71,7 +71,7 @@ class DecodeSteps:
         self, plan: Plan, kv: torch.Tensor, num_slots: int, num_columns: int, graphs: StepGraphs | None
     ) -> DecodeStep:
         options = plan.options
-        sample = SampleOp(*options.sampling)
+        sample = SampleOp(options.sampling)
         seen_width = self.model.vocab_size if options.repetition_penalty != 1.0 else 0
         tables = SlotTables(num_slots, num_columns, kv.shape[2] - 1, seen_width, kv.device)
         return DecodeStep(self.model, sample, tables, kv, options.eos_token_ids, graphs)

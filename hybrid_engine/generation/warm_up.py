@@ -63,9 +63,9 @@ def warm_up(
     graphs, graph_seconds = 0, 0.0
     if request.plan is not None:
         with ExitStack() as release:
-            generator.gather(request, release)
-            assert request.kv is not None
-            native, plan, kv = generator.native, request.plan, request.kv
+            kv = generator.gather(request, release)
+            assert kv is not None
+            native, plan = generator.native, request.plan
             stats = generator.partners.agree(lambda: native.warm_up(plan, kv))
             graphs, graph_seconds = stats.captures, stats.seconds
         generator.gatherer.count_bytes()  # no rollout's

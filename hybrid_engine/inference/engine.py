@@ -171,8 +171,8 @@ class InferenceEngine(nn.Module):
             prompts = self.generator.partners.agree(lambda: self._prompts(input_ids, inputs, generation_config, kwargs))
             request = self.generator.prepare(prompts, attention_mask, generation_config, seed, kwargs)
             with ExitStack() as release:
-                self.generator.gather(request, release)
-                return self.generator.run(request, held).output
+                kv = self.generator.gather(request, release)
+                return self.generator.run(request, kv, held).output
 
     def _prompts(
         self,
