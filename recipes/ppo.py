@@ -134,6 +134,8 @@ class Config:
     """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
     logprob_bound: float = 1e-3
     """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
+    exact: bool = False
+    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
     kl_bound: float = 6.0
     """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
     eval_prompts: int = 256
@@ -253,6 +255,7 @@ def engine_config(config: Config, learning_rate: float, max_out_tokens: int | No
         warmup_steps=min(4, num_steps),
         zero_stage=config.zero_stage,
         max_out_tokens=max_out_tokens,
+        exact=config.exact,
     )
 
 

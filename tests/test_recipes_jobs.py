@@ -82,6 +82,13 @@ def test_ppo_writes_metrics_plot_samples_and_an_actor_that_changed(stages, tmp_p
     assert len(AutoTokenizer.from_pretrained(tmp_path / "actor")) == 300
 
 
+def test_in_exact_mode_rollout_and_trainer_are_never_apart(stages, tmp_path, capsys):
+    ppo.run(replace(TINY, out=new_run(stages, tmp_path), exact=True, ppo_epochs=1))
+    assert "to the bit and need no second pass" in capsys.readouterr().out
+    for line in read_metrics(tmp_path / "metrics.jsonl"):
+        assert line["logprob_difference_max"] == 0.0 and line["first_ratio"] == 1.0
+
+
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monkeypatch):
     config = replace(TINY, steps=4, save_every=2, ppo_epochs=1)
     whole = new_run(stages, tmp_path / "whole")

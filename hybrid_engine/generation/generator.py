@@ -132,6 +132,8 @@ class Generator:
         """Builds containers and measures them against the module; None, with the reason kept, if there are none."""
         self._modules = list(self.module.modules())
         try:
+            if self.config.exact:
+                self._check_threads()
             model = self.partners.agree(self._build_model)
             (is_crowded,) = self.partners.highest([int(self._is_crowded(model))])
             self._choose_gathering(bool(is_crowded))
@@ -149,6 +151,15 @@ class Generator:
 
     def _build_model(self) -> InferenceModel:
         return ExactModel(self.module) if self.config.exact else InferenceModel(self.module, self._parallel)
+
+    def _check_threads(self) -> None:
+        """Large products are summed otherwise with another number of threads. Collective."""
+        most, fewest = self.partners.highest([torch.get_num_threads(), -torch.get_num_threads()])
+        if most != -fewest:
+            raise UnsupportedModelError(
+                f"processes compute with {-fewest} to {most} threads, which sum large products in other orders; set "
+                "OMP_NUM_THREADS alike on all of them"
+            )
 
     @property
     def exact(self) -> ExactModel | None:

@@ -16,6 +16,7 @@ def build_engine_config(
     zero_stage: int,
     weight_decay: float = 0.0,
     max_out_tokens: int | None = None,
+    exact: bool = False,
 ) -> dict[str, Any]:
     """A config for `hybrid_engine.initialize`: AdamW, gradients clipped to norm 1, linear warmup and decay to 0.
 
@@ -29,6 +30,7 @@ def build_engine_config(
         weight_decay: decoupled.
         max_out_tokens: prompt and response tokens of the longest sequence that the role generates; None for a role
             that does not generate.
+        exact: whether a role that generates does so, and trains, in exact mode (docs/exact.md).
     """
     config: dict[str, Any] = {
         "train_batch_size": batch_size,
@@ -51,5 +53,6 @@ def build_engine_config(
     }
     if max_out_tokens is not None:
         # The recipe shows the times itself, in the line of the step they belong to.
-        config["hybrid_engine"] = {"enabled": True, "max_out_tokens": max_out_tokens, "print_latency": False}
+        block = {"enabled": True, "max_out_tokens": max_out_tokens, "print_latency": False, "exact": exact}
+        config["hybrid_engine"] = block
     return config
