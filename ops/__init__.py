@@ -2,14 +2,12 @@
 
 from hybrid_engine.ops.batch import EncoderBatch
 from hybrid_engine.ops.block_copy import BlockCopyOp
+from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
 from hybrid_engine.ops.gated_activation import GatedActivationOp
-from hybrid_engine.ops.gelu_gemm import GELUGemmOp
-from hybrid_engine.ops.linear import LinearOp
 from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.ops.mlp_gemm import MLPGemmOp
 from hybrid_engine.ops.norm import NORM_OPS, LayerNormOp, NormOp, RMSNormOp
 from hybrid_engine.ops.qkv_gemm import QKVGemmOp
-from hybrid_engine.ops.residual_add import ResidualAddOp
 from hybrid_engine.ops.sample import SampleOp, SamplingOptions
 from hybrid_engine.ops.softmax_context import Batch, DecodeBatch, PrefillBatch, SoftmaxContextOp
 from hybrid_engine.ops.vector_matmul import VectorMatMulOp

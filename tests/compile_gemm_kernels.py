@@ -7,7 +7,15 @@ Run in a process without TRITON_INTERPRET: `python tests/compile_gemm_kernels.py
 import torch
 from compile_kernels import compile_kernel
 
-from hybrid_engine.ops import gated_activation, mlp_gemm, norm, qkv_gemm, residual_add, skinny_gemm, vector_matmul
+from hybrid_engine.ops import (
+    deepspeed_bindings,
+    gated_activation,
+    mlp_gemm,
+    norm,
+    qkv_gemm,
+    skinny_gemm,
+    vector_matmul,
+)
 from hybrid_engine.ops.skinny_gemm import NO_NORM, NO_WEIGHTS, NormWeights, Output, Rows, Weights
 
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
@@ -79,7 +87,9 @@ def compile_rest(pointer: str) -> None:
     for activation in ("silu", "relu", "relu2", "gelu", "gelu_new", "quick_gelu"):
         fixed = {"ACTIVATION": activation, "BLOCK": gated_activation.BLOCK}
         compile_flat(gated_activation.gated_activation_kernel, pointer, fixed)
-    compile_flat(residual_add.residual_add_kernel, pointer, {"IS_PARALLEL": True, "BLOCK": residual_add.BLOCK})
+    compile_flat(
+        deepspeed_bindings.residual_add_kernel, pointer, {"IS_PARALLEL": True, "BLOCK": deepspeed_bindings.BLOCK}
+    )
 
 
 if __name__ == "__main__":

@@ -1,22 +1,67 @@
-"""Sum of a block's output, its residual and its biases, where a group of `tp_size` processes sums the result.
+"""Ops that are named after DeepSpeed's bindings and that no container here uses.
+
+`GELUGemmOp`, projection, GELU, projection (`fused_gemm_gelu`): `y = gelu(x W + b) Wout`. Both GELUs: "gelu" is the
+exact one (erf), "gelu_new" the tanh approximation (`activation.py`). Moves both weights once, 2 E I elements, and does
+4 N E I operations.
+
+`LinearOp`: `y = x W + b (+ residual)`, the product of `vector_matmul.py`.
+
+`ResidualAddOp` (`residual_add`): the sum of a block's output, its residual and its biases, where a group of `tp_size`
+processes sums the result.
 
     after attention:   out = hidden + (residual + attention + b_attention + b_final) / tp_size
     parallel blocks:   out = hidden + attention + (residual + b_attention + b_final) / tp_size
 
-`hidden`, the MLP's output, is each process's own part of a sum that an all-reduce completes, so it counts
-whole. What every process has in full is divided, so that the all-reduce counts it once. Where the MLP comes
-after the attention, the attention's output has been all-reduced already; where both run in parallel
-(GPT-J), it is a part like `hidden`, and one all-reduce serves both. Sums are fp32, rounded once.
-Moves 3 or 4 N E elements, does about 5 N E operations. After `residual_add` in DeepSpeed's op bindings, but
-not in place.
+`hidden`, the MLP's output, is each process's own part of a sum that an all-reduce completes, so it counts whole. What
+every process has in full is divided, so that the all-reduce counts it once. Where the MLP comes after the attention,
+the attention's output has been all-reduced already; where both run in parallel (GPT-J), it is a part like `hidden`, and
+one all-reduce serves both. Sums are fp32, rounded once. Moves 3 or 4 N E elements, does about 5 N E operations. In
+DeepSpeed it is in place, here not.
 """
 
 import torch
 
 from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.activation import ACTIVATIONS
+from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
+from hybrid_engine.ops.mlp_gemm import up_product
+from hybrid_engine.ops.skinny_gemm import takes_rows
+from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
+GELUS = ("gelu", "gelu_new")
 BLOCK = 1024
+
+
+class GELUGemmOp:
+    """Callable `(input [N, E], weight [E, I], bias [I] or None, weight_out [I, E]) -> [N, E]`.
+
+    Args:
+        activation: "gelu" or "gelu_new".
+    """
+
+    def __init__(self, activation: str = "gelu_new"):
+        if activation not in GELUS:
+            raise ValueError(f"activation={activation!r} must be one of {', '.join(GELUS)}")
+        self.activation_name, self.activation = activation, ACTIVATIONS[activation]
+        self.output = VectorMatMulOp()
+
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weight_out: torch.Tensor
+    ) -> torch.Tensor:
+        if not use_triton(input) or not takes_rows(input):
+            return self.reference(input, weight, bias, weight_out)
+        return self.output(up_product(input, None, (weight, bias), self.activation_name), weight_out)
+
+    def reference(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weight_out: torch.Tensor
+    ) -> torch.Tensor:
+        """The same function in torch."""
+        return self.output.reference(self.activation(linear_transposed(input, weight, bias)), weight_out)
+
+
+class LinearOp(VectorMatMulOp):
+    """Callable `(input [N, in], weight [in, out], bias [out] or None, residual [N, out] or None) -> [N, out]`."""
 
 
 @triton.jit
