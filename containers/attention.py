@@ -120,7 +120,7 @@ class Attention:
 
     @property
     def linears(self) -> list[TransposedLinear]:
-        """All linears."""
+        """All linears of the attention."""
         return [*self.qkv, self.output]
 
     @property

@@ -46,13 +46,13 @@ class InferenceLayer:
 
     @property
     def norms(self) -> list[NormView | HeadNormsView]:
-        """All norms."""
+        """All norms of the layer."""
         own = (self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm)
         return [*(norm for norm in own if norm), *self.attention.norms]
 
     @property
     def linears(self) -> list[TransposedLinear]:
-        """All linears."""
+        """All linears of the layer, those of experts too."""
         return [*self.attention.linears, *self.mlp.linears]
 
     @property

@@ -161,12 +161,12 @@ class TransposedLinear:
 
     @property
     def num_inputs(self) -> int:
-        """Of the whole linear."""
+        """Inputs of the whole linear, of which this rank may hold a part."""
         return self._shape()[0 if self.is_stored_transposed else 1]
 
     @property
     def num_outputs(self) -> int:
-        """Of the whole linear."""
+        """Outputs of the whole linear, of which this rank may hold a part."""
         return self._shape()[1 if self.is_stored_transposed else 0]
 
     def _shape(self) -> tuple[int, int]:

@@ -53,7 +53,7 @@ class DenseMLP:
 
     @property
     def linears(self) -> list[TransposedLinear]:
-        """All linears."""
+        """All linears of the MLP."""
         return [*([self.gate] if self.gate else []), self.up, self.down]
 
     @property

@@ -184,7 +184,7 @@ class InferenceModel:
 
     @property
     def _linears(self) -> list[TransposedLinear]:
-        """Those outside the layers."""
+        """The linears outside the layers."""
         return [linear for linear in (self.project_in, self.project_out, self.lm_head) if linear]
 
     @property

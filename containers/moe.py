@@ -197,7 +197,7 @@ class MoEBlock:
 
     @property
     def num_experts(self) -> int:
-        """X."""
+        """The number of experts."""
         router = self.router
         return router.num_outputs if isinstance(router, TransposedLinear) else router[0].shape[0]
 

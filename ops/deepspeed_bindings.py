@@ -56,7 +56,7 @@ class GELUGemmOp:
     def reference(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weight_out: torch.Tensor
     ) -> torch.Tensor:
-        """The same function in torch."""
+        """The reference: the function of the kernel in plain torch."""
         return self.output.reference(self.activation(linear_transposed(input, weight, bias)), weight_out)
 
 
@@ -143,7 +143,7 @@ class ResidualAddOp:
         attention_bias: torch.Tensor | None = None,
         final_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same function in torch."""
+        """The reference: the function of the kernel in plain torch."""
         attention = attention_output if residual_add is None else residual_add
         return self._sum(hidden_state, residual, attention, attention_bias if add_bias else None, final_bias)
 

@@ -55,7 +55,7 @@ class ExpertSumOp:
         shared_logit: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same in plain torch."""
+        """The reference: the function of the kernel in plain torch."""
         first, *others = expert_outputs.unbind(1)
         output = first.double() if first.dtype == torch.float64 else first.float()
         for other in others:

@@ -94,7 +94,7 @@ class GatedActivationOp:
         return gated_activation(gate, up, gate_bias, up_bias, type)
 
     def reference(self, activation: torch.Tensor, bias: torch.Tensor | None, type: str) -> torch.Tensor:
-        """The same function in torch."""
+        """The reference: the function of the kernel in plain torch."""
         self._check(activation, type)
         up, gate = (activation if bias is None else activation + bias).chunk(2, dim=1)
         return ACTIVATIONS[type](gate) * up

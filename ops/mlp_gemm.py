@@ -151,7 +151,7 @@ class MLPGemmOp:
         gamma: torch.Tensor | None = None,
         beta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same function in torch."""
+        """The reference: the function of the kernel in plain torch."""
         residual_add = input if residual is None else input + residual
         normed = residual_add if self.norm is None else self.norm.reference(residual_add, gamma, beta)
         inner = linear_transposed(normed, *up)

@@ -73,7 +73,7 @@ class MoEGatingOp:
         return self.reference(logits)
 
     def reference(self, logits: torch.Tensor) -> Routing:
-        """The same in plain torch."""
+        """The reference: the function of the kernel in plain torch."""
         softmax_first = self.scoring == "softmax_then_topk"
         softmax_dtype = torch.promote_types(logits.dtype, torch.float32)
         scores = torch.softmax(logits, dim=-1, dtype=softmax_dtype) if softmax_first else logits

@@ -27,7 +27,7 @@ class MoEResMatmulOp:
         return self._launch(residual, coef, output) if use_triton(residual) else self.reference(residual, coef, output)
 
     def reference(self, residual: torch.Tensor, coef: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """The same in plain torch."""
+        """The reference: the function of the kernel in plain torch."""
         return residual * coef[:, :1] + output * coef[:, 1:]
 
     def _launch(self, residual: torch.Tensor, coef: torch.Tensor, output: torch.Tensor) -> torch.Tensor:

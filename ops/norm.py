@@ -88,7 +88,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def layer_norm(
     input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, *, eps: float
 ) -> torch.Tensor:
-    """Kind "layer"."""
+    """Layer norm, the kind "layer"."""
     return F.layer_norm(input, (input.shape[-1],), gamma, beta, eps)
 
 

@@ -137,7 +137,7 @@ class QKVGemmOp:
         gamma: torch.Tensor | None = None,
         beta: torch.Tensor | None = None,
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """The same function in torch."""
+        """The reference: the function of the kernel in plain torch."""
         normed = input if self.norm is None else self.norm.reference(input, gamma, beta)
         return self._project(normed, weights, biases), normed
 

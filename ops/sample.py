@@ -238,7 +238,7 @@ class SampleOp:
         seen: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same in plain torch."""
+        """The reference: the function of the kernel in plain torch."""
         with self._adjusted(logits, draws, seen, slots) as adjusted:
             tokens = self._draw(adjusted, keys, draws) if self.options.do_sample else first_largest(adjusted)
         return tokens, token_logprobs(logits, tokens, self.temperature)

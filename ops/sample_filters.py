@@ -54,7 +54,7 @@ def _descending_on_cpu(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _kth_largest(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """`[S, 1]`."""
+    """`[S, 1]`: the k-th largest of each row of `logits [S, V]`."""
     if logits.device.type != "cpu":
         return logits.topk(k, dim=-1).values[:, -1:]
     return _kth_largest_on_cpu(logits.detach(), k)

@@ -136,7 +136,7 @@ class SoftmaxContextOp:
         sinks: torch.Tensor | None = None,
         alibi: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same in plain torch."""
+        """The reference: the function of the kernel in plain torch."""
         q = q.reshape(-1, self.num_heads, self.head_dim)
         if isinstance(batch, EncoderBatch):
             self._check_encoder(rotary, sinks, alibi)

@@ -46,7 +46,7 @@ class Opened(NamedTuple):
 
     folder: Path
     values: dict[str, Any]
-    """Its plain values."""
+    """The checkpoint's plain values, by name."""
     index: Metadata
     """Which tensors it has, and where."""
     checksums: dict[str, str]

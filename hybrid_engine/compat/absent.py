@@ -200,7 +200,7 @@ class AbsentFinder(MetaPathFinder, Loader):
         return AbsentModule(spec.name, parent._why)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Runs nothing: the module is complete when it is made."""
 
 
 def find_below_absent_modules() -> None:

@@ -179,7 +179,7 @@ class Accelerator:
         return torch.cuda.max_memory_reserved(device_index) if self._is_cuda else _resident.peak_bytes()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Forgets the peaks."""
+        """Forgets the peaks of memory."""
         torch.cuda.reset_peak_memory_stats(device_index) if self._is_cuda else _resident.reset()
 
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats

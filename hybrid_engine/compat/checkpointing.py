@@ -83,7 +83,7 @@ class RandomStates:
         self._states: dict[str, torch.Tensor] = {}
 
     def reset(self) -> None:
-        """Forgets all."""
+        """Forgets all that `configure` has set."""
         self._states = {}
 
     def get_states(self) -> dict[str, torch.Tensor]:

@@ -63,11 +63,11 @@ class Done:
     """The handle of a collective that had nothing to wait for."""
 
     def wait(self) -> bool:
-        """Returns at once."""
+        """Returns at once: the collective is done."""
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """True: the collective is done."""
         return True
 
 
@@ -123,12 +123,12 @@ def destroy_process_group(group: Any = None) -> None:
 
 
 def has_all_gather_into_tensor() -> bool:
-    """PyTorch has it."""
+    """Whether there is such a collective: PyTorch has it."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """PyTorch has it."""
+    """Whether there is such a collective: PyTorch has it."""
     return True
 
 

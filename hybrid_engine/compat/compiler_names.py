@@ -6,5 +6,5 @@ __all__ = ["disable", "is_compile_supported", "is_compiling"]
 
 
 def is_compile_supported() -> bool:
-    """Always."""
+    """True: PyTorch can always compile."""
     return True

@@ -63,7 +63,7 @@ class DeepSpeedConfig:
 
     @property
     def zero_optimization_stage(self) -> int:
-        """ZeRO's stage."""
+        """ZeRO's stage, 0 to 3."""
         return self.zero_config.stage
 
     @property

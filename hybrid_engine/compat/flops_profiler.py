@@ -57,7 +57,7 @@ class FlopsProfiler:
     end_profile = reset_profile
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Floating-point operations."""
+        """Floating-point operations of what was profiled."""
         counts = self._counts()
         count = sum(counts.get("Global", {}).values()) - sum(
             sum(counts.get(name, {}).values()) for name in self._names_of_ignored()
@@ -75,7 +75,7 @@ class FlopsProfiler:
         return params_to_string(count) if as_string else count
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds."""
+        """Seconds that what was profiled took."""
         return duration_to_string(self._seconds) if as_string else self._seconds
 
     def print_model_profile(
@@ -184,17 +184,17 @@ def number_to_string(number: float, units: str | None = None, precision: int = 2
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """As "1.5 GFLOPS"."""
+    """Floating-point operations in words, as "1.5 GFLOPS"."""
     return f"{number_to_string(flops, units and units.removesuffix('FLOPS'), precision)}FLOPS"
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """As "1.5 GMACs"."""
+    """Multiply-accumulate operations in words, as "1.5 GMACs"."""
     return f"{number_to_string(macs, units and units.removesuffix('MACs'), precision)}MACs"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """As "1.5 M"."""
+    """A number of parameters in words, as "1.5 M"."""
     return number_to_string(params_num, units, precision).rstrip()
 
 

@@ -36,12 +36,12 @@ def get_tensor_model_parallel_group() -> Any:
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """1."""
+    """1: training has no tensor parallelism."""
     return 1
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """0."""
+    """0: training has no tensor parallelism."""
     return 0
 
 

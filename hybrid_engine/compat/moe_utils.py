@@ -6,22 +6,22 @@ from torch import nn
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """No, and 0 experts."""
+    """False, and 0 experts: DeepSpeed's MoE layers do not exist here."""
     return False, 0
 
 
 def is_moe_param(param: Any) -> bool:
-    """No."""
+    """False: no parameter is one of DeepSpeed's experts."""
     return False
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """No."""
+    """False: no group is one of DeepSpeed's experts."""
     return False
 
 
 def split_params_into_shared_and_expert_params(params: list[Any]) -> tuple[list[Any], list[Any]]:
-    """All of them, and none."""
+    """All groups as they are, and no groups of experts."""
     return list(params), []
 
 

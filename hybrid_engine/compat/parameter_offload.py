@@ -11,11 +11,11 @@ class WithoutParameters:
     """Stands for the module whose parameters have records of the hooks to clear: none has."""
 
     def named_parameters(self, recurse: bool = True) -> list[tuple[str, Any]]:
-        """None."""
+        """No parameters: none has records of hooks."""
         return []
 
     def ds_external_parameters(self) -> list[tuple[str, Any]]:
-        """None."""
+        """No parameters: none has records of hooks."""
         return []
 
 
@@ -28,4 +28,4 @@ class ParameterOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: Any) -> None:
-        """Nothing to put back."""
+        """Does nothing: there are no hooks to put back."""

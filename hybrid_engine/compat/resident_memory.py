@@ -39,7 +39,7 @@ class ResidentMemory:
         return self._largest
 
     def reset(self) -> None:
-        """Forgets the peak."""
+        """Forgets the peak of memory."""
         with suppress(OSError):
             CLEAR_REFS.write_text("5")
         self._system_peak_at_reset = _system_peak_bytes()

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass
 class RolloutConfig:
-    """Who generates."""
+    """Which engine generates, and how."""
 
     engine: str = "hybrid_engine"
     """There is one: the training engine itself."""
@@ -146,12 +146,12 @@ class RolloutBatch:
 
     @property
     def batch_size(self) -> int:
-        """B*G."""
+        """Rows, B*G."""
         return self.input_ids.shape[0]
 
     @property
     def seq_len(self) -> int:
-        """P+T."""
+        """Tokens of a row, P+T."""
         return self.input_ids.shape[1]
 
 
@@ -242,7 +242,7 @@ def build_rollout(
 
 
 def _options(sampling: SamplingConfig) -> dict[str, Any]:
-    """The same for `generate()`."""
+    """A SamplingConfig as options of `generate()`."""
     if sampling.temperature == 0:
         return {"max_new_tokens": sampling.max_new_tokens, "do_sample": False, "num_return_sequences": 1}
     return {

@@ -53,5 +53,5 @@ def empty_cache() -> None:
 
 
 def noop_decorator(func: Function) -> Function:
-    """`func`."""
+    """Returns `func` as it is."""
     return func

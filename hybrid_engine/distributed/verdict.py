@@ -26,7 +26,7 @@ class Problem:
     """The class that the others raise: the error's own, or a base of it that text makes."""
     text: str
     errno: int | None = None
-    """Of an OSError."""
+    """The number of an OSError; None of other errors."""
 
     def raised_on(self, rank: int) -> BaseException:
         """The error of another process, `rank`, to raise here."""

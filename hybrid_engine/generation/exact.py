@@ -133,7 +133,7 @@ class ExactModel(InferenceModel):
         return 0
 
     def buffer_bytes(self, is_streamed: bool = False) -> int:
-        """None."""
+        """0: nothing is fused."""
         return 0
 
     def unfuse_lora(self) -> None:

@@ -28,15 +28,15 @@ class TrainingBytes:
     """What lies in this process's memory now, in bytes of storage; FSDP2's padding included."""
 
     parameters: int
-    """As the module has them: whole, or at stage 3 shards."""
+    """Bytes of the parameters as the module has them: whole, or at stage 3 shards."""
     shards: int
-    """Of parameters that are whole beside them."""
+    """Bytes of the shards of parameters that are whole beside them."""
     masters: int
-    """Copies that the optimizer steps in place of the parameters."""
+    """Bytes of the copies that the optimizer steps in place of the parameters."""
     state: int
-    """The optimizer's."""
+    """Bytes of the optimizer's state."""
     gradients: int
-    """Reduced ones and those that wait for it."""
+    """Bytes of gradients, reduced ones and those that wait for it."""
 
 
 def count_bytes(sharding: Sharding, optimizer: ZeroOptimizer | None) -> TrainingBytes:

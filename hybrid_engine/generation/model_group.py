@@ -24,7 +24,7 @@ class ModelGroup:
     parallel: TensorParallel = ALONE
     """What the containers are told of it."""
     process_group: dist.ProcessGroup | None = None
-    """None for one process."""
+    """Processes that share the model; None for one process."""
     slices: SliceReader | None = None
     """Reads this rank's part of parameters that are sharded over the processes; None where nothing is shared."""
     has_same_prompts: bool = False
@@ -34,12 +34,12 @@ class ModelGroup:
 
     @property
     def size(self) -> int:
-        """Processes."""
+        """How many processes share the model."""
         return self.parallel.size
 
     @property
     def ranks(self) -> range:
-        """Their ranks among all processes."""
+        """The ranks, among all processes, of those that share the model."""
         first = get_rank() // self.size * self.size
         return range(first, first + self.size)
 

@@ -20,11 +20,11 @@ class Bid:
     fallback: str | None
     """Why only the model's own `generate()` can run there."""
     seed: int | None
-    """Of the noise; None where it draws none."""
+    """The seed of the noise; None where this process draws none."""
     digests: list[bytes]
     """Names of its prompts."""
     num_samples: int
-    """Of each prompt."""
+    """Samples of each prompt."""
 
 
 def check_prompts_somewhere(bids: list[Bid]) -> None:
@@ -60,7 +60,7 @@ class Share:
     can_start: bool
     prompts: list[list[int]]
     options: GenerationOptions | None
-    """None where it cannot start."""
+    """The options that this process asks for; None where it cannot start."""
     is_native: bool
     """Whether containers run the rollout."""
     spare_bytes: int

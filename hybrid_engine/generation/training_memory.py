@@ -33,14 +33,14 @@ class AllocatorPeak:
         self._device, self._start, self._earlier = device, 0, 0
 
     def begin(self, forgets_earlier: bool) -> None:
-        """See PeakMeter."""
+        """Starts a measurement. See PeakMeter."""
         if forgets_earlier:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._start = torch.cuda.memory_allocated(self._device)
         self._earlier = 0 if forgets_earlier else torch.cuda.max_memory_allocated(self._device)
 
     def growth_bytes(self) -> int:
-        """See PeakMeter."""
+        """What the peak has grown by since `begin()`. See PeakMeter."""
         peak = torch.cuda.max_memory_allocated(self._device)
         return peak - self._start if peak > self._earlier else 0
 

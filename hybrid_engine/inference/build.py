@@ -60,7 +60,7 @@ def init_inference(
 
 @torch.no_grad()
 def build_engine(model: nn.Module, config: InferenceConfig) -> InferenceEngine:
-    """All steps."""
+    """From a model and a config to an engine: all steps, in their order."""
     device = default_device()
     policy, reason = check_policy(model)
     heads = read_model_heads(model, policy)

@@ -35,7 +35,7 @@ class HeldSlices:
 
     @property
     def num_bytes(self) -> int:
-        """Held now."""
+        """Bytes of the slices held now."""
         return sum(part.nbytes for part in self._held.values())
 
     def let_go(self, module: nn.Module) -> None:

@@ -20,7 +20,7 @@ class Source(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
         """Those ranges of dimension `dim`, on the CPU, in the stored dtype."""
@@ -52,7 +52,7 @@ class OpenFile:
         return self._file
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Lets go of the files."""
         if self._file is not None:
             self._file.__exit__(None, None, None)
         self._path = self._file = None

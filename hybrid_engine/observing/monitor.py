@@ -38,7 +38,7 @@ class CsvTracker:
 
     @property
     def tracker(self) -> Path:
-        """The folder."""
+        """The folder that the files are in."""
         return self.folder
 
     def start(self) -> None:

@@ -165,11 +165,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """The engine's; DeepSpeed has it here too."""
+        """Moves state to the CPU; see the engine's `offload_states`, which DeepSpeed has here too."""
         self.state_offload.offload(include, device, pin_memory, non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """The engine's."""
+        """Moves everything back; see the engine's `reload_states`."""
         self.state_offload.reload(non_blocking)
 
     def quantize_nontrainable_params(self) -> None:

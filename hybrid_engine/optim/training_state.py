@@ -23,7 +23,7 @@ class TrainingState(Protocol):
     module: nn.Module
     sharding: Sharding
     optimizer: ZeroOptimizer | None
-    """None where nothing is trained."""
+    """The optimizer shim; None where nothing is trained."""
     lr_scheduler: Any
     training_dataloader: TrainingDataLoader | None
     accumulation: "GradientAccumulation"

@@ -351,7 +351,7 @@ def build_mesh(config: EngineConfig, world_size: int) -> DeviceMesh:
 
 
 def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
-    """That of `build_mesh`'s result."""
+    """The sizes of the axes of `build_mesh`'s mesh."""
     shard_size = 1 if config.zero_optimization.stage == 0 else config.zero_optimization.shard_size or world_size
     return (world_size,) if shard_size == world_size else (world_size // shard_size, shard_size)
 

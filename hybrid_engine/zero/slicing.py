@@ -113,7 +113,7 @@ def _part_of_shard(local: torch.Tensor, bound: tuple[int, int], cut: Cut, rank: 
 
 
 def _num_elements(bound: tuple[int, int], cut: Cut, rank: int, row: int, shape: torch.Size) -> int:
-    """Of that part."""
+    """The number of elements of a rank's part."""
     ranges = cut.ranges[rank]
     if cut.dim > 0:
         length = sum(stop - start for start, stop in ranges)

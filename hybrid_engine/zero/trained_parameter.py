@@ -10,7 +10,7 @@ class TrainedParameter:
     """A parameter as the module computes with it and as the optimizer steps it."""
 
     name: str
-    """Its name in the module."""
+    """The parameter's name in the module."""
     param: nn.Parameter
     """In the module's dtype; a DTensor when sharded."""
     master: nn.Parameter

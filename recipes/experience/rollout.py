@@ -45,12 +45,12 @@ class Rollout:
 
     prompts: list[str]
     responses: list[str]
-    """As text, without special tokens."""
+    """The responses as text, without special tokens."""
     sequences: Sequences
     logprobs: torch.Tensor
     """`[B, T]` fp32, the sampler's own; 0 on padding."""
     scores: torch.Tensor
-    """`[B]` fp32."""
+    """`[B]` fp32, one score of each response."""
     is_cut_off: list[bool]
     """True where `max_new_tokens` came before the end-of-sequence token."""
 
