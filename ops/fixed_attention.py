@@ -102,22 +102,23 @@ def _tiled(rows: torch.Tensor, num_tiles: int) -> torch.Tensor:
     return rows.flatten(0, 1).unflatten(1, (num_tiles, TILE_ROWS)).transpose(0, 1).contiguous()
 
 
-def _chunked(keys: torch.Tensor) -> torch.Tensor:
-    """`[R, C, K, D]` -> `[chunks, R * K, CHUNK_KEYS, D]` fp32, padded with zeros, each chunk contiguous."""
-    padded = F.pad(keys.float(), (0, 0, 0, 0, 0, -keys.shape[1] % CHUNK_KEYS))
-    return padded.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, CHUNK_KEYS)).transpose(0, 1).contiguous()
+def _chunked(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`[R, C, K, D]` -> chunks `[R * K, CHUNK_KEYS, D]` fp32, the last one padded with zeros."""
+    rows = keys.transpose(1, 2).flatten(0, 1)
+    missing = -rows.shape[1] % CHUNK_KEYS
+    return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).float().contiguous().split(CHUNK_KEYS, 1)
 
 
 def _tile(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    keys: tuple[torch.Tensor, ...],
+    values: tuple[torch.Tensor, ...],
     first: int,
     places: torch.Tensor,
     attention: Attention,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`query [X, TILE_ROWS, D]` against chunks `[c, X, CHUNK_KEYS, D]`, of which the first one is number `first`."""
+    """`query [X, TILE_ROWS, D]` against chunks `[X, CHUNK_KEYS, D]`, of which the first one is number `first`."""
     inside = torch.arange(CHUNK_KEYS, device=query.device)
     scores = []
     for chunk, key in enumerate(keys, first):
@@ -178,10 +179,9 @@ def attend_decode(
 ) -> torch.Tensor:
     """One token per row, `query [S, H, D]`, `key`, `value` `[S, K, D]` -> `[S, H, D]`; as `attend_prefill`."""
     _write(key, value, caches, batch)
-    keys, values = (
-        cache[batch.block_tables].transpose(1, 2).flatten(2, 3)[:, :, : batch.context].transpose(1, 2)
-        for cache in caches
-    )  # [S, context, K, D]
+    heads = torch.arange(key.shape[1], device=key.device)[:, None]
+    # [S, C, K, D]; what lies in a block beyond the context is hidden.
+    keys, values = (cache[batch.block_tables[:, None], heads].flatten(2, 3).transpose(1, 2) for cache in caches)
     return attend(query[:, None], keys, values, batch.positions[:, None], attention, sinks)[:, 0]
 
 
