@@ -62,9 +62,9 @@ def _of_initialize() -> Iterator[Call]:
     rows += [
         ("model on meta", ("model", "meta"), {"model_of": lambda _: meta_model()}),
         ("model with one parameter on meta", ("model", "meta"), {"model_of": lambda _: partly_meta()}),
-        ("an engine as model", ("model", "ZeroEngine"), {"model_of": lambda _: engine()}),
+        ("an engine as model", ("model", "DeepSpeedEngine"), {"model_of": lambda _: engine()}),
         ("a hybrid engine as model", ("model", "HybridEngine"), {"model_of": lambda _: hybrid()}),
-        ("an engine inside the model", ("model", "ZeroEngine"), {"model_of": lambda _: nn.Sequential(engine())}),
+        ("an engine inside the model", ("model", "DeepSpeedEngine"), {"model_of": lambda _: nn.Sequential(engine())}),
         ("an inference engine as model", ("model", "InferenceEngine"), {"model_of": lambda _: inference()}),
         ("DataParallel", ("model", "DataParallel"), {"model_of": nn.DataParallel}),
         ("a model without parameters", ("model", "parameters"), {"model": nn.ReLU()}),
