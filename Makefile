@@ -31,7 +31,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 help:
 	@echo 'make demo    install into .venv and run the whole PPO job on the CPU; results in runs/demo, earlier ones moved aside'
 	@echo 'make test    install into .venv and run the tests'
-	@echo 'make quick   the short ones of them, of every room: two minutes on two cores'
+	@echo 'make quick   the short ones of them, of every room'
 	@echo 'make attack  kill, interrupt and misuse it at length, half an hour and more; writes docs/robustness.md'
 	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
 	@echo 'make versions   run the tests of sharding with other releases of torch, each in an environment of its own:'
