@@ -1,0 +1,173 @@
+"""Direct preference optimisation and its variants: from log-probabilities of two answers to a loss per pair.
+
+All but IPO's length-normalised form read a pair through one number, by how much more the policy prefers the chosen
+answer than the reference does:
+
+    h = (log pi(chosen) - log pi_ref(chosen)) - (log pi(rejected) - log pi_ref(rejected))
+
+B: pairs. Every loss returns one number per pair, `[B]`, to be minimised; the caller divides by the pairs of the whole
+optimizer step, so that neither micro-batches nor processes change it.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import softplus
+
+
+class PairLogprobs(NamedTuple):
+    """What policy and reference say of B pairs; every log-probability is summed over the answer's tokens."""
+
+    chosen: torch.Tensor
+    """`[B]`, of the policy; carries a gradient."""
+    rejected: torch.Tensor
+    """`[B]`, of the policy; carries a gradient."""
+    chosen_ref: torch.Tensor
+    """`[B]`, of the reference."""
+    rejected_ref: torch.Tensor
+    """`[B]`, of the reference."""
+    chosen_lengths: torch.Tensor
+    """`[B]`, tokens of the chosen answers, at least 1."""
+    rejected_lengths: torch.Tensor
+    """`[B]`, tokens of the rejected answers, at least 1."""
+
+
+PairLoss = Callable[[PairLogprobs], torch.Tensor]
+"""`[B]`, the loss of each pair."""
+
+
+def log_ratio_margins(pairs: PairLogprobs) -> torch.Tensor:
+    """`[B]`: h, in nats; 0 where policy and reference agree."""
+    _check(pairs)
+    return (pairs.chosen - pairs.chosen_ref) - (pairs.rejected - pairs.rejected_ref)
+
+
+def sigmoid_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """DPO: -log sigmoid(beta * h); log 2 where policy and reference agree.
+
+    Source: Rafailov et al., arXiv 2305.18290, equation 7.
+    """
+    return softplus(-beta * log_ratio_margins(pairs))
+
+
+def conservative_loss(pairs: PairLogprobs, beta: float, label_smoothing: float) -> torch.Tensor:
+    """DPO under labels of which a share `label_smoothing` is taken to be wrong: the expected sigmoid loss.
+
+        -(1 - e) * log sigmoid(beta * h) - e * log sigmoid(-beta * h)
+
+    Source: Mitchell, "A note on DPO with noisy preferences & relationship to IPO" (2023).
+    """
+    logits = beta * log_ratio_margins(pairs)
+    return (1 - label_smoothing) * softplus(-logits) + label_smoothing * softplus(logits)
+
+
+def robust_loss(pairs: PairLogprobs, beta: float, label_smoothing: float) -> torch.Tensor:
+    """DPO whose expectation over labels flipped with probability `label_smoothing` is that under clean labels.
+
+        (-(1 - e) * log sigmoid(beta * h) + e * log sigmoid(-beta * h)) / (1 - 2 * e),  e below one half
+
+    Source: Chowdhury et al., arXiv 2403.00409, section 3.
+    """
+    assert label_smoothing < 0.5, f"{label_smoothing=}"
+    logits = beta * log_ratio_margins(pairs)
+    kept, flipped = (1 - label_smoothing) * softplus(-logits), label_smoothing * softplus(logits)
+    return (kept - flipped) / (1 - 2 * label_smoothing)
+
+
+def hinge_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """SLiC's hinge on DPO's logits: max(0, 1 - beta * h).
+
+    Source: Zhao et al., arXiv 2305.10425; on logits relative to a reference as in Liu et al.,
+    arXiv 2309.06657.
+    """
+    return torch.relu(1 - beta * log_ratio_margins(pairs))
+
+
+def ipo_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """IPO on summed log-probabilities, as the paper has it: (h - 1 / (2 * beta))^2, in square nats.
+
+    Source: Azar et al., arXiv 2310.12036, equation 17, whose tau is `beta`.
+    """
+    return (log_ratio_margins(pairs) - 1 / (2 * beta)).square()
+
+
+def ipo_length_normalised_loss(pairs: PairLogprobs, beta: float) -> torch.Tensor:
+    """IPO on log-probabilities per token, so that a long answer's target is as far away as a short one's.
+
+    Source: TRL, `dpo_trainer.py`, `loss_type="ipo"`; OpenRLHF sums.
+    """
+    _check(pairs)
+    chosen = (pairs.chosen - pairs.chosen_ref) / pairs.chosen_lengths
+    rejected = (pairs.rejected - pairs.rejected_ref) / pairs.rejected_lengths
+    return (chosen - rejected - 1 / (2 * beta)).square()
+
+
+def sft_loss(pairs: PairLogprobs) -> torch.Tensor:
+    """The term that keeps the chosen answer likely: its negative log-likelihood per token, in nats.
+
+    Added to any of the losses with a weight. Each pair weighs the same, whatever the length of its answer.
+
+    Source: Pang et al., arXiv 2404.19733, with the length of the answer alone as the divisor.
+    """
+    _check(pairs)
+    return -pairs.chosen / pairs.chosen_lengths
+
+
+LOSSES: dict[str, Callable[[PairLogprobs, float], torch.Tensor]] = {
+    "sigmoid": sigmoid_loss,
+    "hinge": hinge_loss,
+    "ipo": ipo_loss,
+    "ipo-length-normalised": ipo_length_normalised_loss,
+}
+"""The losses of `(pairs, beta)` by name."""
+SMOOTHED_LOSSES: dict[str, Callable[[PairLogprobs, float, float], torch.Tensor]] = {
+    "conservative": conservative_loss,
+    "robust": robust_loss,
+}
+"""The losses of `(pairs, beta, label_smoothing)` by name."""
+
+
+def build_loss(name: str, beta: float, label_smoothing: float = 0.0, sft_weight: float = 0.0) -> PairLoss:
+    """The loss `name`, plus `sft_weight` times `sft_loss` unless that is 0.
+
+    Args:
+        name: one of `LOSSES`, or of `SMOOTHED_LOSSES`, which alone read `label_smoothing`.
+        beta: how strongly the policy is held to the reference, above 0; of IPO's, one over nats.
+        label_smoothing: the share of labels that is taken to be wrong, from 0 to below one half.
+        sft_weight: at least 0.
+    """
+    assert beta > 0 and 0 <= label_smoothing < 0.5 and sft_weight >= 0, f"{beta=} {label_smoothing=} {sft_weight=}"
+
+    def loss(pairs: PairLogprobs) -> torch.Tensor:
+        if name in SMOOTHED_LOSSES:
+            return SMOOTHED_LOSSES[name](pairs, beta, label_smoothing)
+        return LOSSES[name](pairs, beta)
+
+    return (lambda pairs: loss(pairs) + sft_weight * sft_loss(pairs)) if sft_weight else loss
+
+
+@torch.no_grad()
+def pair_metrics(pairs: PairLogprobs, beta: float) -> dict[str, torch.Tensor]:
+    """What DPO's implicit reward, beta * (log pi - log pi_ref), says of each pair.
+
+    Returns:
+        `[B]` each: `chosen_reward`, `rejected_reward`, their difference `reward_margin`, and `accuracy`: 1 where the
+        chosen answer has the higher reward, 0 where the rejected one has it, and one half for a tie. So it is one
+        half, a coin's, where policy and reference agree: there it says nothing.
+    """
+    _check(pairs)
+    chosen = beta * (pairs.chosen - pairs.chosen_ref)
+    rejected = beta * (pairs.rejected - pairs.rejected_ref)
+    margin = chosen - rejected
+    return {
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "reward_margin": margin,
+        "accuracy": (margin.sign() + 1) / 2,
+    }
+
+
+def _check(pairs: PairLogprobs) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in pairs._asdict().items()}
+    assert len(set(shapes.values())) == 1 and pairs.chosen.ndim == 1, f"{shapes=}"
