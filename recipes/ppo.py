@@ -40,11 +40,11 @@ from hybrid_engine.recipes.runs.checks import (
     check_above,
     check_at_least,
     check_between,
-    check_common,
     check_divides,
     check_finite,
 )
 from hybrid_engine.recipes.runs.engine_config import build_engine_config
+from hybrid_engine.recipes.runs.options import ResumeOptions, RolloutOptions
 from hybrid_engine.recipes.runs.ppo_checks import check_ppo
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, PPO_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, read_metrics, say, write_json
@@ -71,7 +71,7 @@ SHOWN = ["score", "kl_per_sequence", "length", "e2e_seconds", "generate_seconds"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(RolloutOptions, ResumeOptions):
     """Trains a language model by PPO: it answers prompts, the answers are scored, its weights follow the scores.
 
         hybrid-engine ppo --out runs/docs
@@ -83,8 +83,6 @@ class Config:
     the last checkpoint.
     """
 
-    out: str = "runs/docs"
-    """folder of the run; finished stages found in it are not run again"""
     model: str | None = None
     """Hugging Face name or folder of the first actor; default: the run's sft, trained if missing"""
     dataset: str | None = None
@@ -92,12 +90,6 @@ class Config:
     standard library's signatures"""
     reward: str | None = None
     """a reward-model folder, or module:function of (prompts, responses); default: the run's reward"""
-    seed: int = 0
-    """seed of everything random"""
-    restart: bool = False
-    """begin again; what an earlier PPO run left is moved to previous-1 (or the next number) below --out"""
-    resume: bool = False
-    """go on from the last checkpoint of an interrupted run"""
     steps: int = 30
     """PPO steps: rollouts, each followed by the updates on it"""
     rollout_size: int = 64
@@ -108,12 +100,7 @@ class Config:
     """responses of a forward pass on one process, at most"""
     ppo_epochs: int = 2
     """passes over each rollout"""
-    max_prompt_tokens: int = 96
-    """longer prompts lose their beginning"""
-    max_new_tokens: int = 40
-    """longest response"""
     temperature: float = 0.8
-    """of sampling and of every log-probability alike"""
     actor_lr: float = 2e-4
     """peak learning rate of the actor"""
     critic_lr: float = 5e-4
@@ -132,28 +119,17 @@ class Config:
     """score of a response that was cut off at max_new_tokens, in place of the reward"""
     lora_rank: int = 0
     """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
-    logprob_bound: float = 1e-3
-    """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
-    exact: bool = False
-    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
     kl_bound: float = 6.0
     """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
-    eval_prompts: int = 256
-    """held-out prompts that are answered before and after"""
-    save_every: int = 20
-    """steps between checkpoints; 0 saves none"""
-    zero_stage: int = 0
-    """ZeRO stage of actor and critic, 0 to 3"""
 
     def __post_init__(self) -> None:
-        check_common(self)
+        ResumeOptions.__post_init__(self)
+        RolloutOptions.__post_init__(self)
         for name in ("steps", "minibatch_size", "micro_batch_size", "ppo_epochs"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("max_prompt_tokens", "max_new_tokens", "eval_prompts"):
-            check_at_least(name, getattr(self, name), 1)
-        for name in ("kl_coef", "lora_rank", "logprob_bound", "kl_bound", "save_every"):
+        for name in ("kl_coef", "lora_rank", "kl_bound"):
             check_at_least(name, getattr(self, name), 0)
-        for name in ("temperature", "actor_lr", "critic_lr", "clip", "value_clip"):
+        for name in ("actor_lr", "critic_lr", "clip", "value_clip"):
             check_above(name, getattr(self, name), 0)
         for name in ("gamma", "lam"):
             check_between(name, getattr(self, name), 0, 1)

@@ -2,15 +2,15 @@
 
 import subprocess
 import sys
-from dataclasses import fields
-from typing import get_type_hints
+from dataclasses import fields, is_dataclass
+from typing import get_args, get_origin, get_type_hints
 
 import fresh_python
 import pytest
 
 from hybrid_engine.command import cli
 from hybrid_engine.command.field_meanings import field_meanings
-from hybrid_engine.command.recipe_options import KINDS, read_recipe_help
+from hybrid_engine.command.recipe_options import read_recipe_help
 from hybrid_engine.recipes import ppo, reward, sft
 
 RECIPES = {"sft": sft, "reward": reward, "ppo": ppo}
@@ -85,14 +85,49 @@ def test_help_shows_every_option_of_a_recipe_with_its_meaning_and_no_notes_for_d
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_options_read_from_the_source_are_the_fields_of_the_config(name):
-    config = RECIPES[name].Config
-    types_of = get_type_hints(config)
-    read = {option.name: (option.kind, option.default) for option in read_recipe_help(name).options}
-    kinds = {field.name: types_of[field.name] for field in fields(config)}
-    assert list(read) == list(kinds)
-    for field in fields(config):
-        kind, default = read[field.name]
-        assert default == field.default and KINDS[str(getattr(field.type, "__name__", field.type))] is kind
+    expected = {}
+    for field, kind in typed_fields(RECIPES[name].Config):
+        if is_dataclass(kind):
+            expected |= {inner.name: (inner_kind, inner.default) for inner, inner_kind in typed_fields(kind)}
+        else:
+            expected[field.name] = (kind, field.default)
+    read = {option.name: option for option in read_recipe_help(name).options}
+    assert list(read) == list(expected)
+    for option in read.values():
+        kind, default = expected[option.name]
+        assert default == option.default
+        assert option.kind in (kind, *get_args(kind)) and option.is_list == (get_origin(kind) is tuple)
+
+
+def typed_fields(config_class):
+    types_of = get_type_hints(config_class)
+    return [(field, types_of[field.name]) for field in fields(config_class)]
+
+
+def test_options_come_from_a_file_and_those_of_the_command_line_win(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(ppo, "run", seen.append)
+    (tmp_path / "run.yaml").write_text("steps: 7\nkl-coef: 1e-2\nmodel: 'here'\nreward: null\nexact: true\n")
+    assert cli.main(["ppo", "--config", str(tmp_path / "run.yaml"), "--steps", "3"]) == 0
+    assert seen == [ppo.Config(steps=3, kl_coef=0.01, model="here", exact=True)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("stepz: 3", "the recipe has no option 'stepz'; did you mean steps?"),
+        ("steps: many", "steps='many' must be of type int"),
+        ("exact: 1", "exact=1 must be of type bool"),
+        ("model: 3", "model=3 must be of type str; write it in quotes"),
+        ("steps", "must hold options as `name: value` lines"),
+        ("a: [", "must be a YAML file that can be read"),
+    ],
+)
+def test_a_config_file_with_a_fault_is_refused_with_its_name_and_the_fault(content, message, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(content)
+    assert cli.main(["ppo", "--config", str(tmp_path / "run.yaml")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "run.yaml" in said
 
 
 def test_an_option_is_not_guessed_from_its_beginning(capsys):

@@ -15,9 +15,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import hybrid_engine.command.launcher as launcher
+from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.recipe_options import Option, read_recipe_help
 from hybrid_engine.recipes.runs.run_folder import PPO_RESULTS, has_checkpoint, left_behind
 
@@ -37,9 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == [LAUNCH]:
         return launcher.main(arguments[1:])
-    options = vars(build_parser().parse_args(arguments))
+    given = vars(build_parser().parse_args(arguments))
+    name = given.pop("recipe")
+    options = read_recipe_help(name).options
     try:
-        run_recipe(options.pop("recipe"), options)
+        if (path := given.pop("config", None)) is not None:
+            given = read_config_file(path, options) | given
+        run_recipe(name, options, given)
     except ValueError as error:
         if not is_ours(error):
             raise
@@ -47,19 +52,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return REFUSED
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print(f"hybrid-engine: interrupted; {how_to_go_on(options)}", file=sys.stderr)
+            settled = {option.name: option.default for option in options} | given
+            print(f"hybrid-engine: interrupted; {how_to_go_on(settled)}", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
-def run_recipe(name: str, options: Mapping[str, Any]) -> None:
-    """Imports the recipe, the one place where an import goes up, and runs it with `options` for its `Config`."""
+def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> None:
+    """Imports the recipe, the one place where an import goes up, and runs it with the options that were given."""
     recipe = importlib.import_module(f"hybrid_engine.recipes.{name}")
     transformers_logging = importlib.import_module("transformers.utils.logging")
     # A classifier's new head and every saved file would each interrupt the progress bar with lines of their own.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    recipe.run(recipe.Config(**options))
+    recipe.run(build_config(recipe.Config, options, given))
+
+
+def build_config(config_class: Any, options: Sequence[Option], given: Mapping[str, Any]) -> Any:
+    """The `Config` of a recipe; a field with options of its own is built by its class's `from_options`."""
+    groups: dict[str, dict[str, Any]] = {option.group: {} for option in options if option.group}
+    own: dict[str, Any] = {}
+    for option in options:
+        if option.name in given:
+            value = tuple(given[option.name]) if option.is_list else given[option.name]
+            (groups[option.group] if option.group else own)[option.name] = value
+    types_of = get_type_hints(config_class)
+    return config_class(**own, **{name: types_of[name].from_options(part) for name, part in groups.items()})
 
 
 def is_ours(error: BaseException) -> bool:
@@ -95,6 +113,12 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        command.add_argument(
+            "--config",
+            default=argparse.SUPPRESS,
+            metavar="FILE",
+            help="a YAML file of these options, such as the config.yaml of an earlier run; options given here win",
+        )
         for option in recipe.options:
             _add_option(command, option)
     # Only for the overview: its arguments are the launcher's own.
@@ -104,11 +128,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
     flag, text = "--" + option.name.replace("_", "-"), option.meaning.replace("%", "%%")
-    if option.kind is bool:
-        parser.add_argument(flag, action="store_true", help=text)
+    settings: dict[str, Any] = {"default": argparse.SUPPRESS}  # what was given is told from what was not
+    if option.kind is bool and option.default is False:
+        settings |= {"action": "store_true"}
+    elif option.kind is bool:
+        settings |= {"action": argparse.BooleanOptionalAction}
+    elif option.is_list:
+        settings |= {"type": option.kind, "nargs": "+", "action": "extend", "metavar": "VALUE"}
     else:
-        default = "" if option.default is None else f" (default: {option.default})"
-        parser.add_argument(flag, type=option.kind, default=option.default, metavar="VALUE", help=text + default)
+        settings |= {"type": option.kind, "metavar": "VALUE"}
+    if option.kind is not bool and option.default not in (None, ()):
+        shown = " ".join(map(str, option.default)) if option.is_list else option.default
+        text += f" (default: {shown})".replace("%", "%%")
+    parser.add_argument(flag, help=text, **settings)
 
 
 if __name__ == "__main__":

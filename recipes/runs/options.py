@@ -1,0 +1,63 @@
+"""Options that several recipes have: dataclasses for their `Config` to derive from, each checking its own fields.
+
+A recipe that declares a field again gives it another default; what it means stays.
+"""
+
+from dataclasses import dataclass
+
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The folder of a run, and how it begins."""
+
+    out: str = "runs/docs"
+    """folder of the run; finished stages found in it are not run again"""
+    seed: int = 0
+    """seed of everything random"""
+    restart: bool = False
+    """begin again; what an earlier run left is moved to previous-1 (or the next number) below --out"""
+    zero_stage: int = 0
+    """ZeRO stage of what is trained, 0 to 3"""
+
+    def __post_init__(self) -> None:
+        check_common(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(RunOptions):
+    """A run that leaves checkpoints and goes on from the last of them."""
+
+    resume: bool = False
+    """go on from the last checkpoint of an interrupted run"""
+    save_every: int = 20
+    """steps between checkpoints; 0 saves none"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_at_least("save_every", self.save_every, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions:
+    """How an actor answers, in training and in evaluation."""
+
+    max_prompt_tokens: int = 96
+    """longer prompts lose their beginning"""
+    max_new_tokens: int = 40
+    """longest response"""
+    temperature: float = 1.0
+    """of sampling and of every log-probability alike"""
+    logprob_bound: float = 1e-3
+    """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
+    exact: bool = False
+    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
+    eval_prompts: int = 256
+    """held-out prompts that are answered before, after and, with --eval-every, between"""
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_tokens", "max_new_tokens", "eval_prompts"):
+            check_at_least(name, getattr(self, name), 1)
+        check_above("temperature", self.temperature, 0)
+        check_at_least("logprob_bound", self.logprob_bound, 0)
