@@ -7,7 +7,7 @@ so nothing carries a gradient.
 import torch
 import torch.distributed as dist
 
-WHITEN_EPS = 1e-8
+from hybrid_engine.rl.batch_statistics import moments, whitening_deviation
 
 
 @torch.no_grad()
@@ -72,6 +72,24 @@ def gae(
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
+@torch.no_grad()
+def returns_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """The discounted sum of the rewards from each token on: R_t = r_t + gamma * R_{t+1}, masked tokens stepped over.
+
+    Args:
+        rewards: `[B, T]`.
+        mask: `[B, T]` bool.
+        gamma: discount, in [0, 1].
+
+    Returns:
+        `[B, T]`, 0 outside the mask.
+
+    Source: Hu et al., "REINFORCE++", arXiv 2501.03262, equation 6 (the KL of the tokens to come is in their rewards).
+    """
+    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
+    return returns
+
+
 def masked_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The mean of `values` where `mask` (bool, of the same shape) is True; nan where it is True nowhere."""
     _check_mask(mask, values)
@@ -96,22 +114,11 @@ def whiten(
     Returns:
         `[B, T]` in the dtype of `values`, 0 outside the mask.
     """
-    _check_mask(mask, values)
-    exact = torch.where(mask, values, 0.0).double()
-    count, total = _sum_over(torch.stack([mask.sum().double(), exact.sum()]), group)
-    assert count.item() > 1, f"whitening needs at least two tokens, got {count.item():.0f}"
-    mean = total / count
-    centred = torch.where(mask, exact - mean, 0.0)
-    variance = _sum_over(centred.square().sum(), group) / (count - 1)
-    scaled = centred * torch.rsqrt(variance + WHITEN_EPS)
-    shifted = scaled if shift_mean else torch.where(mask, scaled + mean, 0.0)
+    found = moments(values, mask, group)
+    assert found.count.item() > 1, f"whitening needs at least two tokens, got {found.count.item():.0f}"
+    scaled = torch.where(mask, (values.double() - found.mean) / whitening_deviation(found), 0.0)
+    shifted = scaled if shift_mean else torch.where(mask, scaled + found.mean, 0.0)
     return shifted.to(values.dtype)
-
-
-def _sum_over(local: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    if group is not None:
-        dist.all_reduce(local, group=group)
-    return local
 
 
 def _check_mask(mask: torch.Tensor, values: torch.Tensor) -> None:

@@ -7,7 +7,9 @@ http://joschu.net/blog/kl-approx.html):
     k2 = x^2 / 2             biased, its gradient is that of the KL
     k3 = exp(-x) + x - 1     unbiased, never negative
 
-Nothing is clamped. As a loss, k1 is useless: its expected gradient is zero.
+Nothing is clamped. As a loss, k1 is useless: its expected gradient is zero, and that of k3 is another divergence's. Two
+ways out: the value of one estimator with the gradient of k2 (`kl_k1_with_k2_gradient`, `kl_k3_with_k2_gradient`), or
+the estimate times the policy's ratio (`importance_weighted`).
 """
 
 import torch
@@ -29,6 +31,38 @@ def kl_k3(logprobs: torch.Tensor, logprobs_ref: torch.Tensor) -> torch.Tensor:
     difference = kl_k1(logprobs, logprobs_ref)
     # expm1 keeps the digits that exp(-x) - 1 loses near x = 0, where training starts.
     return torch.expm1(-difference) + difference
+
+
+def kl_k1_with_k2_gradient(logprobs: torch.Tensor, logprobs_ref: torch.Tensor) -> torch.Tensor:
+    """k1's value and k2's gradient, which is that of the KL. Source: verl, `core_algos.py`, kl_penalty "k1+"."""
+    return _straight_through(kl_k1(logprobs, logprobs_ref), kl_k2(logprobs, logprobs_ref))
+
+
+def kl_k3_with_k2_gradient(logprobs: torch.Tensor, logprobs_ref: torch.Tensor) -> torch.Tensor:
+    """k3's value and k2's gradient, which is that of the KL. Source: verl, `core_algos.py`, kl_penalty "k3+"."""
+    return _straight_through(kl_k3(logprobs, logprobs_ref), kl_k2(logprobs, logprobs_ref))
+
+
+def importance_weighted(estimate: torch.Tensor, logprobs: torch.Tensor, logprobs_old: torch.Tensor) -> torch.Tensor:
+    """`estimate` * exp(logprobs - logprobs_old), with the gradient of both factors.
+
+    The tokens were drawn from the old policy; so weighted, the expected gradient of k1 and of k3 is that of the KL of
+    the policy being trained.
+
+    Args:
+        estimate: `[B, T]`, of an estimator above, with its gradient.
+        logprobs: `[B, T]`, of the policy being trained.
+        logprobs_old: `[B, T]`, of the policy that sampled.
+
+    Source: DeepSeek-AI, "DeepSeek-V3.2", section 3.1 (unbiased KL estimate).
+    """
+    assert estimate.shape == logprobs.shape == logprobs_old.shape, f"{estimate.shape=} {logprobs.shape=}"
+    return estimate * torch.exp(logprobs - logprobs_old)
+
+
+def _straight_through(value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The value of the one, the gradient of the other."""
+    return value.detach() + (gradient - gradient.detach())
 
 
 def adaptive_kl_coefficient(coefficient: float, kl: float, target: float, horizon: float, num_samples: int) -> float:

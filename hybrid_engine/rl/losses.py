@@ -36,15 +36,17 @@ def ppo_policy_loss(
 
     Source: Schulman et al., arXiv 1707.06347, equation 7; dual clip: Ye et al., arXiv 1912.09729, equation 5.
     """
-    _check_same_shape(logprobs, logprobs_old, advantages)
+    check_same_shape(logprobs, logprobs_old, advantages)
     assert dual_clip is None or dual_clip > 1, f"{dual_clip=}"
-    ratio = torch.exp(logprobs - logprobs_old)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(unclipped, clipped)
+    loss = clipped_loss(torch.exp(logprobs - logprobs_old), advantages, clip_low, clip_high)
     if dual_clip is None:
         return loss
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+
+
+def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
+    """max(-A * ratio, -A * clip(ratio, 1 - clip_low, 1 + clip_high)), of the shape of both tensors."""
+    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
 
 
 @torch.no_grad()
@@ -66,7 +68,7 @@ def policy_metrics(
         Scalars `clip_fraction` (tokens whose loss is the clipped one), `approx_kl` (the k3 estimate of
         KL(old || new): ratio - 1 - log ratio) and `ratio` (1 before the first update of a rollout).
     """
-    _check_same_shape(logprobs, logprobs_old, advantages)
+    check_same_shape(logprobs, logprobs_old, advantages)
     log_ratio = logprobs - logprobs_old
     ratio = torch.exp(log_ratio)
     is_clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high) > -advantages * ratio
@@ -95,7 +97,7 @@ def clipped_value_loss(
 
     Source: openai/baselines, `ppo2/model.py`.
     """
-    _check_same_shape(values, values_old, returns)
+    check_same_shape(values, values_old, returns)
     clipped = values_old + (values - values_old).clamp(-clip, clip)
     return 0.5 * torch.maximum((values - returns).square(), (clipped - returns).square())
 
@@ -111,7 +113,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
         returns: `[B, T]`.
         mask: `[B, T]` bool, True on response tokens.
     """
-    _check_same_shape(values, returns)
+    check_same_shape(values, returns)
     return 1 - _masked_variance(returns - values, mask) / _masked_variance(returns, mask)
 
 
@@ -119,6 +121,7 @@ def _masked_variance(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return masked_mean((values - masked_mean(values, mask)).square(), mask)
 
 
-def _check_same_shape(first: torch.Tensor, *others: torch.Tensor) -> None:
+def check_same_shape(first: torch.Tensor, *others: torch.Tensor) -> None:
+    """AssertionError unless all have one shape: nothing is broadcast."""
     shapes = [tuple(tensor.shape) for tensor in (first, *others)]
     assert len(set(shapes)) == 1, f"{shapes=}"

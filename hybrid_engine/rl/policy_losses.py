@@ -1,0 +1,79 @@
+"""The policy losses of GRPO's family beside PPO's clipped one (`losses.py`), per token, before any mean is taken.
+
+B: sampled responses, T: response tokens. `logprobs` is of the policy being trained and carries the only gradient,
+`logprobs_old` of the policy that sampled, `advantages` weigh the tokens: `[B, T]` each, finite everywhere (0 outside
+the mask by convention). A mask is bool and True on response tokens. Losses are `[B, T]`, to be minimised.
+"""
+
+import torch
+
+from hybrid_engine.rl.losses import check_same_shape, clipped_loss
+
+
+def reinforce_loss(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """-A * log pi: the policy gradient itself, right for one update on what the policy has just sampled.
+
+    Source: Williams, "Simple Statistical Gradient-Following Algorithms" (1992), section 4.
+    """
+    check_same_shape(logprobs, advantages)
+    return -advantages * logprobs
+
+
+def gspo_loss(
+    logprobs: torch.Tensor,
+    logprobs_old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """The clipped surrogate with one ratio per sequence: the geometric mean of those of its tokens.
+
+        max(-A * s, -A * clip(s, 1 - clip_low, 1 + clip_high)),  s = exp(mean_t(logprobs - logprobs_old))
+
+    Source: Zheng et al., "GSPO", arXiv 2507.18071, equations 5 to 7 (their bounds are 3e-4 and 4e-4).
+    """
+    check_same_shape(logprobs, logprobs_old, advantages, mask)
+    mean = _log_ratio_sums(logprobs, logprobs_old, mask) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return clipped_loss(mean.exp().expand_as(logprobs), advantages, clip_low, clip_high)
+
+
+def sequence_clip_loss(
+    logprobs: torch.Tensor,
+    logprobs_old: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """The clipped surrogate of whole sequences: the ratio is the product of those of its tokens.
+
+    The sequence's loss lies in equal parts on its tokens, so that the mean over sequences of token sums
+    (`seq_mean_token_sum`) is the mean over sequences. Source: TRL, `rloo_trainer.py`, _compute_loss.
+    """
+    check_same_shape(logprobs, logprobs_old, advantages, mask)
+    ratio = _log_ratio_sums(logprobs, logprobs_old, mask).exp().expand_as(logprobs)
+    return clipped_loss(ratio, advantages, clip_low, clip_high) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def cispo_loss(
+    logprobs: torch.Tensor,
+    logprobs_old: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """REINFORCE weighted by the clipped ratio, which carries no gradient: no token loses its gradient by the clip.
+
+        -A * stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * log pi
+
+    Source: MiniMax, "MiniMax-M1", arXiv 2506.13585, equations 4 and 5; with clip_low = 1 there is no lower bound.
+    """
+    check_same_shape(logprobs, logprobs_old, advantages)
+    weight = torch.exp(logprobs - logprobs_old).clamp(1 - clip_low, 1 + clip_high)
+    return -advantages * weight.detach() * logprobs
+
+
+def _log_ratio_sums(logprobs: torch.Tensor, logprobs_old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`[B, 1]`: the logarithm of each sequence's probability ratio."""
+    return torch.where(mask, logprobs - logprobs_old, 0.0).sum(dim=1, keepdim=True)

@@ -1,0 +1,30 @@
+"""What a response's length does to its reward and to its place in the loss.
+
+Source: Yu et al., "DAPO", arXiv 2503.14476, section 3.4.
+"""
+
+import torch
+
+
+def overlong_penalty(lengths: torch.Tensor, max_length: int, buffer: int, factor: float = 1.0) -> torch.Tensor:
+    """DAPO's soft overlong punishment, to be added to the reward; equation 13.
+
+        0 up to max_length - buffer tokens, from there linear down to -factor at max_length
+
+    Args:
+        lengths: `[B]`, tokens of each response.
+        max_length: tokens that a response may have.
+        buffer: how many tokens before that the punishment begins.
+        factor: its largest value; 1 in the paper.
+
+    Returns:
+        `[B]`, none above 0; the dtype of `lengths` if it is a floating one, else the default one.
+    """
+    assert 0 < buffer <= max_length, f"{buffer=} {max_length=}"
+    return ((max_length - buffer - lengths) / buffer).clamp(-1, 0) * factor
+
+
+def without_cut_off(mask: torch.Tensor, is_cut_off: torch.Tensor) -> torch.Tensor:
+    """The mask `[B, T]` with no token of the responses that ended for want of room, `[B]` bool (overlong filtering)."""
+    assert mask.dtype == is_cut_off.dtype == torch.bool, f"{mask.dtype=} {is_cut_off.dtype=}"
+    return mask & ~is_cut_off[:, None]
