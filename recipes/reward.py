@@ -20,7 +20,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedTokenizer
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
-from hybrid_engine.recipes.data.preferences import Preference, build_preferences
+from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair
+from hybrid_engine.recipes.data.held_out import prompt_text
+from hybrid_engine.recipes.data.rows import CompletionRow, PreferenceRow
 from hybrid_engine.recipes.data.sequences import batches_of_similar_length
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config
@@ -37,6 +39,7 @@ from hybrid_engine.recipes.runs.stages import (
     seed_everything,
 )
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
+from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +133,11 @@ def run(config: Config) -> Path:
 
 
 def train_loop(
-    engine, pairs: list[Preference], tokenizer: PreTrainedTokenizerBase, config: Config, log: RunLog
+    engine, pairs: list[PreferenceRow], tokenizer: PreTrainedTokenizerBase, config: Config, log: RunLog
 ) -> None:
     """Every process takes its pairs of each batch; chosen and rejected go through the model together."""
     generator = torch.Generator().manual_seed(config.seed)
-    lengths = [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
+    lengths = [len(prompt_text(pair.prompt)) + max(map(len, (pair.chosen, pair.rejected))) for pair in pairs]
     engine.train()
     with log:
         for _ in range(config.epochs):
@@ -162,37 +165,30 @@ def build_reward_model(source: str, tokenizer: PreTrainedTokenizerBase) -> torch
     return model
 
 
-def score_margins(engine, pairs: list[Preference], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+def score_margins(engine, pairs: list[PreferenceRow], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """`[pairs]`: score of the chosen response less score of the rejected one."""
-    prompts = [pair.prompt for pair in pairs] * 2
-    responses = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    chosen, rejected = score_texts(engine, prompts, responses, tokenizer).chunk(2)
+    encoded = [encode_pair(tokenizer, pair) for pair in pairs]
+    tokens = [pair.prompt_ids + pair.chosen_ids for pair in encoded]
+    tokens += [pair.prompt_ids + pair.rejected_ids for pair in encoded]
+    chosen, rejected = score_tokens(engine, tokens, tokenizer).chunk(2)
     return chosen - rejected
 
 
-def score_texts(engine, prompts: list[str], responses: list[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """`[B]`: the scores of finished responses, read at the end-of-sequence token behind each."""
-    tokens = [
-        prompt + response + [tokenizer.eos_token_id]
-        for prompt, response in zip(
-            tokenizer(prompts, add_special_tokens=False)["input_ids"],
-            tokenizer(responses, add_special_tokens=False)["input_ids"],
-            strict=True,
-        )
-    ]
+def score_tokens(engine, tokens: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """`[B]`: the scores of prompts with finished responses, read at the last token of each."""
     batch = tokenizer.pad({"input_ids": tokens}, padding_side="right", return_tensors="pt").to(engine.device)
     return engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1).float()
 
 
 @torch.no_grad()
-def accuracy_by_kind(engine, pairs: list[Preference], tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
+def accuracy_by_kind(engine, pairs: list[PreferenceRow], tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
     """Share of pairs whose chosen response scores higher, for each kind of fault and for all."""
     engine.eval()
     hits = defaultdict(list)
     for start in range(0, len(pairs), 64):
         batch = pairs[start : start + 64]
         for pair, margin in zip(batch, score_margins(engine, batch, tokenizer).tolist(), strict=True):
-            hits[pair.kind].append(margin > 0)
+            hits[pair.columns["kind"]].append(margin > 0)
             hits["all"].append(margin > 0)
     return {kind: sum(found) / len(found) for kind, found in sorted(hits.items())}
 
@@ -201,24 +197,21 @@ def accuracy_by_kind(engine, pairs: list[Preference], tokenizer: PreTrainedToken
 def score_statistics(engine, examples: list, tokenizer: PreTrainedTokenizerBase) -> tuple[float, float]:
     """Mean and standard deviation of the scores of the examples' own summaries."""
     engine.eval()
-    scores = [
-        score_texts(
-            engine,
-            [example.prompt for example in examples[start : start + 64]],
-            [example.summary for example in examples[start : start + 64]],
-            tokenizer,
-        )
-        for start in range(0, len(examples), 64)
+    encoded = [
+        encode_completion(tokenizer, CompletionRow(prompt=example.prompt, completion=example.summary))
+        for example in examples
     ]
+    tokens = [row.prompt_ids + row.response_ids for row in encoded]
+    scores = [score_tokens(engine, tokens[start : start + 64], tokenizer) for start in range(0, len(tokens), 64)]
     joined = torch.cat(scores)
     return joined.mean().item(), joined.std().item()
 
 
-def check_lengths(pairs: list[Preference], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def check_lengths(pairs: list[PreferenceRow], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """ValueError where a pair has more tokens than `source` has positions."""
     limit = num_positions(load_config(source))
-    texts = [text for pair in pairs for text in (pair.prompt + pair.chosen, pair.prompt + pair.rejected)]
-    longest = max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) + 1  # the end-of-sequence token
+    encoded = [encode_pair(tokenizer, pair) for pair in pairs]
+    longest = max(len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in encoded)
     if limit is not None and longest > limit:
         raise ValueError(
             f"--model={source!r} has {limit} positions, and a prompt with its summary has up to {longest} tokens; "

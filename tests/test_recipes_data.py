@@ -7,11 +7,12 @@ import re
 import pytest
 from datasets import Dataset
 
-from hybrid_engine.recipes.data.data_files import read_prompts
-from hybrid_engine.recipes.data.preferences import FAULTS, build_preferences, mend
+from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.data.prompts import load_prompts, select_prompts
+from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.tasks.pep257 import conforms, pep257_violations
-from hybrid_engine.recipes.tasks.stdlib_docs import is_held_out, split, stdlib_examples
+from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
+from hybrid_engine.recipes.tasks.stdlib_pairs import FAULTS, build_preferences, mend
 
 SOURCE = '''
 def shown(a, b=1, *args, **kwargs):
@@ -111,10 +112,10 @@ def test_chosen_conforms_and_differs_from_rejected_in_every_pair():
     train, _ = split(stdlib_examples())
     pairs = build_preferences(train[:500], seed=3)
     assert pairs == build_preferences(train[:500], seed=3) != build_preferences(train[:500], seed=4)
-    assert {pair.kind for pair in pairs} == {*FAULTS, "original", "other function", "shuffled"}
+    assert {pair.columns["kind"] for pair in pairs} == {*FAULTS, "original", "other function", "shuffled"}
     for pair in pairs:
         assert conforms(pair.chosen) and pair.chosen != pair.rejected
-        assert pair.kind in ("other function", "shuffled") or not conforms(pair.rejected), pair
+        assert pair.columns["kind"] in ("other function", "shuffled") or not conforms(pair.rejected), pair
 
 
 def test_mending_repairs_what_it_can_and_gives_up_otherwise():
@@ -141,7 +142,7 @@ def test_a_dataset_without_prompts_is_refused_with_the_columns_that_it_has(tmp_p
     with pytest.raises(ValueError, match=r"has the columns 'id', 'question' and must have 'prompt'"):
         load_prompts(write_prompts(tmp_path / "other.jsonl", "question"))
     Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"has the columns 'text' and must have 'prompt'"):
+    with pytest.raises(ValueError, match=r"has the columns 'text' \(plain text\) and must have 'prompt'"):
         load_prompts(str(tmp_path / "saved"))
     (tmp_path / "empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     with pytest.raises(ValueError, match="line 2 has prompt=''"):
@@ -168,7 +169,7 @@ def test_prompts_of_every_kind_of_file_are_the_same(tmp_path):
     for encoding in ("utf-8", "utf-8-sig"):
         with open(tmp_path / f"{encoding}.csv", "w", newline="", encoding=encoding) as file:
             csv.writer(file).writerows([["id", "prompt"], *enumerate(TEXTS)])
-    found = {path.name: read_prompts(str(path)) for path in sorted(tmp_path.iterdir())}
+    found = {path.name: [row.prompt for row in read_prompt_rows(str(path))] for path in sorted(tmp_path.iterdir())}
     assert len(found) == 8 and all(texts == TEXTS for texts in found.values()), found.keys()
 
 
@@ -198,7 +199,7 @@ def test_what_is_wrong_in_a_file_is_named_with_its_line(tmp_path, name, content,
     else:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        read_prompts(str(tmp_path / name))
+        read_prompt_rows(str(tmp_path / name))
     assert str(tmp_path / name) in str(raised.value) and "\n" not in str(raised.value)
 
 

@@ -1,4 +1,4 @@
-"""Reading the prompts of a data set: a file, a folder or a name on the Hugging Face hub, with a column `prompt`.
+"""Reading the rows of a data set: a file, a folder or a name on the Hugging Face hub.
 
 JSON lines, JSON and CSV are read with Python's own modules, which know the line of what is wrong and take text for
 text; all the rest is read by `datasets`.
@@ -10,63 +10,60 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
-COLUMN = "prompt"
+from hybrid_engine.recipes.runs.checks import flag
+
 Rows = Iterator[tuple[str, Any]]
-"""Where each row stands, and the row."""
+"""Where each row stands in its file, such as "line 3", and the row."""
 BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
-def read_prompts(dataset: str) -> list[str]:
-    """The texts in the column `prompt` of the data set that `--dataset` names, in their order.
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The rows of a data set as they were read, nothing of them checked."""
+
+    source: str
+    """The option that named the data set, as it is typed: `--dataset='data.jsonl'`."""
+    rows: list[tuple[str, dict[str, Any]]]
+    """Where each row stands, as `--dataset='data.jsonl': line 3`, and its values by column."""
+    columns: list[str]
+    """Every column that any row has, sorted."""
+
+
+def read_table(dataset: str, option: str = "dataset") -> Table:
+    """The rows of the data set that `option` names, in their order; of several splits those of `train`.
 
     Raises:
-        ValueError: nothing can be read, there is no such column or a value is not text or empty; with the line or row.
+        ValueError: nothing can be read; with the line or row.
     """
-    path = Path(dataset)
+    source, path = f"{flag(option)}={dataset!r}", Path(dataset)
     try:
         is_file = path.is_file()
     except OSError as error:  # a name that is too long
-        raise ValueError(f"--dataset={dataset!r} must be a file, a folder or a hub name: {error}") from error
+        raise ValueError(f"{source} must be a file, a folder or a hub name: {error}") from error
     is_file = is_file or path.suffix in READERS
-    rows = list(_read_file(dataset, path) if is_file else _rows_of(_load_table(dataset)))
+    rows = list(_read_file(source, path) if is_file else _rows_of(_load_table(source, dataset)))
     columns = sorted({str(name) for _, row in rows for name in row})
-    if COLUMN not in columns:
-        raise ValueError(
-            f"--dataset={dataset!r} has the columns {', '.join(map(repr, columns)) or 'none'} and must have "
-            f"{COLUMN!r}; rename the column that holds the prompts"
-        )
-    for place, row in rows:
-        _check_text(dataset, place, row.get(COLUMN))
-    return [row[COLUMN] for _, row in rows]
+    return Table(source=source, rows=[(f"{source}: {place}", row) for place, row in rows], columns=columns)
 
 
-def _check_text(dataset: str, place: str, value: Any) -> None:
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"--dataset={dataset!r}: {place} has {COLUMN}={value!r}; it must be text, not empty")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:  # half of a pair, which JSON can write and no tokenizer reads
-        raise ValueError(f"--dataset={dataset!r}: {place} has a {COLUMN} that is no text: {error}; mend it") from error
-
-
-def _read_file(dataset: str, path: Path) -> Rows:
+def _read_file(source: str, path: Path) -> Rows:
     if not path.is_file():
-        raise ValueError(f"--dataset={dataset!r} must be an existing file; check the path")
+        raise ValueError(f"{source} must be an existing file; check the path")
     if path.suffix not in READERS:
         raise ValueError(
-            f"--dataset={dataset!r} ends in {path.suffix!r}; a file must end in {', '.join(READERS)}: convert it, or "
-            f"rename it"
+            f"{source} ends in {path.suffix!r}; a file must end in {', '.join(READERS)}: convert it, or rename it"
         )
-    return READERS[path.suffix](dataset, path)
+    return READERS[path.suffix](source, path)
 
 
-def _read_text(dataset: str, path: Path) -> str:
+def _read_text(source: str, path: Path) -> str:
     """UTF-8, or what a byte order mark says; ValueError with the line of the first byte that is not."""
     data = path.read_bytes()
     encoding = next((name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8")
@@ -75,93 +72,86 @@ def _read_text(dataset: str, path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ValueError(
-            f"--dataset={dataset!r}: line {line} is not {encoding.removesuffix('-sig').upper()} ({error.reason} at "
+            f"{source}: line {line} is not {encoding.removesuffix('-sig').upper()} ({error.reason} at "
             f"byte {error.start}); save the file as UTF-8"
         ) from error
 
 
-def _read_json_lines(dataset: str, path: Path) -> Rows:
+def _read_json_lines(source: str, path: Path) -> Rows:
     # Only a line feed ends a line: JSON may hold U+2028 and its kin as they are, at which splitlines() would cut.
-    for number, line in enumerate(_read_text(dataset, path).split("\n"), start=1):
+    for number, line in enumerate(_read_text(source, path).split("\n"), start=1):
         if line.strip():
-            yield f"line {number}", _parse_object(dataset, f"line {number}", line)
+            yield f"line {number}", _parse_object(source, f"line {number}", line)
 
 
-def _parse_object(dataset: str, place: str, text: str) -> dict[str, Any]:
+def _parse_object(source: str, place: str, text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--dataset={dataset!r}: {place} is not JSON ({error}); mend the file") from error
-    return _check_object(dataset, place, row)
+        raise ValueError(f"{source}: {place} is not JSON ({error}); mend the file") from error
+    return _check_object(source, place, row)
 
 
-def _check_object(dataset: str, place: str, row: Any) -> dict[str, Any]:
+def _check_object(source: str, place: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise ValueError(f"--dataset={dataset!r}: {place} must be a JSON object; mend the file")
+        raise ValueError(f"{source}: {place} must be a JSON object; mend the file")
     return row
 
 
-def _read_json(dataset: str, path: Path) -> Rows:
+def _read_json(source: str, path: Path) -> Rows:
     """A list of objects; many files that are called .json are JSON lines."""
-    text = _read_text(dataset, path)
+    text = _read_text(source, path)
     if not text.lstrip().startswith("["):
-        yield from _read_json_lines(dataset, path)
+        yield from _read_json_lines(source, path)
         return
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--dataset={dataset!r} is not JSON ({error}); mend the file") from error
+        raise ValueError(f"{source} is not JSON ({error}); mend the file") from error
     for number, entry in enumerate(entries, start=1):
-        yield f"entry {number}", _check_object(dataset, f"entry {number}", entry)
+        yield f"entry {number}", _check_object(source, f"entry {number}", entry)
 
 
-def _read_csv(dataset: str, path: Path) -> Rows:
+def _read_csv(source: str, path: Path) -> Rows:
     """The first line names the columns; every value is text."""
-    reader = csv.DictReader(io.StringIO(_read_text(dataset, path), newline=""), restkey="", strict=True)
+    reader = csv.DictReader(io.StringIO(_read_text(source, path), newline=""), restkey="", strict=True)
     try:
         for row in reader:
             yield f"line {reader.line_num}", row
     except csv.Error as error:
-        raise ValueError(
-            f"--dataset={dataset!r}: line {reader.line_num} is not CSV ({error}); mend the file"
-        ) from error
+        raise ValueError(f"{source}: line {reader.line_num} is not CSV ({error}); mend the file") from error
 
 
-def _read_parquet(dataset: str, path: Path) -> Rows:
-    with _explained(dataset):
+def _read_parquet(source: str, path: Path) -> Rows:
+    with _explained(source):
         return _rows_of(Dataset.from_parquet(str(path)))
 
 
-def _load_table(dataset: str) -> Dataset:
+def _load_table(source: str, dataset: str) -> Dataset:
     path = Path(dataset)
     is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
-    with _explained(dataset):
+    with _explained(source):
         table = load_from_disk(dataset) if is_saved else load_dataset(dataset)
     if isinstance(table, dict):
         if "train" not in table:
-            raise ValueError(
-                f"--dataset={dataset!r} has the splits {', '.join(table)} and must have 'train'; rename one"
-            )
+            raise ValueError(f"{source} has the splits {', '.join(table)} and must have 'train'; rename one")
         table = table["train"]
     return table
 
 
 def _rows_of(table: Dataset) -> Rows:
-    wanted = table.select_columns([COLUMN]) if COLUMN in table.column_names else table
-    return ((f"row {number}", row) for number, row in enumerate(wanted, start=1))
+    return ((f"row {number}", row) for number, row in enumerate(table, start=1))
 
 
 @contextmanager
-def _explained(dataset: str) -> Iterator[None]:
+def _explained(source: str) -> Iterator[None]:
     """Turns what `datasets` raises for what it cannot read into a ValueError, and keeps its bars off the screen."""
     disable_progress_bars()
     try:
         yield
-    except (OSError, ValueError, TypeError, DatasetsError) as error:
+    except (OSError, ValueError, TypeError, IndexError, DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(
-            f"--dataset={dataset!r} must be a file ({', '.join(READERS)}), a folder or a hub name: {reason}"
-        ) from error
+        raise ValueError(f"{source} must be a file ({', '.join(READERS)}), a folder or a hub name: {reason}") from error
 
 
 READERS: dict[str, Callable[[str, Path], Rows]] = {

@@ -1,35 +1,50 @@
-"""The prompts of a run: the standard library's signatures, or a dataset of the user's with a column `prompt`."""
+"""The prompts of a run: the standard library's signatures, or a data set of the user's with a column `prompt`."""
 
 import torch
 
-from hybrid_engine.recipes.data.data_files import read_prompts
+from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
+from hybrid_engine.recipes.data.reading import read_prompt_rows
+from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.runs.stages import mix_seed
-from hybrid_engine.recipes.tasks.stdlib_docs import is_held_out, split, stdlib_examples
+from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
+
+
+def load_prompt_rows(dataset: str) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training and held-out prompts of a data set, disjoint, with its other columns: about a tenth is held out.
+
+    Of equal prompts the first row is kept. See `reading.read_prompt_rows` for what `dataset` may be.
+
+    Raises:
+        ValueError: the data set cannot be read, the column `prompt` is missing or a value of it is neither text nor a
+            conversation, or one of the two parts would be empty.
+    """
+    rows = list({prompt_text(row.prompt): row for row in reversed(read_prompt_rows(dataset))}.values())[::-1]
+    train, held_out = hold_out(rows)
+    if not train or not held_out:
+        raise ValueError(
+            f"--dataset={dataset!r} has {len(rows)} distinct prompts, of which {len(held_out)} are held out by "
+            "their hash (about a tenth); training and evaluation both need at least one: give more prompts"
+        )
+    return train, held_out
 
 
 def load_prompts(dataset: str | None) -> tuple[list[str], list[str]]:
-    """Training and held-out prompts, disjoint: a tenth is held out, chosen by a hash of the text.
-
-    Args:
-        dataset: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder (saved with `save_to_disk`, or of data files)
-            or a name on the Hugging Face hub, of which the split `train` is read; None: the
-            standard library's signatures.
+    """Training and held-out prompts as text, those of the standard library's signatures for None.
 
     Raises:
-        ValueError: the column `prompt` is missing or not text, or one of the two parts would be empty.
+        ValueError: as `load_prompt_rows`, and for a prompt that is a conversation.
     """
     if dataset is None:
         train_examples, held_out_examples = split(stdlib_examples())
         return [example.prompt for example in train_examples], [example.prompt for example in held_out_examples]
-    prompts = list(dict.fromkeys(read_prompts(dataset)))
-    train = [prompt for prompt in prompts if not is_held_out(prompt)]
-    held_out = [prompt for prompt in prompts if is_held_out(prompt)]
-    if not train or not held_out:
-        raise ValueError(
-            f"--dataset={dataset!r} has {len(prompts)} distinct prompts, of which {len(held_out)} are held out by "
-            "their hash (about a tenth); training and evaluation both need at least one: give more prompts"
-        )
-    return train, held_out
+    train, held_out = load_prompt_rows(dataset)
+    return [_text_of(row) for row in train], [_text_of(row) for row in held_out]
+
+
+def _text_of(row: PromptRow) -> str:
+    if not isinstance(row.prompt, str):
+        raise ValueError(f"{row.place} has a conversation in prompt and this recipe takes text; write it as text")
+    return row.prompt
 
 
 def select_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[int]:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybrid_engine.recipes.data.held_out import is_held_out
+
 PROMPT_CHARS = (8, 120)
 """Shortest and longest prompt that is kept, in characters."""
 SUMMARY_CHARS = (12, 140)
@@ -57,12 +59,6 @@ def stdlib_examples(root: Path | None = None) -> tuple[DocExample, ...]:
             "use a Python that is installed with its sources"
         )
     return tuple(examples)
-
-
-def is_held_out(prompt: str, share: float = 0.1) -> bool:
-    """True for a fixed `share` of all prompts, chosen by a hash of the text: the same on every machine."""
-    digest = hashlib.sha256(prompt.encode()).digest()
-    return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
 def split(examples: Sequence[DocExample]) -> tuple[list[DocExample], list[DocExample]]:

@@ -10,23 +10,12 @@ Three kinds of pairs, all made from real summaries:
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from hybrid_engine.recipes.data.rows import PreferenceRow
 from hybrid_engine.recipes.tasks.pep257 import MAX_SUMMARY_CHARS, conforms
 from hybrid_engine.recipes.tasks.stdlib_docs import DocExample
 
 _SIBILANTS = ("s", "sh", "ch", "x", "z", "o")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preference:
-    """Two responses to one prompt."""
-
-    prompt: str
-    chosen: str
-    rejected: str
-    kind: str
-    """What is wrong with `rejected`: a name of `FAULTS`, or "original", "other function", "shuffled"."""
 
 
 def third_person(summary: str, other: str) -> str:
@@ -62,8 +51,12 @@ FAULTS: dict[str, Callable[[str, str], str]] = {
 """Each takes a conforming summary and another function's conforming summary, and breaks the first."""
 
 
-def build_preferences(examples: list[DocExample], seed: int) -> list[Preference]:
-    """One or two pairs for every example that conforms or can be mended; the same for the same arguments."""
+def build_preferences(examples: list[DocExample], seed: int) -> list[PreferenceRow]:
+    """One or two pairs for every example that conforms or can be mended; the same for the same arguments.
+
+    The column `kind` says what is wrong with the rejected summary: a name of `FAULTS`, or "original", "other function",
+    "shuffled".
+    """
     rng = random.Random(seed)
     conforming = [example.summary for example in examples if conforms(example.summary)]
     if len(conforming) < 2:
@@ -73,22 +66,22 @@ def build_preferences(examples: list[DocExample], seed: int) -> list[Preference]
         if conforms(example.summary):
             pairs += _pairs_of_conforming(example, conforming, rng)
         elif mended := mend(example.summary):
-            pairs.append(Preference(prompt=example.prompt, chosen=mended, rejected=example.summary, kind="original"))
+            pairs.append(_pair(example, mended, example.summary, "original"))
     return pairs
 
 
-def _pairs_of_conforming(example: DocExample, conforming: list[str], rng: random.Random) -> list[Preference]:
+def _pairs_of_conforming(example: DocExample, conforming: list[str], rng: random.Random) -> list[PreferenceRow]:
     other = rng.choice(conforming)
     words = example.summary[:-1].split()
     shuffled = " ".join(rng.sample(words, len(words))).capitalize() + "."
     fault = rng.choice(sorted(FAULTS))
     content = rng.choice([("other function", other), ("shuffled", shuffled)])
     rejected = dict([(fault, FAULTS[fault](example.summary, other)), content])
-    return [
-        Preference(prompt=example.prompt, chosen=example.summary, rejected=text, kind=kind)
-        for kind, text in rejected.items()
-        if text != example.summary
-    ]
+    return [_pair(example, example.summary, text, kind) for kind, text in rejected.items() if text != example.summary]
+
+
+def _pair(example: DocExample, chosen: str, rejected: str, kind: str) -> PreferenceRow:
+    return PreferenceRow(prompt=example.prompt, chosen=chosen, rejected=rejected, columns={"kind": kind})
 
 
 def mend(summary: str) -> str | None:

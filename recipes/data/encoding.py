@@ -1,0 +1,229 @@
+"""From rows to token ids: by the tokenizer alone where a row is text, by its chat template where it is a conversation.
+
+Text is encoded prompt and answer apart, so that the prompt's tokens are those that a rollout begins from, and an answer
+ends with the end-of-sequence token. A conversation is rendered as a whole, and split where it goes on from its prompt.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.recipes.data.rows import (
+    ConversationRow,
+    LabelledRow,
+    LearnedRow,
+    Message,
+    PreferenceRow,
+    PromptRow,
+    Row,
+    TextRow,
+)
+
+_GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Token ids of a prompt, which is only read, and of the response behind it."""
+
+    prompt_ids: list[int]
+    """At least one."""
+    response_ids: list[int]
+    """At least one, the end-of-sequence token included."""
+    loss_mask: list[bool] | None = None
+    """True on the response tokens that are learned; None: on all."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+class EncodedPair(NamedTuple):
+    """Token ids of a prompt and of the two responses behind it."""
+
+    prompt_ids: list[int]
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+
+
+class _Conversation(NamedTuple):
+    """A rendered conversation: tokens, how many of them the prompt has, and which the template marks as learned."""
+
+    ids: list[int]
+    prompt_length: int
+    marks: list[bool] | None
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> list[int]:
+    """The tokens that an answer to `row` goes on from: for a conversation with what opens the assistant's turn.
+
+    Raises:
+        ValueError: naming the row: no tokens, no chat template, or one that refuses the conversation. So do the others.
+    """
+    if isinstance(row.prompt, str):
+        return _encode_text_prompt(tokenizer, row, row.prompt)
+    return _render(tokenizer, row, row.prompt, **_opening(row.prompt))[0]
+
+
+def encode_answer(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of a finished answer given as text, and the end-of-sequence token."""
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+
+def encode_completion(tokenizer: PreTrainedTokenizerBase, row: LearnedRow | LabelledRow) -> Encoded:
+    """What supervised training reads and learns of `row`.
+
+    Of a conversation whose template marks the assistant's tokens (`{% generation %}`) these alone are learned, in all
+    turns; without marks it is the completion, or the last turn of `messages`. Of plain text every token but the first,
+    which nothing comes before.
+    """
+    if isinstance(row, TextRow):
+        ids = [*_encode_text_prompt(tokenizer, row, row.text), tokenizer.eos_token_id]
+        return Encoded(prompt_ids=ids[:1], response_ids=ids[1:])
+    if isinstance(row, ConversationRow):
+        return _encode_messages(tokenizer, row)
+    if isinstance(row.prompt, str) and isinstance(row.completion, str):
+        prompt = _encode_text_prompt(tokenizer, row, row.prompt)
+        return Encoded(prompt_ids=prompt, response_ids=encode_answer(tokenizer, row.completion))
+    assert not isinstance(row.prompt, str) and not isinstance(row.completion, str), f"{row=}"
+    return _encode_turns(tokenizer, row, row.prompt, row.completion)
+
+
+def encode_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow) -> EncodedPair:
+    """The prompt and both answers; in a conversation what both render alike before them is the prompt."""
+    if isinstance(row.prompt, str):
+        assert isinstance(row.chosen, str) and isinstance(row.rejected, str), f"{row=}"
+        prompt = _encode_text_prompt(tokenizer, row, row.prompt)
+        return EncodedPair(prompt, *(encode_answer(tokenizer, text) for text in (row.chosen, row.rejected)))
+    assert not isinstance(row.chosen, str) and not isinstance(row.rejected, str), f"{row=}"
+    chosen, rejected = (_converse(tokenizer, row, row.prompt, answer) for answer in (row.chosen, row.rejected))
+    length = min(chosen.prompt_length, rejected.prompt_length)
+    answers = [_until_end(tokenizer, row, whole.ids[length:]) for whole in (chosen, rejected)]
+    return EncodedPair(chosen.ids[:length], *answers)
+
+
+def check_lengths(rows: Sequence[Row], lengths: Sequence[int], limit: int, limit_of: str, remedy: str) -> None:
+    """Refuses rows of more tokens than `limit`, naming the first.
+
+    Args:
+        rows: as read.
+        lengths: tokens of each.
+        limit: the most that there may be.
+        limit_of: what sets it, such as `--max-tokens=512`.
+        remedy: what to do about it, such as "raise it".
+    """
+    too_long = [index for index, length in enumerate(lengths) if length > limit]
+    if too_long:
+        others = f", and {len(too_long) - 1} other rows too many as well" if len(too_long) > 1 else ""
+        raise ValueError(
+            f"{rows[too_long[0]].place} has {lengths[too_long[0]]} tokens, more than {limit_of}{others}; {remedy}, or "
+            "shorten or remove what is too long"
+        )
+
+
+def _encode_text_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[int]:
+    """With the token that the tokenizer puts before a text, without the one that some put behind it."""
+    ids = list(tokenizer(text)["input_ids"])
+    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        ids.pop()
+    if not ids:
+        raise ValueError(f"{row.place} has text without tokens, {text!r}, which nothing can follow; remove it")
+    return ids
+
+
+def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: ConversationRow) -> Encoded:
+    ids, marks = _render(tokenizer, row, row.messages)
+    if marks is None:
+        if row.messages[-1]["role"] != "assistant" or len(row.messages) == 1:
+            raise ValueError(
+                f"{row.place}: the chat template does not mark the assistant's tokens ({{% generation %}}), so the "
+                "last turn is learned: it must be the assistant's, behind another; mend the row or the template"
+            )
+        return _encode_turns(tokenizer, row, row.messages[:-1], row.messages[-1:])
+    first = max(marks.index(True), 1) if True in marks else len(ids)
+    return _learned(row, ids, first, marks)
+
+
+def _encode_turns(
+    tokenizer: PreTrainedTokenizerBase, row: Row, prompt: list[Message], completion: list[Message]
+) -> Encoded:
+    ids, length, marks = _converse(tokenizer, row, prompt, completion)
+    if marks is not None:
+        return _learned(row, ids, length, marks)
+    return Encoded(prompt_ids=ids[:length], response_ids=_until_end(tokenizer, row, ids[length:]))
+
+
+def _learned(row: Row, ids: list[int], first: int, marks: list[bool]) -> Encoded:
+    """The tokens up to the last that is marked, as a response from `first` on."""
+    mask = marks[first:]
+    if True not in mask:
+        raise ValueError(
+            f"{row.place} has no token that the chat template marks as the assistant's; give it a turn of the "
+            "assistant, or mend the template"
+        )
+    length = len(mask) - mask[::-1].index(True)
+    mask = mask[:length]
+    return Encoded(
+        prompt_ids=ids[:first], response_ids=ids[first : first + length], loss_mask=None if all(mask) else mask
+    )
+
+
+def _converse(
+    tokenizer: PreTrainedTokenizerBase, row: Row, prompt: list[Message], completion: list[Message]
+) -> _Conversation:
+    """Prompt and completion as one conversation, split where it ceases to be what the prompt alone renders to."""
+    before = _render(tokenizer, row, prompt, **_opening(prompt))[0]
+    ids, marks = _render(tokenizer, row, [*prompt, *completion])
+    length = next((n for n, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b), min(len(before), len(ids)))
+    question = prompt[-1].get("content")
+    if prompt[-1]["role"] == "user" and isinstance(question, str):
+        read = "".join(tokenizer.decode(ids[:length]).split())
+        if "".join(question.split()) not in read:
+            raise ValueError(
+                f"{row.place}: the chat template renders the prompt otherwise once an answer follows it, so that the "
+                "answer's tokens cannot be told; use another template"
+            )
+    return _Conversation(ids, length, marks)
+
+
+def _opening(prompt: list[Message]) -> dict[str, bool]:
+    """What makes a template render a prompt so that an answer follows, or goes on from the assistant's last turn."""
+    return {"continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt": True}
+
+
+def _until_end(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int]) -> list[int]:
+    """The response up to its end-of-sequence token, where a rollout stops; templates put a line feed behind it."""
+    last = max((index for index, token in enumerate(ids) if token == tokenizer.eos_token_id), default=None)
+    if last is not None and not tokenizer.decode(ids[last + 1 :]).strip():
+        ids = ids[: last + 1]
+    if not ids:
+        raise ValueError(f"{row.place} has an answer without tokens; mend or remove the row")
+    return ids
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], **opening: bool
+) -> tuple[list[int], list[bool] | None]:
+    """The tokens of a conversation, and which the template marks as the assistant's; None where it marks nothing."""
+    tools = row.columns.get("tools") or None
+    try:
+        template = tokenizer.get_chat_template(tools=tools)
+    except ValueError as error:
+        raise ValueError(
+            f"{row.place} is a conversation, and the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
+            "use a model with one (their names often end in Instruct or Chat), set tokenizer.chat_template and save "
+            "it, or write prompts and answers as text"
+        ) from error
+    is_marked = not opening and _GENERATION_MARK.search(template) is not None
+    options: dict[str, Any] = {**(row.columns.get("chat_template_kwargs") or {}), **opening}
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages, tools=tools, return_dict=True, return_assistant_tokens_mask=is_marked, **options
+        )
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{row.place}: the chat template refuses the conversation: {reason}; mend the row") from error
+    return rendered["input_ids"], [bool(mark) for mark in rendered["assistant_masks"]] if is_marked else None

@@ -1,0 +1,221 @@
+"""From a data set's columns to checked rows: whatever is missing, empty or of the wrong type is named with its row."""
+
+import math
+import reprlib
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from hybrid_engine.recipes.data.data_files import Table, read_table
+from hybrid_engine.recipes.data.rows import (
+    CompletionRow,
+    ConversationRow,
+    LabelledRow,
+    LearnedRow,
+    Message,
+    PreferenceRow,
+    PromptRow,
+    TextRow,
+    Turns,
+    detect_format,
+)
+
+R = TypeVar("R")
+LABELS = {True: True, False: False, "true": True, "false": False, "True": True, "False": False, "1": True, "0": False}
+"""What a label may be; a CSV file holds text. 1 and 0 equal True and False."""
+
+
+def read_prompt_rows(dataset: str, option: str = "dataset") -> list[PromptRow]:
+    """The rows of a data set with a column `prompt`; whatever other columns it has are kept beside it.
+
+    Args:
+        dataset: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder (saved with `save_to_disk`, or of data files)
+            or a name on the Hugging Face hub, of which the split `train` is read.
+        option: how the user named it, for errors.
+
+    Raises:
+        ValueError: nothing can be read, there is no such column, or a value is empty or no text and no conversation;
+            it names the data set, the row and the remedy. So do all functions of this file.
+    """
+    table = read_table(dataset, option)
+    _check_columns(table, {"prompt"}, "rename the column that holds the prompts")
+    return _each(
+        table, lambda place, row: PromptRow(prompt=_turns(place, "prompt", row), **_rest(place, row, "prompt"))
+    )
+
+
+def read_learned_rows(dataset: str, option: str = "dataset") -> list[LearnedRow]:
+    """What supervised training learns: `messages`, `prompt` with `completion`, or `text`; see `read_prompt_rows`."""
+    table = read_table(dataset, option)
+    if "messages" in table.columns:
+        return _each(table, _conversation_row)
+    if "completion" not in table.columns and "text" in table.columns:
+        return _each(
+            table, lambda place, row: TextRow(text=_text(place, "text", row.get("text")), **_rest(place, row, "text"))
+        )
+    remedy = "or 'messages', or 'text': rename the columns that hold the prompts and their answers"
+    _check_columns(table, {"prompt", "completion"}, remedy)
+    return _each(table, _completion_row)
+
+
+def read_preference_rows(dataset: str, option: str = "dataset") -> list[PreferenceRow]:
+    """Preference pairs: `chosen` and `rejected`, with their `prompt` or beginning with it; see `read_prompt_rows`.
+
+    A column `margin` says by how much the chosen answer is better. Two equal answers are refused.
+    """
+    table = read_table(dataset, option)
+    _check_columns(table, {"chosen", "rejected"}, "rename the columns that hold the better and the worse answer")
+    return _each(table, _preference_row)
+
+
+def read_labelled_rows(dataset: str, option: str = "dataset") -> list[LabelledRow]:
+    """Answers with a `label`, True for a good one; a data set of preference pairs gives two for each pair."""
+    table = read_table(dataset, option)
+    if "label" not in table.columns and detect_format(table.columns) == "preference pairs":
+        pairs = [_preference_row(place, row) for place, row in table.rows]
+        return [
+            LabelledRow(prompt=pair.prompt, completion=answer, label=label, place=pair.place, columns=pair.columns)
+            for pair in pairs
+            for answer, label in ((pair.chosen, True), (pair.rejected, False))
+        ]
+    remedy = "rename the columns that hold the prompts, the answers and whether an answer is good"
+    _check_columns(table, {"prompt", "completion", "label"}, remedy)
+    return _each(table, _labelled_row)
+
+
+def _each(table: Table, build: Callable[[str, dict[str, Any]], R]) -> list[R]:
+    return [build(place, row) for place, row in table.rows]
+
+
+def _check_columns(table: Table, needed: set[str], remedy: str) -> None:
+    missing = needed - set(table.columns)
+    if not missing:
+        return
+    found = detect_format(table.columns)
+    raise ValueError(
+        f"{table.source} has the columns {', '.join(map(repr, table.columns)) or 'none'}"
+        f"{f' ({found})' if found else ''} and must have {' and '.join(map(repr, sorted(missing)))}; {remedy}"
+    )
+
+
+def _conversation_row(place: str, row: dict[str, Any]) -> ConversationRow:
+    messages = _turns(place, "messages", row)
+    if isinstance(messages, str):
+        raise ValueError(f"{place} has text in messages; it must be a list of messages: name the column 'text'")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{place} has messages without a turn of the assistant to learn; add one, or remove the row")
+    return ConversationRow(messages=messages, **_rest(place, row, "messages"))
+
+
+def _completion_row(place: str, row: dict[str, Any]) -> CompletionRow:
+    prompt, completion = _turns(place, "prompt", row), _turns(place, "completion", row)
+    _check_alike(place, prompt, completion, "completion")
+    return CompletionRow(prompt=prompt, completion=completion, **_rest(place, row, "prompt", "completion"))
+
+
+def _labelled_row(place: str, row: dict[str, Any]) -> LabelledRow:
+    answer, label = _completion_row(place, row), row.get("label")
+    if not isinstance(label, (bool, int, str)) or label not in LABELS:
+        raise ValueError(f"{place} has label={reprlib.repr(label)}; it must be true for a good answer, false for a bad")
+    return LabelledRow(
+        prompt=answer.prompt,
+        completion=answer.completion,
+        label=LABELS[label],
+        **_rest(place, row, "prompt", "completion", "label"),
+    )
+
+
+def _preference_row(place: str, row: dict[str, Any]) -> PreferenceRow:
+    chosen, rejected = _turns(place, "chosen", row), _turns(place, "rejected", row)
+    if type(chosen) is not type(rejected):
+        raise ValueError(f"{place} has text in one of chosen and rejected and a conversation in the other; write alike")
+    if chosen == rejected:
+        raise ValueError(f"{place} has two equal answers, chosen and rejected, and teaches nothing; remove the row")
+    if "prompt" in row and not _begin_with(row["prompt"], chosen, rejected):
+        prompt = _turns(place, "prompt", row)
+        _check_alike(place, prompt, chosen, "chosen")
+    else:
+        prompt, chosen, rejected = _without_common_beginning(place, chosen, rejected)
+    margin = _number(place, "margin", row["margin"]) if "margin" in row else None
+    rest = _rest(place, row, "prompt", "chosen", "rejected", "margin")
+    return PreferenceRow(prompt=prompt, chosen=chosen, rejected=rejected, margin=margin, **rest)
+
+
+def _begin_with(prompt: Any, chosen: Turns, rejected: Turns) -> bool:
+    """Whether a prompt that is text is the first turn of both conversations: they hold it, it is not before them."""
+    return isinstance(prompt, str) and all(
+        isinstance(answer, list) and answer[0]["role"] == "user" and answer[0].get("content") == prompt
+        for answer in (chosen, rejected)
+    )
+
+
+def _without_common_beginning(place: str, chosen: Turns, rejected: Turns) -> tuple[Turns, Turns, Turns]:
+    """The turns, or the words, with which both begin, and what is left of each: TRL's "implicit prompt"."""
+    length = min(len(chosen), len(rejected))
+    same = next((index for index in range(length) if chosen[index] != rejected[index]), length)
+    if isinstance(chosen, str):  # not within a word: its tokens would be others
+        same = max((index for index in range(same) if chosen[index].isspace()), default=0)
+    if same == 0 or same == length:
+        problem = "have no common beginning, which is" if same == 0 else "differ only behind the end of one: where is"
+        raise ValueError(f"{place}: chosen and rejected {problem} the prompt; add a column 'prompt', or remove the row")
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _rest(place: str, row: dict[str, Any], *used: str) -> dict[str, Any]:
+    """The fields that every row has: its place, and the columns besides those `used`."""
+    columns = {name: value for name, value in row.items() if name and name not in used}
+    return {"place": place, "columns": columns}
+
+
+def _turns(place: str, name: str, row: dict[str, Any]) -> Turns:
+    value = row.get(name)
+    if isinstance(value, list) and value:
+        return [_message(place, f"{name}[{index}]", message) for index, message in enumerate(value)]
+    return _text(place, name, value, "text or a list of messages")
+
+
+def _text(place: str, name: str, value: Any, kind: str = "text") -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{place} has {name}={reprlib.repr(value)}; it must be {kind}, not empty: mend or remove it")
+    _check_encodable(place, name, [value])
+    return value
+
+
+def _message(place: str, name: str, message: Any) -> Message:
+    """The message without the keys that are None: `datasets` gives every message the keys of all."""
+    kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    if not isinstance(kept.get("role"), str) or not kept["role"] or len(kept) < 2:
+        raise ValueError(
+            f'{place} has {name}={reprlib.repr(message)}; a message must be like {{"role": "user", "content": "..."}}'
+        )
+    content = kept.get("content", "")
+    if not isinstance(content, (str, list)):
+        raise ValueError(f"{place} has {name}['content']={reprlib.repr(content)}; it must be text: mend the row")
+    _check_encodable(place, name, [content] if isinstance(content, str) else [])
+    return kept
+
+
+def _check_encodable(place: str, name: str, texts: Iterable[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a pair, which JSON can write and no tokenizer reads
+            raise ValueError(f"{place} has a {name} that is no text: {error}; mend it") from error
+
+
+def _check_alike(place: str, prompt: Turns, answer: Turns, name: str) -> None:
+    if type(prompt) is not type(answer):
+        kinds = ("text", "a conversation") if isinstance(prompt, str) else ("a conversation", "text")
+        raise ValueError(
+            f"{place} has {kinds[0]} in prompt and {kinds[1]} in {name}; write both alike, a conversation as "
+            f'[{{"role": "user", "content": "..."}}]'
+        )
+
+
+def _number(place: str, name: str, value: Any) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{place} has {name}={reprlib.repr(value)}; it must be a finite number: mend the row")
+    return number

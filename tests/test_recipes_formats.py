@@ -1,0 +1,364 @@
+"""The field's data formats: rows read from every kind of file, checked, and turned into token ids."""
+
+import csv
+import json
+import re
+
+import pytest
+from chat import MARKED_TEMPLATE, PLAIN_TEMPLATE, build_chat_tokenizer
+from datasets import Dataset
+
+from hybrid_engine.recipes.data.encoding import check_lengths, encode_completion, encode_pair, encode_prompt
+from hybrid_engine.recipes.data.held_out import hold_out
+from hybrid_engine.recipes.data.prompts import load_prompt_rows
+from hybrid_engine.recipes.data.reading import (
+    read_labelled_rows,
+    read_learned_rows,
+    read_preference_rows,
+    read_prompt_rows,
+)
+from hybrid_engine.recipes.data.rows import (
+    CompletionRow,
+    ConversationRow,
+    LabelledRow,
+    PreferenceRow,
+    PromptRow,
+    TextRow,
+    detect_format,
+)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+QUESTION, YES, NO = [user("sky?")], [assistant("blue")], [assistant("green")]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        (["prompt"], "prompts"),
+        (["prompt", "answer"], "prompts"),
+        (["prompt", "completion"], "prompts with answers"),
+        (["messages", "prompt"], "conversations"),
+        (["chosen", "rejected"], "preference pairs"),
+        (["chosen", "rejected", "prompt", "margin"], "preference pairs"),
+        (["completion", "label", "prompt"], "labelled answers"),
+        (["text"], "plain text"),
+        (["question", "label"], None),
+    ],
+)
+def test_a_format_is_told_by_its_columns(columns, name):
+    assert detect_format(columns) == name
+
+
+READ = [
+    (read_prompt_rows, {"prompt": "a", "answer": 3}, PromptRow(prompt="a", columns={"answer": 3})),
+    (read_prompt_rows, {"prompt": QUESTION}, PromptRow(prompt=QUESTION)),
+    (read_learned_rows, {"prompt": "a", "completion": "b"}, CompletionRow(prompt="a", completion="b")),
+    (read_learned_rows, {"prompt": QUESTION, "completion": YES}, CompletionRow(prompt=QUESTION, completion=YES)),
+    (
+        read_learned_rows,
+        {"prompt": "sky?", "messages": QUESTION + YES},
+        ConversationRow(messages=QUESTION + YES, columns={"prompt": "sky?"}),
+    ),
+    (read_learned_rows, {"text": "a b"}, TextRow(text="a b")),
+    (
+        read_preference_rows,
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 0.5, "from": "x"},
+        PreferenceRow(prompt="a", chosen="b", rejected="c", margin=0.5, columns={"from": "x"}),
+    ),
+    (
+        read_preference_rows,
+        {"prompt": QUESTION, "chosen": YES, "rejected": NO},
+        PreferenceRow(prompt=QUESTION, chosen=YES, rejected=NO),
+    ),
+    (
+        read_preference_rows,  # the prompt implicit, in conversations
+        {"chosen": QUESTION + YES, "rejected": QUESTION + NO},
+        PreferenceRow(prompt=QUESTION, chosen=YES, rejected=NO),
+    ),
+    (
+        read_preference_rows,  # ... and held by them beside a column of it, as ultrafeedback has it
+        {"prompt": "sky?", "chosen": QUESTION + YES, "rejected": QUESTION + NO},
+        PreferenceRow(prompt=QUESTION, chosen=YES, rejected=NO),
+    ),
+    (
+        read_preference_rows,  # ... and in text, whose words stay whole
+        {"chosen": "The sky is blue.", "rejected": "The sky is black."},
+        PreferenceRow(prompt="The sky is", chosen=" blue.", rejected=" black."),
+    ),
+    (
+        read_labelled_rows,
+        {"prompt": "a", "completion": "b", "label": False},
+        LabelledRow(prompt="a", completion="b", label=False),
+    ),
+    (
+        read_labelled_rows,
+        {"prompt": QUESTION, "completion": YES, "label": 1},
+        LabelledRow(prompt=QUESTION, completion=YES, label=True),
+    ),
+]
+
+
+def fields(row):
+    return {name: value for name, value in vars(row).items() if name not in ("place", "columns")}
+
+
+KINDS = ["jsonl", "json", "csv", "parquet", "saved", "folder"]
+
+
+def is_text(columns):
+    """Whether a CSV file can hold them."""
+    return not any(isinstance(value, list) for value in columns.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "read", "columns", "expected"),
+    [(kind, *case) for kind in KINDS for case in READ if kind != "csv" or is_text(case[1])],
+)
+def test_every_format_is_read_alike_from_every_kind_of_file(tmp_path, kind, read, columns, expected):
+    rows, path = [columns] * 2, tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        write(path, rows)
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind == "csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([columns, *(row.values() for row in rows)])
+    elif kind == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif kind == "saved":
+        Dataset.from_list(rows).save_to_disk(path)
+    else:
+        path.mkdir()
+        write(path / "train.jsonl", rows)
+    found = read(str(path))
+    assert [type(row) for row in found] == [type(expected)] * 2
+    assert [fields(row) for row in found] == [fields(expected)] * 2
+    assert found[1].place.startswith(f"--dataset={str(path)!r}: ") and found[1].place[-1] in "23"
+    assert {name: str(value) for name, value in found[0].columns.items()} == {
+        name: str(value) for name, value in expected.columns.items()
+    }
+
+
+def test_preference_pairs_give_a_good_and_a_bad_answer_each(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    assert [fields(row) for row in read_labelled_rows(path)] == [
+        {"prompt": "a", "completion": "b", "label": True},
+        {"prompt": "a", "completion": "c", "label": False},
+    ]
+
+
+def test_keys_that_datasets_adds_to_messages_are_dropped(tmp_path):
+    turns = [user("a"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, assistant("b")]
+    Dataset.from_list([{"messages": turns}]).to_parquet(tmp_path / "data.parquet")
+    (row,) = read_learned_rows(str(tmp_path / "data.parquet"))
+    assert row.messages == [turns[0], {"role": "assistant", "tool_calls": [{"name": "f"}]}, turns[2]]
+
+
+BAD = [
+    (read_prompt_rows, {"prompt": 5}, "line 2 has prompt=5; it must be text or a list of messages, not empty"),
+    (read_prompt_rows, {"prompt": []}, "line 2 has prompt=[]; it must be text or a list of messages, not empty"),
+    (read_prompt_rows, {"prompt": ["a"]}, "line 2 has prompt[0]='a'; a message must be like"),
+    (read_prompt_rows, {"prompt": [{"role": "user"}]}, "line 2 has prompt[0]={'role': 'user'}; a message must be like"),
+    (read_prompt_rows, {"prompt": [{"role": "user", "content": 3}]}, "line 2 has prompt[0]['content']=3; it must be"),
+    (read_prompt_rows, {}, "line 2 has prompt=None"),
+    (read_learned_rows, {"prompt": "a", "completion": ""}, "line 2 has completion=''; it must be text"),
+    (read_learned_rows, {"prompt": "a", "completion": YES}, "text in prompt and a conversation in completion; write"),
+    (read_learned_rows, {"prompt": QUESTION, "completion": "b"}, "a conversation in prompt and text in completion"),
+    (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": "b"}, "line 2 has two equal answers"),
+    (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": 3}, "line 2 has rejected=3; it must be text"),
+    (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": NO}, "text in one of chosen and rejected"),
+    (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "line 2 has margin='x'; it"),
+    (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": "c", "margin": None}, "has margin=None; it must"),
+    (read_labelled_rows, {"prompt": "a", "completion": "b", "label": "good"}, "line 2 has label='good'; it must be"),
+    (read_labelled_rows, {"prompt": "a", "completion": "b", "label": 2}, "line 2 has label=2; it must be true for"),
+    (read_labelled_rows, {"prompt": "a", "completion": "b"}, "line 2 has label=None; it must be true"),
+]
+GOOD = {
+    read_prompt_rows: {"prompt": "a"},
+    read_learned_rows: {"prompt": "a", "completion": "b"},
+    read_preference_rows: {"prompt": "a", "chosen": "b", "rejected": "c"},
+    read_labelled_rows: {"prompt": "a", "completion": "b", "label": True},
+}
+
+
+@pytest.mark.parametrize(("read", "columns", "message"), BAD)
+def test_a_bad_value_is_named_with_its_row_and_column(tmp_path, read, columns, message):
+    path = write(tmp_path / "data.jsonl", [GOOD[read], columns])
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        read(path, "eval_dataset")
+    assert str(raised.value).startswith(f"--eval-dataset={path!r}: line 2")
+
+
+@pytest.mark.parametrize(
+    ("read", "columns", "message"),
+    [
+        (read_prompt_rows, {"question": "a"}, "has the columns 'question' and must have 'prompt'; rename"),
+        (
+            read_learned_rows,
+            {"prompt": "a"},
+            "has the columns 'prompt' (prompts) and must have 'completion'; or 'messages', or 'text': rename",
+        ),
+        (
+            read_preference_rows,
+            {"prompt": "a", "completion": "b"},
+            "(prompts with answers) and must have 'chosen' and 'rejected'; rename",
+        ),
+        (read_labelled_rows, {"prompt": "a", "completion": "b"}, "(prompts with answers) and must have 'label'"),
+        (read_learned_rows, {"messages": "hello"}, "line 1 has text in messages; it must be a list of messages"),
+        (read_learned_rows, {"messages": QUESTION}, "line 1 has messages without a turn of the assistant"),
+        (read_preference_rows, {"chosen": "a b", "rejected": "c d"}, "line 1: chosen and rejected have no common"),
+        (read_preference_rows, {"chosen": QUESTION, "rejected": QUESTION + NO}, "differ only behind the end of one"),
+    ],
+)
+def test_a_data_set_of_another_format_is_refused_with_the_remedy(tmp_path, read, columns, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(write(tmp_path / "data.jsonl", [columns]))
+
+
+def test_a_data_set_without_rows_is_refused(tmp_path):
+    Dataset.from_dict({"prompt": []}).save_to_disk(tmp_path / "data")
+    with pytest.raises(ValueError, match=r"must be a file \(.jsonl.* or a hub name"):
+        read_prompt_rows(str(tmp_path / "data"))
+
+
+def test_held_out_rows_share_no_prompt_with_the_others_and_keep_their_columns(tmp_path):
+    rows = [{"prompt": [user(f"{n // 2} + 1")], "answer": n // 2 + 1} for n in range(80)]
+    path = write(tmp_path / "data.jsonl", rows)
+    train, held_out = hold_out(read_prompt_rows(path), 0.3)
+    prompts = [{row.prompt[0]["content"] for row in part} for part in (train, held_out)]
+    assert not prompts[0] & prompts[1] and len(train) + len(held_out) == 80 and 8 <= len(held_out) <= 40
+    assert hold_out(read_prompt_rows(path), 0)[1] == []
+    train, held_out = load_prompt_rows(path)
+    assert len(train) + len(held_out) == 40 and all(
+        eval(row.prompt[0]["content"]) == row.columns["answer"] for row in train
+    )
+
+
+def texts(tokenizer, *parts):
+    return tuple(tokenizer.decode(ids) for ids in parts)
+
+
+def learned(tokenizer, encoded):
+    """The text of the tokens that are learned."""
+    mask = encoded.loss_mask or [True] * len(encoded.response_ids)
+    assert len(mask) == len(encoded.response_ids) and mask[-1]
+    return tokenizer.decode([token for token, kept in zip(encoded.response_ids, mask, strict=True) if kept])
+
+
+def test_text_is_encoded_apart_and_ends_with_the_end_of_sequence_token():
+    tokenizer = build_chat_tokenizer(None)
+    encoded = encode_completion(tokenizer, CompletionRow(prompt="ab", completion="cd"))
+    assert texts(tokenizer, encoded.prompt_ids, encoded.response_ids) == ("ab", "cd<eos>")
+    assert encoded.loss_mask is None and len(encoded) == 5
+    assert encoded.prompt_ids == encode_prompt(tokenizer, PromptRow(prompt="ab"))
+    pair = encode_pair(tokenizer, PreferenceRow(prompt="ab", chosen="cd", rejected="e"))
+    assert texts(tokenizer, *pair) == ("ab", "cd<eos>", "e<eos>")
+    encoded = encode_completion(tokenizer, TextRow(text="abc"))
+    assert texts(tokenizer, encoded.prompt_ids, encoded.response_ids) == ("a", "bc<eos>")
+
+
+def test_a_prompt_has_the_token_that_begins_a_text_and_not_the_one_that_ends_it():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = build_chat_tokenizer(None)
+    specials = [("<start>", tokenizer.convert_tokens_to_ids("<start>")), ("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<start> $A <eos>", special_tokens=specials)
+    encoded = encode_completion(tokenizer, CompletionRow(prompt="ab", completion="cd"))
+    assert texts(tokenizer, encoded.prompt_ids, encoded.response_ids) == ("<start>ab", "cd<eos>")
+
+
+TWO_TURNS = [user("a"), assistant("b"), user("c"), assistant("d")]
+OPENED = "<start>user\nsky?<eos>\n<start>assistant\n"
+
+
+@pytest.mark.parametrize("template", [PLAIN_TEMPLATE, MARKED_TEMPLATE])
+def test_a_conversation_is_rendered_by_the_chat_template_up_to_the_end_of_its_answer(template):
+    tokenizer = build_chat_tokenizer(template)
+    assert texts(tokenizer, encode_prompt(tokenizer, PromptRow(prompt=QUESTION))) == (OPENED,)
+    encoded = encode_completion(tokenizer, CompletionRow(prompt=QUESTION, completion=YES))
+    assert texts(tokenizer, encoded.prompt_ids, encoded.response_ids) == (OPENED, "blue<eos>")
+    assert encoded.loss_mask is None
+    pair = encode_pair(tokenizer, PreferenceRow(prompt=QUESTION, chosen=YES, rejected=NO))
+    assert texts(tokenizer, *pair) == (OPENED, "blue<eos>", "green<eos>")
+
+
+def test_where_the_template_marks_the_assistants_tokens_all_its_turns_and_nothing_else_are_learned():
+    tokenizer = build_chat_tokenizer(MARKED_TEMPLATE)
+    encoded = encode_completion(tokenizer, ConversationRow(messages=TWO_TURNS))
+    assert learned(tokenizer, encoded) == "b<eos>d<eos>"
+    assert tokenizer.decode(encoded.response_ids) == "b<eos>\n<start>user\nc<eos>\n<start>assistant\nd<eos>"
+    encoded = encode_completion(tokenizer, CompletionRow(prompt=TWO_TURNS[:1], completion=TWO_TURNS[1:]))
+    assert learned(tokenizer, encoded) == "b<eos>d<eos>"
+    encoded = encode_completion(tokenizer, CompletionRow(prompt=TWO_TURNS[:3], completion=TWO_TURNS[3:]))
+    assert learned(tokenizer, encoded) == "d<eos>"  # not the assistant's turn in the prompt
+
+
+def test_without_marks_the_completion_is_learned_and_of_messages_the_last_turn():
+    tokenizer = build_chat_tokenizer(PLAIN_TEMPLATE)
+    assert learned(tokenizer, encode_completion(tokenizer, ConversationRow(messages=TWO_TURNS))) == "d<eos>"
+    encoded = encode_completion(tokenizer, CompletionRow(prompt=TWO_TURNS[:1], completion=TWO_TURNS[1:]))
+    assert learned(tokenizer, encoded) == "b<eos>\n<start>user\nc<eos>\n<start>assistant\nd<eos>"
+
+
+def test_a_prompt_that_ends_with_the_assistants_words_is_gone_on_from():
+    tokenizer = build_chat_tokenizer()
+    row = PromptRow(prompt=[user("sky?"), assistant("It is")])
+    assert texts(tokenizer, encode_prompt(tokenizer, row)) == (OPENED + "It is",)
+
+
+def test_the_prompt_of_a_pair_ends_where_a_template_opens_its_two_answers_otherwise():
+    template = PLAIN_TEMPLATE.replace("+ message['content']", "+ message.get('thought', '') + message['content']")
+    template = template.replace("{{ '<start>assistant\n' }}", "{{ '<start>assistant\n<think>' }}")
+    tokenizer = build_chat_tokenizer(template)
+    thinking = [{**YES[0], "thought": "<think>hm</think>"}]
+    pair = encode_pair(tokenizer, PreferenceRow(prompt=QUESTION, chosen=thinking, rejected=NO))
+    assert texts(tokenizer, *pair) == (OPENED, "<think>hm</think>blue<eos>", "green<eos>")
+
+
+def test_tools_of_a_row_reach_the_template():
+    tokenizer = build_chat_tokenizer("{% if tools %}{{ tools[0]['name'] }}{% endif %}" + PLAIN_TEMPLATE)
+    row = PromptRow(prompt=QUESTION, columns={"tools": [{"name": "look"}]})
+    assert texts(tokenizer, encode_prompt(tokenizer, row)) == ("look" + OPENED,)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "message"),
+    [
+        (None, PromptRow(prompt=QUESTION), "is a conversation, and the tokenizer of '' has no chat template; use a"),
+        ("{{ raise_exception('no such role') }}", PromptRow(prompt=QUESTION), "refuses the conversation: no such role"),
+        (PLAIN_TEMPLATE, ConversationRow(messages=[*TWO_TURNS, user("e")]), "last turn is learned: it must be the"),
+        (PLAIN_TEMPLATE, ConversationRow(messages=TWO_TURNS[1:2]), "it must be the assistant's, behind another"),
+        (MARKED_TEMPLATE, CompletionRow(prompt=QUESTION, completion=[user("a")]), "no token that the chat template"),
+        (
+            "{{ messages|length }}" + PLAIN_TEMPLATE,
+            CompletionRow(prompt=QUESTION, completion=YES),
+            "renders the prompt otherwise once an answer follows",
+        ),
+        (PLAIN_TEMPLATE, PromptRow(prompt=""), "has text without tokens"),
+    ],
+)
+def test_what_cannot_be_encoded_is_named_with_its_row(template, row, message):
+    encode = encode_prompt if isinstance(row, PromptRow) else encode_completion
+    with pytest.raises(ValueError, match=f"^this row.*{re.escape(message)}"):
+        encode(build_chat_tokenizer(template), row)
+
+
+def test_rows_too_long_are_counted_and_the_first_is_named_with_its_length():
+    rows = [PromptRow(prompt="a", place=f"line {n}") for n in range(4)]
+    check_lengths(rows, [1, 2, 3, 3], 3, "--max-tokens=3", "raise it")
+    message = "line 1 has 5 tokens, more than --max-tokens=3, and 1 other rows too many as well; raise it, or shorten"
+    with pytest.raises(ValueError, match=message):
+        check_lengths(rows, [1, 5, 3, 4], 3, "--max-tokens=3", "raise it")
