@@ -33,8 +33,9 @@ from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.prompts import select_prompts
 from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs, response_values
 from hybrid_engine.recipes.experience.evaluation import evaluate, global_means, rollout_sums, show_comparison
-from hybrid_engine.recipes.experience.rewards import build_critic, load_reward
 from hybrid_engine.recipes.experience.rollout import Roles, Rollout, SamplingOptions, sample
+from hybrid_engine.recipes.rewards.learned import build_critic
+from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import (
     check_above,
@@ -214,7 +215,7 @@ def build_roles(config: Config, source: str, reward_source: str) -> Roles:
         model=build_critic(source, reward_source), config=engine_config(config, config.critic_lr, None)
     )
     return Roles(
-        actor=actor, critic=critic, reference=reference, reward=load_reward(reward_source), tokenizer=tokenizer
+        actor=actor, critic=critic, reference=reference, rewards=load_rewards([reward_source]), tokenizer=tokenizer
     )
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, sft
+from hybrid_engine.recipes.rewards.answers import RewardError
 from hybrid_engine.recipes.runs.run_log import RunLog, read_metrics
 
 TINY = ppo.Config(
@@ -177,7 +178,10 @@ def test_nothing_to_resume_and_other_options_are_refused_before_any_model_loads(
 
 
 def test_an_error_in_the_users_reward_keeps_its_traceback(stages, tmp_path, monkeypatch, capsys):
-    """Whatever it raises, where it raises it: in the function, in a generator that it returns, or when imported."""
+    """Whatever it raises, where it raises it: in the function, in a generator that it returns, or when imported.
+
+    What it raises of answers is the cause of an error that names the reward and a prompt.
+    """
     (tmp_path / "raising.py").write_text("def score(prompts, responses):\n    return int('x')\n")
     (tmp_path / "yielding.py").write_text("def score(prompts, responses):\n    yield int('x')\n")
     (tmp_path / "importing.py").write_text("int('x')\n")
@@ -185,14 +189,15 @@ def test_an_error_in_the_users_reward_keeps_its_traceback(stages, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     options = f"--model {stages / 'sft'} --rollout-size 4 --minibatch-size 4 --max-new-tokens 2 --eval-prompts 2"
     for name, kind in (
-        ("raising", ValueError),
-        ("yielding", ValueError),
+        ("raising", RewardError),
+        ("yielding", RewardError),
         ("importing", ValueError),
         ("lacking", ModuleNotFoundError),
     ):
         with pytest.raises(kind) as raised:
             cli.main(f"ppo --out run --reward {name}:score {options}".split())
-        assert traceback.extract_tb(raised.value.__traceback__)[-1].filename.endswith(f"{name}.py")
+        error = raised.value.__cause__ if kind is RewardError else raised.value
+        assert traceback.extract_tb(error.__traceback__)[-1].filename.endswith(f"{name}.py")
     assert "hybrid-engine:" not in capsys.readouterr().err
 
 
@@ -283,7 +288,7 @@ def test_a_reward_that_cannot_be_found_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for spec, message in (("nowhere:f", "no module 'nowhere'"), ("json:nothing", "json has no function 'nothing'")):
         with pytest.raises(ValueError, match=message):
-            ppo.load_reward(spec)
+            ppo.load_rewards([spec])
 
 
 def test_a_model_that_does_not_load_is_named_before_any_work(tmp_path, capsys):

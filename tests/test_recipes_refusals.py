@@ -2,12 +2,12 @@
 
 import json
 import re
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from answers import answers_of
 from torch import nn
 from transformers import (
     AutoTokenizer,
@@ -20,7 +20,7 @@ from transformers import (
 
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, reward, sft
-from hybrid_engine.recipes.experience.rewards import build_critic, load_value_model
+from hybrid_engine.recipes.rewards.learned import LearnedReward, build_critic, load_value_model
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -164,7 +164,11 @@ def test_a_reward_model_reads_the_end_of_what_exceeds_its_positions(tmp_path):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=300, n_positions=24, n_embd=16, n_layer=1, n_head=2, num_labels=1, pad_token_id=0)
     GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
-    score = ppo.load_reward(str(tmp_path))
+    reward_model = LearnedReward(str(tmp_path))
+
+    def score(prompts, responses):
+        return reward_model(answers_of(prompts, responses))
+
     end = "0123456789" * 3
     long, longer = score(["a prompt\n" * 20] * 2, [end, "x" * 40 + end])
     assert long == longer == score(["\n"], [end])[0] != score(["\n"], ["another"])[0]
@@ -192,27 +196,6 @@ def test_a_folder_that_is_no_dataset_is_refused_by_name(tmp_path, monkeypatch, c
 def test_a_reward_without_a_module_or_a_function_is_refused(tmp_path, capsys, spec, part):
     line = refusal_of_ppo(capsys, tmp_path / "run", "--reward", spec)
     assert f"reward='{spec}' names no {part}; write module:function" in line
-
-
-@pytest.mark.parametrize(
-    ("returned", "rule"),
-    [
-        ("None", "must return a list of numbers"),
-        ("['good', 'bad']", "must return a list of numbers"),
-        ("[None, None]", "must return a list of numbers"),
-        ("[1.0]", "returned 1 scores for 2 responses"),
-        ("[1.0, float('nan')]", "gave response 1 the score nan"),
-        ("[float('-inf'), 1.0]", "gave response 0 the score -inf"),
-    ],
-)
-def test_what_a_reward_returns_must_be_one_finite_number_for_each_response(tmp_path, monkeypatch, returned, rule):
-    (tmp_path / "broken_reward.py").write_text(f"def score(prompts, responses):\n    return {returned}\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delitem(sys.modules, "broken_reward", raising=False)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    score = ppo.load_reward("broken_reward:score")
-    with pytest.raises(ValueError, match=f"reward='broken_reward:score' {rule}"):
-        score(["a", "b"], ["c", "d"])
 
 
 def test_dropout_is_off_in_every_role_of_a_model_whose_config_asks_for_it(sources):

@@ -13,7 +13,7 @@ from hybrid_engine.recipes.data.sequences import (
     response_logprobs,
     response_values,
 )
-from hybrid_engine.recipes.experience.rewards import load_value_model
+from hybrid_engine.recipes.rewards.learned import load_value_model
 
 PAD = 0
 PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12], [13]]

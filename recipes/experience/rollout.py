@@ -4,13 +4,15 @@ B: this process's prompts, P: prompt columns, T: response columns.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.recipes.data.sequences import Sequences, attach_responses, pad_prompts
-from hybrid_engine.recipes.experience.rewards import Reward
+from hybrid_engine.recipes.rewards.answers import Answers
+from hybrid_engine.recipes.rewards.rewards import Rewards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +25,7 @@ class Roles:
     """ZeroEngine of a ValueModel, trained."""
     reference: torch.nn.Module
     """The actor as it was at the start, frozen."""
-    reward: Reward
+    rewards: Rewards
     tokenizer: PreTrainedTokenizerBase
     """The actor's and the critic's."""
 
@@ -79,7 +81,16 @@ def sample(roles: Roles, prompts: list[str], options: SamplingOptions, seed: int
     tokens = [row[mask].tolist() for row, mask in zip(sequences.responses, sequences.response_mask, strict=True)]
     responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     is_cut_off = [reason == "length" for reason in output.finish_reason]
-    scores = roles.reward(prompts, responses)
+    scores = roles.rewards(
+        Answers(
+            prompts=prompts,
+            responses=responses,
+            prompt_ids=[row[mask.bool()].tolist() for row, mask in zip(prompt_ids, prompt_mask, strict=True)],
+            response_ids=tokens,
+            is_cut_off=is_cut_off,
+            decode=partial(tokenizer.decode, skip_special_tokens=True),
+        )
+    ).total
     return Rollout(
         prompts=prompts,
         responses=responses,

@@ -9,7 +9,8 @@ from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.prompts import load_prompts
-from hybrid_engine.recipes.experience.rewards import load_reward, shares_tokens
+from hybrid_engine.recipes.rewards.learned import shares_tokens
+from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.runs.checkpoints import check_saved_options
 from hybrid_engine.recipes.runs.checks import check_divides
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, check_can_resume, check_nothing_is_lost, check_out
@@ -73,7 +74,7 @@ def check_sources(config: Any) -> None:
         load_tokenizer(config.model)
         load_config(config.model)
     if config.reward:
-        load_reward(config.reward)
+        load_rewards([config.reward]).check_columns(())
 
 
 def check_models(folder: Path, config: Any, prompts: list[str]) -> None:

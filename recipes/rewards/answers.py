@@ -1,0 +1,84 @@
+"""The nouns of rewards: answers to judge, and a reward by its name, weight and function.
+
+B: answers, T: tokens of an answer.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Prompt = str | list[dict[str, Any]]
+"""A text, or a conversation: messages with `role` and `content`."""
+SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """B answers and everything that may be known of them; each list has B entries."""
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[str]
+    """The answers as text, without special tokens."""
+    prompt_ids: Sequence[list[int]]
+    response_ids: Sequence[list[int]]
+    """The answers' tokens without padding, the end-of-sequence token included."""
+    is_cut_off: Sequence[bool]
+    """True where the answer met the longest length before it ended."""
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """The data set's other columns, a value for each answer."""
+    decode: Callable[[list[int]], str] | None = None
+    """The text of token ids, without special tokens; only a reward that gives numbers for steps needs it."""
+
+    def __post_init__(self) -> None:
+        for name in ("responses", "prompt_ids", "response_ids", "is_cut_off"):
+            assert len(getattr(self, name)) == len(self.prompts), f"{name}: {len(getattr(self, name))} entries"
+        for name, values in self.columns.items():
+            assert len(values) == len(self.prompts), f"column {name!r}: {len(values)} values, {len(self.prompts)} rows"
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def row(self, index: int) -> "Answers":
+        """Answer `index` alone."""
+        return Answers(
+            prompts=[self.prompts[index]],
+            responses=[self.responses[index]],
+            prompt_ids=[self.prompt_ids[index]],
+            response_ids=[self.response_ids[index]],
+            is_cut_off=[self.is_cut_off[index]],
+            columns={name: [values[index]] for name, values in self.columns.items()},
+            decode=self.decode,
+        )
+
+    def shown_prompt(self, index: int) -> str:
+        """Prompt `index` for an error's line: its end, where what differs from prompt to prompt mostly stands."""
+        prompt = self.prompts[index]
+        text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
+        return repr(text if len(text) <= SHOWN_CHARACTERS else "..." + text[-SHOWN_CHARACTERS:])
+
+
+Value = float | list[float] | None
+"""What a reward says of one answer: a number, one for each token or step, or None: not mine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """One reward of a run."""
+
+    spec: str
+    """As the option `--reward` gave it."""
+    name: str
+    """Under which its figures stand; no other reward of the run has it."""
+    weight: float
+    judge: Callable[[Answers], Any]
+    """Gives one `Value` for each answer; what it really returned is checked by who calls it."""
+    columns: frozenset[str] = frozenset()
+    """The columns of the data that it cannot do without."""
+
+
+class UnusableReference(ValueError):
+    """A reward of ours cannot read the reference answer of a row; the text names the reward and the prompt."""
+
+
+class RewardError(RuntimeError):
+    """A reward raised an error, which is the cause of this one, or did not end; the text names the prompt."""

@@ -1,0 +1,117 @@
+"""Rewards that are models: a sequence classifier's score of a response, and the critic that begins as one."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences, last_token_scores
+from hybrid_engine.recipes.rewards.answers import Answers, Prompt, UnusableReference
+from hybrid_engine.recipes.rewards.built_in import BUILT_IN
+from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer, num_positions, score_head
+
+ROWS_PER_PASS = 64
+
+
+def names_model(spec: str) -> bool:
+    """Whether `--reward=spec` is the folder or the hub name of a model."""
+    return Path(spec).exists() or (":" not in spec and spec not in BUILT_IN)
+
+
+class LearnedReward:
+    """A sequence classifier's score at the end-of-sequence token behind the response, normalised, frozen."""
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self.tokenizer = load_tokenizer(folder, "reward")
+        self.model = load_value_model(folder).to(default_device()).eval().requires_grad_(False)
+        self.num_positions = num_positions(self.model.backbone.config)
+
+    @torch.no_grad()
+    def __call__(self, answers: Answers) -> list[float]:
+        """Scores finished answers; one that was cut off is to be judged by the caller.
+
+        A conversation is written by the chat template of the reward model. What has more tokens than the model has
+        positions loses its beginning.
+
+        Raises:
+            ValueError: there are conversations, and no chat template.
+        """
+        scores: list[float] = []
+        for start in range(0, len(answers), ROWS_PER_PASS):
+            rows = slice(start, start + ROWS_PER_PASS)
+            both = zip(answers.prompts[rows], answers.responses[rows], strict=True)
+            pairs = [self._fit(*self._encode(prompt, response)) for prompt, response in both]
+            batch = build_sequences(
+                [prompt for prompt, _ in pairs],
+                [response for _, response in pairs],
+                self.tokenizer.pad_token_id,
+                default_device(),
+            )
+            scores += last_token_scores(self.model, batch).tolist()
+        return scores
+
+    def _encode(self, prompt: Prompt, response: str) -> tuple[list[int], list[int]]:
+        """The tokens of both; of a conversation the last token, where the score stands, is all of the second."""
+        if isinstance(prompt, str):
+            tokens, response_tokens = self.tokenizer([prompt, response], add_special_tokens=False)["input_ids"]
+            return tokens, [*response_tokens, self.tokenizer.eos_token_id]
+        if self.tokenizer.chat_template is None:
+            raise UnusableReference(
+                f"--reward={self.folder!r} has no chat template, and the prompts are conversations; set the template "
+                "that the model was trained with in its tokenizer"
+            )
+        messages = [*prompt, {"role": "assistant", "content": response}]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokens[:-1], tokens[-1:]
+
+    def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
+        """As many of the last tokens as the model has positions for, of the prompt one at least where it has any."""
+        if self.num_positions is None:
+            return prompt, response
+        response = response[-(self.num_positions - 1) :]
+        return prompt[-(self.num_positions - len(response)) :], response
+
+
+def load_value_model(folder: str) -> ValueModel:
+    """The reward model of `folder` with a number for every token, in units of its normalised score.
+
+    With the mean and the deviation that the reward stage noted in the config, (score - mean) / deviation is folded into
+    the head; a foreign model without them is taken as it is.
+
+    Raises:
+        ValueError: `folder`, which the option `reward` named, has not exactly one label or no head named `score`.
+    """
+    classifier = load_model(AutoModelForSequenceClassification, folder, "reward")
+    if classifier.config.num_labels != 1:
+        raise ValueError(
+            f"--reward={folder!r} must be a sequence classifier with one label, the score, and has "
+            f"{classifier.config.num_labels}; train one, for example with `hybrid-engine reward`"
+        )
+    score = score_head(classifier, "reward", folder)
+    mean = getattr(classifier.config, "score_mean", 0.0)
+    std = getattr(classifier.config, "score_std", 1.0)
+    head = nn.Linear(score.in_features, 1)
+    with torch.no_grad():
+        head.weight.copy_(score.weight / std)
+        head.bias.fill_(-mean / std)
+    return ValueModel(getattr(classifier, classifier.base_model_prefix), head)
+
+
+def shares_tokens(reward: str, actor: str) -> bool:
+    """Whether the reward is a model that reads the same tokens as the actor, and so can be the critic's beginning."""
+    return names_model(reward) and load_tokenizer(reward, "reward").get_vocab() == load_tokenizer(actor).get_vocab()
+
+
+def build_critic(actor: str, reward: str) -> ValueModel:
+    """The critic: the reward model's weights where both read the same tokens, else the actor's body and a head of 0."""
+    if shares_tokens(reward, actor):
+        return load_value_model(reward)
+    backbone = load_model(AutoModel, actor)
+    head = nn.Linear(backbone.config.hidden_size, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return ValueModel(backbone, head)

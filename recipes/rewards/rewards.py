@@ -1,0 +1,90 @@
+"""The rewards of a run: they score answers, and what one of them does wrong names it and the prompt.
+
+rewards.check_columns(data_columns)
+scores = rewards(answers)
+"""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.recipes.rewards.answers import Answers, Reward, RewardError, UnusableReference, Value
+from hybrid_engine.recipes.rewards.scores import Scores, WrongCount, combine, read_values
+from hybrid_engine.recipes.rewards.time_limit import OutOfTime, within
+
+TIME_LIMIT_SECONDS = 300.0
+"""For one call of one reward; other processes wait meanwhile, which gloo lets them for 30 minutes."""
+SHORTEST_SECONDS = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Scores answers by all rewards of a run."""
+
+    rewards: tuple[Reward, ...]
+    time_limit_seconds: float = TIME_LIMIT_SECONDS
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """ValueError unless the data has every column that a reward reads; to be asked before any work."""
+        for reward in self.rewards:
+            for column in sorted(reward.columns - set(columns)):
+                raise ValueError(
+                    f"--reward={reward.spec!r} reads the column {column!r}, and the data has "
+                    f"{', '.join(map(repr, sorted(columns))) or 'no other columns'}; rename a column, or name "
+                    "another in the reward (docs/rewards.md)"
+                )
+
+    def __call__(self, answers: Answers) -> Scores:
+        """The scores of this process's answers; collective: an error of one process is raised on all.
+
+        To name the prompt, a function that raised, did not end or returned another number of values is called once more
+        for single answers, for one more time limit at most.
+
+        Raises:
+            RewardError: a reward raised an error, which is the cause, or reached the time limit.
+            ValueError: a reward returned what are no scores, or a row has no reference answer that a rule can read.
+        """
+        return agree(lambda: self._score(answers))
+
+    def _score(self, answers: Answers) -> Scores:
+        values = [judge(reward, answers, self.time_limit_seconds) if len(answers) else [] for reward in self.rewards]
+        return combine(self.rewards, values, answers)
+
+
+def judge(reward: Reward, answers: Answers, seconds: float) -> list[Value]:
+    """The checked values of one reward; its errors with the prompt that they come from."""
+    try:
+        returned = within(seconds, lambda: reward.judge(answers))
+    except UnusableReference:
+        raise
+    except OutOfTime as error:
+        raise RewardError(
+            f"--reward={reward.spec!r} did not end within {seconds:g} s for {len(answers)} answers; "
+            f"{first_failure(reward, answers, seconds)}; mend it, or raise --reward-time-limit"
+        ) from error
+    except Exception as error:
+        raise RewardError(
+            f"--reward={reward.spec!r} raised {type(error).__name__}: {error}; "
+            f"{first_failure(reward, answers, seconds)}"
+        ) from error
+    try:
+        return read_values(reward.spec, returned, answers)
+    except WrongCount as error:
+        raise ValueError(f"{error}; {first_failure(reward, answers, seconds)}") from error
+
+
+def first_failure(reward: Reward, answers: Answers, seconds: float) -> str:
+    """Which answer a failing reward fails at, in words, found by calls for single answers, for `seconds` at most."""
+    if len(answers) == 1:
+        return f"the prompt is {answers.shown_prompt(0)}"
+    deadline = time.monotonic() + seconds
+    for index in range(len(answers)):
+        row = answers.row(index)
+        try:
+            left = max(deadline - time.monotonic(), SHORTEST_SECONDS)
+            read_values(reward.spec, within(left, lambda row=row: reward.judge(row)), row)
+        except (Exception, OutOfTime) as error:
+            reason = "out of time" if isinstance(error, OutOfTime) else type(error).__name__
+            return f"for each answer alone it fails first ({reason}) at the prompt {answers.shown_prompt(index)}"
+    return f"for each answer alone it fails at none; the first prompt is {answers.shown_prompt(0)}"

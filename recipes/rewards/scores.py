@@ -1,0 +1,149 @@
+"""What the rewards of a run say of some answers: each one's values, checked, and their weighted sum.
+
+B: answers, T: tokens of an answer.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_engine.distributed.processes import gather_objects
+from hybrid_engine.recipes.rewards.answers import Answers, Reward, Value
+from hybrid_engine.recipes.rewards.process import on_last_token, on_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The rewards of B answers."""
+
+    total: list[float]
+    """`[B]`: the weighted sum of the rewards that judged the answer."""
+    by_name: dict[str, list[float | None]]
+    """`[B]` of each reward, without its weight; None where it did not judge the answer, and the sum of a process
+    reward's numbers."""
+    per_token: list[list[float]] | None
+    """`[B][T]`: the weighted sum on each token, whose sum over the tokens is `total`: a process reward's numbers stand
+    where they belong, a number for the whole answer on its last token. None where no reward gave lists."""
+
+
+class WrongCount(ValueError):
+    """A reward returned other than one value for each answer."""
+
+
+def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers) -> Scores:
+    """The scores of `answers` from the checked values of each reward.
+
+    Raises:
+        ValueError: no reward judges an answer; a process reward has neither a number for each token nor for each step.
+    """
+    sums = [[None if value is None else _sum(value) for value in column] for column in values]
+    for index in range(len(answers)):
+        if all(column[index] is None for column in sums):
+            raise ValueError(
+                f"--reward: none of {', '.join(repr(reward.spec) for reward in rewards)} judges the answer to the "
+                f"prompt {answers.shown_prompt(index)}; one of them must return a number for it"
+            )
+    total = [
+        sum(
+            reward.weight * column[index]
+            for reward, column in zip(rewards, sums, strict=True)
+            if column[index] is not None
+        )
+        for index in range(len(answers))
+    ]
+    is_process = any(isinstance(value, list) for column in values for value in column)
+    return Scores(
+        total=total,
+        by_name={reward.name: column for reward, column in zip(rewards, sums, strict=True)},
+        per_token=_per_token(rewards, values, answers) if is_process else None,
+    )
+
+
+def _per_token(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers) -> list[list[float]]:
+    tokens = [[0.0] * len(ids) for ids in answers.response_ids]
+    for reward, column in zip(rewards, values, strict=True):
+        for index, value in enumerate(column):
+            for place, number in enumerate(_placed(reward, value, answers, index)):
+                tokens[index][place] += reward.weight * number
+    return tokens
+
+
+def _placed(reward: Reward, value: Value, answers: Answers, index: int) -> list[float]:
+    ids = answers.response_ids[index]
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        return on_last_token(value, len(ids))
+    try:
+        return on_tokens(value, answers.responses[index], ids, answers.decode)
+    except ValueError as error:
+        raise ValueError(
+            f"--reward={reward.spec!r} returned {error} of the answer to the prompt {answers.shown_prompt(index)}; "
+            "return one number for each token, or for each line that is not blank"
+        ) from error
+
+
+def read_values(spec: str, returned: Any, answers: Answers) -> list[Value]:
+    """What the reward `spec` returned, as values; local.
+
+    Raises:
+        WrongCount: there is not one value for each answer.
+        ValueError: it is no list, or a value is neither None nor a finite number nor a list of them, with its prompt.
+    """
+    if isinstance(returned, str) or not isinstance(returned, Iterable):
+        raise ValueError(
+            f"--reward={spec!r} must return a list of numbers and returned {returned!r}; mend the function"
+        )
+    given = list(returned)
+    if len(given) != len(answers):
+        raise WrongCount(
+            f"--reward={spec!r} returned {len(given)} scores for {len(answers)} responses; return one for each, in "
+            "their order"
+        )
+    return [_read_value(spec, value, answers, index) for index, value in enumerate(given)]
+
+
+def _read_value(spec: str, value: Any, answers: Answers, index: int) -> Value:
+    if value is None:
+        return None
+    if _is_list(value):
+        return [_read_number(spec, number, answers, index) for number in value]
+    return _read_number(spec, value, answers, index)
+
+
+def _read_number(spec: str, value: Any, answers: Answers, index: int) -> float:
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"--reward={spec!r} gave the answer to the prompt {answers.shown_prompt(index)} the score {value!r}; a "
+            "score must be a finite number, or None for an answer that it does not judge: mend it"
+        )
+    return number
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) > 0
+
+
+def _sum(value: float | list[float]) -> float:
+    return math.fsum(value) if isinstance(value, list) else value
+
+
+def reward_figures(scores: Scores) -> dict[str, float]:
+    """`reward_<name>` and `reward_<name>_deviation`: mean and deviation over all processes' answers; collective.
+
+    The deviation is that of the answers themselves (divisor n). A reward that judged none has no figures.
+    """
+    everyone = gather_objects(scores.by_name)
+    figures = {}
+    for name in scores.by_name:
+        values = [value for part in everyone for value in part[name] if value is not None]
+        if values:
+            figures[f"reward_{name}"] = statistics.fmean(values)
+            figures[f"reward_{name}_deviation"] = statistics.pstdev(values)
+    return figures

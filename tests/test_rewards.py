@@ -1,0 +1,236 @@
+"""The rules that rewards know by name, how several are added, what they measure, and what of them is refused."""
+
+import sys
+
+import pytest
+from answers import answers_of
+
+from hybrid_engine.recipes.rewards.built_in import BUILT_IN, last_number
+from hybrid_engine.recipes.rewards.loading import load_rewards, names_of
+from hybrid_engine.recipes.rewards.scores import reward_figures
+
+
+def scores_of(spec, responses, **columns):
+    """What one rule says of responses to any prompts."""
+    answers = answers_of([f"prompt {n}" for n in range(len(responses))], responses, **columns)
+    return load_rewards([spec])(answers).total
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module of reward functions into the present folder and gives its name."""
+
+    def write(source):
+        (tmp_path / "tried_rewards.py").write_text(source)
+        return "tried_rewards"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "tried_rewards", raising=False)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return write
+
+
+@pytest.mark.parametrize(
+    ("spec", "responses", "references", "expected"),
+    [
+        ("exact", ["42", " 42\n", "42.", "the 42", ""], ["42"] * 5, [1, 1, 0, 0, 0]),
+        ("exact:after=####", ["so #### 7", "7", "#### 1 #### 7", "####"], ["steps #### 7", 7, "7", "7"], [1, 0, 1, 0]),
+        ("exact:after==", ["1+1=2", "2"], ["2", "2"], [1, 0]),
+        ("number", ["it is 1,234.50 then", "-3", "3", "no", "1e3", "12,34"], [1234.5, "-3", "-3", 1, "1000", 34],
+         [1, 1, 0, 0, 1, 1]),
+        ("number:tolerance=0.01", ["3.14", "3.2", "314"], [3.1416, 3.1416, 315], [1, 0, 1]),
+        ("number:after=so", ["so 5 or 6", "5 so"], [6, 5], [1, 0]),
+        (r"regex:^\s*\d+$", ["12", "x 12", "12 x"], None, [1, 0, 0]),
+        ("regex:a:b=c,d", ["a:b=c,d", "ab"], None, [1, 0]),
+        ("length:target=4", ["abc", "abcdefg", "", "abcde"], None, [0, -1, -0.75, -0.5]),
+        ("length:most=4,penalty=2", ["abc", "abcdefg", ""], None, [0, -2, 0]),
+    ],
+)  # fmt: skip
+def test_a_rule_judges_by_its_definition(spec, responses, references, expected):
+    columns = {} if references is None else {"answer": references}
+    assert scores_of(spec, responses, **columns) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("", None), ("v.", None), ("-", None), ("1.", 1.0), (".5", 0.5), ("$1,000,000", 1e6), ("3 of 4%", 4.0),
+     ("2.5e-3", 0.0025), ("x2", 2.0), ("7-3", -3.0), ("1,2", 2.0), ("e5", 5.0)],
+)  # fmt: skip
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == number
+
+
+def test_the_reference_may_stand_in_another_column():
+    assert scores_of("exact:column=solution", ["a", "b"], solution=["a", "a"], answer=["b", "b"]) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "references", "rule"),
+    [
+        ("number", ["1", "none"], "answer='none' of the prompt 'prompt 1' has no number in it; mend the data"),
+        ("number", [None, "1"], "answer=None of the prompt 'prompt 0' is no answer"),
+        ("exact:after=####", ["#### 1", "1 ####"], "answer='1 ####' of the prompt 'prompt 1' is no answer"),
+    ],
+)
+def test_a_reference_that_a_rule_cannot_read_is_named_with_its_prompt(spec, references, rule):
+    with pytest.raises(ValueError, match=f"--reward='{spec}': {rule}"):
+        scores_of(spec, ["#### 1", "#### 1"], answer=references)
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ("number:tolerence=1", "'tolerence=1' is no option of it; write name=value with one of column, after"),
+        ("number:tolerance", "'tolerance' is no option of it"),
+        ("number:tolerance=-1", "tolerance='-1' must be a number of at least 0; mend it"),
+        ("number:tolerance=nan", "tolerance='nan' must be a number of at least 0"),
+        ("length", "must say either target or most, in tokens; write length:target=200"),
+        ("length:target=3,most=4", "must say either target or most"),
+        ("length:target=x", "target='x' must be a number of at least 0"),
+        ("regex:(", r"has a pattern that is none: .*; mend it"),
+        ("regex", "has no pattern; write regex:PATTERN"),
+        ("exactt", "is no rule, folder or module:function; did you mean 'exact'"),
+        (":score", "names no module; write module:function"),
+        ("json:", "names no function; write module:function"),
+        ("nowhere:f", "no module 'nowhere' here or on the path"),
+        ("json:nothing", "json has no function 'nothing'"),
+    ],
+)
+def test_a_spec_that_names_no_reward_is_refused(spec, rule):
+    with pytest.raises(ValueError, match=f"--reward='{spec}'".replace("(", r"\(") + f":? {rule}"):
+        load_rewards([spec])
+
+
+@pytest.mark.parametrize(
+    ("specs", "weights", "rule"),
+    [
+        ([], None, "--reward is missing; give one"),
+        (["exact", "number"], [1.0], "--reward-weights='1' must be 2 numbers, one for each --reward"),
+        (["exact"], [1.0, 2.0], "--reward-weights='1 2' must be 1 numbers"),
+        (["exact"], [float("nan")], "--reward-weights='nan' must be finite and not all 0"),
+        (["exact", "number"], [0.0, 0.0], "--reward-weights='0 0' must be finite and not all 0"),
+    ],
+)
+def test_weights_that_do_not_fit_the_rewards_are_refused(specs, weights, rule):
+    with pytest.raises(ValueError, match=rule):
+        load_rewards(specs, weights)
+
+
+def test_a_time_limit_must_be_above_0():
+    with pytest.raises(ValueError, match="--reward-time-limit=0 must be above 0"):
+        load_rewards(["exact"], None, 0)
+
+
+def test_columns_that_a_reward_cannot_do_without_are_asked_for_before_any_work(module):
+    name = module("def score(responses, level, bonus=0, *, kind, **others): return [0.0 for _ in responses]")
+    rewards = load_rewards(["number:column=solution", f"{name}:score"])
+    rewards.check_columns(["solution", "level", "kind"])
+    with pytest.raises(ValueError, match=r"'number:column=solution' reads the column 'solution', and the data has 'an"):
+        rewards.check_columns(["answer"])
+    with pytest.raises(ValueError, match=r"score' reads the column 'kind', and the data has 'solution'"):
+        rewards.check_columns(["solution"])
+
+
+def test_several_rewards_are_added_by_their_weights():
+    rewards = load_rewards(["exact", "length:target=2", "regex:a"], [1.0, 0.5, -2.0])
+    scores = rewards(answers_of(["p", "q"], ["a", "bcd"], answer=["a", "x"]))
+    assert scores.by_name == {"exact": [1.0, 0.0], "length": [0.0, -1.0], "regex": [1.0, 0.0]}
+    assert scores.total == [1.0 - 2.0, -0.5]
+    assert scores.per_token is None
+
+
+def test_rewards_of_one_name_are_numbered():
+    specs = ["regex:a", "m:score", "regex:b", "n:score", "exact", "some/where/reward"]
+    assert names_of(specs) == ["regex_1", "score_1", "regex_2", "score_2", "exact", "reward"]
+
+
+def test_none_leaves_a_reward_out_of_that_answers_sum(module):
+    name = module("def even(responses): return [None if len(text) % 2 else 10.0 for text in responses]")
+    scores = load_rewards([f"{name}:even", "exact"], [0.5, 1.0])(
+        answers_of(["p", "q"], ["ab", "abc"], answer=["ab", "abc"])
+    )
+    assert scores.total == [6.0, 1.0] and scores.by_name["even"] == [10.0, None]
+    assert reward_figures(scores) == {
+        "reward_even": 10.0, "reward_even_deviation": 0.0, "reward_exact": 1.0, "reward_exact_deviation": 0.0
+    }  # fmt: skip
+
+
+def test_an_answer_that_no_reward_judges_is_named(module):
+    name = module("def even(responses): return [None if len(text) % 2 else 1.0 for text in responses]")
+    with pytest.raises(ValueError, match=r"none of 'tried_rewards:even' judges the answer to the prompt 'second'"):
+        load_rewards([f"{name}:even"])(answers_of(["first", "second"], ["ab", "abc"]))
+
+
+def test_mean_and_deviation_are_those_of_the_unweighted_values():
+    scores = load_rewards(["length:target=1"], [5.0])(answers_of("pqr", ["", "a", "abc"]))
+    figures = reward_figures(scores)
+    assert figures["reward_length"] == pytest.approx(-4 / 3)  # of 0, -1 and -3
+    assert figures["reward_length_deviation"] == pytest.approx((14 / 9) ** 0.5)
+
+
+def test_no_answers_have_no_scores_and_call_nobody(module):
+    name = module("def score(responses): raise RuntimeError")
+    assert load_rewards([f"{name}:score"])(answers_of([], [])).total == []
+
+
+def test_numbers_for_tokens_and_for_lines_stand_where_they_belong(module):
+    name = module(
+        "def tokens(response_ids): return [[float(t) for t in range(len(ids))] for ids in response_ids]\n"
+        "def lines(responses): return [[float(len(line)) for line in r.split('\\n') if line] for r in responses]"
+    )
+    answers = answers_of(["p", "q"], ["a\n\nbcd\n", "ab"])
+    rewards = load_rewards([f"{name}:tokens", f"{name}:lines", "length:target=1"], [0.1, 10.0, 1.0])
+    scores = rewards(answers)
+    assert scores.by_name == {"tokens": [28.0, 3.0], "lines": [4.0, 2.0], "length": [-7.0, -2.0]}
+    #                      a               \n   \n   b    c    d           \n   end
+    assert scores.per_token[0] == pytest.approx([0.0 + 10, 0.1, 0.2, 0.3, 0.4, 0.5 + 30, 0.6, 0.7 - 7])
+    assert scores.per_token[1] == pytest.approx([0.0, 0.1 + 20, 0.2 - 2])
+    assert scores.total == pytest.approx([sum(row) for row in scores.per_token])
+
+
+def test_numbers_that_fit_neither_tokens_nor_lines_are_refused(module):
+    name = module("def score(responses): return [[1.0, 2.0, 3.0] for _ in responses]")
+    with pytest.raises(
+        ValueError, match=r"score' returned 3 numbers for 2 tokens in 1 lines of the answer to the prompt"
+    ):
+        load_rewards([f"{name}:score"])(answers_of(["p"], ["a"]))
+
+
+def test_mathematics_is_compared_by_its_meaning():
+    pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+    responses = ["so \\boxed{0.5}", "$\\frac{2}{4}$", "2", "\\boxed{x+1}", "nothing"]
+    assert scores_of("math", responses, answer=["1/2", "\\frac12", "1/2", "1+x", "3"]) == [1, 1, 0, 1, 0]
+
+
+class FakeMath:
+    """math-verify, as far as the reward uses it, on texts; `verify` counts for ever where the response says so."""
+
+    @staticmethod
+    def parse(text, parsing_timeout):
+        assert parsing_timeout is None  # a limit of its own would take the system's timer away
+        return [text.strip("$")] if text.strip("$") != "?" else []
+
+    @staticmethod
+    def verify(gold, target, timeout_seconds):
+        assert timeout_seconds is None
+        while target == ["slow"]:
+            pass
+        return gold == target
+
+
+def test_mathematics_that_takes_too_long_is_wrong_and_references_must_be_mathematics(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", FakeMath)
+    assert scores_of("math:seconds=0.05", ["slow", "1", "2"], answer=["1", "1", "1"]) == [0, 1, 0]
+    with pytest.raises(ValueError, match=r"answer='\?' of the prompt 'prompt 0' holds no mathematics"):
+        scores_of("math", ["1"], answer=["?"])
+
+
+def test_mathematics_without_its_library_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"--reward='math' needs the library math-verify.*hybrid-engine\[math\]"):
+        load_rewards(["math"])
+
+
+def test_the_docstring_of_the_rules_names_each_of_them():
+    text = sys.modules[BUILT_IN["exact"].__module__].__doc__
+    assert all(f"\n    {name}" in text for name in BUILT_IN)
