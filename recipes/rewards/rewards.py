@@ -7,6 +7,7 @@ scores = rewards(answers)
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.rewards.answers import Answers, Reward, RewardError, UnusableReference, Value
@@ -83,7 +84,7 @@ def first_failure(reward: Reward, answers: Answers, seconds: float) -> str:
         row = answers.row(index)
         try:
             left = max(deadline - time.monotonic(), SHORTEST_SECONDS)
-            read_values(reward.spec, within(left, lambda row=row: reward.judge(row)), row)
+            read_values(reward.spec, within(left, partial(reward.judge, row)), row)
         except (Exception, OutOfTime) as error:
             reason = "out of time" if isinstance(error, OutOfTime) else type(error).__name__
             return f"for each answer alone it fails first ({reason}) at the prompt {answers.shown_prompt(index)}"

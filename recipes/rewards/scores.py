@@ -38,27 +38,25 @@ def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: A
     Raises:
         ValueError: no reward judges an answer; a process reward has neither a number for each token nor for each step.
     """
-    sums = [[None if value is None else _sum(value) for value in column] for column in values]
+    sums: list[list[float | None]] = [[None if value is None else _sum(value) for value in column] for column in values]
     for index in range(len(answers)):
         if all(column[index] is None for column in sums):
             raise ValueError(
                 f"--reward: none of {', '.join(repr(reward.spec) for reward in rewards)} judges the answer to the "
                 f"prompt {answers.shown_prompt(index)}; one of them must return a number for it"
             )
-    total = [
-        sum(
-            reward.weight * column[index]
-            for reward, column in zip(rewards, sums, strict=True)
-            if column[index] is not None
-        )
-        for index in range(len(answers))
-    ]
+    weights = [reward.weight for reward in rewards]
     is_process = any(isinstance(value, list) for column in values for value in column)
     return Scores(
-        total=total,
+        total=[_weighted(weights, row) for row in zip(*sums, strict=True)],
         by_name={reward.name: column for reward, column in zip(rewards, sums, strict=True)},
         per_token=_per_token(rewards, values, answers) if is_process else None,
     )
+
+
+def _weighted(weights: Sequence[float], row: Sequence[float | None]) -> float:
+    """The sum of one answer's rewards, without those that do not judge it."""
+    return sum(weight * number for weight, number in zip(weights, row, strict=True) if number is not None)
 
 
 def _per_token(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers) -> list[list[float]]:
