@@ -4,9 +4,12 @@ The words are those of the command line. `presets.py` has what frameworks and pa
 `objective.py` compute it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from hybrid_engine.config.reading import find_nearest
+from hybrid_engine.recipes.algorithms.presets import preset_choices, with_preset
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, flag
 
 CHOICES = {
@@ -41,8 +44,14 @@ GROUP_SCALES = ("group-std", "leave-one-out-std")
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """Every choice between sampled groups with rewards and the loss of an optimizer step."""
+    """Every choice between sampled groups with rewards and the loss of an optimizer step.
 
+    `from_options` fills in what a preset chose; the constructor takes the choices as they are.
+    """
+
+    preset: str | None = None
+    """all of the following as it is in deepseekmath, trl, verl, openrlhf, nemo, slime, dapo, dr-grpo, rloo or
+    reinforce++ (docs/algorithms.md); options given beside it win"""
     baseline: str = "group-mean"
     """what is taken off a reward: group-mean (GRPO, arXiv 2402.03300), leave-one-out (RLOO, arXiv 2402.14740),
     batch-mean over all tokens (REINFORCE++, arXiv 2501.03262), group-then-batch-mean (REINFORCE++-baseline), none"""
@@ -100,7 +109,23 @@ class Algorithm:
     correction_threshold: float = 1e-3
     """mean difference of log-probabilities, in nats a token, above which the correction is made"""
 
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any]) -> "Algorithm":
+        """The algorithm of the options that the user gave, by the names of the fields, among them maybe a preset.
+
+        Raises:
+            ValueError: no such preset, option or choice, or choices that contradict each other.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                nearest = find_nearest(name, known)
+                advice = f"did you mean {flag(nearest)}?" if nearest else f"use {', '.join(map(flag, known))}"
+                raise ValueError(f"{flag(name)} is no choice of the algorithm; {advice}")
+        return cls(**with_preset(given))
+
     def __post_init__(self) -> None:
+        preset_choices(self.preset)
         for name, known in CHOICES.items():
             check_choice(name, getattr(self, name), known)
         check_numbers(self)

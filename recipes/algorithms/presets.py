@@ -5,12 +5,9 @@ those of its GRPO at the versions that `docs/algorithms.md` names.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from hybrid_engine.config.reading import find_nearest
-from hybrid_engine.recipes.algorithms.choices import Algorithm
-from hybrid_engine.recipes.runs.checks import flag
 
 GROUP_NORMALISED: dict[str, Any] = {"baseline": "group-mean", "scale": "group-std", "scale_divisor": "n-1"}
 
@@ -144,29 +141,29 @@ PRESETS: dict[str, dict[str, Any]] = {
 """Choices by preset, then by the field of `Algorithm`."""
 
 
-def build_algorithm(preset: str | None, given: Mapping[str, Any]) -> tuple[Algorithm, list[str]]:
-    """The algorithm of a preset with the options that were given beside it, which win.
+KL_AT: dict[str, dict[str, Any]] = {
+    "none": {"kl_coef": 0.0, "kl_target": 0.0, "kl_unbiased": False},
+    "reward": {"kl_estimator": "k1", "kl_unbiased": False},
+    "token-reward": {"kl_estimator": "k1", "kl_unbiased": False},
+    "loss": {"kl_estimator": "k3"},
+}
+"""What a KL has at each place that it is moved to, unless the user says otherwise."""
 
-    Args:
-        preset: a name of `PRESETS`; None for the defaults of `Algorithm`.
-        given: the options that the user gave, by the names of `Algorithm`'s fields.
 
-    Returns:
-        The algorithm, and lines to print: what the preset set, and what was given in place of it.
+def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices that follow from the options that the user gave, by the names of `Algorithm`'s fields.
+
+    They are the preset's where `given` has one, and the given ones win. A choice of the preset that has no meaning
+    beside a given one goes: the weight of a KL that is turned off, the estimator of one that is moved, the dual clip
+    of another policy loss.
 
     Raises:
-        ValueError: no such preset or option, or choices that contradict each other.
+        ValueError: there is no such preset.
     """
-    chosen = preset_choices(preset)
-    check_names(given)
-    algorithm = Algorithm(**{**chosen, **given})
-    lines = [] if preset is None else [f"preset {preset} sets {as_options(chosen)}"]
-    overrides = {name: value for name, value in given.items() if name in chosen and value != chosen[name]}
-    lines += [
-        f"{as_options({name: value})} was given and wins over {chosen[name]} of preset {preset}"
-        for name, value in overrides.items()
-    ]
-    return algorithm, lines
+    chosen = preset_choices(given.get("preset"))
+    moved = KL_AT.get(given.get("kl_place", ""), {}) if given.get("kl_place") != chosen.get("kl_place") else {}
+    dropped = {"dual_clip": 0.0} if given.get("policy_loss", "clip") != "clip" else {}
+    return {**chosen, **moved, **dropped, **given}
 
 
 def preset_choices(preset: str | None) -> dict[str, Any]:
@@ -178,18 +175,3 @@ def preset_choices(preset: str | None) -> dict[str, Any]:
         advice = f"did you mean {nearest}?" if nearest else "choose one of them"
         raise ValueError(f"--preset={preset!r} must be one of {', '.join(PRESETS)}; {advice}")
     return PRESETS[preset]
-
-
-def check_names(given: Mapping[str, Any]) -> None:
-    """ValueError for an option that is none of an algorithm's."""
-    known = [field.name for field in fields(Algorithm)]
-    for name in given:
-        if name not in known:
-            nearest = find_nearest(name, known)
-            advice = f"did you mean {flag(nearest)}?" if nearest else f"use {', '.join(map(flag, known))}"
-            raise ValueError(f"{flag(name)} is no choice of the algorithm; {advice}")
-
-
-def as_options(choices: Mapping[str, Any]) -> str:
-    """The choices as they would be typed."""
-    return " ".join(f"{flag(name)} {value}" for name, value in choices.items())
