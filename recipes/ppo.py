@@ -174,7 +174,7 @@ def run(config: Config) -> Path:
     say(roles.actor.report())
 
     before = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
-    first_step = load_checkpoints(roles, out / CHECKPOINTS, config) if config.resume else 0
+    first_step = load_checkpoints(engines_of(roles), out / CHECKPOINTS, config).step if config.resume else 0
     started = time.perf_counter()
     log = RunLog(out, "PPO", config.steps, first_step)
     train_loop(roles, train_prompts, config, log, first_step)
@@ -217,6 +217,11 @@ def build_roles(config: Config, source: str, reward_source: str) -> Roles:
     return Roles(
         actor=actor, critic=critic, reference=reference, rewards=load_rewards([reward_source]), tokenizer=tokenizer
     )
+
+
+def engines_of(roles: Roles) -> dict[str, Any]:
+    """What is trained, by the names of its checkpoints."""
+    return {"critic": roles.critic, "actor": roles.actor}
 
 
 def engine_config(config: Config, learning_rate: float, max_out_tokens: int | None) -> dict[str, Any]:
@@ -262,7 +267,7 @@ def train_loop(roles: Roles, prompts: list[str], config: Config, log: RunLog, fi
             figures |= update(roles, experience, rollout.logprobs, config, seed=mix_seed(config.seed, step))
             log.write(step, figures | roles.actor.latency_stats(), SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:
-                save_checkpoints(roles, Path(config.out) / CHECKPOINTS, step + 1, config)
+                save_checkpoints(engines_of(roles), Path(config.out) / CHECKPOINTS, step + 1, config)
 
 
 @torch.no_grad()

@@ -170,8 +170,8 @@ def test_nothing_to_resume_and_other_options_are_refused_before_any_model_loads(
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(ValueError, match=r"no complete checkpoint; --restart begins again .* \(metrics.jsonl\)"):
         ppo.run(config)
-    (tmp_path / "checkpoints" / "actor").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "actor" / "latest").write_text("step1")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("1")
     (tmp_path / "checkpoints" / "options.json").write_text(json.dumps(asdict(replace(config, gamma=0.5))))
     with pytest.raises(ValueError, match=r"--resume: --gamma=1.0 but the interrupted run had 0.5"):
         ppo.run(config)

@@ -20,7 +20,7 @@ from typing import Any, get_type_hints
 import hybrid_engine.command.launcher as launcher
 from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.recipe_options import Option, read_recipe_help
-from hybrid_engine.recipes.runs.run_folder import PPO_RESULTS, has_checkpoint, left_behind
+from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
 
 RECIPES = ("sft", "reward", "ppo")
 LAUNCH = "launch"
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             settled = {option.name: option.default for option in options} | given
-            print(f"hybrid-engine: interrupted; {how_to_go_on(settled)}", file=sys.stderr)
+            print(f"hybrid-engine: interrupted; {how_to_go_on(name, settled)}", file=sys.stderr)
         return INTERRUPTED
     return 0
 
@@ -86,13 +86,13 @@ def is_ours(error: BaseException) -> bool:
     return str(frames[-1].f_globals.get("__name__")).startswith("hybrid_engine.")
 
 
-def how_to_go_on(options: Mapping[str, Any]) -> str:
+def how_to_go_on(recipe: str, options: Mapping[str, Any]) -> str:
     """What to do after Ctrl-C; a checkpoint that was being written does not count until it is complete."""
     folder = Path(options["out"])
-    if "resume" in options and has_checkpoint(folder):
+    if "resume" in options and has_checkpoint(folder, recipe):
         place = "in place of --restart" if options["restart"] else "added"
         return f"the same command, --resume {place}, goes on from the last checkpoint"
-    if "resume" in options and left_behind(folder, PPO_RESULTS):
+    if "resume" in options and left_behind(folder, results_of(recipe)):
         return "there is no checkpoint yet: the same command with --restart begins again"
     return "finished stages stay, the same command begins the unfinished one again"
 

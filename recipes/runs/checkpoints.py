@@ -1,14 +1,27 @@
-"""Checkpoints of a PPO run: actor and critic under one tag, the actor saved last, so its `latest` names whole pairs."""
+"""Checkpoints of a run: all of its engines under one tag, with what else it needs to go on to the bit.
+
+An engine's checkpoint holds weights, optimizer, scheduler and every random state. A recipe adds in `state` what its
+loop carries from step to step (an adaptive coefficient, a buffer of prompts), and derives all else, such as the order
+of its data, from the step alone. The loop of a recipe:
+
+    engines = {"critic": critic, "actor": actor}
+    saved = load_checkpoints(engines, folder, config) if config.resume else SavedRun()
+    for step in range(saved.step, num_steps):
+        ...
+        if config.save_every and (step + 1) % config.save_every == 0:
+            save_checkpoints(engines, folder, step + 1, config, {"kl_coef": kl_coef})
+"""
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.distributed.processes import on_rank_zero
-from hybrid_engine.recipes.experience.rollout import Roles
 from hybrid_engine.recipes.runs.checks import flag
+from hybrid_engine.recipes.runs.run_folder import LATEST
 from hybrid_engine.recipes.runs.run_log import say
 
 OPTIONS = "options.json"
@@ -16,31 +29,57 @@ OPTIONS = "options.json"
 _MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_prompts"})
 
 
-def save_checkpoints(roles: Roles, folder: Path, step: int, config: Any) -> None:
-    """Saves both engines as they are after `step` steps and then removes older tags; collective."""
-    state = {"step": step, "config": asdict(config)}
-    on_rank_zero(lambda: _write_options(folder, config))
-    for name, engine in (("critic", roles.critic), ("actor", roles.actor)):
-        engine.save_checkpoint(folder / name, f"step{step}", state)
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """Where an interrupted run was; as it is made, the beginning of a run."""
 
-    def prune() -> None:
-        for path in folder.glob("*/step*"):
-            discard(path.parent, path.name, f"step{step}")
-
-    on_rank_zero(prune)
+    step: int = 0
+    """steps that it had done"""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """what the recipe gave `save_checkpoints`"""
 
 
-def load_checkpoints(roles: Roles, folder: Path, config: Any) -> int:
-    """Loads the last pair; returns the steps that it had done. Collective.
+def save_checkpoints(
+    engines: Mapping[str, Any], folder: Path, step: int, config: Any, state: Mapping[str, Any] | None = None
+) -> None:
+    """Saves `engines` as they are after `step` steps, each below its name, and then removes older tags; collective.
+
+    The checkpoint counts once all of it is on disk: the file `latest` in `folder`, written last, names its step.
+
+    Args:
+        engines: what is trained, by names of folders; the same at every call of a run.
+        folder: of all checkpoints of the run.
+        step: steps that are done.
+        config: the recipe's options, a dataclass; a run goes on under these alone.
+        state: what else the loop carries, alike on every process: numbers, strings, lists, dicts and tensors.
+    """
+    tag, saved = f"step{step}", {"step": step, "config": _options(config), "state": dict(state or {})}
+    on_rank_zero(lambda: _write(folder / OPTIONS, json.dumps(_options(config), indent=2) + "\n"))
+    for name, engine in engines.items():
+        engine.save_checkpoint(folder / name, tag, saved, save_latest=False)
+
+    def finish() -> None:
+        _write(folder / LATEST, str(step))
+        for name in engines:
+            for path in (folder / name).glob("step*"):
+                discard(path.parent, path.name, tag)
+
+    on_rank_zero(finish)
+
+
+def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> SavedRun:
+    """Loads what was saved last into `engines`, and every random state; collective.
 
     Raises:
         ValueError: there is no checkpoint, or it was written under other options.
     """
-    _, state = roles.actor.load_checkpoint(folder / "actor")
-    _check_options(state["config"], asdict(config))
-    roles.critic.load_checkpoint(folder / "critic", f"step{state['step']}")
-    say(f"Going on after step {state['step']}")
-    return state["step"]
+    tag = f"step{int((folder / LATEST).read_text())}" if (folder / LATEST).is_file() else None
+    saved: dict[str, Any] = {}
+    for name, engine in engines.items():
+        _, saved = engine.load_checkpoint(folder / name, tag)
+        _check_options(saved["config"], _options(config))
+    say(f"Going on after step {saved['step']}")
+    return SavedRun(step=saved["step"], state=saved["state"])
 
 
 def check_saved_options(folder: Path, config: Any) -> None:
@@ -50,14 +89,22 @@ def check_saved_options(folder: Path, config: Any) -> None:
         ValueError: naming the first that differs.
     """
     if (folder / OPTIONS).is_file():
-        _check_options(json.loads((folder / OPTIONS).read_text()), asdict(config))
+        _check_options(json.loads((folder / OPTIONS).read_text()), _options(config))
 
 
-def _write_options(folder: Path, config: Any) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    writing = folder / f".{OPTIONS}"
-    writing.write_text(json.dumps(asdict(config), indent=2) + "\n")
-    writing.replace(folder / OPTIONS)
+def _options(config: Any) -> dict[str, Any]:
+    """Every option by its name as JSON reads it back, those of a group beside the others."""
+    flat: dict[str, Any] = {}
+    for name, value in asdict(config).items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return json.loads(json.dumps(flat))
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writing = path.with_name(f".{path.name}")
+    writing.write_text(text)
+    writing.replace(path)
 
 
 def _check_options(saved: dict[str, Any], given: dict[str, Any]) -> None:

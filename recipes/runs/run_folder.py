@@ -8,10 +8,24 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 CHECKPOINTS = "checkpoints"
+LATEST = "latest"
+"""The file among a run's checkpoints that says which of them is complete; see `checkpoints.py`."""
 PPO_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "plot.png", "samples.json", "result.json")
 """What PPO leaves in the folder of its run."""
-FOLDERS = (CHECKPOINTS, "actor", "sft", "sft-log", "reward", "reward-log")
+STAGES = ("sft", "reward")
+"""Recipes that other recipes run first: each leaves a folder of its name, and two beside it with more to the name."""
+FOLDERS = (CHECKPOINTS, "actor", *(f"{name}{more}" for name in STAGES for more in ("", "-log", "-checkpoints")))
 """Those names in the folder of a run that are folders; the others are files."""
+
+
+def checkpoints_of(recipe: str) -> str:
+    """The name of the folder with a recipe's checkpoints: a stage's stand beside those of the run that needs it."""
+    return f"{recipe}-{CHECKPOINTS}" if recipe in STAGES else CHECKPOINTS
+
+
+def results_of(recipe: str) -> tuple[str, ...]:
+    """What a recipe leaves in the folder of its run."""
+    return (recipe, f"{recipe}-log", checkpoints_of(recipe)) if recipe in STAGES else PPO_RESULTS
 
 
 def check_out(out: str) -> Path:
@@ -46,30 +60,30 @@ def left_behind(folder: Path, names: Sequence[str]) -> list[str]:
     return [path.name for path in found if path.is_dir() or path.stat().st_size > 0]
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether the PPO run in `folder` has a complete checkpoint."""
-    return (folder / CHECKPOINTS / "actor" / "latest").is_file()
+def has_checkpoint(folder: Path, recipe: str = "ppo") -> bool:
+    """Whether the run of `recipe` in `folder` has a complete checkpoint."""
+    return (folder / checkpoints_of(recipe) / LATEST).is_file()
 
 
-def check_nothing_is_lost(folder: Path) -> None:
-    """Refuses to begin PPO where an earlier run left its results, naming what there is to do."""
-    found = left_behind(folder, PPO_RESULTS)
+def check_nothing_is_lost(folder: Path, recipe: str = "ppo") -> None:
+    """Refuses to begin where an earlier run left its results, naming what there is to do."""
+    found = left_behind(folder, results_of(recipe))
     if not found:
         return
-    going_on = "--resume goes on with it, " if has_checkpoint(folder) else ""
+    going_on = "--resume goes on with it, " if has_checkpoint(folder, recipe) else ""
     raise ValueError(
         f"--out={str(folder)!r} holds an earlier run ({', '.join(found)}): {going_on}--restart moves it aside and "
         f"begins again, another --out leaves it as it is"
     )
 
 
-def check_can_resume(folder: Path) -> None:
+def check_can_resume(folder: Path, recipe: str = "ppo") -> None:
     """Refuses `--resume` without a complete checkpoint."""
-    if has_checkpoint(folder):
+    if has_checkpoint(folder, recipe):
         return
-    found = left_behind(folder, PPO_RESULTS)
+    found = left_behind(folder, results_of(recipe))
     remedy = f"--restart begins again and moves what there is aside ({', '.join(found)})" if found else "leave it out"
-    raise ValueError(f"--resume: {str(folder / CHECKPOINTS)!r} holds no complete checkpoint; {remedy}")
+    raise ValueError(f"--resume: {str(folder / checkpoints_of(recipe))!r} holds no complete checkpoint; {remedy}")
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
