@@ -243,36 +243,45 @@ class ZeroEngine(Uncopied):
                 engine trains; or a non-finite gradient norm outside fp16, or no gradient of any trained parameter:
                 nothing was stepped, the gradients are dropped and the accumulation starts again.
 
-        Ctrl-C is raised when the step is done.
+        Where the optimizer steps, an error of one process is raised on all. One that comes while it steps, as when
+        there is no memory for its state, leaves parameters torn on all, until a checkpoint is loaded; one before that
+        leaves them as they were. Ctrl-C is raised when the step is done.
         """
         self.check_trains("step()")
+        error = attempt(self._check_step)[1]
+        with holding_interrupts():
+            self._end_micro_batch(lr_kwargs or {}, error)
+
+    def _check_step(self) -> None:
         self._check_parameters()
         self._check_whole("step()")
         self.backward_hooks.recover()
         self.accumulation.check_step()
-        with holding_interrupts():
-            self._end_micro_batch(lr_kwargs or {})
 
-    def _end_micro_batch(self, lr_kwargs: dict[str, Any]) -> None:
-        with self.accumulation.step() as is_boundary, self.observer.step(is_boundary):
+    def _end_micro_batch(self, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
+        with self.accumulation.step(error) as is_boundary, self.observer.step(is_boundary):
             if is_boundary:
-                self._step_optimizer(lr_kwargs)
+                self._step_optimizer(lr_kwargs, error)
             else:
                 self.num_pending_micro_batches += 1
         self.micro_steps += 1
         if is_boundary:
             self.observer.print_times(self.global_steps)
 
-    def _step_optimizer(self, lr_kwargs: dict[str, Any]) -> None:
+    def _step_optimizer(self, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
         assert self.optimizer is not None
-        try:
-            self.sharding.drop_unused_gradients(self.optimizer.parameters)
-            with self.sharding.as_shards():
+        _, error_now = attempt(self._prepare_step)
+        error = self.sharding.drop_unused_gradients(self.optimizer.parameters, error_now if error is None else error)
+        if error is None:
+            try:
                 self.optimizer.step()
-        except ValueError:  # on every process alike
+            except ValueError as refusal:  # on every process alike
+                error = refusal
+        if error is not None:
             self.drop_accumulation()
             self.sharding.settle()
-            raise
+            raise error
+        self.sharding.settle()
         self.global_steps += 1
         self.global_samples += self.accumulation.num_samples()
         if self.optimizer.overflow:
@@ -281,6 +290,13 @@ class ZeroEngine(Uncopied):
             self.lr_scheduler.step(**lr_kwargs)
         self.observer.finish_step(self.optimizer, self.global_steps, self.global_samples, self.skipped_steps)
         self.zero_grad()
+
+    def _prepare_step(self) -> None:
+        """Everything of a step that can fail and changes nothing yet; local."""
+        assert self.optimizer is not None
+        self.accumulation.check_reduced()
+        self.sharding.become_shards()
+        self.optimizer.take_gradients()
 
     def drop_accumulation(self) -> None:
         """Drops all gradients; the next micro-batch is the first of a step again."""

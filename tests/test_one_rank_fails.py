@@ -6,57 +6,12 @@ import time
 import pytest
 import torch
 from distributed import run_distributed, run_to_the_end
-from models import PAD, build_model, padded_prompts
-
-import hybrid_engine
-from hybrid_engine.zero.sharding import local_tensor
+from models import PAD, padded_prompts
+from one_rank import Broken, build_engine, check_error, local_parameters, outcome
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": PAD}
 SAMPLED = {"do_sample": True, "max_new_tokens": 4, "pad_token_id": PAD, "seed": 3}
 ENGINES = {"whole": (0, True), "gathered": (3, True), "streamed": (3, False)}
-
-
-def build_engine(stage, pinned=True):
-    torch.manual_seed(0)
-    config = {
-        "train_batch_size": 2,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "hybrid_engine": {"enabled": True, "pin_parameters": pinned, "max_running": 2},
-    }
-    return hybrid_engine.initialize(model=build_model(), config=config)[0]
-
-
-class Broken:
-    """`name` of `owner` raises `error` from its call number `calls` on."""
-
-    def __init__(self, owner, name, error, calls=0):
-        self.owner, self.name, self.error, self.calls = owner, name, error, calls
-
-    def __enter__(self):
-        self.had = self.name in vars(self.owner)
-        self.real = getattr(self.owner, self.name)
-        setattr(self.owner, self.name, self)
-
-    def __call__(self, *args, **kwargs):
-        self.calls -= 1
-        if self.calls < 0:
-            raise self.error
-        return self.real(*args, **kwargs)
-
-    def __exit__(self, *unused):
-        if self.had:
-            setattr(self.owner, self.name, self.real)
-        else:
-            delattr(self.owner, self.name)
-
-
-def outcome(action):
-    """What it returned, or the class and words of its error."""
-    try:
-        return action()
-    except BaseException as error:
-        return type(error).__name__, str(error)
 
 
 PREPARE = {
@@ -155,14 +110,6 @@ def generations_of_both(rank, world_size):
     return generate_cases(rank, world_size), different_wishes(rank, world_size)
 
 
-def check_error(parts, who, name, words=""):
-    own, other = parts[who][0], parts[1 - who][0]
-    assert isinstance(own, tuple) and isinstance(other, tuple), (name, own, other)
-    assert own[0] == other[0], (name, own, other)
-    assert own[1].removeprefix("[Errno 28] ").split(":")[0] in other[1]
-    assert f"rank {who}: " in other[1] and words in other[1]
-
-
 @pytest.fixture(scope="module")
 def generations():
     return run_distributed(generations_of_both, 2, seconds=30)
@@ -242,10 +189,6 @@ def training_cases(rank, world_size):
             train(engine, input_ids)
             results[stage, who] = found, all(map(torch.equal, expected, local_parameters(engine)))
     return results
-
-
-def local_parameters(engine):
-    return [local_tensor(parameter) for parameter in engine.module.parameters()]
 
 
 @pytest.fixture(scope="module")

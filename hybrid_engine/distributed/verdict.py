@@ -89,15 +89,28 @@ class Partners:
     def raise_together(self, error: BaseException | None) -> None:
         """Raises `error`, this process's, or another one's; does nothing where there is none; collective."""
         if self.highest([int(error is not None)]) == [1] or error is not None:
-            self.raise_first(error, self.exchange(None if error is None else describe_error(error)))
+            raise self.exchange_errors(error)
+
+    def exchange_errors(self, error: BaseException | None) -> BaseException:
+        """`error`, this process's, or the first of the others', where it is known that one has one; collective."""
+        found = self.first_error(error, self.exchange(None if error is None else describe_error(error)))
+        assert found is not None
+        return found
 
     def raise_first(self, error: BaseException | None, problems: list[Problem | None]) -> None:
         """Raises `error`, this process's, or the first of all processes' `problems`; local."""
+        found = self.first_error(error, problems)
+        if found is not None:
+            raise found
+
+    def first_error(self, error: BaseException | None, problems: list[Problem | None]) -> BaseException | None:
+        """`error`, this process's, or the first of all processes' `problems` as an error to raise here; local."""
         if error is not None:
-            raise error
+            return error
         for rank, problem in enumerate(problems):
             if problem is not None:
-                raise problem.raised_on(rank if self.group is None else dist.get_global_rank(self.group, rank))
+                return problem.raised_on(rank if self.group is None else dist.get_global_rank(self.group, rank))
+        return None
 
     def highest(self, numbers: list[int]) -> list[int]:
         """The highest of each of `numbers` over all processes; collective.

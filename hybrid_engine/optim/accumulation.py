@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.external_parameters import LATE
 
@@ -110,21 +111,23 @@ class GradientAccumulation:
             raise ValueError("step(): there are no gradients; call backward(loss) before each step()")
 
     @contextmanager
-    def step(self) -> Iterator[bool]:
+    def step(self, error: BaseException | None = None) -> Iterator[bool]:
         """Around `step()`, which is told whether it steps the optimizer; what is not reduced then is. Collective.
 
         Raises:
-            ValueError: a parameter of a layer was used before it.
+            BaseException: `error`, for which this process cannot step, unless others are told of it inside; where the
+                processes reduce here, also that of another one.
         """
         self._is_stepping = True
         try:
             is_boundary = self.is_boundary()
-            if is_boundary:
-                self._reduce_rest()
-            yield is_boundary
+            self._begin_step(is_boundary, error)
+            try:
+                yield is_boundary
+            finally:
+                self.num_passes = 0
         finally:
             self._is_stepping = False
-            self.num_passes = 0
 
     def num_samples(self) -> int:
         """Samples of the optimizer step under way, over all processes."""
@@ -133,11 +136,16 @@ class GradientAccumulation:
             return config.train_batch_size
         return self.num_passes * config.train_micro_batch_size_per_gpu * self._training.sharding.world_size
 
-    def _reduce_rest(self) -> None:
-        if self.has_unreduced:
+    def _begin_step(self, is_boundary: bool, error: BaseException | None) -> None:
+        if is_boundary and self.has_unreduced:
+            everyone().raise_together(error)
             self.reduce()
-        elif self._training.sharding.has_late_gradients():
-            self._training.zero_grad()
+        elif error is not None and not (is_boundary and self._training.sharding.has_partners):
+            raise error
+
+    def check_reduced(self) -> None:
+        """Raises ValueError where the optimizer cannot step: a parameter of a layer was used before it."""
+        if self._training.sharding.has_late_gradients():
             raise ValueError(LATE)
 
     def reduce(self) -> None:

@@ -7,6 +7,7 @@ parameters are sharded makes no other difference here; frozen parameters have ne
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim import plain_steps
 from hybrid_engine.optim.loss_scaler import LossScaler
 from hybrid_engine.optim.masters import TrainedParameter, renew_masters
@@ -119,17 +121,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Clips, steps the masters and rounds them into the parameters; collective when sharded.
+        """After `take_gradients()`: clips, steps the masters, rounds them into the parameters; collective when sharded.
 
         A non-finite gradient norm skips the step in fp16 (`overflow` is then True and the loss scale lowered).
 
         Raises:
             ValueError: a non-finite gradient norm in fp32 or bf16, naming the first parameters concerned; no gradient
                 of any parameter; or a closure. On every process alike, and nothing was stepped.
+            BaseException: the error of a process that could not step; on all of them, which are torn then.
         """
         if closure is not None:
             raise ValueError("closure: the engine computes the loss itself, call step() without one")
-        self._move_gradients(self.parameters)
         grads = self._local_gradients()
         scaled_norm, num_gradients = self._measure(grads)
         if num_gradients == 0 and not self.skip_step:
@@ -143,15 +145,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.grad_norm = scaled_norm / self.cur_scale
         self.overflow = overflow or self.skip_step
         if not self.overflow:
-            self._rescale(grads)
-            self.renew_masters()
             self.is_torn = True
-            plain_steps.step(self.inner)
-            self.write_masters_back()
+            agree(partial(self._apply, grads))
             self.is_torn = False
         if overflow or not self.skip_step:  # a step that was only asked to be skipped says nothing about the scale
             self.loss_scaler.update(overflow)
         self.skip_step = False
+
+    def take_gradients(self) -> None:
+        """Before each step: the masters take all gradients, and what was written to the parameters; local."""
+        self._move_gradients(self.parameters)
+        self.renew_masters()
+
+    def _apply(self, grads: list[torch.Tensor]) -> None:
+        self._rescale(grads)
+        plain_steps.step(self.inner)
+        self.write_masters_back()
 
     @torch.no_grad()
     def check_overflow(self, external: bool = False) -> bool:

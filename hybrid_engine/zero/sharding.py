@@ -91,6 +91,11 @@ class Sharding:
         return self.mesh is not None
 
     @property
+    def has_partners(self) -> bool:
+        """Whether other processes train the module with this one."""
+        return self.uneven is not None
+
+    @property
     def norm_group(self) -> dist.ProcessGroup | None:
         """The processes whose shards together are one model; None when this process has all of it."""
         if self.mesh is None or self.mesh["fsdp"].size() == 1:
@@ -151,10 +156,14 @@ class Sharding:
         What a script has written into whole parameters is kept. After an error they stay shards until the next
         forward pass: other processes may never come to a collective.
         """
-        self._keep_changes()
-        self.reshard()
+        self.become_shards()
         yield
         self.settle()
+
+    def become_shards(self) -> None:
+        """Makes the parameters this process's shards, with what a script has written into whole ones; local."""
+        self._keep_changes()
+        self.reshard()
 
     @contextmanager
     def ending_passes_on_error(self) -> Iterator[None]:
@@ -169,8 +178,7 @@ class Sharding:
         """Ends a pass in which there was an error; else FSDP2 takes the next one for its rest."""
         if self.uneven is not None:
             self.uneven.forget_path()
-        self._keep_changes()
-        self.reshard()
+        self.become_shards()
 
     @torch.no_grad()
     def _keep_changes(self) -> None:
@@ -250,10 +258,15 @@ class Sharding:
                 "it gathers with the others; use stage 0, 1 or 2"
             )
 
-    def drop_unused_gradients(self, parameters: list[TrainedParameter]) -> None:
-        """Takes gradients away that no process has; collective. See `UnevenGradients.drop_unused`."""
-        if self.uneven is not None:
-            self.uneven.drop_unused(parameters)
+    def drop_unused_gradients(
+        self, parameters: list[TrainedParameter], error: BaseException | None
+    ) -> BaseException | None:
+        """Takes gradients away that no process has; collective. See `UnevenGradients.drop_unused`.
+
+        Returns:
+            Why no process can step, or None: `error`, which is this process's, or that of another one.
+        """
+        return error if self.uneven is None else self.uneven.drop_unused(parameters, error)
 
     def twins(self) -> Iterator[tuple[Any, Any]]:
         """Each parameter's shard, and the parameter that stands in its place while it is gathered; local.

@@ -85,23 +85,29 @@ class UnevenGradients:
         finish_backward(root, [self._modules[number] for number in self._expected if number not in done])
 
     @torch.no_grad()
-    def drop_unused(self, parameters: list[TrainedParameter]) -> None:
+    def drop_unused(
+        self, parameters: list[TrainedParameter], error: BaseException | None = None
+    ) -> BaseException | None:
         """Takes the zeros away that stand for a gradient which no process has; collective, once before each step.
 
-        Raises:
-            ValueError: the processes reduced their layers in different orders, so gradients are wrong; on all alike.
+        Returns:
+            Why no process can step, or None: `error`, which is this process's, or that of another one; or that they
+            reduced their layers in different orders, so that gradients are wrong.
         """
         records = list(fsdp_params(self._modules))
         order = zlib.crc32(repr(self._order).encode())
         flags = [int(id(record) in self._used) for record in records]
-        *used, lowest, highest = everyone().highest([*flags, -order, order])
+        *used, lowest, highest, has_failed = everyone().highest([*flags, -order, order, int(error is not None)])
+        if has_failed:
+            return everyone().exchange_errors(error)
         if highest != -lowest:
-            raise ValueError(self._describe_orders(gather_objects(self._order)))
+            return ValueError(self._describe_orders(gather_objects(self._order)))
         unused = {id(record.sharded_param) for record, is_used in zip(records, used, strict=True) if not is_used}
         for trained in parameters:
             if id(trained.param) in unused:
                 trained.param.grad = trained.master.grad = None
         self._used, self._order = set(), []
+        return None
 
     def _describe_orders(self, orders: list[list[int]]) -> str:
         own = orders[get_rank()]

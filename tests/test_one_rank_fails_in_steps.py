@@ -1,0 +1,86 @@
+"""An error on one rank alone in `step()` is everyone's, and what it leaves is the same on all."""
+
+from functools import partial
+
+import pytest
+import torch
+from distributed import run_distributed
+from models import padded_prompts
+from one_rank import Broken, build_engine, check_error, local_parameters, outcome
+
+STAGES = 0, 2, 3
+
+
+def before_anything_changes(engine):
+    """By the name of the place: what breaks `step()` where nothing was stepped yet."""
+    return {
+        "a check": Broken(engine.state_offload, "check", ValueError("no")),
+        "parameters": Broken(engine.watch, "check", TypeError("no")),
+        "gradients": Broken(engine.optimizer, "_move_gradients", MemoryError("no")),
+        "masters": Broken(engine.optimizer, "renew_masters", torch.OutOfMemoryError("no")),
+    }
+
+
+def accumulate(engine, input_ids):
+    engine.backward(engine(input_ids=input_ids, labels=input_ids).loss)
+
+
+def step_with(engine, broken, fails):
+    if not fails:
+        return outcome(engine.step)
+    with broken:
+        return outcome(engine.step)
+
+
+def one_stage(stage, rank, who, input_ids, folder):
+    """What each place that breaks gives, whether the next step is the right one, and what a torn engine says."""
+    torch.manual_seed(0)
+    expected, engine = build_engine(stage), build_engine(stage)
+    accumulate(expected, input_ids)
+    expected.step()
+    found = {}
+    for name, broken in before_anything_changes(engine).items():
+        accumulate(engine, input_ids)
+        found[name] = step_with(engine, broken, rank == who)
+    is_whole = stage == 3 or all(type(param) is torch.nn.Parameter for param in engine.module.parameters())
+    engine.save_checkpoint(folder)
+    accumulate(engine, input_ids)
+    inner = engine.optimizer.inner
+    found["moments"] = step_with(engine, Broken(inner, "step", torch.OutOfMemoryError("no")), rank == who)
+    torn = [outcome(call) for call in (partial(accumulate, engine, input_ids), partial(engine.save_checkpoint, folder))]
+    engine.load_checkpoint(folder)
+    accumulate(engine, input_ids)
+    engine.step()
+    return found, is_whole, torn, all(map(torch.equal, local_parameters(expected), local_parameters(engine)))
+
+
+def steps_that_fail(rank, world_size, folder):
+    input_ids = padded_prompts()[0].chunk(world_size)[rank]
+    return {
+        (stage, who): one_stage(stage, rank, who, input_ids, f"{folder}/{stage}-{who}")
+        for stage in STAGES
+        for who in range(world_size)
+    }
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    return run_distributed(steps_that_fail, 2, str(tmp_path_factory.mktemp("saved")), seconds=15)
+
+
+@pytest.mark.parametrize("who", (0, 1))
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_of_one_rank_in_a_step_is_that_of_all(steps, stage, who):
+    parts = [part[stage, who] for part in steps]
+    assert len(parts[0][0]) == 5
+    for name in parts[0][0]:
+        check_error([(part[0][name], None) for part in parts], who, name)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_step_after_one_that_changed_nothing_is_right_and_after_a_torn_one_all_ask_for_a_checkpoint(steps, stage):
+    for part in steps:
+        for who in (0, 1):
+            _, is_whole, torn, is_right = part[stage, who]
+            assert is_whole and is_right
+            assert all(kind == "ValueError" and "middle of the last step()" in words for kind, words in torn), torn
