@@ -135,7 +135,7 @@ def test_an_error_is_the_cause_of_one_that_names_reward_and_prompt():
         rewards_of(score)(ANSWERS)
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     with pytest.raises(RewardError, match=r"raised ZeroDivisionError: .*; the prompt is 'three'"):
-        rewards_of(score)(ANSWERS.row(2))
+        rewards_of(score)(ANSWERS.choose([2]))
 
 
 def test_ctrl_c_in_a_function_is_ctrl_c():

@@ -5,6 +5,7 @@ import sys
 import pytest
 from answers import answers_of
 
+from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN, last_number
 from hybrid_engine.recipes.rewards.loading import load_rewards, names_of
 from hybrid_engine.recipes.rewards.scores import reward_figures
@@ -194,6 +195,14 @@ def test_numbers_that_fit_neither_tokens_nor_lines_are_refused(module):
         ValueError, match=r"score' returned 3 numbers for 2 tokens in 1 lines of the answer to the prompt"
     ):
         load_rewards([f"{name}:score"])(answers_of(["p"], ["a"]))
+
+
+def test_answers_are_chosen_and_joined():
+    one, two = answers_of(["p", "q"], ["a", "b"], answer=[1, 2], left=[3, 4]), answers_of(["r"], ["c"], answer=[5])
+    joined = Answers.join([one, two])
+    chosen = joined.choose([2, 0])
+    assert chosen.prompts == ["r", "p"] and chosen.response_ids == [[99, 0], [97, 0]] and len(joined) == 3
+    assert joined.columns == {"answer": [1, 2, 5]} and chosen.columns == {"answer": [5, 1]}
 
 
 def test_mathematics_is_compared_by_its_meaning():

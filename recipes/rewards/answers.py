@@ -10,6 +10,8 @@ from typing import Any
 Prompt = str | list[dict[str, Any]]
 """A text, or a conversation: messages with `role` and `content`."""
 SHOWN_CHARACTERS = 200
+LISTS = ("prompts", "responses", "prompt_ids", "response_ids", "is_cut_off")
+"""The fields of `Answers` that have an entry for each answer, beside its columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,7 @@ class Answers:
     """The text of token ids, without special tokens; only a reward that gives numbers for steps needs it."""
 
     def __post_init__(self) -> None:
-        for name in ("responses", "prompt_ids", "response_ids", "is_cut_off"):
+        for name in LISTS:
             assert len(getattr(self, name)) == len(self.prompts), f"{name}: {len(getattr(self, name))} entries"
         for name, values in self.columns.items():
             assert len(values) == len(self.prompts), f"column {name!r}: {len(values)} values, {len(self.prompts)} rows"
@@ -38,17 +40,19 @@ class Answers:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def row(self, index: int) -> "Answers":
-        """Answer `index` alone."""
-        return Answers(
-            prompts=[self.prompts[index]],
-            responses=[self.responses[index]],
-            prompt_ids=[self.prompt_ids[index]],
-            response_ids=[self.response_ids[index]],
-            is_cut_off=[self.is_cut_off[index]],
-            columns={name: [values[index]] for name, values in self.columns.items()},
-            decode=self.decode,
-        )
+    def choose(self, index: Sequence[int]) -> "Answers":
+        """The answers at `index`, in that order."""
+        chosen = {name: [getattr(self, name)[row] for row in index] for name in LISTS}
+        columns = {name: [values[row] for row in index] for name, values in self.columns.items()}
+        return Answers(**chosen, columns=columns, decode=self.decode)
+
+    @classmethod
+    def join(cls, parts: "Sequence[Answers]") -> "Answers":
+        """The answers of all `parts`, of which there must be one, with the columns that every part has."""
+        joined = {name: [value for part in parts for value in getattr(part, name)] for name in LISTS}
+        names = set.intersection(*(set(part.columns) for part in parts))
+        columns = {name: [value for part in parts for value in part.columns[name]] for name in sorted(names)}
+        return cls(**joined, columns=columns, decode=parts[0].decode)
 
     def shown_prompt(self, index: int) -> str:
         """Prompt `index` for an error's line: its end, where what differs from prompt to prompt mostly stands."""

@@ -81,7 +81,7 @@ def first_failure(reward: Reward, answers: Answers, seconds: float) -> str:
         return f"the prompt is {answers.shown_prompt(0)}"
     deadline = time.monotonic() + seconds
     for index in range(len(answers)):
-        row = answers.row(index)
+        row = answers.choose([index])
         try:
             left = max(deadline - time.monotonic(), SHORTEST_SECONDS)
             read_values(reward.spec, within(left, partial(reward.judge, row)), row)
