@@ -45,10 +45,11 @@ from hybrid_engine.recipes.runs.checks import (
     check_finite,
 )
 from hybrid_engine.recipes.runs.engine_config import build_engine_config
+from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import ResumeOptions, RolloutOptions
 from hybrid_engine.recipes.runs.ppo_checks import check_ppo
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, PPO_RESULTS
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, read_metrics, say, write_json
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import (
     load_model,
     load_tokenizer,
@@ -176,7 +177,7 @@ def run(config: Config) -> Path:
     before = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
     first_step = load_checkpoints(engines_of(roles), out / CHECKPOINTS, config).step if config.resume else 0
     started = time.perf_counter()
-    log = RunLog(out, "PPO", config.steps, first_step)
+    log = RunLog(out, "PPO", config.steps, config, first_step)
     train_loop(roles, train_prompts, config, log, first_step)
     seconds = time.perf_counter() - started
     after = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
@@ -194,6 +195,8 @@ def run_earlier_stages(config: Config) -> tuple[str, str]:
         "out": config.out,
         "seed": config.seed,
         "zero_stage": config.zero_stage,
+        "tracker": config.tracker,
+        "metric_names": config.metric_names,
     }
     source = config.model or str(sft_stage.run(sft_stage.Config(**shared)))
     reward = config.reward or str(reward_stage.run(reward_stage.Config(**shared, model=config.model)))

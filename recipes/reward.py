@@ -24,8 +24,9 @@ from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair
 from hybrid_engine.recipes.data.held_out import prompt_text
 from hybrid_engine.recipes.data.rows import CompletionRow, PreferenceRow
 from hybrid_engine.recipes.data.sequences import batches_of_similar_length
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_divides
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config
+from hybrid_engine.recipes.runs.options import RunOptions
 from hybrid_engine.recipes.runs.run_log import RunLog, say, write_json
 from hybrid_engine.recipes.runs.stages import (
     is_finished,
@@ -43,7 +44,7 @@ from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(RunOptions):
     """Trains a reward model on pairs of summary lines: one that follows PEP 257, one that does not.
 
         hybrid-engine reward --out runs/docs
@@ -52,14 +53,8 @@ class Config:
     in reward/ below --out, a Hugging Face folder, the figures of the training in reward-log/.
     """
 
-    out: str = "runs/docs"
-    """folder of the run; this stage writes its subfolder reward"""
     model: str | None = None
     """Hugging Face name or folder whose body is trained; default: the run's sft"""
-    seed: int = 0
-    """seed of the pairs, their order and the head's initial weights"""
-    restart: bool = False
-    """train again; what an earlier run left is moved to previous-1 (or the next number) below --out"""
     epochs: int = 1
     """passes over the pairs"""
     batch_size: int = 32
@@ -70,11 +65,9 @@ class Config:
     """make pairs of only so many training examples; 0 uses all"""
     max_pairs: int = 2560
     """train on a random sample of so many pairs; 0 uses all"""
-    zero_stage: int = 0
-    """ZeRO stage, 0 to 3"""
 
     def __post_init__(self) -> None:
-        check_common(self)
+        super().__post_init__()
         for name in ("epochs", "batch_size"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("max_examples", "max_pairs"):
@@ -120,7 +113,7 @@ def run(config: Config) -> Path:
     move_aside(folder.parent, [folder.name, "reward-log"])
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config)
     started = time.perf_counter()
-    train_loop(engine, pairs, tokenizer, config, RunLog(folder.parent / "reward-log", "Reward", num_steps))
+    train_loop(engine, pairs, tokenizer, config, RunLog(folder.parent / "reward-log", "Reward", num_steps, config))
     accuracy = accuracy_by_kind(engine, build_preferences(held_out, config.seed), tokenizer)
     model.config.score_mean, model.config.score_std = score_statistics(engine, train[:512], tokenizer)
     write_json(

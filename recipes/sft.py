@@ -22,8 +22,9 @@ from hybrid_engine.recipes.data.sequences import (
     build_sequences,
     response_logprobs,
 )
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_divides
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config
+from hybrid_engine.recipes.runs.options import RunOptions
 from hybrid_engine.recipes.runs.run_log import RunLog, say, write_json
 from hybrid_engine.recipes.runs.stages import is_finished, move_aside, save_stage, seed_everything
 from hybrid_engine.recipes.tasks.stdlib_docs import DocExample, split, stdlib_examples
@@ -34,7 +35,7 @@ MAX_POSITIONS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(RunOptions):
     """Trains a tokenizer and a small Llama to write a docstring's summary line from a signature.
 
         hybrid-engine sft --out runs/docs
@@ -43,12 +44,6 @@ class Config:
     are left in sft/ below --out, a Hugging Face folder, the figures of the training in sft-log/.
     """
 
-    out: str = "runs/docs"
-    """folder of the run; this stage writes its subfolder sft"""
-    seed: int = 0
-    """seed of the initial weights and of the order of the examples"""
-    restart: bool = False
-    """train again; what an earlier run left is moved to previous-1 (or the next number) below --out"""
     vocab_size: int = 2048
     """tokens of the BPE vocabulary"""
     hidden_size: int = 192
@@ -63,11 +58,9 @@ class Config:
     """peak of the linear schedule"""
     max_examples: int = 0
     """use only so many training examples; 0 uses all"""
-    zero_stage: int = 0
-    """ZeRO stage, 0 to 3"""
 
     def __post_init__(self) -> None:
-        check_common(self)
+        super().__post_init__()
         for name in ("num_layers", "epochs", "batch_size"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("vocab_size", self.vocab_size, 300)
@@ -105,7 +98,9 @@ def run(config: Config) -> Path:
     move_aside(folder.parent, [folder.name, "sft-log"])
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config)
     started = time.perf_counter()
-    train_loop(engine, encoded, tokenizer.pad_token_id, config, RunLog(folder.parent / "sft-log", "SFT", num_steps))
+    train_loop(
+        engine, encoded, tokenizer.pad_token_id, config, RunLog(folder.parent / "sft-log", "SFT", num_steps, config)
+    )
     loss = held_out_loss(engine, [encode_example(tokenizer, example) for example in held_out], tokenizer.pad_token_id)
     figures = {"held_out_nats_per_token": loss, "seconds": time.perf_counter() - started}
     write_json(folder.parent / "sft-log" / "result.json", figures)

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, sft
 from hybrid_engine.recipes.rewards.answers import RewardError
-from hybrid_engine.recipes.runs.run_log import RunLog, read_metrics
+from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.recipes.runs.run_log import RunLog
 
 TINY = ppo.Config(
     steps=2, rollout_size=8, minibatch_size=4, micro_batch_size=2, max_new_tokens=8, eval_prompts=6, save_every=0
@@ -202,7 +203,7 @@ def test_an_error_in_the_users_reward_keeps_its_traceback(stages, tmp_path, monk
 
 
 def test_where_the_output_is_no_terminal_each_step_has_a_line(tmp_path, capsys):
-    with RunLog(tmp_path, "PPO", 3, first_step=1) as log:
+    with RunLog(tmp_path, "PPO", 3, TINY, first_step=1) as log:
         for step in (1, 2):
             log.write(step, {"score": step / 2, "kl": 1.0, "length": 7}, ["score", "length"])
     assert capsys.readouterr().out == "PPO 2/3  score 0.5  length 7\nPPO 3/3  score 1  length 7\n"

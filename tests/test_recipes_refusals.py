@@ -66,7 +66,14 @@ def test_a_number_out_of_range_is_refused_with_its_option_and_rule(recipe, optio
 
 @pytest.mark.parametrize("recipe", [sft, reward, ppo])
 def test_every_option_refuses_an_empty_text_and_a_number_of_the_wrong_sign_or_none(recipe):
-    wrong = {"str": [""], "str | None": [""], "int": [-1], "float": [-1.0, NAN, INFINITY, -INFINITY], "bool": []}
+    wrong = {
+        "str": [""],
+        "str | None": [""],
+        "int": [-1],
+        "float": [-1.0, NAN, INFINITY, -INFINITY],
+        "bool": [],
+        "tuple": [("",)],
+    }
     for field in fields(recipe.Config):
         values = wrong[field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))]
         for value in values:

@@ -26,7 +26,7 @@ from hybrid_engine.recipes.runs.run_log import say
 
 OPTIONS = "options.json"
 """The options of the run, beside its checkpoints: they can be compared before any model is loaded."""
-_MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_prompts"})
+_MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_prompts", "tracker"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Checks of single options. The errors speak of the option as it is typed: `--max-new-tokens`, not `max_new_tokens`."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -54,3 +55,9 @@ def check_divides(name: str, value: int, divisor: int) -> None:
             f"{flag(name)}={value} must be a positive multiple of {divisor}; "
             f"use {-(-max(value, 1) // divisor) * divisor}"
         )
+
+
+def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    """ValueError unless `value` of option `name` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{flag(name)}={value} must be one of {', '.join(choices)}; choose one of them")

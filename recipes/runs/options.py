@@ -5,12 +5,14 @@ A recipe that declares a field again gives it another default; what it means sta
 
 from dataclasses import dataclass
 
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_one_of
+from hybrid_engine.recipes.runs.metric_names import FRAMEWORKS
+from hybrid_engine.recipes.runs.trackers import check_trackers
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The folder of a run, and how it begins."""
+    """The folder of a run, how it begins, and who is told of it."""
 
     out: str = "runs/docs"
     """folder of the run; finished stages found in it are not run again"""
@@ -20,9 +22,18 @@ class RunOptions:
     """begin again; what an earlier run left is moved to previous-1 (or the next number) below --out"""
     zero_stage: int = 0
     """ZeRO stage of what is trained, 0 to 3"""
+    tracker: tuple[str, ...] = ()
+    """where the figures of each step go besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, comet_ml, clearml,
+    aim, dvclive or swanlab, several if you like; each needs its package"""
+    metric_names: str | None = None
+    """call the figures as the dashboards of trl, verl or openrlhf expect them; those without a counterpart keep their
+    names"""
 
     def __post_init__(self) -> None:
         check_common(self)
+        check_trackers(self.tracker)
+        if self.metric_names is not None:
+            check_one_of("metric_names", self.metric_names, FRAMEWORKS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,16 @@ from tempfile import TemporaryFile
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 """The file among a run's checkpoints that says which of them is complete; see `checkpoints.py`."""
-PPO_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "plot.png", "samples.json", "result.json")
+BESIDE = ("config.yaml", "answers.jsonl", "tensorboard", "dvclive")
+"""What a run writes before its first step: by itself it is no result."""
+PPO_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "plot.png", "samples.json", "result.json", *BESIDE)
 """What PPO leaves in the folder of its run."""
 STAGES = ("sft", "reward")
 """Recipes that other recipes run first: each leaves a folder of its name, and two beside it with more to the name."""
-FOLDERS = (CHECKPOINTS, "actor", *(f"{name}{more}" for name in STAGES for more in ("", "-log", "-checkpoints")))
+FOLDERS = (
+    *(CHECKPOINTS, "actor", "tensorboard", "dvclive"),
+    *(f"{name}{more}" for name in STAGES for more in ("", "-log", "-checkpoints")),
+)
 """Those names in the folder of a run that are folders; the others are files."""
 
 
@@ -55,8 +60,8 @@ def check_out(out: str) -> Path:
 
 
 def left_behind(folder: Path, names: Sequence[str]) -> list[str]:
-    """Which of `names` an earlier run left in `folder`; a file without content is nothing."""
-    found = [folder / name for name in names if (folder / name).exists()]
+    """Which of `names` an earlier run left in `folder`; a file without content is nothing, nor is `BESIDE`."""
+    found = [folder / name for name in names if name not in BESIDE and (folder / name).exists()]
     return [path.name for path in found if path.is_dir() or path.stat().st_size > 0]
 
 

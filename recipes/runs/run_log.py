@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: its progress, `metrics.jsonl`, a table of samples and a plot. Rank 0 only."""
+"""What a run shows and leaves behind: progress, options, figures here and at trackers, samples, a plot. Rank 0 only."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,28 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid_engine.distributed.processes import get_rank
+from hybrid_engine.recipes.runs.config_files import flat_options, write_config
+from hybrid_engine.recipes.runs.metric_names import TRACKER_PREFIX, to_framework
+from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.recipes.runs.options import RunOptions
+from hybrid_engine.recipes.runs.trackers import Trackers
 
 
 class RunLog:
     """Appends one JSON line per step to `metrics.jsonl` in `folder` and shows the figures beside a progress bar.
 
-    What is printed meanwhile appears above the bar. Where the output is no terminal, each step has a line instead.
-    Used as a context manager. On ranks other than 0 it does nothing.
+    The run's options stand beside it in `config.yaml`; the trackers that they name get the figures too. They also say
+    by whose names figures are written (`metric_names.py`): whoever calls this uses ours. What is printed meanwhile
+    appears above the bar. Where the output is no terminal, each step has a line instead. Used as a context manager. On
+    ranks other than 0 it does nothing.
     """
 
-    def __init__(self, folder: Path, title: str, num_steps: int, first_step: int = 0):
+    def __init__(self, folder: Path, title: str, num_steps: int, config: RunOptions, first_step: int = 0):
         """Lines of steps from `first_step` on, left by a run that was interrupted later, are dropped."""
         self._is_writer = get_rank() == 0
-        self._title, self._num_steps = title, num_steps
-        self._path = folder / "metrics.jsonl"
+        self._title, self._num_steps, self._first_step = title, num_steps, first_step
+        self._folder, self._path, self._config = folder, folder / METRICS, config
+        self._trackers: Trackers | None = None
         columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console()
         self._has_bar = self._is_writer and console.is_terminal
@@ -33,11 +41,14 @@ class RunLog:
         self._progress = Progress(*columns, figures, console=console, disable=not self._has_bar)
         self._task = self._progress.add_task(title, total=num_steps, completed=first_step, figures="")
         if self._is_writer:
-            folder.mkdir(parents=True, exist_ok=True)
             kept = [line for line in read_metrics(self._path) if line["step"] < first_step]
-            self._path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            write_config(folder, config)
+            self._path.write_text("".join(self._json_line(line) for line in kept))
 
     def __enter__(self) -> "RunLog":
+        if self._is_writer and self._config.tracker:
+            options = flat_options(self._config)
+            self._trackers = Trackers(self._config.tracker, self._folder, options, self._first_step)
         self._progress.start()
         return self
 
@@ -45,26 +56,27 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+        if self._trackers is not None:
+            self._trackers.finish()
 
     def write(self, step: int, metrics: dict[str, Any], shown: Sequence[str] = ()) -> None:
         """Appends `metrics` of `step`, on disk when it returns, and shows those named in `shown`."""
         if not self._is_writer:
             return
         with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.write(self._json_line({"step": step, **metrics}))
+        if self._trackers is not None:
+            prefix = TRACKER_PREFIX.get(self._config.metric_names or "", "")
+            named = to_framework(metrics, self._config.metric_names)
+            self._trackers.log(step, {prefix + name: value for name, value in named.items()})
         figures = "  ".join(f"{name} {metrics[name]:.3g}" for name in shown)
         if self._has_bar:
             self._progress.update(self._task, completed=step + 1, figures=figures)
         else:
             print(f"{self._title} {step + 1}/{self._num_steps}  {figures}", flush=True)
 
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, without a last one that was cut short; empty when there is no file."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    def _json_line(self, figures: dict[str, Any]) -> str:
+        return json.dumps(to_framework(figures, self._config.metric_names)) + "\n"
 
 
 def say(message: str | Table) -> None:
