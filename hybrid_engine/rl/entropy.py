@@ -9,7 +9,8 @@ def token_entropy(logits: torch.Tensor) -> torch.Tensor:
     Logits of -inf, as filters leave them, count as tokens of no probability.
     """
     logprobs = logits.log_softmax(dim=-1)
-    return -torch.where(logprobs.isfinite(), logprobs.exp() * logprobs, 0.0).sum(dim=-1)
+    # Not where() around the product: its backward pass would make 0 * -inf of it.
+    return -(logprobs.exp() * torch.where(logprobs.isfinite(), logprobs, 0.0)).sum(dim=-1)
 
 
 def estimated_entropy(logprobs: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,11 @@ def clipped_loss(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float,
     return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
 
 
+def is_clipped(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
+    """Bool: where `clipped_loss` takes the clipped side, whose gradient is 0."""
+    return -advantages * ratio.clamp(1 - clip_low, 1 + clip_high) > -advantages * ratio
+
+
 @torch.no_grad()
 def policy_metrics(
     logprobs: torch.Tensor,
@@ -71,9 +76,8 @@ def policy_metrics(
     check_same_shape(logprobs, logprobs_old, advantages)
     log_ratio = logprobs - logprobs_old
     ratio = torch.exp(log_ratio)
-    is_clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high) > -advantages * ratio
     return {
-        "clip_fraction": masked_mean(is_clipped.to(ratio.dtype), mask),
+        "clip_fraction": masked_mean(is_clipped(ratio, advantages, clip_low, clip_high).to(ratio.dtype), mask),
         "approx_kl": masked_mean(torch.expm1(log_ratio) - log_ratio, mask),
         "ratio": masked_mean(ratio, mask),
     }

@@ -34,8 +34,8 @@ def gspo_loss(
     Source: Zheng et al., "GSPO", arXiv 2507.18071, equations 5 to 7 (their bounds are 3e-4 and 4e-4).
     """
     check_same_shape(logprobs, logprobs_old, advantages, mask)
-    mean = _log_ratio_sums(logprobs, logprobs_old, mask) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return clipped_loss(mean.exp().expand_as(logprobs), advantages, clip_low, clip_high)
+    ratio = mean_ratio(logprobs, logprobs_old, mask).expand_as(logprobs)
+    return clipped_loss(ratio, advantages, clip_low, clip_high)
 
 
 def sequence_clip_loss(
@@ -52,7 +52,7 @@ def sequence_clip_loss(
     (`seq_mean_token_sum`) is the mean over sequences. Source: TRL, `rloo_trainer.py`, _compute_loss.
     """
     check_same_shape(logprobs, logprobs_old, advantages, mask)
-    ratio = _log_ratio_sums(logprobs, logprobs_old, mask).exp().expand_as(logprobs)
+    ratio = product_ratio(logprobs, logprobs_old, mask).expand_as(logprobs)
     return clipped_loss(ratio, advantages, clip_low, clip_high) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -74,6 +74,12 @@ def cispo_loss(
     return -advantages * weight.detach() * logprobs
 
 
-def _log_ratio_sums(logprobs: torch.Tensor, logprobs_old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """`[B, 1]`: the logarithm of each sequence's probability ratio."""
-    return torch.where(mask, logprobs - logprobs_old, 0.0).sum(dim=1, keepdim=True)
+def mean_ratio(logprobs: torch.Tensor, logprobs_old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`[B, 1]`: the geometric mean of the probability ratios of a sequence's tokens; 1 without a token."""
+    log_ratio = torch.where(mask, logprobs - logprobs_old, 0.0).sum(dim=1, keepdim=True)
+    return torch.exp(log_ratio / mask.sum(dim=1, keepdim=True).clamp(min=1))
+
+
+def product_ratio(logprobs: torch.Tensor, logprobs_old: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`[B, 1]`: the probability ratio of each sequence; 1 without a token."""
+    return torch.where(mask, logprobs - logprobs_old, 0.0).sum(dim=1, keepdim=True).exp()
