@@ -1,16 +1,26 @@
-"""The three aggregations against goldens; splitting, padding and order must not change them."""
+"""The aggregations against goldens; splitting, padding and order must not change them."""
 
 import pytest
 import torch
 from goldens import assert_golden, load_golden
 
-from hybrid_engine.rl.aggregation import seq_mean_token_mean, seq_mean_token_sum, token_mean
+from hybrid_engine.rl.aggregation import (
+    StepCounts,
+    count_step,
+    seq_mean_token_mean,
+    seq_mean_token_sum,
+    seq_mean_token_sum_by_length,
+    token_mean,
+    token_sum_by_length,
+)
 from hybrid_engine.rl.losses import ppo_policy_loss
 
 AGGREGATIONS = {
     "token_mean": token_mean,
     "seq_mean_token_mean": seq_mean_token_mean,
     "seq_mean_token_sum": seq_mean_token_sum,
+    "dr_grpo_trl_const_T4": lambda loss, mask, count: seq_mean_token_sum_by_length(loss, mask, count, 4),
+    "seq_sum_norm_verl_T4": lambda loss, mask, _: token_sum_by_length(loss, mask, 4),
 }
 
 
@@ -81,3 +91,9 @@ def test_a_mask_of_numbers_or_of_another_shape_is_refused():
         token_mean(torch.zeros(2, 3), torch.ones(2, 3), 6)
     with pytest.raises(AssertionError, match="shape"):
         token_mean(torch.zeros(2, 3), torch.ones(3, dtype=torch.bool), 6)
+
+
+def test_a_step_counts_its_tokens_and_the_rows_that_have_one():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1]]).bool()
+    assert count_step(mask, 7) == StepCounts(num_tokens=4, num_sequences=2, max_length=7)
+    assert count_step(torch.zeros(2, 3).bool(), 7) == StepCounts(1, 1, 7)

@@ -92,9 +92,12 @@ def test_a_sample_whose_others_agree_is_not_divided():
     assert scaled_difference(rewards, leave_one_out_mean(rewards), scale)[0, 2] == 4.0
 
 
-def test_a_group_of_one_has_no_baseline_and_no_scale():
+def test_a_sample_that_is_alone_has_no_advantage():
     rewards = torch.tensor([[3.0]])
-    assert leave_one_out_mean(rewards).tolist() == [[0.0]]
+    assert leave_one_out_mean(rewards).tolist() == [[3.0]]
+    alone = torch.tensor([[NAN, 3.0, NAN]])
+    for baseline in BASELINES:
+        assert not scaled_difference(alone, baseline(alone), leave_one_out_std(alone, "n-1", 1e-6)).any()
     assert group_mean(rewards).tolist() == [[3.0]]
     assert group_std(rewards, "n-1", 1e-6).tolist() == [[1e-6]]
     assert leave_one_out_std(rewards, "n-1", 1e-6).tolist() == [[1.0]]
