@@ -1,7 +1,8 @@
-"""The `hybrid-engine` command: one subcommand per recipe, with an option per field of its `Config`, and `launch`.
+"""The `hybrid-engine` command: a subcommand per recipe, with an option per field of its `Config`, and some others.
 
     hybrid-engine ppo --steps 20 --kl-coef 0.1
     hybrid-engine launch --num_gpus 2 train.py
+    hybrid-engine diff runs/a runs/b
 
 The command stands below the recipes it starts, so it imports them by name, and only to run them: what it says about
 them (`--help`, an unknown option) is read from their source.
@@ -20,10 +21,12 @@ from typing import Any, get_type_hints
 import hybrid_engine.command.launcher as launcher
 from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.recipe_options import Option, read_recipe_help
+from hybrid_engine.recipes.reports import difference
 from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
 
 RECIPES = ("sft", "reward", "ppo")
-LAUNCH = "launch"
+OTHERS: dict[str, Any] = {"launch": launcher, "diff": difference}
+"""Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 REFUSED, INTERRUPTED = 2, 130
 """Exit statuses: of input that is refused, and of Ctrl-C."""
 
@@ -36,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reward or data.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments[:1] == [LAUNCH]:
-        return launcher.main(arguments[1:])
+    if arguments and arguments[0] in OTHERS:
+        return run_other(arguments[0], arguments[1:])
     given = vars(build_parser().parse_args(arguments))
     name = given.pop("recipe")
     options = read_recipe_help(name).options
@@ -56,6 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"hybrid-engine: interrupted; {how_to_go_on(name, settled)}", file=sys.stderr)
         return INTERRUPTED
     return 0
+
+
+def run_other(name: str, arguments: Sequence[str]) -> int:
+    """Runs a command that is no recipe; returns the exit status."""
+    try:
+        return int(OTHERS[name].main(arguments))
+    except ValueError as error:
+        if not is_ours(error):
+            raise
+        print(f"hybrid-engine: {error}", file=sys.stderr)
+        return REFUSED
 
 
 def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> None:
@@ -121,8 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
         )
         for option in recipe.options:
             _add_option(command, option)
-    # Only for the overview: its arguments are the launcher's own.
-    commands.add_parser(LAUNCH, help=launcher.DESCRIPTION.splitlines()[0], add_help=False)
+    for name, module in OTHERS.items():  # only for the overview: they read their arguments themselves
+        commands.add_parser(name, help=module.DESCRIPTION.splitlines()[0], add_help=False)
     return parser
 
 

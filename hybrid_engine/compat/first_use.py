@@ -1,4 +1,4 @@
-"""Imports the whole surface of `hybrid_engine` before the first of its modules, but for those of the command's help.
+"""Imports the whole surface of `hybrid_engine` before the first of its modules that may need torch.
 
 So the order of imports is one and the same whatever a script imports first, and DeepSpeed's paths are there as soon as
 it asks for one.
@@ -24,7 +24,13 @@ WITHOUT_TORCH = frozenset(
         "hybrid_engine.compat.deepspeed_names",
         "hybrid_engine.compat.first_use",
         "hybrid_engine.recipes",
+        "hybrid_engine.recipes.reports",
+        "hybrid_engine.recipes.reports.difference",
+        "hybrid_engine.recipes.reports.run_data",
         "hybrid_engine.recipes.runs",
+        "hybrid_engine.recipes.runs.config_files",
+        "hybrid_engine.recipes.runs.metric_names",
+        "hybrid_engine.recipes.runs.metrics_file",
         "hybrid_engine.recipes.runs.run_folder",
         SURFACE,
     }
