@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +146,17 @@ class ZeroEngine(Uncopied):
 
     @naming_who_left("forward()")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward.
+        """The module's forward; collective at stage 3, where an error of one process is raised on all.
 
         Raises:
             ValueError: it uses a parameter of which there is only a shard; or its parameters are no longer those that
                 the engine trains.
         """
+        output = self.sharding.forward_together(partial(self._forward, args, kwargs))
+        self.backward_hooks.watch(output)
+        return output
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_parameters()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
@@ -158,15 +164,13 @@ class ZeroEngine(Uncopied):
         self.backward_hooks.recover()
         self.sharding.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
         observed = self.observer.forward(self.global_steps, self.module.training)
-        with restoring_modes(), observed, self._saving_activations(), self.sharding.ending_passes_on_error():
+        with restoring_modes(), observed, self._saving_activations():
             try:
-                output = self.module(*args, **kwargs)
+                return self.module(*args, **kwargs)
             except RuntimeError as error:
                 if MIXED in str(error):
                     raise ValueError(describe_shard_used(error, self.module, self.sharding.layers)) from error
                 raise
-        self.backward_hooks.watch(output)
-        return output
 
     @naming_who_left("backward()")
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

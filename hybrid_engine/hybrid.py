@@ -98,12 +98,12 @@ class HybridEngine(ZeroEngine):
         self.create_inference_containers()
         self.module.generate = ModuleGenerate(self)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """ZeroEngine's forward; in exact mode a token's log-probability has the bits that a rollout records."""
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """ZeroEngine's; in exact mode a token's log-probability has the bits that a rollout records."""
         if self.generator.exact is None:
-            return super().forward(*args, **kwargs)
+            return super()._forward(args, kwargs)
         with self.generator.exact.training(args, kwargs) as arguments:
-            return super().forward(**arguments)
+            return super()._forward((), arguments)
 
     @naming_who_left("generate()")
     def generate(

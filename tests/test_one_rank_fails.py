@@ -242,12 +242,13 @@ def die_in(rank, world_size, phase, who, folder):
 
 
 def stop_in_forward(rank, world_size):
-    """Rank 1 catches an error of its forward pass and comes to nothing any more; rank 0 waits for it."""
-    engine = build_engine(3)
+    """Rank 1 catches an error of its forward pass, which gathers nothing, and comes to no backward pass."""
+    engine = build_engine(0)
     layer = engine.module.model.layers[0]
     engine.train()
+    input_ids = torch.ones(1, 4, dtype=torch.int64)
     with Broken(layer.mlp, "forward", KeyError("no data"), 0 if rank == 1 else 10**9):
-        found = outcome(lambda: engine(input_ids=torch.ones(1, 4, dtype=torch.int64)))
+        found = outcome(lambda: engine.backward(engine(input_ids=input_ids, labels=input_ids).loss))
     if rank == 1:
         time.sleep(12)
     return found

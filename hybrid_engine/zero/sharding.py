@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,10 +54,13 @@ from hybrid_engine.zero.fsdp2_private import (
     return_to_gathered_storage,
     twins,
 )
+from hybrid_engine.zero.joint_forward import JointForward
 from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
 from hybrid_engine.zero.trained_parameter import TrainedParameter
 from hybrid_engine.zero.uneven_gradients import UnevenGradients
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
+
+Result = TypeVar("Result")
 
 MAX_IN_LINE = 3
 """Layers that are named in one line of warning."""
@@ -84,6 +87,8 @@ class Sharding:
     """Whether reduced gradients are added up in fp32; otherwise in the parameters' dtype."""
     uneven: UnevenGradients | None = None
     """Of parameters that processes use differently; None when alone."""
+    joint_forward: JointForward | None = None
+    """At stage 3, where a forward pass gathers with other processes; else None."""
 
     @property
     def is_sharded(self) -> bool:
@@ -164,6 +169,11 @@ class Sharding:
         """Makes the parameters this process's shards, with what a script has written into whole ones; local."""
         self._keep_changes()
         self.reshard()
+
+    def forward_together(self, forward: Callable[[], Result]) -> Result:
+        """Runs a forward pass, which an error ends; collective at stage 3, where one of another process ends it too."""
+        with self.ending_passes_on_error():
+            return forward() if self.joint_forward is None else self.joint_forward.run(forward)
 
     @contextmanager
     def ending_passes_on_error(self) -> Iterator[None]:
@@ -305,6 +315,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
                 part.set_gradient_divide_factor(world_size * factor)
     _register_forward_methods(module)
     make_root(module)
+    gathers_jointly = stage == 3 and world_size > 1
     if stage < 3:
         keep_whole_in_state_dict([*layers, module])
     return Sharding(
@@ -317,6 +328,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         loss_factor=factor,
         keeps_fp32_gradients=keeps_fp32_gradients,
         uneven=UnevenGradients(_named_fsdp_modules(module)) if world_size > 1 and trains else None,
+        joint_forward=JointForward(part for _, part in _named_fsdp_modules(module)) if gathers_jointly else None,
     )
 
 

@@ -1,5 +1,6 @@
-"""An error on one rank alone in `step()` is everyone's, and what it leaves is the same on all."""
+"""An error on one rank alone in `forward()` at stage 3, or in `step()`, is everyone's, and leaves the same on all."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -54,6 +55,50 @@ def one_stage(stage, rank, who, input_ids, folder):
     return found, is_whole, torn, all(map(torch.equal, local_parameters(expected), local_parameters(engine)))
 
 
+def places_in_forward(engine):
+    """By the name of the place: what breaks `forward()` there."""
+    model = engine.module.model
+    return {
+        "a check": Broken(engine.state_offload, "check", ValueError("no")),
+        "the embedding": Broken(model.embed_tokens, "forward", torch.OutOfMemoryError("no")),
+        "the first layer": Broken(model.layers[0].mlp, "forward", AssertionError("no")),
+        "the last layer": Broken(model.layers[1].self_attn, "forward", KeyboardInterrupt()),
+        "the head": Broken(engine.module.lm_head, "forward", TypeError("no")),
+    }
+
+
+def broken_forward(engine, input_ids, name, fails):
+    """What a forward pass gives that breaks at the place of that name where it `fails`."""
+    with places_in_forward(engine)[name] if fails else nullcontext():
+        return outcome(lambda: engine(input_ids=input_ids, labels=input_ids).loss.item())
+
+
+def forwards_that_fail(rank, world_size):
+    """What an error gives at each place in a forward pass, by rank and mode, and whether the next pass is right.
+
+    Each place breaks an engine's first pass, too: that of one that trains or one that only evaluates.
+    """
+    input_ids = padded_prompts()[0].chunk(world_size)[rank]
+    whole = build_engine(3)
+    expected = whole(input_ids=input_ids, labels=input_ids).loss.item()
+    results = {}
+    for number, name in enumerate(places_in_forward(whole)):
+        for who in range(world_size):
+            fresh = build_engine(3, trains=(number + who) % 2 == 0)
+            for kind, engine, enabled in (("fresh", fresh, True), ("no_grad", whole, False), ("used", whole, True)):
+                with torch.set_grad_enabled(enabled):
+                    found = broken_forward(engine, input_ids, name, rank == who)
+                    again = engine(input_ids=input_ids, labels=input_ids).loss.item()
+                results[name, who, kind] = found, again == expected
+    accumulate(whole, input_ids)
+    whole.step()
+    return results
+
+
+def passes_that_fail(rank, world_size, folder):
+    return steps_that_fail(rank, world_size, folder), forwards_that_fail(rank, world_size)
+
+
 def steps_that_fail(rank, world_size, folder):
     input_ids = padded_prompts()[0].chunk(world_size)[rank]
     return {
@@ -64,8 +109,22 @@ def steps_that_fail(rank, world_size, folder):
 
 
 @pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    return run_distributed(steps_that_fail, 2, str(tmp_path_factory.mktemp("saved")), seconds=15)
+def passes(tmp_path_factory):
+    return run_distributed(passes_that_fail, 2, str(tmp_path_factory.mktemp("saved")), seconds=15)
+
+
+@pytest.fixture(scope="module")
+def steps(passes):
+    return [steps for steps, _ in passes]
+
+
+def test_an_error_of_one_rank_in_a_forward_pass_at_stage_3_is_that_of_all_and_the_next_pass_is_right(passes):
+    parts = [forwards for _, forwards in passes]
+    assert len(parts[0]) == 5 * 2 * 3
+    for name, who, kind in parts[0]:
+        found = [part[name, who, kind] for part in parts]
+        check_error(found, who, (name, who, kind))
+        assert found[0][1] and found[1][1], (name, who, kind)
 
 
 @pytest.mark.parametrize("who", (0, 1))
