@@ -15,6 +15,7 @@ from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.recipe_options import read_recipe_help
 from hybrid_engine.recipes import sft
 from hybrid_engine.recipes.runs import metric_names, trackers
+from hybrid_engine.recipes.runs.answers_log import PromptAnswers, read_answers, write_answers
 from hybrid_engine.recipes.runs.config_files import flat_options, write_config
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
@@ -140,3 +141,31 @@ def test_each_tracker_gets_the_options_and_the_figures_of_each_step_by_the_names
 def test_every_tracker_is_one_of_accelerates_and_can_be_built(name, tmp_path):
     """Only built: beginning a run at one needs its package."""
     assert trackers._build_tracker(name, tmp_path, 0).name == name
+
+
+def answers_of(step, responses):
+    return [PromptAnswers(prompt=f"p{index}", responses=[text], rewards=[None]) for index, text in enumerate(responses)]
+
+
+def test_answers_of_a_step_replace_those_it_had_and_the_others_stay(tmp_path):
+    for step, responses in ((0, ["a", "b"]), (10, ["c", "d"]), (20, ["e", "f"]), (10, ["g", "h"])):
+        write_answers(tmp_path, step, answers_of(step, responses))
+    lines = read_answers(tmp_path / "answers.jsonl")
+    assert [(line["step"], line["prompt"], *line["responses"]) for line in lines] == [
+        (0, "p0", "a"), (0, "p1", "b"), (10, "p0", "g"), (10, "p1", "h"), (20, "p0", "e"), (20, "p1", "f"),
+    ]  # fmt: skip
+    assert "tokens" not in lines[0] and lines[0]["rewards"] == [None]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1, is no JSON"),
+        ("[]", "needs a step of type int"),
+        ('{"step": 0, "prompt": "p", "responses": ["a"], "rewards": []}', "needs a reward, or null, for each response"),
+    ],
+)
+def test_a_line_of_answers_that_is_none_is_named(line, message, tmp_path):
+    (tmp_path / "answers.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_answers(tmp_path / "answers.jsonl")
