@@ -84,7 +84,7 @@ def returns_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> to
     Returns:
         `[B, T]`, 0 outside the mask.
 
-    Source: Hu et al., "REINFORCE++", arXiv 2501.03262, equation 6 (the KL of the tokens to come is in their rewards).
+    Source: Hu et al., "REINFORCE++", arXiv 2501.03262 (the KL of the tokens to come is in their rewards).
     """
     returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
     return returns

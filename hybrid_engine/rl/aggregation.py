@@ -107,7 +107,7 @@ def seq_mean_token_sum_by_length(
         max_length: the constant, the number of tokens that a response may have.
 
     Returns:
-        A scalar. Source: Liu et al., "Dr. GRPO", arXiv 2503.20783, listing 1; TRL, loss_type="dr_grpo".
+        A scalar. Source: Liu et al., "Dr. GRPO", arXiv 2503.20783; TRL, loss_type="dr_grpo".
     """
     return _masked(loss, mask).sum() / (num_sequences * max_length)
 

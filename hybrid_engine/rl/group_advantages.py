@@ -25,8 +25,8 @@ def group_mean(rewards: torch.Tensor) -> torch.Tensor:
 def leave_one_out_mean(rewards: torch.Tensor) -> torch.Tensor:
     """`[B, G]`: for each sample the mean of the group's others; its own reward, and so no advantage, without others.
 
-    Source: Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al., arXiv 2402.14740,
-    section 2.3 (RLOO).
+    Source: Kool et al., "Buy 4 REINFORCE Samples, Get a Baseline for Free!"; Ahmadian et al., arXiv 2402.14740
+    (RLOO).
     """
     others, num_others = _sum_of_others(rewards)
     mean = _within_group(others / num_others.clamp(min=1), rewards)

@@ -102,7 +102,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "overlong_buffer": 0.2,
         "overlong_factor": 1.0,
     },
-    # Liu et al., "Understanding R1-Zero-Like Training", arXiv 2503.20783, section 3.2 and listing 1; no KL.
+    # Liu et al., "Understanding R1-Zero-Like Training", arXiv 2503.20783; no KL.
     "dr-grpo": {
         "baseline": "group-mean",
         "scale": "none",
