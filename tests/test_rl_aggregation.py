@@ -86,6 +86,13 @@ def test_the_gradient_of_a_policy_does_not_depend_on_the_micro_batches_or_on_pad
         torch.testing.assert_close(gradient(splits, padding), whole)
 
 
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_the_gradient_of_each_aggregation_is_that_of_finite_differences(name):
+    golden = load_golden("agg")
+    mask, loss = golden["mask"], golden["loss"].requires_grad_()
+    assert torch.autograd.gradcheck(lambda values: AGGREGATIONS[name](values, mask, denominator(name, mask)), loss)
+
+
 def test_a_mask_of_numbers_or_of_another_shape_is_refused():
     with pytest.raises(AssertionError, match="dtype"):
         token_mean(torch.zeros(2, 3), torch.ones(2, 3), 6)
