@@ -89,6 +89,48 @@ def test_padding_is_told_from_lengths_even_where_pad_is_the_end_of_sequence_toke
     assert batch.position_ids.tolist() == [[0, 0, 1, 2, 3, 3], [0, 1, 2, 3, 4, 5]]
 
 
+def random_rows(seed):
+    """Prompts and responses of random lengths, with random gaps, one response in four without any."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    prompts = [[draw(2, 32) for _ in range(draw(1, 7))] for _ in range(5)]
+    responses = [[draw(2, 32) for _ in range(draw(1, 9))] for _ in range(5)]
+    learned = [[draw(0, 2) == 1 for _ in response[1:]] for response in responses]
+    return prompts, responses, [None if draw(0, 4) == 0 else [*mask, True][:: 1 - 2 * draw(0, 2)] for mask in learned]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@torch.no_grad()
+def test_gaps_are_read_and_count_for_nothing_however_rows_are_padded_and_split(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr("hybrid_engine.recipes.data.sequences.ROWS_PER_PASS", 2)
+    config = small_config()
+    model = LlamaForCausalLM(config).eval()
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    scorer = load_value_model(str(tmp_path)).eval()
+    prompts, responses, learned = random_rows(seed)
+    batch = build_sequences(prompts, responses, PAD, CPU, learned)
+    logprobs = in_parts(lambda rows: response_logprobs(model, rows), batch)
+    values = in_parts(lambda rows: response_values(scorer, rows), batch)
+    scores = last_token_scores(scorer, batch)
+    width = batch.response_mask.shape[1]
+    for row, (prompt, response, mask) in enumerate(zip(prompts, responses, learned, strict=True)):
+        mask = mask or [True] * len(response)
+        assert batch.response_mask[row].tolist() == mask + [False] * (width - len(mask))
+        assert int(batch.attention_mask[row].sum()) == len(prompt) + len(response)
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        alone = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        kept = torch.tensor(mask + [False] * (width - len(mask)))
+        expected = torch.zeros(width).masked_scatter(kept, alone[torch.tensor(mask)])
+        torch.testing.assert_close(logprobs[row], expected, atol=1e-6, rtol=1e-5)
+        assert (values[row] != 0).tolist() == kept.tolist()
+        cut = len(mask) - mask[::-1].index(True)  # the score is read where the model last wrote
+        (score,) = last_token_scores(scorer, build_sequences([prompt], [response[:cut]], PAD, CPU))
+        torch.testing.assert_close(scores[row], score, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("count", [7, 64, 1000])
 def test_batches_of_similar_length_hold_each_index_once_and_waste_little(count):
     lengths = torch.randint(1, 60, (count,), generator=torch.Generator().manual_seed(0)).tolist()

@@ -7,7 +7,7 @@ B: rows, P: prompt columns, T: response columns, V: vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ class Sequences:
     attention_mask: torch.Tensor
     """`[B, P+T]` int64, 1 on tokens."""
     response_mask: torch.Tensor
-    """`[B, T]` bool, True on response tokens, the end-of-sequence token included."""
+    """`[B, T]` bool, True on response tokens, the end-of-sequence token included; False on gaps and padding."""
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -43,8 +43,8 @@ class Sequences:
     def rows(self, index: torch.Tensor) -> "Sequences":
         """The rows `index`, without the columns on either side that are padding in all of them."""
         mask = self.response_mask[index]
-        num_responses = int(mask.sum(dim=1).max())
         prompt_width = self.input_ids.shape[1] - mask.shape[1]
+        num_responses = int(self.attention_mask[index, prompt_width:].sum(dim=1).max())
         first = prompt_width - int(self.attention_mask[index, :prompt_width].sum(dim=1).max())
         return Sequences(
             input_ids=self.input_ids[index, first : prompt_width + num_responses],
@@ -62,14 +62,26 @@ def pad_prompts(prompts: list[list[int]], pad_token: int, device: torch.device) 
 
 
 def build_sequences(
-    prompts: list[list[int]], responses: list[list[int]], pad_token: int, device: torch.device
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    pad_token: int,
+    device: torch.device,
+    learned: list[list[bool] | None] | None = None,
 ) -> Sequences:
-    """Pads given prompts and responses; a response that ended on its own includes its end-of-sequence token."""
+    """Pads given prompts and responses; a response that ended on its own includes its end-of-sequence token.
+
+    `learned` says for each response which of its tokens are the model's, None for all of them; the others are gaps.
+    """
     prompt_ids, prompt_mask = pad_prompts(prompts, pad_token, device)
     width = max(len(response) for response in responses)
     padded = torch.tensor([response + [pad_token] * (width - len(response)) for response in responses], device=device)
     lengths = torch.tensor([len(response) for response in responses], device=device)
-    return attach_responses(prompt_mask, torch.cat([prompt_ids, padded], dim=1), lengths)
+    batch = attach_responses(prompt_mask, torch.cat([prompt_ids, padded], dim=1), lengths)
+    if learned is None or not any(learned):
+        return batch
+    masks = [(mask or [True] * width) + [False] * width for mask in learned]
+    is_learned = torch.tensor([mask[:width] for mask in masks], device=device)  # [B, T]
+    return replace(batch, response_mask=batch.response_mask & is_learned)
 
 
 def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor) -> Sequences:
@@ -102,7 +114,7 @@ def response_logits(model: nn.Module, batch: Sequences) -> torch.Tensor:
 
 
 def response_logprobs(model: nn.Module, batch: Sequences, temperature: float = 1.0) -> torch.Tensor:
-    """`[B, T]` fp32: the log-probability of each response token, 0 on padding."""
+    """`[B, T]` fp32: the log-probability of each response token, 0 on gaps and padding."""
     logprobs = token_logprobs(response_logits(model, batch), batch.responses, temperature)
     return torch.where(batch.response_mask, logprobs, 0.0)
 
@@ -131,7 +143,7 @@ class ValueModel(nn.Module):
 
 
 def response_values(model: nn.Module, batch: Sequences) -> torch.Tensor:
-    """`[B, T]` fp32: the value of the state before each response token, 0 on padding."""
+    """`[B, T]` fp32: the value of the state before each response token, 0 on gaps and padding."""
     values = model(batch)[:, -batch.response_mask.shape[1] - 1 : -1]
     return torch.where(batch.response_mask, values, 0.0)
 
@@ -139,12 +151,13 @@ def response_values(model: nn.Module, batch: Sequences) -> torch.Tensor:
 def last_token_scores(model: nn.Module, batch: Sequences) -> torch.Tensor:
     """`[B]` fp32: the number at the last response token, the end-of-sequence token where there is one."""
     scores = model(batch)[:, -batch.response_mask.shape[1] :]
-    last = batch.response_mask.sum(dim=1, keepdim=True) - 1
+    positions = torch.arange(scores.shape[1], device=scores.device)
+    last = torch.where(batch.response_mask, positions, -1).amax(dim=1, keepdim=True)  # [B, 1]
     return scores.gather(1, last).squeeze(1)
 
 
 def in_parts(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
-    """`compute`, whose result is `[B, T]` and 0 on padding, of a few rows at a time: all logits at once may not fit.
+    """`compute`, whose result is `[B, T]` and 0 on gaps and padding, of a few rows at a time: all logits at once may not fit.
 
     Collective if `compute` is, and then every process must have as many rows.
     """
