@@ -22,11 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hybrid_engine
-from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank, get_world_size
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
@@ -36,6 +34,7 @@ from hybrid_engine.recipes.experience.evaluation import evaluate, global_means, 
 from hybrid_engine.recipes.experience.rollout import Roles, Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.rewards.learned import build_critic
 from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import (
     check_above,
@@ -44,7 +43,7 @@ from hybrid_engine.recipes.runs.checks import (
     check_divides,
     check_finite,
 )
-from hybrid_engine.recipes.runs.engine_config import build_engine_config
+from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import ResumeOptions, RolloutOptions
 from hybrid_engine.recipes.runs.ppo_checks import check_ppo
@@ -207,11 +206,7 @@ def build_roles(config: Config, source: str, reward_source: str) -> Roles:
     """Loads the four models, without dropout, and gives actor and critic an engine each."""
     tokenizer = load_tokenizer(source)
     reference = load_model(AutoModelForCausalLM, source).to(default_device()).eval().requires_grad_(False)
-    model = load_model(AutoModelForCausalLM, source)
-    if config.lora_rank:
-        adapter = LoraConfig(r=config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        with without_renamed_attribute_warning():
-            model = get_peft_model(model, adapter)
+    model = add_adapter(load_model(AutoModelForCausalLM, source), config.lora_rank)
     max_tokens = config.max_prompt_tokens + config.max_new_tokens
     actor, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, config.actor_lr, max_tokens))
     critic, *_ = hybrid_engine.initialize(
@@ -233,8 +228,7 @@ def engine_config(config: Config, learning_rate: float, max_out_tokens: int | No
     per_process = config.minibatch_size // get_world_size()
     return build_engine_config(
         batch_size=config.minibatch_size,
-        # The largest divisor: every optimizer step must have the same number of equal micro-batches.
-        micro_batch_size=max(n for n in range(1, config.micro_batch_size + 1) if per_process % n == 0),
+        micro_batch_size=largest_micro_batch(per_process, config.micro_batch_size),
         learning_rate=learning_rate,
         num_steps=num_steps,
         warmup_steps=min(4, num_steps),

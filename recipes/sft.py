@@ -1,196 +1,294 @@
-"""Stage 1: a BPE tokenizer and a small Llama learn to write a docstring's summary line from the signature.
+"""Supervised fine-tuning: a model learns to write what a data set shows.
 
     hybrid-engine sft --out runs/docs
+    hybrid-engine sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --out runs/mine
 
-The loss is the cross-entropy of the summary's tokens and the end-of-sequence token behind them; the prompt is only
-read. The result is `sft/` below `--out`: a Hugging Face folder with the model and its tokenizer.
+The loss is the cross-entropy of the response's tokens, the end-of-sequence token behind them included; the prompt is
+only read, and of a conversation only what the assistant says is learned (`data/encoding.py`). Without --model a BPE
+tokenizer and a small Llama are made from nothing; without --dataset they learn a docstring's summary line from the
+signature, which is stage 1 of the PPO job.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
-from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
+from hybrid_engine.recipes.data.encoding import Encoded, check_fits, encode_completion, read_template
+from hybrid_engine.recipes.data.held_out import hold_out_of
+from hybrid_engine.recipes.data.reading import read_learned_rows
+from hybrid_engine.recipes.data.rows import LearnedRow, texts_of
 from hybrid_engine.recipes.data.sequences import (
+    ROWS_PER_PASS,
     Sequences,
-    batches_of_similar_length,
     build_sequences,
+    epochs_of_similar_length,
     response_logprobs,
 )
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_divides
-from hybrid_engine.recipes.runs.engine_config import build_engine_config
-from hybrid_engine.recipes.runs.options import RunOptions
-from hybrid_engine.recipes.runs.run_log import RunLog, say, write_json
-from hybrid_engine.recipes.runs.stages import is_finished, move_aside, save_stage, seed_everything
-from hybrid_engine.recipes.tasks.stdlib_docs import DocExample, split, stdlib_examples
+from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides
+from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
+from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.recipes.runs.options import ResumeOptions
+from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.stages import (
+    is_finished,
+    load_config,
+    load_model,
+    load_tokenizer,
+    move_aside,
+    num_positions,
+    save_stage,
+    seed_everything,
+)
+from hybrid_engine.recipes.tasks.small_llama import MAX_POSITIONS, build_small_llama, train_tokenizer
+from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples, stdlib_row
 from hybrid_engine.rl.aggregation import token_mean
-
-MAX_POSITIONS = 512
-"""Enough for any example, and for two summaries behind a prompt, if each byte is a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunOptions):
-    """Trains a tokenizer and a small Llama to write a docstring's summary line from a signature.
+class Config(ResumeOptions):
+    """Trains a model to write what a data set shows; by default a small one to summarise a function's signature.
 
         hybrid-engine sft --out runs/docs
+        hybrid-engine sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --out runs/mine
 
-    The examples are the functions of Python's own standard library; nothing is downloaded. The model and its tokenizer
-    are left in sft/ below --out, a Hugging Face folder, the figures of the training in sft-log/.
+    A data set has the columns "messages", or "prompt" and "completion" (text or lists of messages), or "text". Without
+    one the examples are the functions of Python's own standard library; nothing is downloaded. The model and its
+    tokenizer are left in sft/ below --out, a Hugging Face folder, the figures of the training in sft-log/, with
+    --eval-every the model of the lowest held-out loss in sft-best/.
     """
 
+    out: str = "runs/docs"
+    """folder of the run; this stage writes its subfolders sft, sft-log and sft-checkpoints"""
+    model: str | None = None
+    """Hugging Face name or folder of the model that goes on learning; default: a small Llama from nothing"""
+    dataset: str | None = None
+    """examples: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: the standard library's
+    signatures and summaries"""
+    held_out_share: float = 0.1
+    """share of the data set's prompts that are not trained on and measured; 0 measures nothing"""
+    chat_template: str | None = None
+    """file with a Jinja chat template for a tokenizer that has none, or another"""
+    max_tokens: int | None = None
+    """tokens of the longest example that is let in; default: the model's positions"""
+    seed: int = 0
+    """seed of the initial weights and of the order of the examples"""
+    save_every: int = 500
+    """steps between checkpoints; 0 saves none"""
+    eval_every: int = 0
+    """steps between measurements of the held-out loss, the best model kept; 0 measures at the end alone"""
     vocab_size: int = 2048
-    """tokens of the BPE vocabulary"""
+    """tokens of the BPE vocabulary, without --model"""
     hidden_size: int = 192
-    """width of the model; a multiple of 64, two heads of 32"""
+    """width of the model without --model; a multiple of 64, two heads of 32"""
     num_layers: int = 5
-    """transformer layers"""
-    epochs: int = 5
-    """passes over the training examples"""
+    """transformer layers, without --model"""
+    epochs: int | None = None
+    """passes over the training examples; default: 5, with --model 1"""
     batch_size: int = 16
     """examples of an optimizer step over all processes"""
-    learning_rate: float = 1.5e-3
-    """peak of the linear schedule"""
+    micro_batch_size: int = 16
+    """examples of a forward pass on one process, at most"""
+    learning_rate: float | None = None
+    """peak of the linear schedule; default: 1.5e-3, with --model 2e-5, of an adapter 2e-4"""
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank; 0 trains all weights"""
     max_examples: int = 0
     """use only so many training examples; 0 uses all"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_layers", "epochs", "batch_size"):
-            check_at_least(name, getattr(self, name), 1)
+        for name in ("num_layers", "epochs", "batch_size", "micro_batch_size", "max_tokens"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)
         check_at_least("vocab_size", self.vocab_size, 300)
-        check_at_least("max_examples", self.max_examples, 0)
-        check_above("learning_rate", self.learning_rate, 0)
+        for name in ("max_examples", "eval_every", "lora_rank"):
+            check_at_least(name, getattr(self, name), 0)
+        check_between("held_out_share", self.held_out_share, 0, 0.9)
+        if self.learning_rate is not None:
+            check_above("learning_rate", self.learning_rate, 0)
         check_divides("hidden_size", self.hidden_size, 64)
+        if self.eval_every and self.dataset and not self.held_out_share:
+            raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
+        if self.lora_rank and not self.model:
+            raise ValueError(f"--lora-rank={self.lora_rank} adapts a model that has learned already; give --model")
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over the training examples."""
+        return self.epochs or (1 if self.model else 5)
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """Of the schedule."""
+        return self.learning_rate or (2e-4 if self.lora_rank else 2e-5 if self.model else 1.5e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The rows as tokens."""
+
+    train: list[Encoded]
+    held_out: list[Encoded]
+    pad_token: int
 
 
 def run(config: Config) -> Path:
     """Trains and saves the model unless its folder exists; returns the folder. Collective."""
-    folder = Path(config.out) / "sft"
+    out, folder = Path(config.out), Path(config.out) / "sft"
     hybrid_engine.init_distributed()
     if is_finished(folder, config.restart):
         return folder
+    on_rank_zero(lambda: check_resume(out, config, "sft"))
     check_divides("batch_size", config.batch_size, get_world_size())
     seed_everything(config.seed)
-    train, held_out = split(stdlib_examples())
-    train = train[: config.max_examples or None]
-    num_steps = config.epochs * num_batches(len(train), config.batch_size)
-    tokenizer = train_tokenizer(train, config.vocab_size)
-    encoded = [encode_example(tokenizer, example) for example in train]
-    model = build_small_llama(config, tokenizer)
+    tokenizer, corpus = load_corpus(config)
+    lengths = [len(example) for example in corpus.train]
+    batches = epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed)
+    model = load_or_build_model(config, tokenizer)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    say(f"SFT: {len(train)} signatures, {num_parameters / 1e6:.2f}M parameters, {config.epochs} epochs")
+    say(f"SFT: {len(lengths)} examples, {num_parameters / 1e6:.2f}M parameters, {config.num_epochs} epochs")
 
-    engine_config = build_engine_config(
+    if not config.resume:
+        move_aside(out, results_of("sft"))
+    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, len(batches)))
+    saved = load_checkpoints({"model": engine}, out / checkpoints_of("sft"), config) if config.resume else SavedRun()
+    started = time.perf_counter()
+    log = RunLog(out / "sft-log", "SFT", len(batches), config, saved.step)
+    best = train_loop(engine, tokenizer, corpus, batches, config, log, saved)
+
+    seconds = time.perf_counter() - started
+    measured = {"held_out_nats_per_token": held_out_loss(engine, corpus)} if corpus.held_out else {}
+    write_json(out / "sft-log" / "result.json", {**measured, **({"best": best} if best else {}), "seconds": seconds})
+    plot_metrics(read_metrics(out / "sft-log" / "metrics.jsonl"), {"loss": ["loss"]}, out / "sft-log" / "plot.png")
+    for loss in measured.values():
+        say(f"SFT: held-out loss {loss:.3f} nats per token after {seconds:.0f} s")
+    save_stage(engine, tokenizer, folder)
+    return folder
+
+
+def train_loop(
+    engine: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus,
+    batches: list[list[int]],
+    config: Config,
+    log: RunLog,
+    saved: SavedRun,
+) -> dict[str, float]:
+    """Every process takes its rows of each batch; the loss weighs every learned token of the whole batch alike.
+
+    Returns the step and the held-out loss of the best measurement so far; nothing before the first.
+    """
+    best, num_rows = dict(saved.state.get("best", {})), engine.train_micro_batch_size_per_gpu()
+    with log:
+        for step in range(saved.step, len(batches)):
+            engine.train()
+            num_tokens = sum(corpus.train[index].num_learned for index in batches[step])
+            mine = [corpus.train[index] for index in batches[step][get_rank() :: get_world_size()]]
+            loss = 0.0
+            for first in range(0, len(mine), num_rows):
+                sequences = collate(mine[first : first + num_rows], corpus.pad_token, engine.device)
+                part = token_mean(-response_logprobs(engine, sequences), sequences.response_mask, num_tokens)
+                # The engine averages gradients over micro-batches and processes; the loss is the sum of its parts.
+                engine.backward(part * engine.gradient_accumulation_steps() * get_world_size())
+                engine.step()
+                loss += part.item()
+            figures = {"loss": sum(gather_objects(loss)), "grad_norm": engine.get_global_grad_norm()}
+            figures["learning_rate"] = engine.get_lr()[0]
+            if config.eval_every and (step + 1) % config.eval_every == 0:
+                figures["held_out_loss"] = held_out_loss(engine, corpus)
+                if figures["held_out_loss"] < best.get("held_out_loss", math.inf):
+                    best = {"step": step + 1, "held_out_loss": figures["held_out_loss"]}
+                    save_stage(engine, tokenizer, Path(config.out) / "sft-best")
+            log.write(step, figures, [name for name in ("loss", "held_out_loss") if name in figures])
+            if config.save_every and (step + 1) % config.save_every == 0:
+                folder = Path(config.out) / checkpoints_of("sft")
+                save_checkpoints({"model": engine}, folder, step + 1, config, {"best": best})
+    return best
+
+
+@torch.no_grad()
+def held_out_loss(engine: Any, corpus: Corpus) -> float:
+    """Mean cross-entropy in nats per learned token of the held-out rows, of which there are some; collective."""
+    engine.eval()
+    total, num_tokens = 0.0, 0
+    parts = [corpus.held_out[first : first + ROWS_PER_PASS] for first in range(0, len(corpus.held_out), ROWS_PER_PASS)]
+    for first in range(0, len(parts), get_world_size()):  # sharded weights are gathered together: as many passes each
+        turn = first + get_rank()
+        sequences = collate(parts[min(turn, len(parts) - 1)], corpus.pad_token, engine.device)
+        loss = -response_logprobs(engine, sequences).sum().item()
+        if turn < len(parts):
+            total, num_tokens = total + loss, num_tokens + int(sequences.response_mask.sum())
+    sums = [sum(values) for values in zip(*gather_objects((total, num_tokens)), strict=True)]
+    return sums[0] / sums[1]
+
+
+def load_corpus(config: Config) -> tuple[PreTrainedTokenizerBase, Corpus]:
+    """The tokenizer, loaded or trained on the training rows, and all rows as tokens.
+
+    Raises:
+        ValueError: an option names what cannot be read, a row cannot be learned or is too long.
+    """
+    train: list[LearnedRow]
+    held_out: list[LearnedRow]
+    if config.dataset is None:
+        train, held_out = ([stdlib_row(example) for example in part] for part in split(stdlib_examples()))
+    else:
+        train, held_out = hold_out_of(config.dataset, read_learned_rows(config.dataset), config.held_out_share)
+    train = train[: config.max_examples or None]
+    if config.model:
+        tokenizer, positions = load_tokenizer(config.model), num_positions(load_config(config.model))
+    else:
+        texts = (text for row in train for text in texts_of(row))
+        tokenizer, positions = train_tokenizer(texts, config.vocab_size), MAX_POSITIONS
+    if config.chat_template:
+        tokenizer.chat_template = read_template(config.chat_template)
+    model = f"--model={config.model!r}" if config.model else "what is made without --model"
+    encoded = []
+    for rows in (train, held_out):
+        encoded.append([encode_completion(tokenizer, row) for row in rows])
+        check_fits(rows, [len(example) for example in encoded[-1]], config.max_tokens, positions, model)
+    return tokenizer, Corpus(train=encoded[0], held_out=encoded[1], pad_token=tokenizer.pad_token_id)
+
+
+def load_or_build_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """The model of `--model`, with an adapter where one is asked for, or a small one from nothing."""
+    if not config.model:
+        return build_small_llama(tokenizer, config.hidden_size, config.num_layers)
+    check_adapter(config.lora_rank, load_config(config.model), config.model)
+    return add_adapter(load_model(AutoModelForCausalLM, config.model), config.lora_rank)
+
+
+def engine_config(config: Config, num_steps: int) -> dict[str, Any]:
+    """The DeepSpeed config of the model."""
+    return build_engine_config(
         batch_size=config.batch_size,
-        micro_batch_size=config.batch_size // get_world_size(),
-        learning_rate=config.learning_rate,
+        micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),
+        learning_rate=config.peak_learning_rate,
         num_steps=num_steps,
         warmup_steps=min(50, num_steps),
         zero_stage=config.zero_stage,
         weight_decay=0.1,
     )
-    move_aside(folder.parent, [folder.name, "sft-log"])
-    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config)
-    started = time.perf_counter()
-    train_loop(
-        engine, encoded, tokenizer.pad_token_id, config, RunLog(folder.parent / "sft-log", "SFT", num_steps, config)
+
+
+def collate(examples: list[Encoded], pad_token: int, device: torch.device) -> Sequences:
+    """A padded batch, whose response mask is True on what is learned."""
+    return build_sequences(
+        [example.prompt_ids for example in examples],
+        [example.response_ids for example in examples],
+        pad_token,
+        device,
+        [example.loss_mask for example in examples],
     )
-    loss = held_out_loss(engine, [encode_example(tokenizer, example) for example in held_out], tokenizer.pad_token_id)
-    figures = {"held_out_nats_per_token": loss, "seconds": time.perf_counter() - started}
-    write_json(folder.parent / "sft-log" / "result.json", figures)
-    say(f"SFT: held-out loss {loss:.3f} nats per token after {figures['seconds']:.0f} s")
-    save_stage(engine, tokenizer, folder)
-    return folder
-
-
-def train_loop(engine, encoded: list[tuple[list[int], list[int]]], pad_token: int, config: Config, log: RunLog) -> None:
-    """Every process takes its rows of each batch; the loss weighs every token of the whole batch alike."""
-    generator = torch.Generator().manual_seed(config.seed)
-    lengths = [len(prompt) + len(response) for prompt, response in encoded]
-    engine.train()
-    with log:
-        for _ in range(config.epochs):
-            for batch in batches_of_similar_length(lengths, config.batch_size, generator):
-                num_tokens = sum(len(encoded[index][1]) for index in batch)
-                mine = [encoded[index] for index in batch[get_rank() :: get_world_size()]]
-                sequences = collate(mine, pad_token, engine.device)
-                loss = token_mean(-response_logprobs(engine, sequences), sequences.response_mask, num_tokens)
-                # The engine averages gradients over the processes; the loss is their sum.
-                engine.backward(loss * get_world_size())
-                engine.step()
-                figures = {"loss": loss.item() * get_world_size(), "grad_norm": engine.get_global_grad_norm()}
-                log.write(engine.global_steps - 1, {**figures, "learning_rate": engine.get_lr()[0]}, ["loss"])
-
-
-@torch.no_grad()
-def held_out_loss(engine, encoded: list[tuple[list[int], list[int]]], pad_token: int) -> float:
-    """Mean cross-entropy in nats per summary token; every process computes all of it."""
-    engine.eval()
-    total, num_tokens = 0.0, 0
-    for start in range(0, len(encoded), 64):
-        sequences = collate(encoded[start : start + 64], pad_token, engine.device)
-        total -= response_logprobs(engine, sequences).sum().item()
-        num_tokens += int(sequences.response_mask.sum())
-    return total / num_tokens
-
-
-def train_tokenizer(examples: list[DocExample], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a pad token of its own, so that the end-of-sequence token is learned."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator((text for example in examples for text in (example.prompt, example.summary)), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", padding_side="left", model_max_length=MAX_POSITIONS
-    )
-
-
-def build_small_llama(config: Config, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A Llama with grouped-query attention, heads of width 32 and no dropout, freshly initialised."""
-    num_heads = config.hidden_size // 32
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=config.hidden_size,
-            intermediate_size=-(-config.hidden_size * 8 // 3 // 64) * 64,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_heads // 2,
-            max_position_embeddings=MAX_POSITIONS,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-            tie_word_embeddings=False,
-        )
-    )
-
-
-def encode_example(tokenizer: PreTrainedTokenizerBase, example: DocExample) -> tuple[list[int], list[int]]:
-    """Prompt tokens, and summary tokens with the end-of-sequence token behind them."""
-    prompt = tokenizer(example.prompt, add_special_tokens=False)["input_ids"]
-    summary = tokenizer(example.summary, add_special_tokens=False)["input_ids"]
-    return prompt, [*summary, tokenizer.eos_token_id]
-
-
-def collate(encoded: list[tuple[list[int], list[int]]], pad_token: int, device: torch.device) -> Sequences:
-    """A padded batch of `encode_example`'s pairs."""
-    return build_sequences([pair[0] for pair in encoded], [pair[1] for pair in encoded], pad_token, device)
-
-
-def num_batches(num_examples: int, batch_size: int) -> int:
-    """Optimizer steps of one epoch; ValueError if there is none."""
-    if num_examples < batch_size:
-        raise ValueError(f"--batch-size={batch_size} must not exceed the {num_examples} training examples; lower it")
-    return num_examples // batch_size

@@ -359,6 +359,6 @@ def test_what_cannot_be_encoded_is_named_with_its_row(template, row, message):
 def test_rows_too_long_are_counted_and_the_first_is_named_with_its_length():
     rows = [PromptRow(prompt="a", place=f"line {n}") for n in range(4)]
     check_lengths(rows, [1, 2, 3, 3], 3, "--max-tokens=3", "raise it")
-    message = "line 1 has 5 tokens, more than --max-tokens=3, and 1 other rows too many as well; raise it, or shorten"
+    message = "line 1 has 5 tokens, more than --max-tokens=3 \\(and 1 more rows are too long\\); raise it, or"
     with pytest.raises(ValueError, match=message):
         check_lengths(rows, [1, 5, 3, 4], 3, "--max-tokens=3", "raise it")

@@ -21,6 +21,7 @@ from transformers import (
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, reward, sft
 from hybrid_engine.recipes.rewards.learned import LearnedReward, build_critic, load_value_model
+from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -74,6 +75,7 @@ def test_every_option_refuses_an_empty_text_and_a_number_of_the_wrong_sign_or_no
         "bool": [],
         "tuple": [("",)],
     }
+    wrong |= {f"{kind} | None": wrong[kind] for kind in ("int", "float")}
     for field in fields(recipe.Config):
         values = wrong[field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))]
         for value in values:
@@ -106,7 +108,7 @@ def test_a_folder_that_cannot_be_written_is_refused_by_every_recipe(tmp_path, ca
 def sources(tmp_path_factory):
     """Folders of tiny untrained models by name, each with a tokenizer beside it unless its name says otherwise."""
     folder = tmp_path_factory.mktemp("sources")
-    tokenizer = sft.train_tokenizer(split(stdlib_examples())[0][:50], 300)
+    tokenizer = train_tokenizer((example.summary for example in split(stdlib_examples())[0][:50]), 300)
     sizes = {"vocab_size": 300, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     gpt2 = {**sizes, "bos_token_id": None, "n_embd": 16, "n_layer": 1, "n_head": 2}  # dropouts: the default, 0.1
     bert = {**sizes, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -166,7 +168,7 @@ def test_lengths_beyond_the_models_positions_are_refused_before_any_work(sources
 
 
 def test_a_reward_model_reads_the_end_of_what_exceeds_its_positions(tmp_path):
-    tokenizer = sft.train_tokenizer(split(stdlib_examples())[0][:50], 300)
+    tokenizer = train_tokenizer((example.summary for example in split(stdlib_examples())[0][:50]), 300)
     tokenizer.save_pretrained(tmp_path)
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=300, n_positions=24, n_embd=16, n_layer=1, n_head=2, num_labels=1, pad_token_id=0)

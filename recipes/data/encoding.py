@@ -7,6 +7,7 @@ ends with the end-of-sequence token. A conversation is rendered as a whole, and 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -22,6 +23,7 @@ from hybrid_engine.recipes.data.rows import (
     Row,
     TextRow,
 )
+from hybrid_engine.recipes.runs.checks import flag
 
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -36,6 +38,11 @@ class Encoded:
     """At least one, the end-of-sequence token included."""
     loss_mask: list[bool] | None = None
     """True on the response tokens that are learned; None: on all."""
+
+    @property
+    def num_learned(self) -> int:
+        """Response tokens that are learned."""
+        return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -105,6 +112,14 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow) -> Encod
     return EncodedPair(chosen.ids[:length], *answers)
 
 
+def read_template(path: str, option: str = "chat_template") -> str:
+    """The chat template in the file that `option` names; ValueError where there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag(option)}={path!r} must be a file with a Jinja chat template: {error}") from error
+
+
 def check_lengths(rows: Sequence[Row], lengths: Sequence[int], limit: int, limit_of: str, remedy: str) -> None:
     """Refuses rows of more tokens than `limit`, naming the first.
 
@@ -117,11 +132,21 @@ def check_lengths(rows: Sequence[Row], lengths: Sequence[int], limit: int, limit
     """
     too_long = [index for index, length in enumerate(lengths) if length > limit]
     if too_long:
-        others = f", and {len(too_long) - 1} other rows too many as well" if len(too_long) > 1 else ""
+        others = f" (and {len(too_long) - 1} more rows are too long)" if len(too_long) > 1 else ""
         raise ValueError(
             f"{rows[too_long[0]].place} has {lengths[too_long[0]]} tokens, more than {limit_of}{others}; {remedy}, or "
             "shorten or remove what is too long"
         )
+
+
+def check_fits(
+    rows: Sequence[Row], lengths: Sequence[int], max_tokens: int | None, positions: int | None, model: str
+) -> None:
+    """Refuses rows of more tokens than `--max-tokens` lets in or `model` has positions; None is no bound."""
+    if max_tokens is not None and (positions is None or max_tokens <= positions):
+        check_lengths(rows, lengths, max_tokens, f"--max-tokens={max_tokens}", "raise it")
+    elif positions is not None:
+        check_lengths(rows, lengths, positions, f"the {positions} positions of {model}", "use a model with more")
 
 
 def _encode_text_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[int]:

@@ -33,6 +33,17 @@ def hold_out(rows: Sequence[R], share: float = 0.1) -> tuple[list[R], list[R]]:
     return train, [row for row, kept in zip(rows, is_kept, strict=True) if not kept]
 
 
+def hold_out_of(dataset: str, rows: Sequence[R], share: float) -> tuple[list[R], list[R]]:
+    """`hold_out` of the rows of `--dataset`; ValueError where none is left to train on or, with a share, to measure."""
+    train, held_out = hold_out(rows, share)
+    if not train or (share and not held_out):
+        raise ValueError(
+            f"--held-out-share={share} of --dataset={dataset!r} leaves {len(train)} rows to train on and "
+            f"{len(held_out)} to measure; give more rows, or --held-out-share 0"
+        )
+    return train, held_out
+
+
 def _prompt(row: PromptRow | LearnedRow | PreferenceRow) -> Turns:
     if isinstance(row, ConversationRow):
         return row.messages

@@ -89,3 +89,13 @@ class LabelledRow(Row):
 
 LearnedRow = CompletionRow | ConversationRow | TextRow
 """What supervised training learns from."""
+
+
+def texts_of(row: LearnedRow) -> list[str]:
+    """All text in `row`, in its order: what a tokenizer can be trained on."""
+    if isinstance(row, TextRow):
+        return [row.text]
+    parts: list[Turns] = [row.messages] if isinstance(row, ConversationRow) else [row.prompt, row.completion]
+    texts = [part if isinstance(part, str) else [turn.get("content") for turn in part] for part in parts]
+    flat = [text for part in texts for text in ([part] if isinstance(part, str) else part)]
+    return [text for text in flat if isinstance(text, str)]

@@ -157,7 +157,7 @@ def last_token_scores(model: nn.Module, batch: Sequences) -> torch.Tensor:
 
 
 def in_parts(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
-    """`compute`, whose result is `[B, T]` and 0 on gaps and padding, of a few rows at a time: all logits at once may not fit.
+    """`compute`, whose result is `[B, T]` and 0 on padding, of a few rows at a time: all logits at once may not fit.
 
     Collective if `compute` is, and then every process must have as many rows.
     """
@@ -178,3 +178,15 @@ def batches_of_similar_length(lengths: list[int], batch_size: int, generator: to
         batches += [pool[first : first + batch_size] for first in range(0, len(pool), batch_size)]
     full = [batch for batch in batches if len(batch) == batch_size]
     return [full[index] for index in torch.randperm(len(full), generator=generator).tolist()]
+
+
+def epochs_of_similar_length(lengths: list[int], batch_size: int, num_epochs: int, seed: int) -> list[list[int]]:
+    """The batches of a whole run, step by step; the same for the same arguments, so that a resumed run can go on.
+
+    Raises:
+        ValueError: there are fewer examples than one batch holds.
+    """
+    if len(lengths) < batch_size:
+        raise ValueError(f"--batch-size={batch_size} must not exceed the {len(lengths)} training examples; lower it")
+    generator = torch.Generator().manual_seed(seed)
+    return [batch for _ in range(num_epochs) for batch in batches_of_similar_length(lengths, batch_size, generator)]

@@ -21,12 +21,12 @@ from typing import Any
 from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.recipes.runs.checks import flag
-from hybrid_engine.recipes.runs.run_folder import LATEST
+from hybrid_engine.recipes.runs.run_folder import LATEST, check_can_resume, checkpoints_of
 from hybrid_engine.recipes.runs.run_log import say
 
 OPTIONS = "options.json"
 """The options of the run, beside its checkpoints: they can be compared before any model is loaded."""
-_MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_prompts", "tracker"})
+_MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_every", "eval_prompts", "tracker"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +80,19 @@ def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> S
         _check_options(saved["config"], _options(config))
     say(f"Going on after step {saved['step']}")
     return SavedRun(step=saved["step"], state=saved["state"])
+
+
+def check_resume(folder: Path, config: Any, recipe: str) -> None:
+    """Whether `--resume` can go on with the run of `recipe` in `folder`; for one process.
+
+    Raises:
+        ValueError: `--restart` is given too, there is no complete checkpoint, or it was written under other options.
+    """
+    if config.resume and config.restart:
+        raise ValueError("--resume goes on with a run and --restart begins it again; give one of them")
+    if config.resume:
+        check_can_resume(folder, recipe)
+        check_saved_options(folder / checkpoints_of(recipe), config)
 
 
 def check_saved_options(folder: Path, config: Any) -> None:

@@ -56,3 +56,13 @@ def build_engine_config(
         block = {"enabled": True, "max_out_tokens": max_out_tokens, "print_latency": False, "exact": exact}
         config["hybrid_engine"] = block
     return config
+
+
+def largest_micro_batch(per_process: int, limit: int) -> int:
+    """Samples of a forward pass, at most `limit`: every optimizer step must have the same number of equal ones.
+
+    Args:
+        per_process: samples of an optimizer step on one process.
+        limit: what memory allows.
+    """
+    return max(size for size in range(1, limit + 1) if per_process % size == 0)

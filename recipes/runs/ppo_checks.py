@@ -11,10 +11,12 @@ from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.prompts import load_prompts
 from hybrid_engine.recipes.rewards.learned import shares_tokens
 from hybrid_engine.recipes.rewards.loading import load_rewards
-from hybrid_engine.recipes.runs.checkpoints import check_saved_options
+from hybrid_engine.recipes.runs.adapters import check_adapter
+from hybrid_engine.recipes.runs.checkpoints import check_resume
 from hybrid_engine.recipes.runs.checks import check_divides
-from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, check_can_resume, check_nothing_is_lost, check_out
+from hybrid_engine.recipes.runs.run_folder import check_nothing_is_lost, check_out
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, num_positions
+from hybrid_engine.recipes.tasks.small_llama import MAX_POSITIONS
 
 PROMPTS_PER_CALL = 1000
 
@@ -45,13 +47,9 @@ def check_ppo(config: Any) -> tuple[list[str], list[str]]:
 
 def check_folder(folder: Path, config: Any) -> None:
     """Whether the run may write to `folder`, and goes on with what is in it or moves it aside; for one process."""
-    if config.resume and config.restart:
-        raise ValueError("--resume goes on with a run and --restart begins it again; give one of them")
     check_out(config.out)
-    if config.resume:
-        check_can_resume(folder)
-        check_saved_options(folder / CHECKPOINTS, config)
-    elif not config.restart:
+    check_resume(folder, config, "ppo")
+    if not config.resume and not config.restart:
         check_nothing_is_lost(folder)
 
 
@@ -82,16 +80,12 @@ def check_models(folder: Path, config: Any, prompts: list[str]) -> None:
     source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
     if source is None:  # the model will be made, its tokenizer too: a byte is a token at most
         longest = max(len(prompt.encode()) for prompt in prompts)
-        check_positions(config, longest, "the model that stage sft makes", sft_stage.MAX_POSITIONS)
+        check_positions(config, longest, "the model that stage sft makes", MAX_POSITIONS)
     else:
         tokenizer, model_config = load_tokenizer(source), load_config(source)
         longest = longest_prompt(tokenizer, prompts)
         check_positions(config, longest, f"--model={source!r}", num_positions(model_config))
-        hidden_size = getattr(model_config.get_text_config(), "hidden_size", config.lora_rank)
-        if config.lora_rank > hidden_size:
-            raise ValueError(
-                f"--lora-rank={config.lora_rank} exceeds the width of --model={source!r}, {hidden_size}; lower it"
-            )
+        check_adapter(config.lora_rank, model_config, source)
     if config.reward and source is not None and shares_tokens(config.reward, source):  # it will be the critic too
         limit = num_positions(load_config(config.reward, "reward"))
         check_positions(config, longest, f"--reward={config.reward!r}", limit)

@@ -15,10 +15,10 @@ BESIDE = ("config.yaml", "answers.jsonl", "tensorboard", "dvclive")
 PPO_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "plot.png", "samples.json", "result.json", *BESIDE)
 """What PPO leaves in the folder of its run."""
 STAGES = ("sft", "reward")
-"""Recipes that other recipes run first: each leaves a folder of its name, and two beside it with more to the name."""
+"""Recipes that other recipes run first: each leaves a folder of its name, and others beside it."""
 FOLDERS = (
     *(CHECKPOINTS, "actor", "tensorboard", "dvclive"),
-    *(f"{name}{more}" for name in STAGES for more in ("", "-log", "-checkpoints")),
+    *(f"{name}{more}" for name in STAGES for more in ("", "-log", "-best", "-checkpoints")),
 )
 """Those names in the folder of a run that are folders; the others are files."""
 
@@ -30,7 +30,7 @@ def checkpoints_of(recipe: str) -> str:
 
 def results_of(recipe: str) -> tuple[str, ...]:
     """What a recipe leaves in the folder of its run."""
-    return (recipe, f"{recipe}-log", checkpoints_of(recipe)) if recipe in STAGES else PPO_RESULTS
+    return (recipe, f"{recipe}-log", f"{recipe}-best", checkpoints_of(recipe)) if recipe in STAGES else PPO_RESULTS
 
 
 def check_out(out: str) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid_engine.recipes.data.held_out import is_held_out
+from hybrid_engine.recipes.data.rows import CompletionRow, LearnedRow
 
 PROMPT_CHARS = (8, 120)
 """Shortest and longest prompt that is kept, in characters."""
@@ -67,6 +68,11 @@ def split(examples: Sequence[DocExample]) -> tuple[list[DocExample], list[DocExa
     train = [example for example in ordered if not is_held_out(example.prompt)]
     held_out = [example for example in ordered if is_held_out(example.prompt)]
     return train, held_out
+
+
+def stdlib_row(example: DocExample) -> LearnedRow:
+    """The example as a row to learn from."""
+    return CompletionRow(prompt=example.prompt, completion=example.summary)
 
 
 def _all_examples(root: Path) -> Iterator[DocExample]:

@@ -1,0 +1,52 @@
+"""A tokenizer and a small Llama from nothing, for tasks that need no model of the hub."""
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+MAX_POSITIONS = 512
+"""Enough for any of the standard library's examples, and for two summaries behind a prompt, if a byte is a token."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with a pad token of its own, so that the end-of-sequence token is learned."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<pad>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", padding_side="left", model_max_length=MAX_POSITIONS
+    )
+
+
+def build_small_llama(tokenizer: PreTrainedTokenizerBase, hidden_size: int, num_layers: int) -> LlamaForCausalLM:
+    """A Llama with grouped-query attention, heads of width 32 and no dropout, freshly initialised.
+
+    Args:
+        tokenizer: its vocabulary is the model's.
+        hidden_size: a multiple of 64, two heads.
+        num_layers: transformer layers.
+    """
+    num_heads = hidden_size // 32
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=hidden_size,
+            intermediate_size=-(-hidden_size * 8 // 3 // 64) * 64,
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads // 2,
+            max_position_embeddings=MAX_POSITIONS,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+            tie_word_embeddings=False,
+        )
+    )
