@@ -11,9 +11,9 @@ import pytest
 from hybrid_engine.command import cli
 from hybrid_engine.command.field_meanings import field_meanings
 from hybrid_engine.command.recipe_options import read_recipe_help
-from hybrid_engine.recipes import ppo, reward, sft
+from hybrid_engine.recipes import evaluate, ppo, reward, sft
 
-RECIPES = {"sft": sft, "reward": reward, "ppo": ppo}
+RECIPES = {"sft": sft, "reward": reward, "ppo": ppo, "evaluate": evaluate}
 
 
 def run_python(source, *arguments):

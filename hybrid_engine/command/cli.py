@@ -24,7 +24,7 @@ from hybrid_engine.command.recipe_options import Option, read_recipe_help
 from hybrid_engine.recipes.reports import difference
 from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
 
-RECIPES = ("sft", "reward", "ppo")
+RECIPES = ("sft", "reward", "ppo", "evaluate")
 OTHERS: dict[str, Any] = {"launch": launcher, "diff": difference}
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 REFUSED, INTERRUPTED = 2, 130
@@ -141,7 +141,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
-    flag, text = "--" + option.name.replace("_", "-"), option.meaning.replace("%", "%%")
+    flags = ["--" + option.name.replace("_", "-")]
+    if len(option.name) == 1:
+        flags.insert(0, f"-{option.name}")
+    text = option.meaning.replace("%", "%%")
     settings: dict[str, Any] = {"default": argparse.SUPPRESS}  # what was given is told from what was not
     if option.kind is bool and option.default is False:
         settings |= {"action": "store_true"}
@@ -154,7 +157,7 @@ def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
     if option.kind is not bool and option.default not in (None, ()):
         shown = " ".join(map(str, option.default)) if option.is_list else option.default
         text += f" (default: {shown})".replace("%", "%%")
-    parser.add_argument(flag, help=text, **settings)
+    parser.add_argument(*flags, help=text, **settings)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,74 @@
-"""The same held-out prompts before and after: how good the answers are, how diverse, how far from the reference."""
+"""The same prompts answered at different times of a run, or by different models: how good the answers are, how diverse.
+
+B: prompts over all processes, G: answers to each.
+"""
 
 import json
+import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
-from hybrid_engine.recipes.data.sequences import in_parts, response_logprobs
-from hybrid_engine.recipes.experience.rollout import Roles, Rollout, SamplingOptions, sample
+from hybrid_engine.recipes.data.rows import PromptRow, Turns
+from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
+from hybrid_engine.recipes.rewards.answers import Answers
+from hybrid_engine.recipes.rewards.scores import Scores, named_figures
 from hybrid_engine.recipes.runs.run_log import samples_table, say
 from hybrid_engine.recipes.tasks.pep257 import conforms
+from hybrid_engine.rl.estimates import Interval, mean_interval, pass_at_k, rate_interval
 from hybrid_engine.rl.kl import kl_k1
 
+Item = TypeVar("Item")
+Sums = dict[str, tuple[float, float]]
+"""A (sum, count) for each figure, for `global_means`."""
 EVALUATION_SEED = 20_257
+PROMPTS_PER_PASS = 64
+"""Of one process, at a time."""
 NUM_SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True)
+class Group:
+    """The G answers to one prompt."""
+
+    prompt: Turns
+    responses: list[str]
+    scores: list[float]
+    by_name: dict[str, list[float | None]]
+    """Each reward's own numbers."""
+    is_cut_off: list[bool]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Answers to the held-out prompts and what was measured on them."""
+    """Answers to some prompts and what was measured on them; the same on every process."""
 
     figures: dict[str, float]
-    """Means over the prompts (`judge_pass_rate` only where the judge applies), and how diverse the responses are:
-    `distinct_share` of them differ, `top_opening_share` begin with the most frequent first word."""
-    prompts: list[str]
-    responses: list[str]
+    """Means over the prompts. `<name>_low` and `<name>_high` are the 95% confidence interval of `score` and of
+    `pass_at_<k>`, by prompt (`rl/estimates.py`). `distinct_share` of all responses differ, `top_opening_share` begin
+    with the most frequent first word."""
+    groups: list[Group]
+    """In the order of the prompts."""
 
 
-def global_means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+@dataclass(frozen=True, kw_only=True)
+class PassRule:
+    """Which answers pass, and of how many answers one must."""
+
+    threshold: float
+    """An answer passes whose score reaches it."""
+    ks: Sequence[int]
+    """The k of each pass@k, from 1 to G."""
+
+
+def global_means(sums: Sums) -> dict[str, float]:
     """From this process's (sum, count) of each figure to the mean over all processes; collective."""
     everyone = gather_objects(sums)
     return {
@@ -39,49 +77,147 @@ def global_means(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def rollout_sums(rollout: Rollout, logprobs_ref: torch.Tensor, is_judged: bool) -> dict[str, tuple[float, float]]:
-    """What a rollout says by itself, as (sum, count) for `global_means`; `logprobs_ref` is `[B, T]`.
-
-    KL is the k1 estimate against the reference, in nats.
-    """
+def answer_sums(rollout: Rollout) -> Sums:
+    """What a rollout says by itself: tokens of a response, the share that was cut off, the entropy in nats."""
     mask = rollout.sequences.response_mask
     rows, num_tokens = mask.shape[0], float(mask.sum())
-    kl = kl_k1(rollout.logprobs, logprobs_ref).sum().item()
-    sums = {
-        "score": (rollout.scores.sum().item(), rows),
-        "kl_per_sequence": (kl, rows),
-        "kl_per_token": (kl, num_tokens),
+    return {
         "length": (num_tokens, rows),
-        "cut_off_share": (sum(rollout.is_cut_off), rows),
+        "cut_off_share": (sum(rollout.answers.is_cut_off), rows),
         "entropy_estimate": (-rollout.logprobs.sum().item(), num_tokens),
     }
-    if is_judged:
-        passed = [not cut and conforms(text) for text, cut in zip(rollout.responses, rollout.is_cut_off, strict=True)]
-        sums["judge_pass_rate"] = (sum(passed), rows)
-    return sums
+
+
+def reference_sums(rollout: Rollout, logprobs_ref: torch.Tensor) -> Sums:
+    """The k1 estimate of KL(actor, reference) in nats, from the reference's log-probabilities `[B * G, T]`."""
+    mask = rollout.sequences.response_mask
+    kl = kl_k1(rollout.logprobs, logprobs_ref).sum().item()
+    return {"kl_per_sequence": (kl, mask.shape[0]), "kl_per_token": (kl, float(mask.sum()))}
+
+
+def judge_sums(rollout: Rollout) -> Sums:
+    """How many responses are summary lines by PEP 257, which is for the standard library's prompts alone."""
+    responses = zip(rollout.answers.responses, rollout.answers.is_cut_off, strict=True)
+    passed = [not cut and conforms(text) for text, cut in responses]
+    return {"judge_pass_rate": (sum(passed), len(passed))}
 
 
 @torch.no_grad()
-def evaluate(roles: Roles, prompts: list[str], options: SamplingOptions, is_judged: bool) -> Evaluation:
-    """Answers `prompts`, split over the processes, with one fixed seed; collective."""
-    roles.actor.eval()
-    mine = prompts[get_rank() :: get_world_size()]
-    rollout = sample(roles, mine, options, EVALUATION_SEED)
-    logprobs_of = partial(response_logprobs, roles.reference, temperature=options.temperature)
-    logprobs_ref = in_parts(logprobs_of, rollout.sequences)
-    figures = global_means(rollout_sums(rollout, logprobs_ref, is_judged))
-    everyone = gather_objects(list(zip(rollout.prompts, rollout.responses, strict=True)))
-    answered = dict(pair for part in everyone for pair in part)
-    responses = [answered[prompt] for prompt in prompts]
-    figures["distinct_share"] = len(set(responses)) / len(responses)
+def evaluate(
+    actor: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[PromptRow],
+    judge: Callable[[Answers], Scores],
+    options: SamplingOptions,
+    *,
+    passes: PassRule | None = None,
+    measure: Callable[[Rollout], Sums] = answer_sums,
+    seed: int = EVALUATION_SEED,
+    has_bar: bool = False,
+) -> Evaluation:
+    """Answers `rows`, split over the processes, and scores the answers; collective.
+
+    The same seed, rows and weights give the same answers, however many processes there are.
+
+    Args:
+        actor: a `HybridEngine` or an `InferenceEngine`; in evaluation mode afterwards.
+        rows: as many as there are processes at least; alike on all of them.
+        judge: the `Rewards` of the run, or a function of the recipe's around them.
+        passes: None: the figures have no pass@k.
+        measure: what the recipe measures of each rollout.
+        has_bar: shows progress on a terminal; not inside another bar.
+    """
+    actor.eval()
+    parts = split_evenly(rows, PROMPTS_PER_PASS * get_world_size())
+    is_shown = has_bar and len(parts) > 1 and get_rank() == 0
+    groups: list[Group] = []
+    measured: list[Sums] = []
+    for part in track(parts, "Answering", disable=not is_shown):
+        rollout = sample(actor, tokenizer, part[get_rank() :: get_world_size()], options, seed)
+        groups += _groups(rollout.answers, judge(rollout.answers), options.num_samples)
+        measured.append(measure(rollout))
+    gathered = _in_order(groups, [len(part) for part in parts])
+    return Evaluation(
+        figures=_score_figures(gathered)
+        | _pass_figures(gathered, passes)
+        | global_means(_add(measured))
+        | _diversity(gathered),
+        groups=gathered,
+    )
+
+
+def split_evenly(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
+    """`items` in as few parts as have `most` each at most, whose lengths differ by one at most.
+
+    So no part has fewer items than there are processes, if there are as many: each process has one to work on.
+    """
+    number = math.ceil(len(items) / most)
+    return [items[len(items) * part // number : len(items) * (part + 1) // number] for part in range(number)]
+
+
+def _groups(answers: Answers, scores: Scores, num_samples: int) -> list[Group]:
+    groups = []
+    for start in range(0, len(answers), num_samples):
+        rows = slice(start, start + num_samples)
+        groups.append(
+            Group(
+                prompt=answers.prompts[start],
+                responses=list(answers.responses[rows]),
+                scores=scores.total[rows],
+                by_name={name: values[rows] for name, values in scores.by_name.items()},
+                is_cut_off=list(answers.is_cut_off[rows]),
+            )
+        )
+    return groups
+
+
+def _in_order(groups: list[Group], sizes: list[int]) -> list[Group]:
+    """All processes' groups in the order of the prompts; process r took every r-th of each part. Collective."""
+    everyone = [iter(part) for part in gather_objects(groups)]
+    return [next(everyone[index % len(everyone)]) for size in sizes for index in range(size)]
+
+
+def _add(parts: list[Sums]) -> Sums:
+    return {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
+
+
+def _score_figures(groups: list[Group]) -> dict[str, float]:
+    interval = mean_interval([sum(group.scores) / len(group.scores) for group in groups])
+    names = groups[0].by_name
+    rewards = {name: [value for group in groups for value in group.by_name[name]] for name in names}
+    return _named("score", interval) | named_figures(rewards)
+
+
+def _pass_figures(groups: list[Group], passes: PassRule | None) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    for k in passes.ks if passes else ():
+        num_passed = [sum(score >= passes.threshold for score in group.scores) for group in groups]
+        num_samples = len(groups[0].scores)
+        rates = [pass_at_k(num_samples, number, k) for number in num_passed]
+        figures |= _named(f"pass_at_{k}", rate_interval(rates, num_samples // k))
+    return figures
+
+
+def _named(name: str, interval: Interval) -> dict[str, float]:
+    return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _diversity(groups: list[Group]) -> dict[str, float]:
+    responses = [response for group in groups for response in group.responses]
     openings = Counter(response.split(" ")[0] for response in responses)
-    figures["top_opening_share"] = openings.most_common(1)[0][1] / len(responses)
-    return Evaluation(figures=figures, prompts=prompts, responses=responses)
+    return {
+        "distinct_share": len(set(responses)) / len(responses),
+        "top_opening_share": openings.most_common(1)[0][1] / len(responses),
+    }
 
 
-def show_comparison(before: Evaluation, after: Evaluation, kl_bound: float, folder: Path) -> None:
-    """Prints the answers and figures of both and writes all answers to `samples.json`."""
-    shown = {"prompt": before.prompts, "before": before.responses, "after": after.responses}
+def show_comparison(before: Evaluation, after: Evaluation, folder: Path) -> None:
+    """Prints the first answers and the figures of both and writes the first answer to each prompt to `samples.json`."""
+    shown = {
+        "prompt": [prompt_shown(group.prompt) for group in before.groups],
+        "before": [group.responses[0] for group in before.groups],
+        "after": [group.responses[0] for group in after.groups],
+    }
     say(
         samples_table(
             "Held-out prompts", {name: [text.strip() for text in texts[:NUM_SHOWN]] for name, texts in shown.items()}
@@ -92,9 +228,14 @@ def show_comparison(before: Evaluation, after: Evaluation, kl_bound: float, fold
         heading: [f"{evaluation.figures[name]:.3f}" for name in names]
         for heading, evaluation in (("before", before), ("after", after))
     }
-    say(samples_table(f"{len(before.prompts)} held-out prompts", columns))
-    kl = after.figures["kl_per_sequence"]
-    say(f"KL to the reference: {kl:.2f} nats per response, {'under' if kl < kl_bound else 'OVER'} the bound {kl_bound}")
+    say(samples_table(f"{len(before.groups)} held-out prompts", columns))
     if get_rank() == 0:
         rows = [dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)]
         (folder / "samples.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def prompt_shown(prompt: Turns) -> str:
+    """A prompt as text; of a conversation each message behind its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -1,70 +1,60 @@
-"""Answering prompts with the actor: text in, a padded rollout with its log-probabilities and scores out.
+"""Answering prompts with the actor: rows in, padded rollouts with the sampler's own log-probabilities out.
 
-B: this process's prompts, P: prompt columns, T: response columns.
+B: this process's prompts, G: samples of each, N = B * G answers (those of a prompt stand together), P: prompt columns,
+T: response columns.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.recipes.data.encoding import encode_prompt
+from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, attach_responses, pad_prompts
 from hybrid_engine.recipes.rewards.answers import Answers
-from hybrid_engine.recipes.rewards.rewards import Rewards
-
-
-@dataclass(frozen=True, kw_only=True)
-class Roles:
-    """The four models of a PPO run."""
-
-    actor: Any
-    """HybridEngine, trained."""
-    critic: Any
-    """ZeroEngine of a ValueModel, trained."""
-    reference: torch.nn.Module
-    """The actor as it was at the start, frozen."""
-    rewards: Rewards
-    tokenizer: PreTrainedTokenizerBase
-    """The actor's and the critic's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How responses are drawn."""
+    """How answers are drawn."""
 
     max_prompt_tokens: int
     max_new_tokens: int
     temperature: float
-    missing_eos_score: float
-    """Score of a response that was cut off."""
+    num_samples: int = 1
+    """Answers to each prompt, G."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """Responses to B prompts."""
+    """N answers to B prompts."""
 
-    prompts: list[str]
-    responses: list[str]
-    """The responses as text, without special tokens."""
+    answers: Answers
     sequences: Sequences
     logprobs: torch.Tensor
-    """`[B, T]` fp32, the sampler's own; 0 on padding."""
-    scores: torch.Tensor
-    """`[B]` fp32, one score of each response."""
-    is_cut_off: list[bool]
-    """True where `max_new_tokens` came before the end-of-sequence token."""
+    """`[N, T]` fp32, the sampler's own; 0 on padding."""
 
 
-def sample(roles: Roles, prompts: list[str], options: SamplingOptions, seed: int) -> Rollout:
-    """One response to each prompt, scored. The actor must be in evaluation mode; collective when it is sharded."""
-    tokenizer, device = roles.tokenizer, roles.actor.device
-    encoded = tokenizer(prompts)["input_ids"]
-    prompt_ids, prompt_mask = pad_prompts(
-        [tokens[-options.max_prompt_tokens :] for tokens in encoded], tokenizer.pad_token_id, device
-    )
-    output = roles.actor.generate(
+def sample(
+    actor: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[PromptRow],
+    options: SamplingOptions,
+    seed: int,
+) -> Rollout:
+    """`options.num_samples` answers to each of `rows`, of which there must be one.
+
+    The actor, a `HybridEngine`, must be in evaluation mode; collective when it is sharded. Longer prompts lose their
+    beginning. The same seed, rows and weights give the same answers.
+    """
+    prompts = [encode_prompt(tokenizer, row)[-options.max_prompt_tokens :] for row in rows]
+    prompt_ids, prompt_mask = pad_prompts(prompts, tokenizer.pad_token_id, actor.device)
+    output = actor.generate(
         prompt_ids,
         attention_mask=prompt_mask,
         do_sample=True,
@@ -72,34 +62,68 @@ def sample(roles: Roles, prompts: list[str], options: SamplingOptions, seed: int
         top_k=0,
         top_p=1.0,
         max_new_tokens=options.max_new_tokens,
+        num_return_sequences=options.num_samples,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         return_dict_in_generate=True,
         seed=seed,
     )
-    sequences = attach_responses(prompt_mask, output.sequences, output.lengths)
-    tokens = [row[mask].tolist() for row, mask in zip(sequences.responses, sequences.response_mask, strict=True)]
-    responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    is_cut_off = [reason == "length" for reason in output.finish_reason]
-    scores = roles.rewards(
-        Answers(
-            prompts=prompts,
-            responses=responses,
-            prompt_ids=[row[mask.bool()].tolist() for row, mask in zip(prompt_ids, prompt_mask, strict=True)],
-            response_ids=tokens,
-            is_cut_off=is_cut_off,
-            decode=partial(tokenizer.decode, skip_special_tokens=True),
-        )
-    ).total
-    return Rollout(
-        prompts=prompts,
-        responses=responses,
-        sequences=sequences,
-        logprobs=output.logprobs,
-        scores=torch.tensor(
-            [options.missing_eos_score if cut else score for score, cut in zip(scores, is_cut_off, strict=True)],
-            dtype=torch.float32,
-            device=device,
-        ),
-        is_cut_off=is_cut_off,
+    repeated_mask = prompt_mask.repeat_interleave(options.num_samples, dim=0)
+    sequences = attach_responses(repeated_mask, output.sequences, output.lengths)
+    responses = [row[mask].tolist() for row, mask in zip(sequences.responses, sequences.response_mask, strict=True)]
+    answers = Answers(
+        prompts=_repeat([row.prompt for row in rows], options.num_samples),
+        responses=tokenizer.batch_decode(responses, skip_special_tokens=True),
+        prompt_ids=_repeat(prompts, options.num_samples),
+        response_ids=responses,
+        is_cut_off=[reason == "length" for reason in output.finish_reason],
+        columns=_columns(rows, options.num_samples),
+        decode=partial(tokenizer.decode, skip_special_tokens=True),
     )
+    return Rollout(answers=answers, sequences=sequences, logprobs=output.logprobs)
+
+
+def choose_groups(rollout: Rollout, is_chosen: torch.Tensor) -> Rollout:
+    """The groups of a rollout whose entry in `is_chosen`, `[B]` bool, is True."""
+    size = len(rollout.answers) // len(is_chosen)
+    index = is_chosen.repeat_interleave(size).nonzero().squeeze(1)
+    sequences = rollout.sequences.rows(index.to(rollout.sequences.input_ids.device))
+    return Rollout(
+        answers=rollout.answers.choose(index.tolist()),
+        sequences=sequences,
+        logprobs=rollout.logprobs[index, : sequences.response_mask.shape[1]],
+    )
+
+
+def join(rollouts: Sequence[Rollout], pad_token: int) -> Rollout:
+    """One rollout of the rows of several, padded to the longest prompt and the longest response among them."""
+    widths = [rollout.sequences.response_mask.shape[1] for rollout in rollouts]
+    before = [rollout.sequences.input_ids.shape[1] - width for rollout, width in zip(rollouts, widths, strict=True)]
+
+    def joined(tensors: list[torch.Tensor], has_prompt: bool, value: int) -> torch.Tensor:
+        sides = [
+            (max(before) - left if has_prompt else 0, max(widths) - right)
+            for left, right in zip(before, widths, strict=True)
+        ]
+        return torch.cat([pad(tensor, side, value=value) for tensor, side in zip(tensors, sides, strict=True)])
+
+    parts = [rollout.sequences for rollout in rollouts]
+    return Rollout(
+        answers=Answers.join([rollout.answers for rollout in rollouts]),
+        sequences=Sequences(
+            input_ids=joined([part.input_ids for part in parts], True, pad_token),
+            attention_mask=joined([part.attention_mask for part in parts], True, 0),
+            response_mask=joined([part.response_mask for part in parts], False, 0),
+        ),
+        logprobs=joined([rollout.logprobs for rollout in rollouts], False, 0),
+    )
+
+
+def _repeat(values: Sequence[Any], times: int) -> list[Any]:
+    return [value for value in values for _ in range(times)]
+
+
+def _columns(rows: Sequence[PromptRow], times: int) -> Mapping[str, list[Any]]:
+    """The data set's other columns, a value for each answer; those that every row has."""
+    names = set.intersection(*(set(row.columns) for row in rows))
+    return {name: _repeat([row.columns[name] for row in rows], times) for name in sorted(names)}

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Prompt = str | list[dict[str, Any]]
-"""A text, or a conversation: messages with `role` and `content`."""
+from hybrid_engine.recipes.data.rows import Turns
+
 SHOWN_CHARACTERS = 200
 LISTS = ("prompts", "responses", "prompt_ids", "response_ids", "is_cut_off")
 """The fields of `Answers` that have an entry for each answer, beside its columns."""
@@ -18,7 +18,7 @@ LISTS = ("prompts", "responses", "prompt_ids", "response_ids", "is_cut_off")
 class Answers:
     """B answers and everything that may be known of them; each list has B entries."""
 
-    prompts: Sequence[Prompt]
+    prompts: Sequence[Turns]
     responses: Sequence[str]
     """The answers as text, without special tokens."""
     prompt_ids: Sequence[list[int]]

@@ -7,8 +7,9 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.recipes.data.rows import Turns
 from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences, last_token_scores
-from hybrid_engine.recipes.rewards.answers import Answers, Prompt, UnusableReference
+from hybrid_engine.recipes.rewards.answers import Answers, UnusableReference
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN
 from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer, num_positions, score_head
 
@@ -53,7 +54,7 @@ class LearnedReward:
             scores += last_token_scores(self.model, batch).tolist()
         return scores
 
-    def _encode(self, prompt: Prompt, response: str) -> tuple[list[int], list[int]]:
+    def _encode(self, prompt: Turns, response: str) -> tuple[list[int], list[int]]:
         """The tokens of both; of a conversation the last token, where the score stands, is all of the second."""
         if isinstance(prompt, str):
             tokens, response_tokens = self.tokenizer([prompt, response], add_special_tokens=False)["input_ids"]

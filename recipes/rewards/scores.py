@@ -5,7 +5,7 @@ B: answers, T: tokens of an answer.
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,9 +138,14 @@ def reward_figures(scores: Scores) -> dict[str, float]:
     The deviation is that of the answers themselves (divisor n). A reward that judged none has no figures.
     """
     everyone = gather_objects(scores.by_name)
+    return named_figures({name: [value for part in everyone for value in part[name]] for name in scores.by_name})
+
+
+def named_figures(by_name: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
+    """As `reward_figures`, of these values; local."""
     figures = {}
-    for name in scores.by_name:
-        values = [value for part in everyone for value in part[name] if value is not None]
+    for name, all_values in by_name.items():
+        values = [value for value in all_values if value is not None]
         if values:
             figures[f"reward_{name}"] = statistics.fmean(values)
             figures[f"reward_{name}_deviation"] = statistics.pstdev(values)

@@ -14,12 +14,18 @@ def flag(name: str) -> str:
 
 
 def check_common(config: Any) -> None:
-    """What holds for the options of every recipe: no text is empty, and the seed is one that torch takes."""
-    for field in fields(config):
-        if getattr(config, field.name) == "":
-            raise ValueError(f"{flag(field.name)}='' is empty; give a value, or leave the option out")
+    """What holds for the options of every recipe that trains: no text is empty, the seed is one that torch takes."""
+    check_texts(config)
     check_between("seed", config.seed, 0, LARGEST_SEED)
     check_between("zero_stage", config.zero_stage, 0, 3)
+
+
+def check_texts(config: Any) -> None:
+    """ValueError where a text among the options is empty."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value == "" or (isinstance(value, tuple) and "" in value):
+            raise ValueError(f"{flag(field.name)}='' is empty; give a value, or leave the option out")
 
 
 def check_finite(name: str, value: float) -> None:

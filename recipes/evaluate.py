@@ -1,0 +1,202 @@
+"""How good a model's answers are: each prompt of a data set answered k times, scored by the rewards of the recipes.
+
+    hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
+
+The answers are drawn by the engine's own rollouts (`experience/evaluation.py`, as in training), without an optimizer.
+Below `--out`: result.json (the figures with their confidence intervals) and samples.jsonl (every answer and score).
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+import hybrid_engine
+from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
+from hybrid_engine.recipes.data.encoding import encode_prompt
+from hybrid_engine.recipes.data.prompts import load_prompt_rows
+from hybrid_engine.recipes.data.reading import read_prompt_rows
+from hybrid_engine.recipes.data.rows import PromptRow
+from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
+from hybrid_engine.recipes.experience.rollout import SamplingOptions
+from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.rewards.rewards import Rewards
+from hybrid_engine.recipes.runs.checks import (
+    LARGEST_SEED,
+    check_above,
+    check_at_least,
+    check_between,
+    check_finite,
+    check_texts,
+)
+from hybrid_engine.recipes.runs.ppo_checks import check_positions
+from hybrid_engine.recipes.runs.run_folder import check_out, left_behind
+from hybrid_engine.recipes.runs.run_log import samples_table, say, write_json
+from hybrid_engine.recipes.runs.stages import load_config, load_model, load_tokenizer, move_aside, num_positions
+
+RESULTS = ("result.json", "samples.jsonl")
+DTYPES = ("fp32", "bf16", "fp16")
+NUM_SHOWN = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Measures a model: it answers every prompt of a data set several times, and the answers are scored.
+
+        hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
+        hybrid-engine evaluate --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward my_rewards:score --out runs/mine
+
+    Prints pass@1, pass@k and the mean score with 95% confidence intervals by prompt, and some answers. Left below
+    --out: result.json and samples.jsonl, every answer with its scores.
+    """
+
+    model: str | None = None
+    """Hugging Face name or folder of the model"""
+    dataset: str | None = None
+    """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt", and what the
+    rewards compare with in other columns"""
+    reward: tuple[str, ...] = ()
+    """exact, number, math, regex:PATTERN, length:target=N, a reward-model folder, or module:function; several are added
+    (docs/rewards.md)"""
+    reward_weights: tuple[float, ...] = ()
+    """a weight for each --reward; default: 1 each"""
+    reward_time_limit: float = 300.0
+    """seconds that one call of a reward may take, for up to 64 prompts"""
+    k: int = 8
+    """the k of pass@k: the probability that one of k answers passes"""
+    num_samples: int | None = None
+    """answers to each prompt, k at least; more make pass@k more precise; default: k"""
+    threshold: float = 1.0
+    """an answer passes whose score reaches it"""
+    out: str = "runs/evaluation"
+    """folder for the results"""
+    seed: int = 20_257
+    """seed of the samples; that of the recipes' own evaluations"""
+    restart: bool = False
+    """move what an earlier evaluation left to previous-1 (or the next number) below --out"""
+    max_prompts: int | None = None
+    """take only the first so many prompts"""
+    held_out: bool = False
+    """take only the tenth of the prompts that training on this data set holds out"""
+    max_prompt_tokens: int = 1024
+    """longer prompts lose their beginning"""
+    max_new_tokens: int = 512
+    """longest answer"""
+    temperature: float = 1.0
+    """of sampling"""
+    dtype: str = "fp32"
+    """what the model computes in: fp32, bf16 or fp16"""
+
+    def __post_init__(self) -> None:
+        check_texts(self)
+        for name in ("model", "dataset", "reward"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is missing; say which {name} to evaluate with")
+        for name in ("k", "max_prompt_tokens", "max_new_tokens"):
+            check_at_least(name, getattr(self, name), 1)
+        if self.max_prompts is not None:
+            check_at_least("max_prompts", self.max_prompts, 1)
+        if self.num_samples is not None:
+            check_at_least("num_samples", self.num_samples, self.k)
+        check_above("temperature", self.temperature, 0)
+        check_between("seed", self.seed, 0, LARGEST_SEED)
+        check_finite("threshold", self.threshold)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype={self.dtype!r} must be one of {', '.join(DTYPES)}; choose one")
+
+
+def run(config: Config) -> Path:
+    """Answers, scores, writes; returns the folder of the results. Collective."""
+    hybrid_engine.init_distributed()
+    on_rank_zero(lambda: check_folder(config))
+    rewards = load_rewards(config.reward, config.reward_weights or None, config.reward_time_limit)
+    tokenizer, rows = load_tokenizer(str(config.model)), load_rows(config)
+    check_rows(config, tokenizer, rows, rewards)
+    model = load_model(AutoModelForCausalLM, str(config.model))
+    engine = hybrid_engine.init_inference(model.eval(), dtype=config.dtype)
+    say(engine.report())
+
+    num_samples = config.num_samples or config.k
+    evaluation = evaluate(
+        engine,
+        tokenizer,
+        rows,
+        rewards,
+        SamplingOptions(
+            max_prompt_tokens=config.max_prompt_tokens,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            num_samples=num_samples,
+        ),
+        passes=PassRule(threshold=config.threshold, ks=sorted({1, config.k})),
+        seed=config.seed,
+        has_bar=True,
+    )
+    out = Path(config.out)
+    if config.restart:
+        move_aside(out, RESULTS)
+    write_results(out, config, evaluation)
+    show(evaluation, num_samples)
+    return out
+
+
+def check_folder(config: Config) -> None:
+    """ValueError where the folder cannot be written, or holds an earlier evaluation; for one process."""
+    found = left_behind(check_out(config.out), RESULTS)
+    if found and not config.restart:
+        raise ValueError(
+            f"--out={config.out!r} holds an earlier evaluation ({', '.join(found)}): --restart moves it aside, another "
+            "--out leaves it as it is"
+        )
+
+
+def load_rows(config: Config) -> list[PromptRow]:
+    """The prompts to answer, with what stands beside them."""
+    dataset = str(config.dataset)
+    rows = load_prompt_rows(dataset)[1] if config.held_out else read_prompt_rows(dataset)
+    return rows[: config.max_prompts]
+
+
+def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[PromptRow], rewards: Rewards) -> None:
+    """ValueError where there are too few prompts, a reward lacks a column, or the model has too few positions."""
+    if len(rows) < get_world_size():
+        raise ValueError(
+            f"--dataset={config.dataset!r}: {len(rows)} prompts are fewer than the {get_world_size()} processes; give "
+            "more prompts, or start fewer processes"
+        )
+    rewards.check_columns(set.intersection(*(set(row.columns) for row in rows)))
+    longest = max(len(encode_prompt(tokenizer, row)) for row in rows)
+    limit = num_positions(load_config(str(config.model)))
+    check_positions(config, longest, f"--model={config.model!r}", limit)
+
+
+def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:
+    """`result.json`: figures and options; `samples.jsonl`: a line for each prompt, with its answers and scores."""
+    if get_rank() != 0:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "samples.jsonl").open("w") as file:
+        for group in evaluation.groups:
+            file.write(json.dumps(asdict(group), default=str) + "\n")
+    content = {"figures": evaluation.figures, "num_prompts": len(evaluation.groups), "options": asdict(config)}
+    write_json(folder / "result.json", content)
+
+
+def show(evaluation: Evaluation, num_samples: int) -> None:
+    """Prints some answers and the figures."""
+    groups = evaluation.groups[:NUM_SHOWN]
+    answers = {
+        "prompt": [prompt_shown(group.prompt).strip() for group in groups],
+        "answer": [group.responses[0].strip() for group in groups],
+        "score": [f"{group.scores[0]:.3g}" for group in groups],
+    }
+    say(samples_table(f"The first of {num_samples} answers", answers))
+    figures = evaluation.figures
+    names = [name for name in figures if not name.endswith(("_low", "_high"))]
+    intervals = [
+        f"{figures[name + '_low']:.3f} to {figures[name + '_high']:.3f}" if name + "_low" in figures else ""
+        for name in names
+    ]
+    columns = {"figure": names, "mean": [f"{figures[name]:.3f}" for name in names], "95% interval": intervals}
+    say(samples_table(f"{len(evaluation.groups)} prompts, {num_samples} answers to each", columns))
