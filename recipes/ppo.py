@@ -22,18 +22,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank, get_world_size
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.prompts import select_prompts
+from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs, response_values
-from hybrid_engine.recipes.experience.evaluation import evaluate, global_means, rollout_sums, show_comparison
-from hybrid_engine.recipes.experience.rollout import Roles, Rollout, SamplingOptions, sample
+from hybrid_engine.recipes.experience.evaluation import (
+    Evaluation,
+    Sums,
+    answer_sums,
+    evaluate,
+    global_means,
+    judge_sums,
+    reference_sums,
+    show_comparison,
+    step_means,
+)
+from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
+from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.learned import build_critic
 from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.rewards.rewards import Rewards
+from hybrid_engine.recipes.rewards.scores import Scores, replace_cut_off, reward_figures
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import (
@@ -90,7 +104,7 @@ class Config(RolloutOptions, ResumeOptions):
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: the
     standard library's signatures"""
     reward: str | None = None
-    """a reward-model folder, or module:function of (prompts, responses); default: the run's reward"""
+    """a reward-model folder, a rule such as number, or module:function (docs/rewards.md); default: the run's reward"""
     steps: int = 30
     """PPO steps: rollouts, each followed by the updates on it"""
     rollout_size: int = 64
@@ -139,6 +153,21 @@ class Config(RolloutOptions, ResumeOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The four models of the run."""
+
+    actor: Any
+    """HybridEngine, trained."""
+    critic: Any
+    """ZeroEngine of a ValueModel, trained."""
+    reference: torch.nn.Module
+    """The actor as it was at the start, frozen."""
+    rewards: Rewards
+    tokenizer: PreTrainedTokenizerBase
+    """The actor's and the critic's."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Experience:
     """A rollout with everything an update needs; all but `sequences` are `[B, T]` fp32."""
 
@@ -173,15 +202,18 @@ def run(config: Config) -> Path:
     roles = build_roles(config, source, reward_source)
     say(roles.actor.report())
 
-    before = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
+    before = evaluate_held_out(roles, held_out_prompts, config)
     first_step = load_checkpoints(engines_of(roles), out / CHECKPOINTS, config).step if config.resume else 0
     started = time.perf_counter()
     log = RunLog(out, "PPO", config.steps, config, first_step)
     train_loop(roles, train_prompts, config, log, first_step)
     seconds = time.perf_counter() - started
-    after = evaluate(roles, held_out_prompts, sampling_options(config), config.dataset is None)
+    after = evaluate_held_out(roles, held_out_prompts, config)
 
-    show_comparison(before, after, config.kl_bound, out)
+    show_comparison(before, after, out)
+    kl = after.figures["kl_per_sequence"]
+    where = "under" if kl < config.kl_bound else "OVER"
+    say(f"KL to the reference: {kl:.2f} nats per response, {where} the bound {config.kl_bound}")
     write_json(out / "result.json", {"before": before.figures, "after": after.figures, "ppo_seconds": seconds})
     plot_metrics(read_metrics(out / "metrics.jsonl"), PLOT_PANELS, out / "plot.png")
     save_stage(roles.actor, roles.tokenizer, out / "actor")
@@ -244,23 +276,51 @@ def sampling_options(config: Config) -> SamplingOptions:
         max_prompt_tokens=config.max_prompt_tokens,
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature,
-        missing_eos_score=config.missing_eos_score,
     )
 
 
-def train_loop(roles: Roles, prompts: list[str], config: Config, log: RunLog, first_step: int) -> None:
+def judge(roles: Roles, config: Config, answers: Answers) -> Scores:
+    """The rewards of `answers`; those that were cut off have `missing_eos_score`."""
+    return replace_cut_off(roles.rewards(answers), answers, config.missing_eos_score)
+
+
+def reference_logprobs(roles: Roles, config: Config, rollout: Rollout) -> torch.Tensor:
+    """`[B, T]`."""
+    return in_parts(partial(response_logprobs, roles.reference, temperature=config.temperature), rollout.sequences)
+
+
+def rollout_sums(rollout: Rollout, logprobs_ref: torch.Tensor, config: Config) -> Sums:
+    """What a rollout says by itself and against the reference, and by the judge where it applies."""
+    sums = answer_sums(rollout) | reference_sums(rollout, logprobs_ref)
+    return sums | judge_sums(rollout) if config.dataset is None else sums
+
+
+def evaluate_held_out(roles: Roles, prompts: list[PromptRow], config: Config) -> Evaluation:
+    """One answer to each held-out prompt."""
+    return evaluate(
+        roles.actor,
+        roles.tokenizer,
+        prompts,
+        partial(judge, roles, config),
+        sampling_options(config),
+        measure=lambda rollout: rollout_sums(rollout, reference_logprobs(roles, config, rollout), config),
+    )
+
+
+def train_loop(roles: Roles, prompts: list[PromptRow], config: Config, log: RunLog, first_step: int) -> None:
     """PPO: one rollout a step, several passes over it."""
-    is_judged = config.dataset is None
     with log:
         for step in range(first_step, config.steps):
             chosen = select_prompts(len(prompts), step * config.rollout_size, config.rollout_size, config.seed)
             mine = [prompts[index] for index in chosen[get_rank() :: get_world_size()]]
 
             roles.actor.eval()
-            rollout = sample(roles, mine, sampling_options(config), seed=mix_seed(config.seed, step))
+            rollout = sample(
+                roles.actor, roles.tokenizer, mine, sampling_options(config), seed=mix_seed(config.seed, step)
+            )
             roles.actor.train()
 
-            experience, figures = build_experience(roles, rollout, config, is_judged)
+            experience, figures = build_experience(roles, rollout, config)
             figures |= update(roles, experience, rollout.logprobs, config, seed=mix_seed(config.seed, step))
             log.write(step, figures | roles.actor.latency_stats(), SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:
@@ -268,26 +328,38 @@ def train_loop(roles: Roles, prompts: list[str], config: Config, log: RunLog, fi
 
 
 @torch.no_grad()
-def build_experience(
-    roles: Roles, rollout: Rollout, config: Config, is_judged: bool
-) -> tuple[Experience, dict[str, float]]:
+def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[Experience, dict[str, float]]:
     """Reference log-probabilities, values, rewards and advantages of a rollout; all processes whiten together."""
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
-    logprobs_ref = in_parts(partial(response_logprobs, roles.reference, temperature=config.temperature), sequences)
+    logprobs_ref = reference_logprobs(roles, config, rollout)
     values = in_parts(partial(response_values, roles.critic), sequences)
     logprobs_old = old_logprobs(roles, rollout, config)
 
-    rewards = token_rewards(rollout.scores, kl_k1(logprobs_old, logprobs_ref), mask, config.kl_coef)
+    scores = judge(roles, config, rollout.answers)
+    rewards = reward_tokens(scores, kl_k1(logprobs_old, logprobs_ref), mask, config.kl_coef)
     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
     whitened = whiten(advantages, mask, shift_mean=True, group=dist.group.WORLD if get_world_size() > 1 else None)
 
     experience = Experience(
         sequences=sequences, logprobs_old=logprobs_old, values_old=values, advantages=whitened, returns=returns
     )
-    sums = rollout_sums(rollout, logprobs_ref, is_judged)
-    sums["reward_with_kl"] = (rewards.sum().item(), len(rollout.prompts))
-    sums["value_explained_variance"] = (explained_variance(values, returns, mask).item(), 1.0)
-    return experience, global_means(sums)
+    sums = {
+        "score": (sum(scores.total), len(scores.total)),
+        **rollout_sums(rollout, logprobs_ref, config),
+        "reward_with_kl": (rewards.sum().item(), len(scores.total)),
+        "value_explained_variance": (explained_variance(values, returns, mask).item(), 1.0),
+    }
+    return experience, global_means(sums) | reward_figures(scores)
+
+
+def reward_tokens(scores: Scores, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """`[B, T]`: the KL penalty, and each score on the last token or, of a process reward, where its numbers stand."""
+    if scores.per_token is None:
+        return token_rewards(torch.tensor(scores.total, device=kl.device), kl, mask, kl_coef)
+    penalties = token_rewards(torch.zeros(len(kl), device=kl.device), kl, mask, kl_coef)
+    width = mask.shape[1]
+    rows = [numbers + [0.0] * (width - len(numbers)) for numbers in scores.per_token]
+    return penalties + torch.tensor(rows, device=kl.device)
 
 
 def old_logprobs(roles: Roles, rollout: Rollout, config: Config) -> torch.Tensor:
@@ -317,8 +389,7 @@ def update(
                 batch = experience.rows(rows)
                 observed = None if parts else logprobs_rollout[rows, : batch.advantages.shape[1]]
                 parts.append(train_micro_batch(roles, batch, num_tokens, config, observed))
-    sums = {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
-    figures = global_means(sums | {"first_ratio": parts[0]["ratio"]})
+    figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
     norms = {
         "actor_grad_norm": roles.actor.get_global_grad_norm(),
         "critic_grad_norm": roles.critic.get_global_grad_norm(),

@@ -133,7 +133,10 @@ def test_options_that_cannot_work_are_refused(config, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reward": ("exact:column=right",), "reward_weights": ()}, r"reads the column 'right', and the data has 'answer'"),
+        (
+            {"reward": ("exact:column=right",), "reward_weights": ()},
+            r"reads the column 'right', and the data has 'answer'",
+        ),
         ({"reward_weights": (1.0,)}, r"--reward-weights='1' must be 2 numbers"),
         ({"max_new_tokens": 64}, r"--max-new-tokens=64 behind prompts of up to .* more than the 64 positions"),
     ],

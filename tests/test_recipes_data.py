@@ -132,10 +132,13 @@ def write_prompts(path, column, count=60):
 
 def test_prompts_of_a_jsonl_file_and_of_a_saved_dataset_are_split_by_their_hash(tmp_path):
     train, held_out = load_prompts(write_prompts(tmp_path / "prompts.jsonl", "prompt"))
-    assert sorted(train + held_out) == sorted(f"prompt {n}" for n in range(60))
-    assert held_out == [prompt for prompt in sorted(held_out, key=lambda p: int(p[7:])) if is_held_out(prompt)]
+    train_texts, held_out_texts = ([row.prompt for row in rows] for rows in (train, held_out))
+    assert sorted(train_texts + held_out_texts) == sorted(f"prompt {n}" for n in range(60))
+    assert held_out_texts == [text for text in sorted(held_out_texts, key=lambda p: int(p[7:])) if is_held_out(text)]
+    assert [row.columns["id"] for row in held_out] == [int(text[7:]) for text in held_out_texts]
     Dataset.from_dict({"prompt": [f"prompt {n}" for n in range(60)]}).save_to_disk(tmp_path / "saved")
-    assert load_prompts(str(tmp_path / "saved")) == (train, held_out)
+    saved = load_prompts(str(tmp_path / "saved"))
+    assert [[row.prompt for row in rows] for rows in saved] == [train_texts, held_out_texts]
 
 
 def test_a_dataset_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path):

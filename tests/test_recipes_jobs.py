@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, sft
 from hybrid_engine.recipes.rewards.answers import RewardError
+from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
 
@@ -236,25 +237,26 @@ def test_the_reward_lands_on_the_last_response_token_and_nowhere_else(stages, tm
         seen.append((rewards.clone(), mask.clone()))
         return gae(rewards, values, mask, gamma, lam)
 
-    scores = []
+    rollouts = []
     sample = ppo.sample
 
-    def keep_scores(*arguments, **options):
-        scores.append(sample(*arguments, **options))
-        return scores[-1]
+    def keep_rollout(*arguments, **options):
+        rollouts.append(sample(*arguments, **options))
+        return rollouts[-1]
 
     monkeypatch.setattr(ppo, "gae", spy)
-    monkeypatch.setattr(ppo, "sample", keep_scores)
+    monkeypatch.setattr(ppo, "sample", keep_rollout)
     ppo.run(replace(TINY, out=new_run(stages, tmp_path), steps=1, kl_coef=0.0, missing_eos_score=-3.25))
     ((rewards, mask),) = seen
-    (rollout,) = scores
+    (rollout,) = rollouts
+    raw = load_rewards([str(tmp_path / "reward")])(rollout.answers).total
     end_token = AutoTokenizer.from_pretrained(tmp_path / "sft").eos_token_id
     for row in range(len(rewards)):
         (position,) = rewards[row].nonzero()[:, 0].tolist()
         assert position == int(mask[row].sum()) - 1
         is_cut_off = rollout.sequences.responses[row, position].item() != end_token
-        assert is_cut_off == rollout.is_cut_off[row]
-        assert rewards[row, position] == (-3.25 if is_cut_off else rollout.scores[row])
+        assert is_cut_off == rollout.answers.is_cut_off[row]
+        assert rewards[row, position] == pytest.approx(-3.25 if is_cut_off else raw[row])
 
 
 def run_ppo_of(rank, world_size, config):

@@ -1,6 +1,7 @@
 """The rules that rewards know by name, how several are added, what they measure, and what of them is refused."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 from answers import answers_of
@@ -8,7 +9,7 @@ from answers import answers_of
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN, last_number
 from hybrid_engine.recipes.rewards.loading import load_rewards, names_of
-from hybrid_engine.recipes.rewards.scores import reward_figures
+from hybrid_engine.recipes.rewards.scores import replace_cut_off, reward_figures
 
 
 def scores_of(spec, responses, **columns):
@@ -195,6 +196,14 @@ def test_numbers_that_fit_neither_tokens_nor_lines_are_refused(module):
         ValueError, match=r"score' returned 3 numbers for 2 tokens in 1 lines of the answer to the prompt"
     ):
         load_rewards([f"{name}:score"])(answers_of(["p"], ["a"]))
+
+
+def test_an_answer_that_was_cut_off_has_the_score_of_those_and_keeps_its_rewards_own_numbers(module):
+    name = module("def score(response_ids): return [[1.0 for _ in ids] for ids in response_ids]")
+    answers = replace(answers_of(["p", "q"], ["a", "b"]), is_cut_off=[False, True])
+    scores = replace_cut_off(load_rewards([f"{name}:score"])(answers), answers, -3.0)
+    assert scores.total == [2.0, -3.0] and scores.per_token == [[1.0, 1.0], [0.0, -3.0]]
+    assert scores.by_name == {"score": [2.0, 2.0]}
 
 
 def test_answers_are_chosen_and_joined():

@@ -28,23 +28,20 @@ def load_prompt_rows(dataset: str) -> tuple[list[PromptRow], list[PromptRow]]:
     return train, held_out
 
 
-def load_prompts(dataset: str | None) -> tuple[list[str], list[str]]:
-    """Training and held-out prompts as text, those of the standard library's signatures for None.
+def load_prompts(dataset: str | None) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Training and held-out prompts, which are text, those of the standard library's signatures for None.
 
     Raises:
         ValueError: as `load_prompt_rows`, and for a prompt that is a conversation.
     """
     if dataset is None:
-        train_examples, held_out_examples = split(stdlib_examples())
-        return [example.prompt for example in train_examples], [example.prompt for example in held_out_examples]
+        train, held_out = ([PromptRow(prompt=e.prompt) for e in part] for part in split(stdlib_examples()))
+        return train, held_out
     train, held_out = load_prompt_rows(dataset)
-    return [_text_of(row) for row in train], [_text_of(row) for row in held_out]
-
-
-def _text_of(row: PromptRow) -> str:
-    if not isinstance(row.prompt, str):
-        raise ValueError(f"{row.place} has a conversation in prompt and this recipe takes text; write it as text")
-    return row.prompt
+    for row in (*train, *held_out):
+        if not isinstance(row.prompt, str):
+            raise ValueError(f"{row.place} has a conversation in prompt and this recipe takes text; write it as text")
+    return train, held_out
 
 
 def select_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[int]:

@@ -77,6 +77,13 @@ def global_means(sums: Sums) -> dict[str, float]:
     }
 
 
+def step_means(parts: Sequence[Sums]) -> dict[str, float]:
+    """`global_means` of the (sum, count) of a step's micro-batches, which all have the same figures; collective."""
+    return global_means(
+        {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
+    )
+
+
 def answer_sums(rollout: Rollout) -> Sums:
     """What a rollout says by itself: tokens of a response, the share that was cut off, the entropy in nats."""
     mask = rollout.sequences.response_mask
@@ -140,7 +147,7 @@ def evaluate(
     return Evaluation(
         figures=_score_figures(gathered)
         | _pass_figures(gathered, passes)
-        | global_means(_add(measured))
+        | step_means(measured)
         | _diversity(gathered),
         groups=gathered,
     )
@@ -175,10 +182,6 @@ def _in_order(groups: list[Group], sizes: list[int]) -> list[Group]:
     """All processes' groups in the order of the prompts; process r took every r-th of each part. Collective."""
     everyone = [iter(part) for part in gather_objects(groups)]
     return [next(everyone[index % len(everyone)]) for size in sizes for index in range(size)]
-
-
-def _add(parts: list[Sums]) -> Sums:
-    return {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
 
 
 def _score_figures(groups: list[Group]) -> dict[str, float]:

@@ -54,6 +54,17 @@ def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: A
     )
 
 
+def replace_cut_off(scores: Scores, answers: Answers, score: float) -> Scores:
+    """`scores` with `score` in place of the total of each answer that was cut off; on its last token."""
+    cut = answers.is_cut_off
+    per_token = None
+    if scores.per_token is not None:
+        rows = zip(scores.per_token, cut, strict=True)
+        per_token = [on_last_token(score, len(row)) if is_cut else row for row, is_cut in rows]
+    total = [score if is_cut else own for own, is_cut in zip(scores.total, cut, strict=True)]
+    return Scores(total=total, by_name=scores.by_name, per_token=per_token)
+
+
 def _weighted(weights: Sequence[float], row: Sequence[float | None]) -> float:
     """The sum of one answer's rewards, without those that do not judge it."""
     return sum(weight * number for weight, number in zip(weights, row, strict=True) if number is not None)

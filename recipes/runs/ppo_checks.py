@@ -9,8 +9,10 @@ from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.prompts import load_prompts
+from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.rewards.learned import shares_tokens
 from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.adapters import check_adapter
 from hybrid_engine.recipes.runs.checkpoints import check_resume
 from hybrid_engine.recipes.runs.checks import check_divides
@@ -21,7 +23,7 @@ from hybrid_engine.recipes.tasks.small_llama import MAX_POSITIONS
 PROMPTS_PER_CALL = 1000
 
 
-def check_ppo(config: Any) -> tuple[list[str], list[str]]:
+def check_ppo(config: Any) -> tuple[list[PromptRow], list[PromptRow]]:
     """Checks a `ppo.Config` against the folder, the data and the models it names; collective.
 
     Returns:
@@ -34,14 +36,16 @@ def check_ppo(config: Any) -> tuple[list[str], list[str]]:
     folder = Path(config.out)
     on_rank_zero(lambda: check_folder(folder, config))
     check_processes(folder, config)
-    check_sources(config)  # reading the prompts takes seconds
+    rewards = check_sources(config)  # reading the prompts takes seconds
     train, held_out = load_prompts(config.dataset)
     if len(held_out[: config.eval_prompts]) < get_world_size():
         raise ValueError(
             f"--eval-prompts={config.eval_prompts} of {len(held_out)} held-out prompts must reach the number of "
             f"processes, {get_world_size()}; raise it, or give more prompts"
         )
-    check_models(folder, config, [*train, *held_out])
+    if rewards is not None:
+        rewards.check_columns(set.intersection(*(set(row.columns) for row in (*train, *held_out))))
+    check_models(folder, config, [str(row.prompt) for row in (*train, *held_out)])
     return train, held_out[: config.eval_prompts]
 
 
@@ -66,13 +70,12 @@ def check_processes(folder: Path, config: Any) -> None:
             )
 
 
-def check_sources(config: Any) -> None:
-    """Whether the model and the reward that the options name are there."""
+def check_sources(config: Any) -> Rewards | None:
+    """Whether the model and the reward that the options name are there; the reward, if one is named."""
     if config.model:
         load_tokenizer(config.model)
         load_config(config.model)
-    if config.reward:
-        load_rewards([config.reward]).check_columns(())
+    return load_rewards([config.reward]) if config.reward else None
 
 
 def check_models(folder: Path, config: Any, prompts: list[str]) -> None:
