@@ -144,13 +144,9 @@ def evaluate(
         groups += _groups(rollout.answers, judge(rollout.answers), options.num_samples)
         measured.append(measure(rollout))
     gathered = _in_order(groups, [len(part) for part in parts])
-    return Evaluation(
-        figures=_score_figures(gathered)
-        | _pass_figures(gathered, passes)
-        | step_means(measured)
-        | _diversity(gathered),
-        groups=gathered,
-    )
+    pass_figures = {} if passes is None else _pass_figures(gathered, passes)
+    figures = _score_figures(gathered) | pass_figures | step_means(measured) | _diversity(gathered)
+    return Evaluation(figures=figures, groups=gathered)
 
 
 def split_evenly(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
@@ -191,11 +187,11 @@ def _score_figures(groups: list[Group]) -> dict[str, float]:
     return _named("score", interval) | named_figures(rewards)
 
 
-def _pass_figures(groups: list[Group], passes: PassRule | None) -> dict[str, float]:
+def _pass_figures(groups: list[Group], passes: PassRule) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for k in passes.ks if passes else ():
-        num_passed = [sum(score >= passes.threshold for score in group.scores) for group in groups]
-        num_samples = len(groups[0].scores)
+    num_samples = len(groups[0].scores)
+    num_passed = [sum(score >= passes.threshold for score in group.scores) for group in groups]
+    for k in passes.ks:
         rates = [pass_at_k(num_samples, number, k) for number in num_passed]
         figures |= _named(f"pass_at_{k}", rate_interval(rates, num_samples // k))
     return figures
