@@ -11,9 +11,9 @@ import pytest
 from hybrid_engine.command import cli
 from hybrid_engine.command.field_meanings import field_meanings
 from hybrid_engine.command.recipe_options import read_recipe_help
-from hybrid_engine.recipes import evaluate, ppo, reward, sft
+from hybrid_engine.recipes import dpo, evaluate, kto, ppo, reward, sft
 
-RECIPES = {"sft": sft, "reward": reward, "ppo": ppo, "evaluate": evaluate}
+RECIPES = {"sft": sft, "reward": reward, "ppo": ppo, "dpo": dpo, "kto": kto, "evaluate": evaluate}
 
 
 def run_python(source, *arguments):

@@ -162,8 +162,8 @@ def test_where_policy_and_reference_agree_kto_values_every_answer_at_one_half():
     assert_golden(kto_loss(logprobs, logprobs, labels, point, 0.3), [0.5] * 7)
     metrics = kto_metrics(logprobs, logprobs, labels, point, 0.3)
     assert {name: (float(total), int(count)) for name, (total, count) in metrics.items()} == {
-        "desirable_reward": (0, 3),
-        "undesirable_reward": (0, 4),
+        "chosen_reward": (0, 3),
+        "rejected_reward": (0, 4),
         "accuracy": (3.5, 7),
     }
 
@@ -172,8 +172,8 @@ def test_kto_metrics_split_the_rewards_by_label():
     ratios, labels = column(2, 0.1, -1), torch.tensor([True, True, False])
     metrics = kto_metrics(ratios, torch.zeros_like(ratios), labels, column(0.5)[0], 0.1)
     figures = {name: (float(total), int(count)) for name, (total, count) in metrics.items()}
-    assert figures["desirable_reward"] == (pytest.approx(0.21), 2)
-    assert figures["undesirable_reward"] == (pytest.approx(-0.1), 1)
+    assert figures["chosen_reward"] == (pytest.approx(0.21), 2)
+    assert figures["rejected_reward"] == (pytest.approx(-0.1), 1)
     assert figures["accuracy"] == (2, 3)
 
 

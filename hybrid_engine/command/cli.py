@@ -24,7 +24,7 @@ from hybrid_engine.command.recipe_options import Option, read_recipe_help
 from hybrid_engine.recipes.reports import difference
 from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
 
-RECIPES = ("sft", "reward", "ppo", "evaluate")
+RECIPES = ("sft", "reward", "ppo", "dpo", "kto", "evaluate")
 OTHERS: dict[str, Any] = {"launch": launcher, "diff": difference}
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 REFUSED, INTERRUPTED = 2, 130

@@ -99,14 +99,15 @@ def kto_metrics(
 
     Returns:
         (sum, count) each, scalars, so that micro-batches and processes without an answer of one kind can be added:
-        `desirable_reward` and `undesirable_reward`; and `accuracy`, over all answers, which is 1 for an answer on its
-        side of the reference point, 0 on the other and one half on it, as where policy and reference agree.
+        `chosen_reward`, of the desirable answers, and `rejected_reward`; and `accuracy`, over all answers, which is 1
+        for an answer on its side of the reference point, 0 on the other and one half on it, as where policy and
+        reference agree.
     """
     signs, _ = _check(logprobs, logprobs_ref, is_desirable, reference_point, 1.0, 1.0)
     ratios = logprobs - logprobs_ref
     sides = (torch.sign(signs * (ratios - reference_point)) + 1) / 2
     return {
-        "desirable_reward": (beta * ratios[is_desirable].sum(), is_desirable.sum()),
-        "undesirable_reward": (beta * ratios[~is_desirable].sum(), (~is_desirable).sum()),
+        "chosen_reward": (beta * ratios[is_desirable].sum(), is_desirable.sum()),
+        "rejected_reward": (beta * ratios[~is_desirable].sum(), (~is_desirable).sum()),
         "accuracy": (sides.sum(), is_desirable.new_tensor(len(ratios), dtype=torch.int64)),
     }

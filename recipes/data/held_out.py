@@ -5,9 +5,17 @@ import json
 from collections.abc import Sequence
 from typing import TypeVar
 
-from hybrid_engine.recipes.data.rows import ConversationRow, LearnedRow, PreferenceRow, PromptRow, TextRow, Turns
+from hybrid_engine.recipes.data.rows import (
+    ConversationRow,
+    LabelledRow,
+    LearnedRow,
+    PreferenceRow,
+    PromptRow,
+    TextRow,
+    Turns,
+)
 
-R = TypeVar("R", bound=PromptRow | LearnedRow | PreferenceRow)
+R = TypeVar("R", bound=PromptRow | LearnedRow | PreferenceRow | LabelledRow)
 
 
 def is_held_out(prompt: str, share: float = 0.1) -> bool:
@@ -44,7 +52,7 @@ def hold_out_of(dataset: str, rows: Sequence[R], share: float) -> tuple[list[R],
     return train, held_out
 
 
-def _prompt(row: PromptRow | LearnedRow | PreferenceRow) -> Turns:
+def _prompt(row: PromptRow | LearnedRow | PreferenceRow | LabelledRow) -> Turns:
     if isinstance(row, ConversationRow):
         return row.messages
     return row.text if isinstance(row, TextRow) else row.prompt

@@ -2,7 +2,7 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from hybrid_engine.recipes.data.data_files import Table, read_table
@@ -71,15 +71,19 @@ def read_labelled_rows(dataset: str, option: str = "dataset") -> list[LabelledRo
     """Answers with a `label`, True for a good one; a data set of preference pairs gives two for each pair."""
     table = read_table(dataset, option)
     if "label" not in table.columns and detect_format(table.columns) == "preference pairs":
-        pairs = [_preference_row(place, row) for place, row in table.rows]
-        return [
-            LabelledRow(prompt=pair.prompt, completion=answer, label=label, place=pair.place, columns=pair.columns)
-            for pair in pairs
-            for answer, label in ((pair.chosen, True), (pair.rejected, False))
-        ]
+        return label_pairs([_preference_row(place, row) for place, row in table.rows])
     remedy = "rename the columns that hold the prompts, the answers and whether an answer is good"
     _check_columns(table, {"prompt", "completion", "label"}, remedy)
     return _each(table, _labelled_row)
+
+
+def label_pairs(pairs: Sequence[PreferenceRow]) -> list[LabelledRow]:
+    """The answers of each pair beside each other, the chosen one with the label True."""
+    return [
+        LabelledRow(prompt=pair.prompt, completion=answer, label=label, place=pair.place, columns=pair.columns)
+        for pair in pairs
+        for answer, label in ((pair.chosen, True), (pair.rejected, False))
+    ]
 
 
 def _each(table: Table, build: Callable[[str, dict[str, Any]], R]) -> list[R]:

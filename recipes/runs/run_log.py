@@ -109,17 +109,18 @@ def samples_table(title: str, columns: Mapping[str, Sequence[str]]) -> Table:
 def plot_metrics(metrics: list[dict[str, Any]], panels: Mapping[str, Sequence[str]], path: Path) -> None:
     """Saves one panel per entry of `panels` (its title and the figures drawn in it) over the steps, as a PNG.
 
-    A figure that was not measured is left out.
+    A figure that was not measured, at a step or at all, is left out there.
     """
     if get_rank() != 0 or not metrics:
         return
     from matplotlib.figure import Figure  # without pyplot no window system and no global state is touched
 
     figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
-    steps = [line["step"] for line in metrics]
     for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for name in (name for name in names if name in metrics[0]):
-            axes.plot(steps, [line[name] for line in metrics], label=name.replace("_", " "))
+        for name in names:
+            if measured := [line for line in metrics if name in line]:
+                steps = [line["step"] for line in measured]
+                axes.plot(steps, [line[name] for line in measured], label=name.replace("_", " "))
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
         axes.legend()

@@ -1,0 +1,194 @@
+"""Direct preference optimisation: from pairs of answers, one preferred, to a policy, with no reward model.
+
+    hybrid-engine dpo --out runs/dpo
+    hybrid-engine dpo --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
+
+The reference is the policy as it began. What it says of every answer is computed once, before the first step, so one
+model is in memory; with `--lora-rank` it is the base under a disabled adapter. Each step then lowers the loss
+(`rl/preferences.py`) of a batch of pairs. Without `--dataset` the pairs are those of the reward stage, and the rules of
+PEP 257 (`tasks/pep257.py`), which are not trained on, judge answers to held-out prompts before and after.
+
+Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/ and actor/, a
+Hugging Face folder.
+
+Conventions: Rafailov et al., arXiv 2305.18290. Log-probabilities are sums over the answer's tokens, its end-of-sequence
+token included; every pair of a step weighs the same, however they are split.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hybrid_engine
+from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.recipes.data.encoding import encode_pair
+from hybrid_engine.recipes.data.held_out import hold_out
+from hybrid_engine.recipes.data.prompts import select_prompts
+from hybrid_engine.recipes.data.reading import read_preference_rows
+from hybrid_engine.recipes.data.rows import PreferenceRow
+from hybrid_engine.recipes.experience.evaluation import step_means
+from hybrid_engine.recipes.preference.answers import Reading, split_by_length, without_adapter
+from hybrid_engine.recipes.preference.first_actor import build_actor, check_positions, check_run, find_first_actor
+from hybrid_engine.recipes.preference.options import PairLossOptions, PreferenceOptions
+from hybrid_engine.recipes.preference.pairs import (
+    TrainingPair,
+    held_out_figures,
+    num_tokens,
+    pair_logprobs,
+    pair_sums,
+    refer,
+)
+from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checks import check_at_least
+from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, PPO_RESULTS
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.stages import load_tokenizer, move_aside, save_stage, seed_everything
+from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
+from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
+from hybrid_engine.rl.preferences import PairLoss
+
+PLOT_PANELS = {
+    "loss": ["loss", "held_out_loss"],
+    "reward": ["chosen_reward", "rejected_reward"],
+    "accuracy": ["accuracy", "held_out_accuracy"],
+    "log-probability (nats)": ["chosen_logprob", "rejected_logprob"],
+}
+SHOWN = ["loss", "accuracy", "chosen_reward", "rejected_reward", "grad_norm"]
+"""What a step's line says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(PairLossOptions, PreferenceOptions):
+    """Trains a language model by direct preference optimisation: of two answers the better one becomes likelier.
+
+        hybrid-engine dpo --out runs/dpo
+        hybrid-engine dpo --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
+
+    Without --dataset it learns from pairs of docstring summaries, and its answers are judged by the rules of PEP 257.
+    Left below --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
+    checkpoints/ and actor/, a Hugging Face folder. After an interruption the same command with --resume goes on from
+    the last checkpoint.
+    """
+
+    out: str = "runs/dpo"
+    dataset: str | None = None
+    """preference pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt", "chosen"
+    and "rejected"; default: summaries of the standard library's functions"""
+    epochs: int = 1
+    """passes over the pairs"""
+    max_pairs: int = 0
+    """train on a random sample of so many pairs; 0 uses all"""
+
+    def __post_init__(self) -> None:
+        PreferenceOptions.__post_init__(self)
+        PairLossOptions.__post_init__(self)
+        check_at_least("epochs", self.epochs, 1)
+        check_at_least("max_pairs", self.max_pairs, 0)
+
+
+def run(config: Config) -> Path:
+    """Trains the actor on the pairs; returns the folder it is saved to. Collective."""
+    out = Path(config.out)
+    hybrid_engine.init_distributed()
+    check_run(config)
+    rows, held_out_rows = load_pairs(config)
+    if config.restart:
+        move_aside(out, PPO_RESULTS)
+    source = find_first_actor(config)
+    tokenizer = load_tokenizer(source)
+    encoded, held_out_encoded = ([encode_pair(tokenizer, row) for row in part] for part in (rows, held_out_rows))
+    lengths = [num_tokens(pair) for pair in [*encoded, *held_out_encoded]]
+    check_positions(config, source, [*rows, *held_out_rows], lengths)
+    seed_everything(config.seed)
+    num_steps = config.epochs * (len(encoded) // config.batch_size)
+    actor = build_actor(config, source, num_steps)
+    say(f"DPO: {len(rows)} pairs, {len(held_out_rows)} held out, {num_steps} steps")
+
+    reading, loss_of = Reading(tokenizer.pad_token_id), config.build_loss(config.beta)
+    with without_adapter(actor.module):
+        pairs, held_out = (refer(actor, part, reading) for part in (encoded, held_out_encoded))
+    before = held_out_figures(actor, held_out, loss_of, config.beta, reading)
+    started = time.perf_counter()
+    first_step = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config).step if config.resume else 0
+    log = RunLog(out, "DPO", num_steps, config, first_step)
+    train_loop(actor, pairs, held_out, reading, config, log, range(first_step, num_steps))
+    seconds = time.perf_counter() - started
+    after = held_out_figures(actor, held_out, loss_of, config.beta, reading)
+    write_json(out / "result.json", {"before": before, "after": after, "dpo_seconds": seconds})
+    plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
+    save_stage(actor, tokenizer, out / "actor")
+    return out / "actor"
+
+
+def load_pairs(config: Config) -> tuple[list[PreferenceRow], list[PreferenceRow]]:
+    """Pairs to train on, and those held out, by a hash of their prompts.
+
+    Raises:
+        ValueError: the data set cannot be read, a row is not what it should be, or there are too few.
+    """
+    if config.dataset is None:
+        train, held_out = (build_preferences(part, config.seed) for part in split(stdlib_examples()))
+    else:
+        train, held_out = hold_out(read_preference_rows(config.dataset))
+    random.Random(config.seed).shuffle(train)
+    train = train[: config.max_pairs or None]
+    if len(train) < config.batch_size or not held_out:
+        raise ValueError(
+            f"--batch-size={config.batch_size} must not exceed the {len(train)} pairs to train on, and {len(held_out)} "
+            "are held out by a hash of their prompt (about a tenth) where at least one must be: give more pairs, or "
+            "lower it"
+        )
+    return train, held_out
+
+
+def train_loop(
+    actor: Any,
+    pairs: list[TrainingPair],
+    held_out: list[TrainingPair],
+    reading: Reading,
+    config: Config,
+    log: RunLog,
+    steps: range,
+) -> None:
+    """Every process takes its pairs of each batch."""
+    loss_of = config.build_loss(config.beta)
+    actor.train()
+    with log:
+        for step in steps:
+            chosen = select_prompts(len(pairs), step * config.batch_size, config.batch_size, config.seed)
+            mine = [pairs[index] for index in chosen[get_rank() :: get_world_size()]]
+            figures = update(actor, mine, config.batch_size, loss_of, config.beta, reading)
+            if config.is_evaluated(step):
+                measured = held_out_figures(actor, held_out, loss_of, config.beta, reading)
+                figures |= {f"held_out_{name}": value for name, value in measured.items()}
+            log.write(step, figures | {"learning_rate": actor.get_lr()[0]}, SHOWN)
+            if config.is_saved(step):
+                save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config)
+
+
+def update(
+    actor: Any, pairs: Sequence[TrainingPair], num_pairs: float, loss_of: PairLoss, beta: float, reading: Reading
+) -> dict[str, float]:
+    """One optimizer step on this process's pairs of a step that has `num_pairs` over all processes; collective.
+
+    Returns:
+        Means over the pairs of the whole step (`pair_sums`), and the norm of the gradient before clipping.
+    """
+    # The losses are shares of the step's mean; the engine divides by the micro-batches and averages processes.
+    scale = actor.gradient_accumulation_steps() * get_world_size()
+    parts = []
+    for rows in split_by_length([num_tokens(pair.tokens) for pair in pairs], actor.train_micro_batch_size_per_gpu()):
+        batch = [pairs[index] for index in rows]
+        logprobs = pair_logprobs(actor, batch, reading)
+        weights = torch.tensor([pair.weight for pair in batch], device=logprobs.chosen.device)
+        losses = loss_of(logprobs)
+        actor.backward((losses * weights).sum() / num_pairs * scale)
+        actor.step()
+        parts.append(pair_sums(logprobs, losses, weights, beta))
+    return step_means(parts) | {"grad_norm": actor.get_global_grad_norm()}

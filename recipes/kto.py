@@ -1,0 +1,232 @@
+"""KTO: from single answers, each labelled desirable or not, to a policy; no pairs, no reward model.
+
+    hybrid-engine kto --out runs/kto
+    hybrid-engine kto --model Qwen/Qwen3-0.6B --dataset labelled.jsonl --out runs/mine
+
+As in `dpo.py` the reference is the policy as it began and is read once, before the first step. Each step measures how
+much likelier the policy makes any answer than the reference, on prompts with other prompts' answers, and moves
+desirable answers above that point and undesirable ones below it (`rl/kto.py`). Without `--dataset` the answers are
+those of the reward stage's pairs, and the rules of PEP 257 judge answers to held-out prompts before and after.
+
+Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/ and actor/, a
+Hugging Face folder.
+
+Conventions: Ethayarajh et al., arXiv 2402.01306. The reference point is that of the whole step, over all processes and
+micro-batches; every answer of a step weighs what its label does, however they are split.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hybrid_engine
+from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.recipes.data.encoding import encode_completion
+from hybrid_engine.recipes.data.held_out import hold_out
+from hybrid_engine.recipes.data.prompts import select_prompts
+from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
+from hybrid_engine.recipes.data.rows import LabelledRow
+from hybrid_engine.recipes.experience.evaluation import step_means
+from hybrid_engine.recipes.preference.answers import (
+    Reading,
+    all_logprobs,
+    answer_logprobs,
+    split_by_length,
+    without_adapter,
+)
+from hybrid_engine.recipes.preference.first_actor import build_actor, check_positions, check_run, find_first_actor
+from hybrid_engine.recipes.preference.labelled import LabelledAnswer, labels_of, refer, reference_logprobs
+from hybrid_engine.recipes.preference.options import PreferenceOptions
+from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least
+from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, PPO_RESULTS
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.stages import load_tokenizer, move_aside, save_stage, seed_everything
+from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
+from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
+from hybrid_engine.rl.kto import kto_loss, kto_metrics, kto_reference_point
+
+PLOT_PANELS = {
+    "loss": ["loss", "held_out_loss"],
+    "reward": ["chosen_reward", "rejected_reward"],
+    "accuracy": ["accuracy", "held_out_accuracy"],
+    "reference point (nats)": ["reference_point"],
+}
+SHOWN = ["loss", "accuracy", "chosen_reward", "rejected_reward", "reference_point"]
+"""What a step's line says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(PreferenceOptions):
+    """Trains a language model by KTO: answers labelled desirable become likelier, the others less likely.
+
+        hybrid-engine kto --out runs/kto
+        hybrid-engine kto --model Qwen/Qwen3-0.6B --dataset labelled.jsonl --out runs/mine
+
+    Without --dataset it learns from docstring summaries, and its answers are judged by the rules of PEP 257. Left below
+    --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
+    checkpoints/ and actor/, a Hugging Face folder. After an interruption the same command with --resume goes on from
+    the last checkpoint.
+    """
+
+    out: str = "runs/kto"
+    dataset: str | None = None
+    """labelled answers: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt",
+    "completion" and "label", or preference pairs, of which each gives two; default: summaries of the standard library's
+    functions"""
+    epochs: int = 1
+    """passes over the answers"""
+    max_answers: int = 0
+    """train on a random sample of so many answers; 0 uses all"""
+    desirable_weight: float = 1.0
+    """weight of a desirable answer's loss; raise it where there are few of them"""
+    undesirable_weight: float = 1.0
+    """weight of an undesirable answer's loss"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("desirable_weight", "undesirable_weight"):
+            check_above(name, getattr(self, name), 0)
+        check_at_least("epochs", self.epochs, 1)
+        check_at_least("max_answers", self.max_answers, 0)
+        if self.batch_size < 2:
+            raise ValueError(f"--batch-size={self.batch_size} must be at least 2: a step compares several; raise it")
+
+
+def run(config: Config) -> Path:
+    """Trains the actor on the answers; returns the folder it is saved to. Collective."""
+    out = Path(config.out)
+    hybrid_engine.init_distributed()
+    check_run(config)
+    rows, held_out_rows = load_answers(config)
+    if config.restart:
+        move_aside(out, PPO_RESULTS)
+    source = find_first_actor(config)
+    tokenizer = load_tokenizer(source)
+    encoded, held_out_encoded = ([encode_completion(tokenizer, row) for row in part] for part in (rows, held_out_rows))
+    check_positions(config, source, [*rows, *held_out_rows], [len(answer) for answer in [*encoded, *held_out_encoded]])
+    seed_everything(config.seed)
+    num_steps = config.epochs * (len(encoded) // config.batch_size)
+    actor = build_actor(config, source, num_steps)
+    say(f"KTO: {len(rows)} answers, {len(held_out_rows)} held out, {num_steps} steps")
+
+    reading = Reading(tokenizer.pad_token_id)
+    with without_adapter(actor.module):
+        answers = refer(actor, encoded, [row.label for row in rows], config.seed, reading)
+        held_out = refer(actor, held_out_encoded, [row.label for row in held_out_rows], config.seed, reading)
+    before = held_out_figures(actor, held_out, config, reading)
+    started = time.perf_counter()
+    first_step = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config).step if config.resume else 0
+    log = RunLog(out, "KTO", num_steps, config, first_step)
+    train_loop(actor, answers, held_out, reading, config, log, range(first_step, num_steps))
+    seconds = time.perf_counter() - started
+    after = held_out_figures(actor, held_out, config, reading)
+    write_json(out / "result.json", {"before": before, "after": after, "kto_seconds": seconds})
+    plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
+    save_stage(actor, tokenizer, out / "actor")
+    return out / "actor"
+
+
+def load_answers(config: Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
+    """Answers to train on, and those held out, by a hash of their prompts.
+
+    Raises:
+        ValueError: the data set cannot be read, a row is not what it should be, or there are too few.
+    """
+    if config.dataset is None:
+        train, held_out = (label_pairs(build_preferences(part, config.seed)) for part in split(stdlib_examples()))
+    else:
+        train, held_out = hold_out(read_labelled_rows(config.dataset))
+    random.Random(config.seed).shuffle(train)
+    train = train[: config.max_answers or None]
+    if len(train) < config.batch_size or not held_out:
+        raise ValueError(
+            f"--batch-size={config.batch_size} must not exceed the {len(train)} answers to train on, and "
+            f"{len(held_out)} are held out by a hash of their prompt (about a tenth) where at least one must be: give "
+            "more answers, or lower it"
+        )
+    return train, held_out
+
+
+def train_loop(
+    actor: Any,
+    answers: list[LabelledAnswer],
+    held_out: list[LabelledAnswer],
+    reading: Reading,
+    config: Config,
+    log: RunLog,
+    steps: range,
+) -> None:
+    """Every process takes its answers of each batch."""
+    actor.train()
+    with log:
+        for step in steps:
+            chosen = select_prompts(len(answers), step * config.batch_size, config.batch_size, config.seed)
+            mine = [answers[index] for index in chosen[get_rank() :: get_world_size()]]
+            figures = update(actor, mine, config.batch_size, config, reading)
+            if config.is_evaluated(step):
+                measured = held_out_figures(actor, held_out, config, reading)
+                figures |= {f"held_out_{name}": value for name, value in measured.items()}
+            log.write(step, figures | {"learning_rate": actor.get_lr()[0]}, SHOWN)
+            if config.is_saved(step):
+                save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config)
+
+
+def update(
+    actor: Any, rows: Sequence[LabelledAnswer], num_answers: int, config: Config, reading: Reading
+) -> dict[str, float]:
+    """One optimizer step on this process's answers of a step that has `num_answers` over all processes; collective.
+
+    Returns:
+        Means over the whole step: `loss` and the figures of `rl.kto.kto_metrics`, their `reward_margin`; the
+        `reference_point` in nats and the norm of the gradient before clipping.
+    """
+    # The losses are shares of the step's mean; the engine divides by the micro-batches and averages processes.
+    scale = actor.gradient_accumulation_steps() * get_world_size()
+    size = actor.train_micro_batch_size_per_gpu()
+    point = reference_point(actor, rows, size, reading)
+    parts = []
+    for indices in split_by_length([len(row.answer) for row in rows], size):
+        batch = [rows[index] for index in indices]
+        logprobs = answer_logprobs(actor, [row.answer for row in batch], reading)
+        of_answers = logprobs, reference_logprobs(batch)[0], labels_of(batch), point, config.beta
+        losses = kto_loss(*of_answers, config.desirable_weight, config.undesirable_weight)
+        actor.backward(losses.sum() / num_answers * scale)
+        actor.step()
+        sums = {name: (total.item(), count.item()) for name, (total, count) in kto_metrics(*of_answers).items()}
+        parts.append(sums | {"loss": (losses.sum().item(), len(batch))})
+    figures = step_means(parts)
+    figures["reward_margin"] = figures["chosen_reward"] - figures["rejected_reward"]
+    return figures | {"reference_point": point.item(), "grad_norm": actor.get_global_grad_norm()}
+
+
+@torch.no_grad()
+def reference_point(actor: Any, rows: Sequence[LabelledAnswer], size: int, reading: Reading) -> torch.Tensor:
+    """KTO's reference point of a step, in nats, `size` rows at a time; collective."""
+    ratios = []
+    for indices in split_by_length([len(row.mismatched) for row in rows], size):
+        batch = [rows[index] for index in indices]
+        logprobs = answer_logprobs(actor, [row.mismatched for row in batch], reading)
+        ratios.append(logprobs - reference_logprobs(batch)[1])
+    return kto_reference_point(torch.cat(ratios), dist.group.WORLD if get_world_size() > 1 else None)
+
+
+@torch.no_grad()
+def held_out_figures(actor: Any, rows: Sequence[LabelledAnswer], config: Config, reading: Reading) -> dict[str, float]:
+    """The loss and the figures of `update` on answers that are not trained on, as if they were one step; collective."""
+    logprobs = all_logprobs(actor, [row.answer for row in rows] + [row.mismatched for row in rows], reading)
+    of_answers, of_mismatched = torch.tensor(logprobs, device=actor.device).chunk(2)
+    references, mismatched_references = reference_logprobs(rows)
+    point = kto_reference_point(of_mismatched - mismatched_references)
+    numbers = of_answers, references, labels_of(rows), point, config.beta
+    losses = kto_loss(*numbers, config.desirable_weight, config.undesirable_weight)
+    figures = {name: (total / count.clamp(min=1)).item() for name, (total, count) in kto_metrics(*numbers).items()}
+    figures["reward_margin"] = figures["chosen_reward"] - figures["rejected_reward"]
+    return {"loss": losses.mean().item(), **figures, "reference_point": point.item()}

@@ -1,0 +1,59 @@
+"""What a model says of whole answers: their log-probabilities, summed over the tokens.
+
+B: answers of a forward pass.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftModel
+from torch import nn
+
+from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank, get_world_size
+from hybrid_engine.recipes.data.encoding import Encoded
+from hybrid_engine.recipes.data.sequences import ROWS_PER_PASS, build_sequences, response_logprobs
+
+
+class Reading(NamedTuple):
+    """How answers are read."""
+
+    pad_token: int
+    temperature: float = 1.0
+    """The logits are divided by it; that of sampling, for answers that were sampled."""
+
+
+def answer_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> torch.Tensor:
+    """`[B]` fp32: log pi(answer | prompt) in nats; collective where the model is sharded."""
+    prompts, responses = [answer.prompt_ids for answer in answers], [answer.response_ids for answer in answers]
+    sequences = build_sequences(prompts, responses, reading.pad_token, default_device())
+    return response_logprobs(model, sequences, reading.temperature).sum(dim=1)
+
+
+@torch.no_grad()
+def all_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> list[float]:
+    """log pi(answer | prompt) in nats of all `answers`, which every process passes alike; collective.
+
+    The processes share the passes, and each makes as many: sharded weights are gathered together. The result does not
+    depend on their number, to the bit where the model is not sharded.
+    """
+    parts = split_by_length([len(answer) for answer in answers], ROWS_PER_PASS)
+    found: dict[int, float] = {}
+    for first in range(0, len(parts), get_world_size()):
+        part = parts[min(first + get_rank(), len(parts) - 1)]
+        found |= zip(part, answer_logprobs(model, [answers[index] for index in part], reading).tolist(), strict=True)
+    for others in gather_objects(found):
+        found |= others
+    return [found[index] for index in range(len(answers))]
+
+
+def split_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """The indices of `lengths` in parts of `size`, alike in length within a part: less is padded."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return [order[first : first + size] for first in range(0, len(order), size)]
+
+
+def without_adapter(model: nn.Module) -> AbstractContextManager[None]:
+    """Within it, a peft model computes what its base does; any other model what it always does."""
+    return model.disable_adapter() if isinstance(model, PeftModel) else nullcontext()

@@ -1,0 +1,83 @@
+"""The options that the recipes of this family have in common, each checking its own fields."""
+
+from dataclasses import dataclass
+
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_one_of
+from hybrid_engine.recipes.runs.options import ResumeOptions
+from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES, PairLoss, build_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceOptions(ResumeOptions):
+    """What is trained, against which reference, and how it is looked at."""
+
+    model: str | None = None
+    """Hugging Face name or folder of the first actor, which is the reference too; default: the run's sft, trained if
+    missing"""
+    beta: float = 0.1
+    """how strongly the actor is held to the reference"""
+    batch_size: int = 32
+    """samples of an optimizer step over all processes"""
+    micro_batch_size: int = 16
+    """samples of a forward pass on one process, at most"""
+    learning_rate: float = 1e-4
+    """peak of the linear schedule"""
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank; 0 trains all weights"""
+    eval_every: int = 20
+    """steps between measurements on held-out rows; 0 measures only before and after"""
+    max_prompt_tokens: int = 96
+    """longer prompts lose their beginning when they are answered"""
+    max_new_tokens: int = 40
+    """longest response"""
+    temperature: float = 0.8
+    """of sampling"""
+    eval_prompts: int = 256
+    """held-out prompts that are answered before and after"""
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether held-out rows are measured after `step`, which counts from 0."""
+        return self.eval_every > 0 and (step + 1) % self.eval_every == 0
+
+    def is_saved(self, step: int) -> bool:
+        """Whether there is a checkpoint after `step`, which counts from 0."""
+        return self.save_every > 0 and (step + 1) % self.save_every == 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("batch_size", "micro_batch_size", "max_prompt_tokens", "max_new_tokens", "eval_prompts"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("beta", "learning_rate", "temperature"):
+            check_above(name, getattr(self, name), 0)
+        for name in ("lora_rank", "eval_every"):
+            check_at_least(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLossOptions:
+    """Which loss of DPO's family pairs are given (`rl/preferences.py`)."""
+
+    loss: str = "sigmoid"
+    """sigmoid, hinge, ipo, ipo-length-normalised, conservative or robust"""
+    label_smoothing: float = 0.0
+    """share of the pairs that is taken to be labelled the wrong way round, by conservative and robust; below 0.5"""
+    sft_weight: float = 0.0
+    """weight of the chosen answer's negative log-likelihood per token, which is added to the loss"""
+
+    def __post_init__(self) -> None:
+        check_one_of("loss", self.loss, [*LOSSES, *SMOOTHED_LOSSES])
+        check_at_least("sft_weight", self.sft_weight, 0)
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"--label-smoothing={self.label_smoothing} must be at least 0 and below 0.5, where a label would say "
+                "nothing; lower it"
+            )
+        if (self.label_smoothing > 0) != (self.loss in SMOOTHED_LOSSES):
+            raise ValueError(
+                f"--label-smoothing={self.label_smoothing} does not fit --loss={self.loss}: "
+                f"{' and '.join(SMOOTHED_LOSSES)} need one above 0, the other losses read none; change one of them"
+            )
+
+    def build_loss(self, beta: float) -> PairLoss:
+        """The loss of each pair."""
+        return build_loss(self.loss, beta, self.label_smoothing, self.sft_weight)

@@ -1,0 +1,160 @@
+"""DPO and KTO end to end with tiny sizes: what they write, how they stop and go on, what they refuse."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from distributed import run_distributed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_engine.command import cli
+from hybrid_engine.recipes import dpo, kto, sft
+from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.recipes.runs.run_log import RunLog
+
+SIZES = {"batch_size": 8, "micro_batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 8}
+RECIPES = {"dpo": dpo, "kto": kto}
+FIGURES = {"loss", "chosen_reward", "rejected_reward", "reward_margin", "accuracy"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny SFT model."""
+    out = tmp_path_factory.mktemp("sft")
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_layers": 1, "epochs": 1, "max_examples": 8, "batch_size": 8}
+    return str(sft.run(sft.Config(out=str(out), **sizes)))
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """A file of 40 pairs, of which two prompts are held out."""
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rows = [
+        {"prompt": f"f{n}(x)\n", "chosen": f"Return f{n}.", "rejected": f"returns the f{n} of x"} for n in range(40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def tiny(recipe, out, model, pairs, **options):
+    return RECIPES[recipe].Config(**{**SIZES, "out": str(out), "model": model, "dataset": pairs, **options})
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_learns_and_writes_metrics_plot_result_and_an_actor_that_changed(recipe, model, pairs, tmp_path):
+    config = tiny(recipe, tmp_path, model, pairs, epochs=3, learning_rate=3e-3)
+    RECIPES[recipe].run(config)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    assert all(line.keys() >= FIGURES | {"grad_norm", "learning_rate"} for line in lines)
+    assert ["held_out_accuracy" in line for line in lines[:4]] == [False, True, False, True]
+    assert lines[0]["chosen_reward"] == pytest.approx(0, abs=1e-5)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["before"].keys() == result["after"].keys() >= FIGURES
+    assert result["before"]["accuracy"] == 0.5 and result["before"]["reward_margin"] == 0
+    assert result["after"]["accuracy"] == 1 and result["after"]["reward_margin"] > 0.1
+    assert result["after"]["loss"] < result["before"]["loss"]
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    assert all(not torch.equal(actor[name], before[name]) for name in before)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "actor")) == 300
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(recipe, model, pairs, tmp_path, monkeypatch):
+    options = {
+        "epochs": 1 if recipe == "kto" else 2,
+        "save_every": 2,
+        "max_pairs" if recipe == "dpo" else "max_answers": 32,
+    }
+    whole, torn = (tiny(recipe, tmp_path / name, model, pairs, **options) for name in ("whole", "torn"))
+    RECIPES[recipe].run(whole)
+    write = RunLog.write
+
+    def stop_at_the_fourth_step(log, step, metrics, shown=()):
+        write(log, step, metrics, shown)
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunLog, "write", stop_at_the_fourth_step)
+        RECIPES[recipe].run(torn)
+    with pytest.raises(ValueError, match=r"--resume: --beta=0.5 but the interrupted run had 0.1"):
+        RECIPES[recipe].run(replace(torn, resume=True, beta=0.5))
+    RECIPES[recipe].run(replace(torn, resume=True))
+    assert (tmp_path / "torn" / "metrics.jsonl").read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
+    actors = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "actor") for name in ("torn", "whole")]
+    assert all(map(torch.equal, *(actor.state_dict().values() for actor in actors)))
+
+
+def run_both(rank, world_size, configs):
+    for recipe, config in configs:
+        RECIPES[recipe].run(config)
+
+
+def test_two_processes_under_zero_3_train_as_one_does(model, pairs, tmp_path):
+    alone = [(recipe, tiny(recipe, tmp_path / f"{recipe}-1", model, pairs, learning_rate=3e-3)) for recipe in RECIPES]
+    run_both(0, 1, alone)
+    run_distributed(
+        run_both,
+        2,
+        [(recipe, replace(config, out=str(tmp_path / f"{recipe}-2"), zero_stage=3)) for recipe, config in alone],
+    )
+    for recipe in RECIPES:
+        one, two = (read_metrics(tmp_path / f"{recipe}-{number}" / "metrics.jsonl") for number in (1, 2))
+        assert one[-1] == pytest.approx(two[-1], rel=1e-3, abs=1e-5)
+        for line in (*one, *two):  # at the first steps the rewards are rounding, and so are their signs
+            line.pop("accuracy")
+            line.pop("held_out_accuracy", None)
+        for ours, theirs in zip(one, two, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+        AutoModelForCausalLM.from_pretrained(tmp_path / f"{recipe}-2" / "actor")
+
+
+def test_an_adapter_is_trained_from_its_base_as_reference(model, pairs, tmp_path, capsys):
+    options = "--lora-rank 2 --batch-size 8 --max-new-tokens 8 --loss hinge --sft-weight 0.1"
+    assert cli.main(f"dpo --model {model} --dataset {pairs} --out {tmp_path} {options}".split()) == 0
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [lines[0]["chosen_reward"], lines[0]["rejected_reward"]] == pytest.approx([0, 0], abs=1e-5)
+    assert "DPO 1/4  loss" in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+
+
+def test_two_equal_answers_are_refused_with_their_line_before_anything_is_loaded(tmp_path, capsys, model):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(
+        '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": "b", "rejected": "b"}\n'
+    )
+    assert cli.main(["dpo", "--dataset", str(path), "--out", str(tmp_path / "run"), "--model", model]) == 2
+    assert "line 2 has two equal answers" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "sigmoidal"}, "--loss=sigmoidal must be one of sigmoid, hinge, ipo"),
+        ({"loss": "robust"}, "--label-smoothing=0.0 does not fit --loss=robust"),
+        ({"label_smoothing": 0.1}, "--label-smoothing=0.1 does not fit --loss=sigmoid"),
+        ({"loss": "robust", "label_smoothing": 0.5}, "--label-smoothing=0.5 must be at least 0 and below 0.5"),
+        ({"beta": 0.0}, "--beta=0.0 must be above 0"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_with_the_remedy(options, message):
+    with pytest.raises(ValueError, match=message):
+        dpo.Config(**options)
+    with pytest.raises(ValueError, match="--batch-size=1 must be at least 2"):
+        kto.Config(batch_size=1)
+
+
+def test_a_row_that_does_not_fit_the_model_is_named(tmp_path, model, pairs):
+    path = tmp_path / "long.jsonl"
+    path.write_text(Path(pairs).read_text() + json.dumps({"prompt": "x" * 600, "chosen": "a", "rejected": "b"}) + "\n")
+    with pytest.raises(ValueError, match=r"line 41 has \d+ tokens, more than the positions of --model"):
+        dpo.run(tiny("dpo", tmp_path / "run", model, str(path)))
+    with pytest.raises(ValueError, match=r"--batch-size=64 must not exceed the \d+ pairs to train on"):
+        dpo.run(tiny("dpo", tmp_path / "run", model, pairs, batch_size=64))
+    assert not (tmp_path / "run").exists()
