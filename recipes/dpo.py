@@ -31,7 +31,8 @@ from hybrid_engine.recipes.data.held_out import hold_out
 from hybrid_engine.recipes.data.prompts import select_prompts
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.rows import PreferenceRow
-from hybrid_engine.recipes.experience.evaluation import step_means
+from hybrid_engine.recipes.experience.evaluation import Evaluation, show_comparison, step_means
+from hybrid_engine.recipes.preference.answering import answer_prompts, prompts_of
 from hybrid_engine.recipes.preference.answers import Reading, split_by_length, without_adapter
 from hybrid_engine.recipes.preference.first_actor import build_actor, check_positions, check_run, find_first_actor
 from hybrid_engine.recipes.preference.options import PairLossOptions, PreferenceOptions
@@ -98,6 +99,7 @@ def run(config: Config) -> Path:
     hybrid_engine.init_distributed()
     check_run(config)
     rows, held_out_rows = load_pairs(config)
+    prompts = prompts_of(held_out_rows, config)
     if config.restart:
         move_aside(out, PPO_RESULTS)
     source = find_first_actor(config)
@@ -113,14 +115,21 @@ def run(config: Config) -> Path:
     reading, loss_of = Reading(tokenizer.pad_token_id), config.build_loss(config.beta)
     with without_adapter(actor.module):
         pairs, held_out = (refer(actor, part, reading) for part in (encoded, held_out_encoded))
-    before = held_out_figures(actor, held_out, loss_of, config.beta, reading)
+
+    def measure() -> Evaluation:
+        answered = answer_prompts(actor, tokenizer, prompts, config, config.dataset is None)
+        figures = held_out_figures(actor, held_out, loss_of, config.beta, reading)
+        return Evaluation(figures=figures | answered.figures, groups=answered.groups)
+
+    before = measure()
     started = time.perf_counter()
     first_step = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config).step if config.resume else 0
     log = RunLog(out, "DPO", num_steps, config, first_step)
     train_loop(actor, pairs, held_out, reading, config, log, range(first_step, num_steps))
     seconds = time.perf_counter() - started
-    after = held_out_figures(actor, held_out, loss_of, config.beta, reading)
-    write_json(out / "result.json", {"before": before, "after": after, "dpo_seconds": seconds})
+    after = measure()
+    show_comparison(before, after, out)
+    write_json(out / "result.json", {"before": before.figures, "after": after.figures, "dpo_seconds": seconds})
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"
@@ -144,7 +153,7 @@ def load_pairs(config: Config) -> tuple[list[PreferenceRow], list[PreferenceRow]
             "are held out by a hash of their prompt (about a tenth) where at least one must be: give more pairs, or "
             "lower it"
         )
-    return train, held_out
+    return train, held_out[: config.eval_rows]
 
 
 def train_loop(

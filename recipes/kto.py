@@ -32,7 +32,8 @@ from hybrid_engine.recipes.data.held_out import hold_out
 from hybrid_engine.recipes.data.prompts import select_prompts
 from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
 from hybrid_engine.recipes.data.rows import LabelledRow
-from hybrid_engine.recipes.experience.evaluation import step_means
+from hybrid_engine.recipes.experience.evaluation import Evaluation, show_comparison, step_means
+from hybrid_engine.recipes.preference.answering import answer_prompts, prompts_of
 from hybrid_engine.recipes.preference.answers import (
     Reading,
     all_logprobs,
@@ -106,6 +107,7 @@ def run(config: Config) -> Path:
     hybrid_engine.init_distributed()
     check_run(config)
     rows, held_out_rows = load_answers(config)
+    prompts = prompts_of(held_out_rows, config)
     if config.restart:
         move_aside(out, PPO_RESULTS)
     source = find_first_actor(config)
@@ -121,14 +123,21 @@ def run(config: Config) -> Path:
     with without_adapter(actor.module):
         answers = refer(actor, encoded, [row.label for row in rows], config.seed, reading)
         held_out = refer(actor, held_out_encoded, [row.label for row in held_out_rows], config.seed, reading)
-    before = held_out_figures(actor, held_out, config, reading)
+
+    def measure() -> Evaluation:
+        answered = answer_prompts(actor, tokenizer, prompts, config, config.dataset is None)
+        figures = held_out_figures(actor, held_out, config, reading)
+        return Evaluation(figures=figures | answered.figures, groups=answered.groups)
+
+    before = measure()
     started = time.perf_counter()
     first_step = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config).step if config.resume else 0
     log = RunLog(out, "KTO", num_steps, config, first_step)
     train_loop(actor, answers, held_out, reading, config, log, range(first_step, num_steps))
     seconds = time.perf_counter() - started
-    after = held_out_figures(actor, held_out, config, reading)
-    write_json(out / "result.json", {"before": before, "after": after, "kto_seconds": seconds})
+    after = measure()
+    show_comparison(before, after, out)
+    write_json(out / "result.json", {"before": before.figures, "after": after.figures, "kto_seconds": seconds})
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"
@@ -152,7 +161,7 @@ def load_answers(config: Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
             f"{len(held_out)} are held out by a hash of their prompt (about a tenth) where at least one must be: give "
             "more answers, or lower it"
         )
-    return train, held_out
+    return train, held_out[: config.eval_rows]
 
 
 def train_loop(

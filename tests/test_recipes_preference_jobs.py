@@ -52,7 +52,8 @@ def test_a_run_learns_and_writes_metrics_plot_result_and_an_actor_that_changed(r
     assert ["held_out_accuracy" in line for line in lines[:4]] == [False, True, False, True]
     assert lines[0]["chosen_reward"] == pytest.approx(0, abs=1e-5)
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["before"].keys() == result["after"].keys() >= FIGURES
+    assert result["before"].keys() == result["after"].keys() >= FIGURES | {"length", "distinct_share"}
+    assert "score" not in result["after"] and len(json.loads((tmp_path / "samples.json").read_text())) > 0
     assert result["before"]["accuracy"] == 0.5 and result["before"]["reward_margin"] == 0
     assert result["after"]["accuracy"] == 1 and result["after"]["reward_margin"] > 0.1
     assert result["after"]["loss"] < result["before"]["loss"]
@@ -123,6 +124,13 @@ def test_an_adapter_is_trained_from_its_base_as_reference(model, pairs, tmp_path
     AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
 
 
+def test_without_a_data_set_docstrings_are_learned_and_the_rules_judge(model, tmp_path):
+    config = tiny("dpo", tmp_path, model, None, max_pairs=8, eval_every=0, eval_rows=4, eval_prompts=3)
+    dpo.run(config)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert 0 <= result["before"]["score"] <= 1 and 0 <= result["after"]["score"] <= 1
+
+
 def test_two_equal_answers_are_refused_with_their_line_before_anything_is_loaded(tmp_path, capsys, model):
     path = tmp_path / "pairs.jsonl"
     path.write_text(
@@ -153,7 +161,7 @@ def test_options_that_cannot_work_are_refused_with_the_remedy(options, message):
 def test_a_row_that_does_not_fit_the_model_is_named(tmp_path, model, pairs):
     path = tmp_path / "long.jsonl"
     path.write_text(Path(pairs).read_text() + json.dumps({"prompt": "x" * 600, "chosen": "a", "rejected": "b"}) + "\n")
-    with pytest.raises(ValueError, match=r"line 41 has \d+ tokens, more than the positions of --model"):
+    with pytest.raises(ValueError, match=r"line 41 has \d+ tokens, more than the 512 positions of --model"):
         dpo.run(tiny("dpo", tmp_path / "run", model, str(path)))
     with pytest.raises(ValueError, match=r"--batch-size=64 must not exceed the \d+ pairs to train on"):
         dpo.run(tiny("dpo", tmp_path / "run", model, pairs, batch_size=64))

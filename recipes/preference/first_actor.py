@@ -1,20 +1,20 @@
 """What is checked of a run before anything is trained, where its actor comes from, and the actor's engine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hybrid_engine
-from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.recipes.data.encoding import check_lengths
+from hybrid_engine.recipes.data.encoding import check_fits
 from hybrid_engine.recipes.data.rows import Row
 from hybrid_engine.recipes.preference.options import PreferenceOptions
+from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
-from hybrid_engine.recipes.runs.engine_config import build_engine_config
+from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.ppo_checks import check_folder
 from hybrid_engine.recipes.runs.stages import load_config, load_model, load_tokenizer, num_positions
 
@@ -31,11 +31,7 @@ def check_run(config: PreferenceOptions) -> None:
     check_divides("batch_size", config.batch_size, get_world_size())
     if config.model:
         load_tokenizer(config.model)
-        width = getattr(load_config(config.model).get_text_config(), "hidden_size", config.lora_rank)
-        if config.lora_rank > width:
-            raise ValueError(
-                f"--lora-rank={config.lora_rank} exceeds the width of --model={config.model!r}, {width}; lower it"
-            )
+        check_adapter(config.lora_rank, load_config(config.model), config.model)
     elif not (folder / "sft").exists() and sft_stage.Config().batch_size % get_world_size():
         raise ValueError(
             f"{get_world_size()} processes do not divide the {sft_stage.Config().batch_size} samples of an optimizer "
@@ -57,13 +53,11 @@ def find_first_actor(config: PreferenceOptions) -> str:
     return str(sft_stage.run(stage))
 
 
-def check_positions(config: PreferenceOptions, source: str, rows: list[Row], lengths: list[int]) -> None:
+def check_positions(config: PreferenceOptions, source: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:
     """ValueError for a row of more tokens than the model has positions, or where the answers to prompts have more."""
     limit = num_positions(load_config(source))
-    if limit is None:
-        return
-    check_lengths(rows, lengths, limit, f"the positions of --model={source!r}, {limit}", "use a model with more")
-    if config.max_prompt_tokens + config.max_new_tokens > limit:
+    check_fits(rows, lengths, None, limit, f"--model={source!r}")
+    if limit is not None and config.max_prompt_tokens + config.max_new_tokens > limit:
         raise ValueError(
             f"--max-new-tokens={config.max_new_tokens} behind --max-prompt-tokens={config.max_prompt_tokens} exceeds "
             f"the {limit} positions of --model={source!r}; lower one of them"
@@ -72,16 +66,10 @@ def check_positions(config: PreferenceOptions, source: str, rows: list[Row], len
 
 def build_actor(config: PreferenceOptions, source: str, num_steps: int) -> Any:
     """The engine of the model in `source`, without dropout; with `lora_rank` of an adapter on it. Collective."""
-    model = load_model(AutoModelForCausalLM, source)
-    if config.lora_rank:
-        adapter = LoraConfig(r=config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        with without_renamed_attribute_warning():
-            model = get_peft_model(model, adapter)
-    per_process = config.batch_size // get_world_size()
+    model = add_adapter(load_model(AutoModelForCausalLM, source), config.lora_rank)
     engine_config = build_engine_config(
         batch_size=config.batch_size,
-        # The largest divisor: every optimizer step must have the same number of equal micro-batches.
-        micro_batch_size=max(n for n in range(1, config.micro_batch_size + 1) if per_process % n == 0),
+        micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),
         learning_rate=config.learning_rate,
         num_steps=num_steps,
         warmup_steps=min(10, num_steps),

@@ -26,6 +26,8 @@ class PreferenceOptions(ResumeOptions):
     """train a LoRA adapter of this rank; 0 trains all weights"""
     eval_every: int = 20
     """steps between measurements on held-out rows; 0 measures only before and after"""
+    eval_rows: int = 256
+    """held-out rows that are measured, at most"""
     max_prompt_tokens: int = 96
     """longer prompts lose their beginning when they are answered"""
     max_new_tokens: int = 40
@@ -45,7 +47,9 @@ class PreferenceOptions(ResumeOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("batch_size", "micro_batch_size", "max_prompt_tokens", "max_new_tokens", "eval_prompts"):
+        for name in ("batch_size", "micro_batch_size", "eval_rows", "eval_prompts"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("max_prompt_tokens", "max_new_tokens"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("beta", "learning_rate", "temperature"):
             check_above(name, getattr(self, name), 0)
