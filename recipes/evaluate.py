@@ -3,7 +3,8 @@
     hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
 
 The answers are drawn by the engine's own rollouts (`experience/evaluation.py`, as in training), without an optimizer.
-Below `--out`: result.json (the figures with their confidence intervals) and samples.jsonl (every answer and score).
+Below `--out`: config.yaml, result.json (the figures with their confidence intervals) and samples.jsonl (every answer
+and score).
 """
 
 import json
@@ -30,12 +31,13 @@ from hybrid_engine.recipes.runs.checks import (
     check_finite,
     check_texts,
 )
+from hybrid_engine.recipes.runs.config_files import CONFIG, write_config
 from hybrid_engine.recipes.runs.ppo_checks import check_positions
 from hybrid_engine.recipes.runs.run_folder import check_out, left_behind
 from hybrid_engine.recipes.runs.run_log import samples_table, say, write_json
 from hybrid_engine.recipes.runs.stages import load_config, load_model, load_tokenizer, move_aside, num_positions
 
-RESULTS = ("result.json", "samples.jsonl")
+RESULTS = ("result.json", "samples.jsonl", CONFIG)
 DTYPES = ("fp32", "bf16", "fp16")
 NUM_SHOWN = 6
 
@@ -48,7 +50,7 @@ class Config:
         hybrid-engine evaluate --model Qwen/Qwen3-0.6B --dataset prompts.jsonl --reward my_rewards:score --out runs/mine
 
     Prints pass@1, pass@k and the mean score with 95% confidence intervals by prompt, and some answers. Left below
-    --out: result.json and samples.jsonl, every answer with its scores.
+    --out: config.yaml, result.json and samples.jsonl, every answer with its scores.
     """
 
     model: str | None = None
@@ -172,15 +174,14 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[Pr
 
 
 def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:
-    """`result.json`: figures and options; `samples.jsonl`: a line for each prompt, with its answers and scores."""
+    """`result.json`: the figures; `samples.jsonl`: a line for each prompt, with its answers and scores; the options."""
     if get_rank() != 0:
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, config)
     with (folder / "samples.jsonl").open("w") as file:
         for group in evaluation.groups:
             file.write(json.dumps(asdict(group), default=str) + "\n")
-    content = {"figures": evaluation.figures, "num_prompts": len(evaluation.groups), "options": asdict(config)}
-    write_json(folder / "result.json", content)
+    write_json(folder / "result.json", {"figures": evaluation.figures, "num_prompts": len(evaluation.groups)})
 
 
 def show(evaluation: Evaluation, num_samples: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import evaluate as recipe
-from hybrid_engine.recipes import sft
 from hybrid_engine.recipes.experience import evaluation
-from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
+from hybrid_engine.recipes.runs.config_files import read_config
+from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 from hybrid_engine.rl.estimates import pass_at_k
 
 
@@ -19,7 +20,7 @@ from hybrid_engine.rl.estimates import pass_at_k
 def source(tmp_path_factory):
     """A folder with an untrained model, and a data set whose answers are lengths."""
     folder = tmp_path_factory.mktemp("source")
-    tokenizer = sft.train_tokenizer(split(stdlib_examples())[0][:50], 300)
+    tokenizer = train_tokenizer([f"def f{n}(x): return the value of x, or {n * 7}" for n in range(50)], 300)
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
     config = GPT2Config(
@@ -54,17 +55,16 @@ def test_every_prompt_is_answered_and_the_figures_are_those_of_the_answers(confi
     result, groups = results(config)
     figures = result["figures"]
     assert [group["prompt"] for group in groups] == [f"def f{n}(x):\n" for n in range(7)]
-    assert result["num_prompts"] == 7 and result["options"]["k"] == 2
+    assert result["num_prompts"] == 7 and read_config(Path(config.out))["num_samples"] == 3
     scores = [score for group in groups for score in group["scores"]]
     assert len(scores) == 21 and 0 < sum(scores) < 21
-    assert figures["score"] == figures["pass_at_1"] == pytest.approx(sum(scores) / 21)
+    mean = pytest.approx(sum(scores) / 21)
+    assert figures["score"] == mean and figures["pass_at_1"] == mean and figures["reward_is_even"] == mean
     expected = [pass_at_k(3, int(sum(group["scores"])), 2) for group in groups]
     assert figures["pass_at_2"] == pytest.approx(sum(expected) / 7)
     assert figures["pass_at_2_low"] < figures["pass_at_2"] < figures["pass_at_2_high"]
     lengths = [value for group in groups for value in group["by_name"]["length"]]
-    assert (
-        figures["reward_length"] == pytest.approx(sum(lengths) / 21) and figures["reward_is_even"] == figures["score"]
-    )
+    assert figures["reward_length"] == pytest.approx(sum(lengths) / 21)
     assert "7 prompts, 3 answers to each" in capsys.readouterr().out
 
 
