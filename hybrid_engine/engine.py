@@ -50,7 +50,7 @@ from hybrid_engine.optim.param_groups import NamedGroup, name_groups
 from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum, StateOffload
 from hybrid_engine.optim.trainable import check_group_options
 from hybrid_engine.zero.built_shards import check_built_shards
-from hybrid_engine.zero.external_parameters import LATE, MIXED, describe_shard_used
+from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.layer_groups import check_callable
 from hybrid_engine.zero.no_copies import Uncopied
@@ -195,20 +195,16 @@ class ZeroEngine(Uncopied):
         num_micro_batches = self.config.gradient_accumulation_steps if scale_wrt_gas else 1
         own_pass = self.backward_hooks.own_pass(optimizer.cur_scale)
         try:
-            reduces = self.accumulation.begin_pass()
+            self.accumulation.begin_pass()
 
             def run() -> None:
                 scaled = optimizer.scale_loss(loss.float() * (self.sharding.loss_factor / num_micro_batches))
                 scaled.backward(retain_graph=retain_graph)
-                if reduces and self.sharding.has_late_gradients():
-                    raise ValueError(LATE)
+                self.accumulation.check_pass()
                 optimizer.accumulate_gradients()
 
             with restoring_modes(), self.observer.backward(loss), self.sharding.ending_passes_on_error(), own_pass:
-                if self.accumulation.is_collective:
-                    self.sharding.pass_together(run, reduces)
-                else:
-                    run()
+                self.accumulation.run_pass(run)
             self.accumulation.end_pass()
             self.accumulation.reduce_at_end()
             # Inside: Ctrl-C before the caller has it is an error, too.
@@ -398,6 +394,7 @@ class ZeroEngine(Uncopied):
         `save_latest=False` leaves the tag that is loaded by default as it is. With `exclude_frozen_parameters` it
         goes on only where the model has them already, as the base of adapters.
         """
+        self.backward_hooks.recover()
         agree(lambda: self._check_saves("save_checkpoint()", save_dir))
         tag = checkpoint.choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -428,6 +425,7 @@ class ZeroEngine(Uncopied):
         Raises:
             ValueError: see `checkpoint.load`; a `custom_load_fn`. The engine is then unchanged, as after Ctrl-C.
         """
+        self.backward_hooks.recover()
         check_path("load_dir", load_dir)
         if custom_load_fn is not None:
             raise ValueError(
@@ -469,6 +467,7 @@ class ZeroEngine(Uncopied):
         # Here, not at the top: training a plain module needs neither transformers nor peft.
         from hybrid_engine.checkpoint.export import save_16bit_model
 
+        self.backward_hooks.recover()
         agree(lambda: self._check_saves("save_16bit_model()", save_dir, OffloadStateTypeEnum.lp_params))
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:

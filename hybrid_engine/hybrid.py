@@ -132,6 +132,7 @@ class HybridEngine(ZeroEngine):
         """
         # Tensors made in inference mode would stay behind in the workspace.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
+            self.backward_hooks.recover()
             if self.generator.begin(self._check_can_generate):
                 self.create_inference_containers()
             request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
@@ -149,6 +150,7 @@ class HybridEngine(ZeroEngine):
         Takes the rollouts' shape and the options of `generate()`, see `generation.warm_up`. Collective; in eval mode.
         """
         with holding_interrupts(), torch.inference_mode(False), torch.no_grad():
+            self.backward_hooks.recover()
             if self.generator.begin(self._check_can_generate):
                 self.create_inference_containers()
             result = warm_up(self.generator, num_prompts, prompt_length, options)

@@ -2,9 +2,11 @@
 
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
 from models import padded_prompts
 from one_rank import Broken, build_engine, check_error, local_parameters, outcome
@@ -95,8 +97,70 @@ def forwards_that_fail(rank, world_size):
     return results
 
 
+def places_in_backward(engine):
+    """By the name of the place: what breaks `loss.backward()` there, the module of a hook or nothing at its end."""
+    layers = engine.module.model.layers
+    return {
+        "the head": (engine.module.lm_head, ValueError("no")),
+        "the last layer": (layers[1].mlp, torch.OutOfMemoryError("no")),
+        "the first layer": (layers[0].mlp, KeyboardInterrupt()),
+        "the end": (None, MemoryError("no")),
+    }
+
+
+def broken_backward(engine, input_ids, name, fails):
+    """What `loss.backward()` gives that breaks at the place of that name where it `fails`."""
+    place, error = places_in_backward(engine)[name]
+    at_end = Broken(engine.optimizer, "accumulate_gradients", error) if fails and place is None else nullcontext()
+
+    def break_backward(module, args, output):
+        if fails:
+            output.register_hook(Broken(None, "", error))
+
+    with nullcontext() if place is None else place.register_forward_hook(break_backward):
+        loss = engine(input_ids=input_ids, labels=input_ids).loss
+    with at_end:
+        return outcome(loss.backward)
+
+
+def backwards_that_fail(rank, world_size):
+    """What an error gives at each place in `loss.backward()`, and whether the step after that is right."""
+    input_ids = padded_prompts()[0].chunk(world_size)[rank]
+    results = {}
+    for stage in STAGES:
+        expected = build_engine(stage)
+        accumulate(expected, input_ids)
+        expected.step()
+        for who in range(world_size):
+            engine = build_engine(stage)
+            found = {name: broken_backward(engine, input_ids, name, rank == who) for name in places_in_backward(engine)}
+            engine(input_ids=input_ids, labels=input_ids).loss.backward()
+            engine.step()
+            is_right = all(map(torch.equal, local_parameters(expected), local_parameters(engine)))
+            results[stage, who] = found, is_right
+    return results
+
+
+def small_all_reduces(rank, world_size):
+    """How many all-reduces, verdicts and norms, a forward pass, a backward pass and a step take, by stage."""
+    input_ids = padded_prompts()[0].chunk(world_size)[rank]
+    counts = {}
+    for stage in STAGES:
+        engine, calls = build_engine(stage), []
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            loss = engine(input_ids=input_ids, labels=input_ids).loss
+            calls.append(all_reduce.call_count)
+            engine.backward(loss)
+            calls.append(all_reduce.call_count)
+            engine.step()
+            calls.append(all_reduce.call_count)
+        counts[stage] = calls[0], calls[1] - calls[0], calls[2] - calls[1]
+    return counts
+
+
 def passes_that_fail(rank, world_size, folder):
-    return steps_that_fail(rank, world_size, folder), forwards_that_fail(rank, world_size)
+    forwards, backwards = forwards_that_fail(rank, world_size), backwards_that_fail(rank, world_size)
+    return steps_that_fail(rank, world_size, folder), forwards, backwards, small_all_reduces(rank, world_size)
 
 
 def steps_that_fail(rank, world_size, folder):
@@ -115,16 +179,36 @@ def passes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def steps(passes):
-    return [steps for steps, _ in passes]
+    return [steps for steps, *_ in passes]
 
 
 def test_an_error_of_one_rank_in_a_forward_pass_at_stage_3_is_that_of_all_and_the_next_pass_is_right(passes):
-    parts = [forwards for _, forwards in passes]
+    parts = [forwards for _, forwards, *_ in passes]
     assert len(parts[0]) == 5 * 2 * 3
     for name, who, kind in parts[0]:
         found = [part[name, who, kind] for part in parts]
         check_error(found, who, (name, who, kind))
         assert found[0][1] and found[1][1], (name, who, kind)
+
+
+def test_what_the_verdicts_of_a_step_take(passes):
+    # A verdict ends a forward pass at stage 3, and is at both ends of a backward pass and of a step. Between those of
+    # a step is the norm where gradients are sharded. FSDP2 adds up the gradients at stage 0, for three groups.
+    assert passes[0][-1] == {0: (0, 2 + 3, 2), 2: (0, 2, 3), 3: (1, 2, 3)}
+
+
+@pytest.mark.parametrize("who", (0, 1))
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_of_one_rank_in_loss_backward_is_raised_on_all_and_the_next_step_is_right(passes, stage, who):
+    parts = [backwards[stage, who] for _, _, backwards, _ in passes]
+    assert parts[0][1] and parts[1][1] and len(parts[0][0]) == 4
+    for name, (_, words) in parts[who][0].items():
+        told = parts[1 - who][0][name]
+        if name == "the end":  # of which the engine knows
+            check_error([(part[0][name], None) for part in parts], who, name)
+        else:
+            assert words in ("no", "") and told[0] == "RuntimeError"
+            assert told[1].startswith(f"rank {who}: loss.backward() ended there with an error"), told
 
 
 @pytest.mark.parametrize("who", (0, 1))

@@ -91,6 +91,11 @@ class Partners:
         if self.highest([int(error is not None)]) == [1] or error is not None:
             raise self.exchange_errors(error)
 
+    def tell(self, problem: Problem) -> None:
+        """Says in a verdict of the others what stopped this process, which has raised it already; collective."""
+        self.highest([1])
+        self.exchange(problem)
+
     def exchange_errors(self, error: BaseException | None) -> BaseException:
         """`error`, this process's, or the first of the others', where it is known that one has one; collective."""
         found = self.first_error(error, self.exchange(None if error is None else describe_error(error)))

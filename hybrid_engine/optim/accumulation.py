@@ -4,11 +4,11 @@ Managed, as it is unless the config says otherwise, every `gradient_accumulation
 step, and its backward pass reduces the sum where the earlier ones did not. Unmanaged, every call of `step()` steps.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from hybrid_engine.distributed.verdict import everyone
+from hybrid_engine.distributed.verdict import Problem, everyone
 from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.external_parameters import LATE
 
@@ -83,16 +83,39 @@ class GradientAccumulation:
         elif error is not None:
             raise error
 
-    def begin_pass(self) -> bool:
-        """After that: says whether the pass itself reduces the gradients, and has the sharding do so."""
+    def begin_pass(self) -> None:
+        """After that: has the sharding reduce the gradients in the pass, or not.
+
+        Raises:
+            ValueError: the processes came through different layers, at stage 3; on all alike.
+        """
         sharding = self._training.sharding
         if self.is_collective:
             sharding.check_layers(self._is_alike)
         self._waits_for_end = self.is_collective and not self._is_alike
-        reduces = self.is_collective and self._is_alike
-        sharding.expect_gradients(reduces)
-        self.has_unreduced = sharding.is_sharded and not reduces
-        return reduces
+        sharding.expect_gradients(self._reduces)
+        self.has_unreduced = sharding.is_sharded and not self._reduces
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the backward pass under way reduces the gradients itself."""
+        return self.is_collective and self._is_alike
+
+    def run_pass(self, run: Callable[[], None]) -> None:
+        """Runs a backward pass, or what is left of it, at whose end all processes hear of an error of one.
+
+        Raises:
+            BaseException: the error of this process, or that of another one.
+        """
+        if self.is_collective:
+            self._training.sharding.pass_together(run, self._reduces)
+        else:
+            run()
+
+    def leave_pass(self, problem: Problem) -> None:
+        """After a backward pass that an error has ended, where this process has raised it already."""
+        if self.is_collective:
+            self._training.sharding.leave_pass(problem, self._reduces)
 
     def end_pass(self) -> None:
         """After each backward pass."""
@@ -142,6 +165,11 @@ class GradientAccumulation:
             self.reduce()
         elif error is not None and not (is_boundary and self._training.sharding.has_partners):
             raise error
+
+    def check_pass(self) -> None:
+        """Raises ValueError where the backward pass did not reduce what it was to: a parameter of a layer came late."""
+        if self._reduces:
+            self.check_reduced()
 
     def check_reduced(self) -> None:
         """Raises ValueError where the optimizer cannot step: a parameter of a layer was used before it."""

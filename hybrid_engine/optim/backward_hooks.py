@@ -6,6 +6,10 @@
 A pass begins for an engine with the first gradient of something that its forward pass gave, or of one of its
 parameters, and ends with the pass itself. The division by the accumulation steps happens at the parameters: each
 gradient is divided once then, also where one output depends on another, or one engine's input on another's output.
+
+PyTorch calls nothing after a pass that ends in an error. So the other processes, which wait for this one in the pass,
+hear of it with the engine's next call here, or when the process ends; where one pass goes through several engines,
+only then.
 """
 
 import weakref
@@ -21,9 +25,11 @@ from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import unserializable_hook
 
-from hybrid_engine.distributed.verdict import attempt
+from hybrid_engine.distributed.verdict import Problem, attempt
 from hybrid_engine.optim.state_offload import TRAINING
 from hybrid_engine.optim.training_state import TrainingState
+
+ENDED = Problem(kind=RuntimeError, text="loss.backward() ended there with an error, which that process has raised")
 
 
 @dataclass(kw_only=True)
@@ -96,21 +102,32 @@ class BackwardHooks:
         return scaled
 
     def recover(self) -> None:
-        """Ends a pass that an error has ended: its last hook never ran."""
+        """Ends a pass that an error has ended: its last hook never ran. The other processes of the pass hear of it.
+
+        Collective after such a pass; each call of the engine begins with it.
+        """
         if torch._C._current_graph_task_id() != -1:
             return  # in a pass, which computes something anew
         _under_way.clear()
         if self._is_in_pass:
             self._is_in_pass = False
-            self._training.sharding.end_passes()
-            self._training.drop_accumulation()
+            self._training.accumulation.leave_pass(ENDED)
+            self._drop()
+
+    def _drop(self) -> None:
+        self._training.sharding.end_passes()
+        self._training.drop_accumulation()
 
     def _begin(self, grad: torch.Tensor) -> None:
         if self._is_in_pass or self._is_in_own_pass or not self._accumulates():
             return
+        try:
+            self._training.accumulation.agree_to_begin(attempt(self._check)[1])
+            self._training.accumulation.begin_pass()
+        except BaseException:  # on every process alike, where they meet here
+            self._drop()
+            raise
         self._is_in_pass = True
-        self._training.accumulation.agree_to_begin(attempt(self._check)[1])
-        self._training.accumulation.begin_pass()
         _at_end_of_pass(self._end)
 
     def _check(self) -> None:
@@ -132,7 +149,11 @@ class BackwardHooks:
     def _end(self) -> None:
         assert self._training.optimizer is not None
         self._is_in_pass = False
-        self._training.optimizer.accumulate_gradients()
+        try:
+            self._training.accumulation.run_pass(self._training.optimizer.accumulate_gradients)
+        except BaseException:
+            self._drop()
+            raise
         self._training.accumulation.end_pass()
 
 

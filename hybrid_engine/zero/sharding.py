@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.processes import default_device, get_rank, get_world_size, join_alone
-from hybrid_engine.distributed.verdict import attempt, everyone
+from hybrid_engine.distributed.verdict import Problem, attempt, everyone
 from hybrid_engine.zero.built_shards import placeholders
 from hybrid_engine.zero.external_parameters import take_external_uses
 from hybrid_engine.zero.fsdp2_private import (
@@ -256,9 +256,20 @@ class Sharding:
         _, error = attempt(backward)
         if reduces and error is None:
             self.uneven.end_pass()
-        elif reduces and isinstance(self.root, FSDPModule):
-            attempt(partial(self.uneven.finish_pass, self.root))
+        elif reduces:
+            self._finish_pass()
         everyone().raise_together(error)
+
+    def leave_pass(self, problem: Problem, reduces: bool) -> None:
+        """After a backward pass that ended in an error here: the others hear of it at its end; collective."""
+        if self.uneven is not None:
+            if reduces:
+                self._finish_pass()
+            everyone().tell(problem)
+
+    def _finish_pass(self) -> None:
+        if self.uneven is not None and isinstance(self.root, FSDPModule):
+            attempt(partial(self.uneven.finish_pass, self.root))
 
     def check_layers(self, alike: bool) -> None:
         """Raises ValueError at stage 3 where the processes did not come through the layers `alike`."""

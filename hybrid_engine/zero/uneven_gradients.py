@@ -82,7 +82,9 @@ class UnevenGradients:
     def finish_pass(self, root: FSDPModule) -> None:
         """After an error in a backward pass: reduces what is left of it with the processes that go on; collective."""
         done = self._order[self._begun_at :]
-        finish_backward(root, [self._modules[number] for number in self._expected if number not in done])
+        rest = [self._modules[number] for number in self._expected if number not in done]
+        if rest:  # else the error came after the pass
+            finish_backward(root, rest)
 
     @torch.no_grad()
     def drop_unused(
