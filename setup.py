@@ -20,5 +20,8 @@ setup(
     + [name for folder in MAPPED_FOLDERS for name in mapped_packages(folder)],
     package_dir={"hybrid_engine": "hybrid_engine"} | {f"hybrid_engine.{folder}": folder for folder in MAPPED_FOLDERS},
     # What `import deepspeed` may find is no package of ours: a folder for Python's path.
-    package_data={"hybrid_engine": ["py.typed", "compat/deepspeed_path/*/*"]},
+    package_data={
+        "hybrid_engine": ["py.typed", "compat/deepspeed_path/*/*"],
+        "hybrid_engine.recipes.reports": ["*.html", "*.css", "*.js"],
+    },
 )

@@ -25,11 +25,12 @@ def test_what_the_command_says_without_training_needs_neither_torch_nor_transfor
     result = run_python("""
 import contextlib, sys
 from hybrid_engine.command.cli import main
-for line in ["--version", "--help", "ppo --help", "launch --help", "sft --epoch 2", "reward --batch-size x", "diff"]:
+for line in ["--version", "--help", "ppo --help", "launch --help", "sft --epoch 2", "reward --seed x", "report"]:
     with contextlib.suppress(SystemExit):
         main(line.split())
 assert main(["launch", "--include", "a", "--exclude", "b", "train.py"]) == 2
 assert main(["diff", "nothing", "nothing"]) == 2
+assert main(["report", "nothing"]) == 2
 print("imported:", {"torch", "transformers", "datasets", "numpy"} & sys.modules.keys())
 """)
     assert result.returncode == 0, result.stderr

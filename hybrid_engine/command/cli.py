@@ -3,6 +3,7 @@
     hybrid-engine ppo --steps 20 --kl-coef 0.1
     hybrid-engine launch --num_gpus 2 train.py
     hybrid-engine diff runs/a runs/b
+    hybrid-engine report runs/a runs/b
 
 The command stands below the recipes it starts, so it imports them by name, and only to run them: what it says about
 them (`--help`, an unknown option) is read from their source.
@@ -21,11 +22,11 @@ from typing import Any, get_type_hints
 import hybrid_engine.command.launcher as launcher
 from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.recipe_options import Option, read_recipe_help
-from hybrid_engine.recipes.reports import difference
+from hybrid_engine.recipes.reports import difference, page
 from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
 
 RECIPES = ("sft", "reward", "ppo", "dpo", "kto", "evaluate")
-OTHERS: dict[str, Any] = {"launch": launcher, "diff": difference}
+OTHERS: dict[str, Any] = {"launch": launcher, "diff": difference, "report": page}
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 REFUSED, INTERRUPTED = 2, 130
 """Exit statuses: of input that is refused, and of Ctrl-C."""

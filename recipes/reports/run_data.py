@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_engine.recipes.runs.answers_log import ANSWERS, read_answers
 from hybrid_engine.recipes.runs.config_files import read_config
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 
@@ -20,6 +21,8 @@ class RunData:
     """one entry per step, with our names"""
     result: dict[str, Any]
     samples: list[dict[str, Any]]
+    answers: list[dict[str, Any]]
+    """lines of `answers.jsonl`, by step"""
 
 
 def read_run(name: str) -> RunData:
@@ -38,7 +41,8 @@ def read_run(name: str) -> RunData:
         config=read_config(folder),
         metrics=read_metrics(folder / METRICS),
         result=_read_json(folder / "result.json", dict),
-        samples=_read_json(folder / "samples.json", list),
+        samples=_read_samples(folder / "samples.json"),
+        answers=read_answers(folder / ANSWERS),
     )
 
 
@@ -50,6 +54,13 @@ def is_time(figure: str) -> bool:
 def _advice(folder: Path) -> str:
     near = [path.parent for place in (folder, folder.absolute().parent) for path in sorted(place.glob(f"*/{METRICS}"))]
     return f"did you mean {str(near[0])!r}?" if near else "give the --out of a recipe"
+
+
+def _read_samples(path: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = _read_json(path, list)
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{str(path)!r} must hold a list of JSON objects; restore or remove it")
+    return rows
 
 
 def _read_json(path: Path, kind: Any) -> Any:
