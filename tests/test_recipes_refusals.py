@@ -21,6 +21,7 @@ from transformers import (
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, reward, sft
 from hybrid_engine.recipes.rewards.learned import LearnedReward, build_critic, load_value_model
+from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 
@@ -181,6 +182,23 @@ def test_a_reward_model_reads_the_end_of_what_exceeds_its_positions(tmp_path):
     end = "0123456789" * 3
     long, longer = score(["a prompt\n" * 20] * 2, [end, "x" * 40 + end])
     assert long == longer == score(["\n"], [end])[0] != score(["\n"], ["another"])[0]
+
+
+def test_a_reward_model_reads_a_conversation_by_its_chat_template_and_needs_one(tmp_path):
+    tokenizer = train_tokenizer((example.summary for example in split(stdlib_examples())[0][:50]), 300)
+    tokenizer.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=300, n_positions=64, n_embd=16, n_layer=1, n_head=2, num_labels=1, pad_token_id=0)
+    model = GPT2ForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    answers = answers_of([[{"role": "user", "content": "Which?"}]], ["This one."])
+    with pytest.raises(ValueError, match="has no chat template, and the prompts are conversations; set the template"):
+        load_rewards([str(tmp_path)])(answers)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    tokens = tokenizer("user: Which?<eos>assistant: This one.<eos>", return_tensors="pt", add_special_tokens=False)
+    expected = model(input_ids=tokens["input_ids"]).logits.item()
+    assert load_rewards([str(tmp_path)])(answers).total == pytest.approx([expected], abs=1e-5)
 
 
 def test_a_reward_model_is_not_trained_on_a_body_without_a_score_head(sources, tmp_path):

@@ -4,12 +4,14 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from answers import answers_of
 
+from hybrid_engine.recipes.ppo import reward_tokens
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN, last_number
 from hybrid_engine.recipes.rewards.loading import load_rewards, names_of
-from hybrid_engine.recipes.rewards.scores import replace_cut_off, reward_figures
+from hybrid_engine.recipes.rewards.scores import Scores, replace_cut_off, reward_figures
 
 
 def scores_of(spec, responses, **columns):
@@ -204,6 +206,17 @@ def test_an_answer_that_was_cut_off_has_the_score_of_those_and_keeps_its_rewards
     scores = replace_cut_off(load_rewards([f"{name}:score"])(answers), answers, -3.0)
     assert scores.total == [2.0, -3.0] and scores.per_token == [[1.0, 1.0], [0.0, -3.0]]
     assert scores.by_name == {"score": [2.0, 2.0]}
+
+
+def test_ppo_puts_a_process_rewards_numbers_on_their_tokens_beside_the_kl_penalty():
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    kl = torch.tensor([[0.5, 1.0, 9.0], [0.0, 0.0, 2.0]])
+    scores = Scores(total=[3.0, 4.0], by_name={}, per_token=[[1.0, 2.0], [4.0, 0.0, 0.0]])
+    expected = torch.tensor([[0.95, 1.9, 0.0], [4.0, 0.0, -0.2]])
+    torch.testing.assert_close(reward_tokens(scores, kl, mask, 0.1), expected)
+    whole = Scores(total=[3.0, 4.0], by_name={}, per_token=None)
+    expected = torch.tensor([[-0.05, 2.9, 0.0], [0.0, 0.0, 3.8]])
+    torch.testing.assert_close(reward_tokens(whole, kl, mask, 0.1), expected)
 
 
 def test_answers_are_chosen_and_joined():

@@ -22,6 +22,7 @@ def build_command_calls() -> list[Call]:
     return [*_of_recipes(), *_of_the_command(), *of_the_launcher(), *of_environments()]
 
 
+MEASURED = ("evaluate", "--model", "model", "--dataset", "data.jsonl")
 TEXTS = ("out", "model", "dataset", "reward")
 MAY_BE = {"missing_eos_score": (-1, -1.5), "seed": ()}
 VALUES: dict[str, tuple[Any, ...]] = {"int": (-1, -(10**12)), "float": (math.nan, math.inf, -math.inf, -1.5)}
@@ -83,6 +84,13 @@ def _of_the_command() -> Iterator[Call]:
         (("ppo", "--dataset", "missing.jsonl"), ("dataset", "missing.jsonl")),
         (("ppo", "--model", "/missing"), ("model", "/missing")),
         (("sft", "--out", "/proc/nowhere"), ("out", "/proc/nowhere")),
+        (("ppo", "--reward", "number:tolerance=x"), ("reward", "tolerance", "x")),
+        (("ppo", "--reward", "regex:("), ("reward", "regex:(")),
+        (("evaluate",), ("--model",)),
+        ((*MEASURED, "--reward", "exactt"), ("reward", "exactt", "exact")),
+        ((*MEASURED, "--reward", "exact", "number", "--reward-weights", "1"), ("reward-weights", "1", "2")),
+        ((*MEASURED, "--reward", "exact", "--reward-weights", "nan"), ("reward-weights", "nan")),
+        ((*MEASURED, "--reward", "exact", "-k", "0"), ("--k", "0")),
         (("launch", "--num_gpus", "1", "/missing.py"), ("/missing.py",)),
     ]
     for recipe in (sft, reward, ppo):
