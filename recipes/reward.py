@@ -1,221 +1,285 @@
-"""Stage 2: a reward model learns from preference pairs which summary line follows PEP 257.
+"""A reward model learns from preference pairs which of two answers is the better one.
 
     hybrid-engine reward --out runs/docs
+    hybrid-engine reward --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
 
-The model is transformers' own sequence classifier with one label on the body of the SFT model (or of `--model`); it
-reads the score at the last token. The loss of a pair is -log sigmoid(score(chosen) - score(rejected)) (Bradley-Terry;
-Ouyang et al., arXiv 2203.02155, equation 1). Mean and standard deviation of the scores of real summaries are kept in
-the saved config, so that PPO sees rewards of mean 0 and deviation 1 there.
+The model is transformers' own sequence classifier with one label on the body of `--model`; it reads the score at the
+last token. The loss of a pair is -log sigmoid(score(chosen) - score(rejected) - margin) (`rl/reward_model.py`). Mean
+and standard deviation of the scores of good answers are kept in the saved config, so that PPO sees rewards of mean 0
+and deviation 1 there. Without --dataset the pairs are summary lines, one of which follows PEP 257: stage 2 of the PPO
+job.
 """
 
+import math
 import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
-from hybrid_engine.distributed.processes import get_rank, get_world_size
-from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair
-from hybrid_engine.recipes.data.held_out import prompt_text
-from hybrid_engine.recipes.data.rows import CompletionRow, PreferenceRow
-from hybrid_engine.recipes.data.sequences import batches_of_similar_length
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_divides
-from hybrid_engine.recipes.runs.engine_config import build_engine_config
-from hybrid_engine.recipes.runs.options import RunOptions
-from hybrid_engine.recipes.runs.run_log import RunLog, say, write_json
+from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
+from hybrid_engine.recipes.data.encoding import check_fits, encode_completion, read_template
+from hybrid_engine.recipes.data.held_out import hold_out_of
+from hybrid_engine.recipes.data.pairs import Pair, PairCorpus, encode_pairs, num_characters
+from hybrid_engine.recipes.data.reading import read_preference_rows
+from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
+from hybrid_engine.recipes.rewards.classifier import (
+    ROWS_PER_PASS,
+    build_classifier,
+    load_scoring_tokenizer,
+    save_normalised,
+    score_tokens,
+)
+from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides
+from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
+from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.recipes.runs.options import ResumeOptions
+from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import (
     is_finished,
     load_config,
-    load_model,
-    load_tokenizer,
     move_aside,
     num_positions,
-    save_stage,
-    score_head,
     seed_everything,
 )
-from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
+from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples, stdlib_row
 from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
+from hybrid_engine.rl.reward_model import bradley_terry_loss, centring_loss
+
+NUM_REFERENCES = 512
+"""Good answers whose scores say where 0 is and what 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RunOptions):
-    """Trains a reward model on pairs of summary lines: one that follows PEP 257, one that does not.
+class Config(ResumeOptions):
+    """Trains a reward model on preference pairs; by default of summary lines, one of which follows PEP 257.
 
         hybrid-engine reward --out runs/docs
+        hybrid-engine reward --model Qwen/Qwen3-0.6B --dataset pairs.jsonl --out runs/mine
 
-    It is a sequence classifier with one label on the body of the model in sft/ below --out, or of --model. It is left
-    in reward/ below --out, a Hugging Face folder, the figures of the training in reward-log/.
+    A data set has the columns "chosen" and "rejected" (text or lists of messages), with a "prompt" or beginning with
+    it, and may have a "margin". The model is a sequence classifier with one label on the body of the model in sft/
+    below --out, or of --model. It is left in reward/ below --out, a Hugging Face folder, the figures of the training in
+    reward-log/, with --eval-every the model of the highest held-out accuracy in reward-best/.
     """
 
+    out: str = "runs/docs"
+    """folder of the run; this stage writes its subfolders reward, reward-log and reward-checkpoints"""
     model: str | None = None
     """Hugging Face name or folder whose body is trained; default: the run's sft"""
+    dataset: str | None = None
+    """pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: made of the standard library's
+    summaries"""
+    held_out_share: float = 0.1
+    """share of the data set's prompts that are not trained on and measured; 0 measures nothing"""
+    chat_template: str | None = None
+    """file with a Jinja chat template for a tokenizer that has none, or another"""
+    max_tokens: int | None = None
+    """tokens of the longest prompt with its answer that is let in; default: the model's positions"""
+    seed: int = 0
+    """seed of the pairs, their order and the head's initial weights"""
+    save_every: int = 500
+    """steps between checkpoints; 0 saves none"""
+    eval_every: int = 0
+    """steps between measurements of the held-out accuracy, the best model kept; 0 measures at the end alone"""
     epochs: int = 1
     """passes over the pairs"""
     batch_size: int = 32
     """pairs of an optimizer step over all processes"""
-    learning_rate: float = 3e-4
-    """peak of the linear schedule"""
+    micro_batch_size: int = 32
+    """pairs of a forward pass on one process, at most"""
+    learning_rate: float | None = None
+    """peak of the linear schedule; default: 3e-4, with --dataset 1e-5, of an adapter 2e-4"""
+    center_coef: float = 0.0
+    """weight of the squared sum of a pair's scores in the loss, which keeps scores around 0 (arXiv 2312.09244)"""
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank and the head; 0 trains all weights"""
     max_examples: int = 0
-    """make pairs of only so many training examples; 0 uses all"""
-    max_pairs: int = 2560
-    """train on a random sample of so many pairs; 0 uses all"""
+    """make pairs of only so many examples of the standard library; 0 uses all"""
+    max_pairs: int | None = None
+    """train on a random sample of so many pairs; 0 uses all; default: 2560, with --dataset all"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("epochs", "batch_size"):
+        for name in ("epochs", "batch_size", "micro_batch_size"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("max_examples", "max_pairs"):
+        if self.max_tokens is not None:
+            check_at_least("max_tokens", self.max_tokens, 1)
+        for name in ("max_examples", "eval_every", "lora_rank", "center_coef"):
             check_at_least(name, getattr(self, name), 0)
-        check_above("learning_rate", self.learning_rate, 0)
+        if self.max_pairs is not None:
+            check_at_least("max_pairs", self.max_pairs, 0)
+        if self.learning_rate is not None:
+            check_above("learning_rate", self.learning_rate, 0)
+        check_between("held_out_share", self.held_out_share, 0, 0.9)
+        if self.eval_every and self.dataset and not self.held_out_share:
+            raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs to train on; 0 for all."""
+        return self.max_pairs if self.max_pairs is not None else 0 if self.dataset else 2560
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """Of the schedule."""
+        return self.learning_rate or (2e-4 if self.lora_rank else 1e-5 if self.dataset else 3e-4)
 
 
 def run(config: Config) -> Path:
     """Trains and saves the reward model unless its folder exists; returns the folder. Collective."""
-    folder = Path(config.out) / "reward"
+    out, folder = Path(config.out), Path(config.out) / "reward"
     hybrid_engine.init_distributed()
     if is_finished(folder, config.restart):
         return folder
+    on_rank_zero(lambda: check_resume(out, config, "reward"))
     check_divides("batch_size", config.batch_size, get_world_size())
     seed_everything(config.seed)
-    source = config.model or str(folder.with_name("sft"))
+    source = config.model or str(out / "sft")
     if not config.model and not Path(source).exists():
         raise ValueError(f"--out={config.out!r} has no sft; run `hybrid-engine sft` with it first, or give --model")
-    tokenizer = load_tokenizer(source)
-    check_pad_token(tokenizer, source)
-    train, held_out = split(stdlib_examples())
-    train = train[: config.max_examples or None]
-    pairs = build_preferences(train, config.seed)
-    random.shuffle(pairs)
-    pairs = pairs[: config.max_pairs or None]
-    if len(pairs) < config.batch_size:
-        raise ValueError(
-            f"--batch-size={config.batch_size} must not exceed the {len(pairs)} preference pairs; lower it"
-        )
-    check_lengths(pairs, tokenizer, source)
-    model = build_reward_model(source, tokenizer)
-    num_steps = config.epochs * (len(pairs) // config.batch_size)
-    say(f"Reward model: {len(pairs)} preference pairs of {len(train)} signatures, {config.epochs} epochs")
+    tokenizer = load_scoring_tokenizer(source)
+    if config.chat_template:
+        tokenizer.chat_template = read_template(config.chat_template)
+    corpus = load_corpus(config, tokenizer, source)
+    check_adapter(config.lora_rank, load_config(source), source)
+    model = add_adapter(build_classifier(source, tokenizer), config.lora_rank, "SEQ_CLS")
+    say(f"Reward model: {len(corpus.train)} preference pairs, {config.epochs} epochs")
 
-    engine_config = build_engine_config(
-        batch_size=config.batch_size,
-        micro_batch_size=config.batch_size // get_world_size(),
-        learning_rate=config.learning_rate,
-        num_steps=num_steps,
-        warmup_steps=min(20, num_steps),
-        zero_stage=config.zero_stage,
-    )
-    move_aside(folder.parent, [folder.name, "reward-log"])
-    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config)
+    if not config.resume:
+        move_aside(out, results_of("reward"))
+    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, len(corpus.batches)))
+    saved = load_checkpoints({"model": engine}, out / checkpoints_of("reward"), config) if config.resume else SavedRun()
     started = time.perf_counter()
-    train_loop(engine, pairs, tokenizer, config, RunLog(folder.parent / "reward-log", "Reward", num_steps, config))
-    accuracy = accuracy_by_kind(engine, build_preferences(held_out, config.seed), tokenizer)
-    model.config.score_mean, model.config.score_std = score_statistics(engine, train[:512], tokenizer)
-    write_json(
-        folder.parent / "reward-log" / "result.json",
-        {"held_out_accuracy": accuracy, "seconds": time.perf_counter() - started},
-    )
-    say("Reward model: held-out accuracy " + ", ".join(f"{kind} {share:.2f}" for kind, share in accuracy.items()))
-    save_stage(engine, tokenizer, folder)
+    log = RunLog(out / "reward-log", "Reward", len(corpus.batches), config, saved.step)
+    best = train_loop(engine, tokenizer, corpus, config, log, saved)
+
+    figures: dict[str, Any] = measure(engine, corpus.held_out, tokenizer) if corpus.held_out else {}
+    figures |= {"best": best} if best else {}
+    write_json(out / "reward-log" / "result.json", figures | {"seconds": time.perf_counter() - started})
+    panels = {"loss": ["loss"], "accuracy": ["accuracy"]}
+    plot_metrics(read_metrics(out / "reward-log" / "metrics.jsonl"), panels, out / "reward-log" / "plot.png")
+    if corpus.held_out:
+        accuracy = figures["held_out_accuracy"]
+        say("Reward model: held-out accuracy " + ", ".join(f"{kind} {share:.2f}" for kind, share in accuracy.items()))
+    save_normalised(engine, corpus.references, tokenizer, folder)
     return folder
 
 
 def train_loop(
-    engine, pairs: list[PreferenceRow], tokenizer: PreTrainedTokenizerBase, config: Config, log: RunLog
-) -> None:
-    """Every process takes its pairs of each batch; chosen and rejected go through the model together."""
-    generator = torch.Generator().manual_seed(config.seed)
-    lengths = [len(prompt_text(pair.prompt)) + max(map(len, (pair.chosen, pair.rejected))) for pair in pairs]
-    engine.train()
-    with log:
-        for _ in range(config.epochs):
-            for batch in batches_of_similar_length(lengths, config.batch_size, generator):
-                margins = score_margins(engine, [pairs[i] for i in batch[get_rank() :: get_world_size()]], tokenizer)
-                loss = -logsigmoid(margins).mean()
-                engine.backward(loss)
-                engine.step()
-                figures = {"loss": loss.item(), "accuracy": (margins > 0).float().mean().item()}
-                log.write(
-                    engine.global_steps - 1, {**figures, "grad_norm": engine.get_global_grad_norm()}, list(figures)
-                )
+    engine: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: PairCorpus,
+    config: Config,
+    log: RunLog,
+    saved: SavedRun,
+) -> dict[str, float]:
+    """Every process takes its pairs of each batch; chosen and rejected go through the model together.
 
-
-def build_reward_model(source: str, tokenizer: PreTrainedTokenizerBase) -> torch.nn.Module:
-    """A sequence classifier with one label on the body of `source`, without dropout; its head N(0, 1/(d+1)).
-
-    The head's initialisation is that of Stiennon et al., arXiv 2009.01325 (after Huang et al., "N implementation
-    details", item 3).
+    Returns the step and the held-out accuracy of the best measurement so far; nothing before the first.
     """
-    model = load_model(AutoModelForSequenceClassification, source, num_labels=1)
-    model.config.pad_token_id = tokenizer.pad_token_id
-    head = score_head(model, "model", source)
-    torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
-    return model
+    best, num_rows = dict(saved.state.get("best", {})), engine.train_micro_batch_size_per_gpu()
+    with log:
+        for step in range(saved.step, len(corpus.batches)):
+            engine.train()
+            mine = [corpus.train[index] for index in corpus.batches[step][get_rank() :: get_world_size()]]
+            sums = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0, "score": 0.0}
+            for first in range(0, len(mine), num_rows):
+                rows = mine[first : first + num_rows]
+                chosen, rejected = score_pairs(engine, rows, tokenizer)
+                margins = torch.tensor([pair.margin for pair in rows], device=chosen.device)
+                losses = bradley_terry_loss(chosen, rejected, margins)
+                losses = losses + config.center_coef * centring_loss(chosen, rejected)
+                # The engine averages gradients over micro-batches and processes, each of which has as many pairs.
+                engine.backward(losses.mean())
+                engine.step()
+                sums["loss"] += losses.sum().item()
+                sums["accuracy"] += (chosen > rejected).sum().item()
+                sums["margin"] += (chosen - rejected).sum().item()
+                sums["score"] += ((chosen + rejected) / 2).sum().item()
+            everyone = gather_objects(sums)
+            figures = {name: sum(part[name] for part in everyone) / config.batch_size for name in sums}
+            figures |= {"grad_norm": engine.get_global_grad_norm(), "learning_rate": engine.get_lr()[0]}
+            if config.eval_every and (step + 1) % config.eval_every == 0:
+                figures["held_out_accuracy"] = measure(engine, corpus.held_out, tokenizer)["held_out_accuracy"]["all"]
+                if figures["held_out_accuracy"] > best.get("held_out_accuracy", -math.inf):
+                    best = {"step": step + 1, "held_out_accuracy": figures["held_out_accuracy"]}
+                    save_normalised(engine, corpus.references, tokenizer, Path(config.out) / "reward-best")
+            log.write(step, figures, ["loss", "accuracy"])
+            if config.save_every and (step + 1) % config.save_every == 0:
+                folder = Path(config.out) / checkpoints_of("reward")
+                save_checkpoints({"model": engine}, folder, step + 1, config, {"best": best})
+    return best
 
 
-def score_margins(engine, pairs: list[PreferenceRow], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """`[pairs]`: score of the chosen response less score of the rejected one."""
-    encoded = [encode_pair(tokenizer, pair) for pair in pairs]
-    tokens = [pair.prompt_ids + pair.chosen_ids for pair in encoded]
-    tokens += [pair.prompt_ids + pair.rejected_ids for pair in encoded]
+def score_pairs(
+    engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores of the chosen and of the rejected answers, each `[pairs]`."""
+    tokens = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     chosen, rejected = score_tokens(engine, tokens, tokenizer).chunk(2)
-    return chosen - rejected
-
-
-def score_tokens(engine, tokens: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """`[B]`: the scores of prompts with finished responses, read at the last token of each."""
-    batch = tokenizer.pad({"input_ids": tokens}, padding_side="right", return_tensors="pt").to(engine.device)
-    return engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1).float()
+    return chosen, rejected
 
 
 @torch.no_grad()
-def accuracy_by_kind(engine, pairs: list[PreferenceRow], tokenizer: PreTrainedTokenizerBase) -> dict[str, float]:
-    """Share of pairs whose chosen response scores higher, for each kind of fault and for all."""
+def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Mean loss, and the share of pairs whose chosen answer scores higher, of all and of each kind of fault."""
     engine.eval()
-    hits = defaultdict(list)
-    for start in range(0, len(pairs), 64):
-        batch = pairs[start : start + 64]
-        for pair, margin in zip(batch, score_margins(engine, batch, tokenizer).tolist(), strict=True):
-            hits[pair.columns["kind"]].append(margin > 0)
-            hits["all"].append(margin > 0)
-    return {kind: sum(found) / len(found) for kind, found in sorted(hits.items())}
+    hits, loss = defaultdict(list), 0.0
+    for start in range(0, len(pairs), ROWS_PER_PASS):
+        rows = pairs[start : start + ROWS_PER_PASS]
+        chosen, rejected = score_pairs(engine, rows, tokenizer)
+        margins = torch.tensor([pair.margin for pair in rows], device=chosen.device)
+        loss += bradley_terry_loss(chosen, rejected, margins).sum().item()
+        for pair, hit in zip(rows, (chosen > rejected).tolist(), strict=True):
+            for kind in filter(None, ("all", pair.kind)):
+                hits[kind].append(hit)
+    accuracy = {kind: sum(found) / len(found) for kind, found in sorted(hits.items())}
+    return {"held_out_accuracy": accuracy, "held_out_loss": loss / len(pairs)}
 
 
-@torch.no_grad()
-def score_statistics(engine, examples: list, tokenizer: PreTrainedTokenizerBase) -> tuple[float, float]:
-    """Mean and standard deviation of the scores of the examples' own summaries."""
-    engine.eval()
-    encoded = [
-        encode_completion(tokenizer, CompletionRow(prompt=example.prompt, completion=example.summary))
-        for example in examples
-    ]
-    tokens = [row.prompt_ids + row.response_ids for row in encoded]
-    scores = [score_tokens(engine, tokens[start : start + 64], tokenizer) for start in range(0, len(tokens), 64)]
-    joined = torch.cat(scores)
-    return joined.mean().item(), joined.std().item()
+def load_corpus(config: Config, tokenizer: PreTrainedTokenizerBase, source: str) -> PairCorpus:
+    """All pairs as tokens.
+
+    Raises:
+        ValueError: `--dataset` cannot be read, a row is no pair, or is too long.
+    """
+    if config.dataset is None:
+        train_examples, held_out_examples = split(stdlib_examples())
+        train_examples = train_examples[: config.max_examples or None]
+        train, held_out = (build_preferences(part, config.seed) for part in (train_examples, held_out_examples))
+        good = [encode_completion(tokenizer, stdlib_row(example)) for example in train_examples[:NUM_REFERENCES]]
+        references = [answer.prompt_ids + answer.response_ids for answer in good]
+    else:
+        train, held_out = hold_out_of(config.dataset, read_preference_rows(config.dataset), config.held_out_share)
+        references = [pair.chosen for pair in encode_pairs(tokenizer, train[:NUM_REFERENCES])]
+    random.shuffle(train)
+    train = train[: config.num_pairs or None]
+    lengths = [num_characters(row) for row in train]
+    batches = epochs_of_similar_length(lengths, config.batch_size, config.epochs, config.seed)
+    encoded = []
+    for rows in (train, held_out):
+        encoded.append(encode_pairs(tokenizer, rows, kind_column=None if config.dataset else "kind"))
+        num_tokens = [pair.num_tokens for pair in encoded[-1]]
+        check_fits(rows, num_tokens, config.max_tokens, num_positions(load_config(source)), f"--model={source!r}")
+    return PairCorpus(train=encoded[0], held_out=encoded[1], references=references, batches=batches)
 
 
-def check_lengths(pairs: list[PreferenceRow], tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """ValueError where a pair has more tokens than `source` has positions."""
-    limit = num_positions(load_config(source))
-    encoded = [encode_pair(tokenizer, pair) for pair in pairs]
-    longest = max(len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in encoded)
-    if limit is not None and longest > limit:
-        raise ValueError(
-            f"--model={source!r} has {limit} positions, and a prompt with its summary has up to {longest} tokens; "
-            "use a model with more positions"
-        )
-
-
-def check_pad_token(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
-    """ValueError unless padding can be told from the end-of-sequence token, where the score is read."""
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:
-        raise ValueError(
-            f"--model={source!r} pads with its eos_token {tokenizer.eos_token!r}; the score is read at the last token "
-            "that is not padding, so pad must differ: set another pad_token in its tokenizer"
-        )
+def engine_config(config: Config, num_steps: int) -> dict[str, Any]:
+    """The DeepSpeed config of the model."""
+    return build_engine_config(
+        batch_size=config.batch_size,
+        micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),
+        learning_rate=config.peak_learning_rate,
+        num_steps=num_steps,
+        warmup_steps=min(20, num_steps),
+        zero_stage=config.zero_stage,
+    )

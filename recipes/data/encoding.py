@@ -14,6 +14,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.recipes.data.rows import (
+    CompletionRow,
     ConversationRow,
     LabelledRow,
     LearnedRow,
@@ -97,6 +98,14 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, row: LearnedRow | Labe
         return Encoded(prompt_ids=prompt, response_ids=encode_answer(tokenizer, row.completion))
     assert not isinstance(row.prompt, str) and not isinstance(row.completion, str), f"{row=}"
     return _encode_turns(tokenizer, row, row.prompt, row.completion)
+
+
+def encode_scored(tokenizer: PreTrainedTokenizerBase, row: CompletionRow | LabelledRow) -> Encoded:
+    """Prompt and finished answer as a reward model reads them: its score is that of the last token."""
+    if isinstance(row.prompt, str) or isinstance(row.completion, str):
+        return encode_completion(tokenizer, row)
+    ids, length, _ = _converse(tokenizer, row, row.prompt, row.completion)
+    return Encoded(prompt_ids=ids[:length], response_ids=_until_end(tokenizer, row, ids[length:]))
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow) -> EncodedPair:

@@ -7,7 +7,8 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.recipes.data.rows import Turns
+from hybrid_engine.recipes.data.encoding import encode_scored
+from hybrid_engine.recipes.data.rows import CompletionRow, Turns
 from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences, last_token_scores
 from hybrid_engine.recipes.rewards.answers import Answers, UnusableReference
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN
@@ -55,19 +56,18 @@ class LearnedReward:
         return scores
 
     def _encode(self, prompt: Turns, response: str) -> tuple[list[int], list[int]]:
-        """The tokens of both; of a conversation the last token, where the score stands, is all of the second."""
+        """The tokens of both, as the reward model was trained on them."""
         if isinstance(prompt, str):
-            tokens, response_tokens = self.tokenizer([prompt, response], add_special_tokens=False)["input_ids"]
-            return tokens, [*response_tokens, self.tokenizer.eos_token_id]
-        if self.tokenizer.chat_template is None:
+            row = CompletionRow(prompt=prompt, completion=response)
+        elif self.tokenizer.chat_template is None:
             raise UnusableReference(
                 f"--reward={self.folder!r} has no chat template, and the prompts are conversations; set the template "
                 "that the model was trained with in its tokenizer"
             )
-        messages = [*prompt, {"role": "assistant", "content": response}]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tokens[:-1], tokens[-1:]
+        else:
+            row = CompletionRow(prompt=list(prompt), completion=[{"role": "assistant", "content": response}])
+        encoded = encode_scored(self.tokenizer, row)
+        return encoded.prompt_ids, encoded.response_ids
 
     def _fit(self, prompt: list[int], response: list[int]) -> tuple[list[int], list[int]]:
         """As many of the last tokens as the model has positions for, of the prompt one at least where it has any."""

@@ -9,11 +9,14 @@ from transformers import PretrainedConfig
 from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
 
 
-def add_adapter(model: nn.Module, rank: int) -> nn.Module:
-    """The causal language model with a LoRA adapter of `rank` on all of its linears; with rank 0 as it is."""
+def add_adapter(model: nn.Module, rank: int, task: str = "CAUSAL_LM") -> nn.Module:
+    """The model with a LoRA adapter of `rank` on all linears of its body; with rank 0 as it is.
+
+    `task` is peft's name of what the model does: a classifier's head (SEQ_CLS) is trained whole beside the adapter.
+    """
     if rank == 0:
         return model
-    adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapter = LoraConfig(r=rank, target_modules="all-linear", task_type=task)
     with without_renamed_attribute_warning():
         return get_peft_model(model, adapter)
 

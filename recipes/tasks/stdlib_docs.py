@@ -70,9 +70,14 @@ def split(examples: Sequence[DocExample]) -> tuple[list[DocExample], list[DocExa
     return train, held_out
 
 
+def place_of(example: DocExample) -> str:
+    """Where it stands, for errors."""
+    return f"the standard library's {example.prompt.strip()}"
+
+
 def stdlib_row(example: DocExample) -> LearnedRow:
     """The example as a row to learn from."""
-    return CompletionRow(prompt=example.prompt, completion=example.summary)
+    return CompletionRow(prompt=example.prompt, completion=example.summary, place=place_of(example))
 
 
 def _all_examples(root: Path) -> Iterator[DocExample]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from hybrid_engine.recipes.data.rows import PreferenceRow
 from hybrid_engine.recipes.tasks.pep257 import MAX_SUMMARY_CHARS, conforms
-from hybrid_engine.recipes.tasks.stdlib_docs import DocExample
+from hybrid_engine.recipes.tasks.stdlib_docs import DocExample, place_of
 
 _SIBILANTS = ("s", "sh", "ch", "x", "z", "o")
 
@@ -81,7 +81,9 @@ def _pairs_of_conforming(example: DocExample, conforming: list[str], rng: random
 
 
 def _pair(example: DocExample, chosen: str, rejected: str, kind: str) -> PreferenceRow:
-    return PreferenceRow(prompt=example.prompt, chosen=chosen, rejected=rejected, columns={"kind": kind})
+    return PreferenceRow(
+        prompt=example.prompt, chosen=chosen, rejected=rejected, columns={"kind": kind}, place=place_of(example)
+    )
 
 
 def mend(summary: str) -> str | None:

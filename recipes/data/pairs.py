@@ -1,0 +1,55 @@
+"""Preference pairs as tokens, for a model that scores prompt and answer together."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.recipes.data.encoding import encode_pair
+from hybrid_engine.recipes.data.held_out import prompt_text
+from hybrid_engine.recipes.data.rows import PreferenceRow
+
+
+class Pair(NamedTuple):
+    """Two answers, each behind its prompt."""
+
+    chosen: list[int]
+    rejected: list[int]
+    margin: float
+    """By how much the scores are to differ; 0 where the data set does not say."""
+    kind: str | None
+    """What is wrong with the rejected answer; None where that is not known."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the longer one."""
+        return max(len(self.chosen), len(self.rejected))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairCorpus:
+    """The pairs of a run."""
+
+    train: list[Pair]
+    held_out: list[Pair]
+    references: list[list[int]]
+    """Good answers behind their prompts, by which scores are normalised."""
+    batches: list[list[int]]
+    """Indices of `train`, by optimizer step."""
+
+
+def encode_pairs(
+    tokenizer: PreTrainedTokenizerBase, rows: list[PreferenceRow], kind_column: str | None = None
+) -> list[Pair]:
+    """The rows as tokens; the column `kind_column` tells what is wrong with the rejected answers."""
+    pairs = []
+    for row in rows:
+        prompt, chosen, rejected = encode_pair(tokenizer, row)
+        kind = row.columns[kind_column] if kind_column else None
+        pairs.append(Pair(prompt + chosen, prompt + rejected, row.margin or 0.0, kind))
+    return pairs
+
+
+def num_characters(row: PreferenceRow) -> int:
+    """Characters of the prompt with the longer answer: what batches are sorted by."""
+    return len(prompt_text(row.prompt)) + max(len(prompt_text(row.chosen)), len(prompt_text(row.rejected)))

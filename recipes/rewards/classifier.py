@@ -1,0 +1,73 @@
+"""The sequence classifier that a reward model is: built on a model's body, read at the last token, saved normalised."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
+
+from hybrid_engine.recipes.runs.run_log import say
+from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer, save_stage, score_head
+
+ROWS_PER_PASS = 64
+"""Rows of a forward pass without gradients."""
+
+
+def load_scoring_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model whose classifier reads its score at the last token that is not padding.
+
+    Where it would pad with its end-of-sequence token, the token that begins texts is the padding: it ends none.
+
+    Raises:
+        ValueError: it does not load, or has no other token to pad with.
+    """
+    tokenizer = load_tokenizer(source)
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return tokenizer
+    if tokenizer.bos_token_id in (None, tokenizer.eos_token_id):
+        raise ValueError(
+            f"--model={source!r} pads with its eos_token {tokenizer.eos_token!r}; the score is read at the last token "
+            "that is not padding, so pad must differ: set another pad_token in its tokenizer"
+        )
+    tokenizer.pad_token = tokenizer.bos_token
+    say(f"--model={source!r} has no padding apart from its eos_token: {tokenizer.pad_token!r} will be padding")
+    return tokenizer
+
+
+def build_classifier(source: str, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """A sequence classifier with one label on the body of `source`, without dropout; its head N(0, 1/(d+1)).
+
+    The head's initialisation is that of Stiennon et al., arXiv 2009.01325 (after Huang et al., "N implementation
+    details", item 3).
+    """
+    model = load_model(AutoModelForSequenceClassification, source, num_labels=1)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    head = score_head(model, "model", source)
+    torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)
+    return model
+
+
+def score_tokens(engine: Any, tokens: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """`[B]` fp32: the scores of prompts with finished answers, read at the last token of each."""
+    batch = tokenizer.pad({"input_ids": tokens}, padding_side="right", return_tensors="pt").to(engine.device)
+    return engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1).float()
+
+
+@torch.no_grad()
+def save_normalised(engine: Any, references: list[list[int]], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Saves the classifier, with mean and standard deviation of the references' scores in its config; collective.
+
+    Args:
+        engine: a ZeroEngine of the classifier.
+        references: good answers behind their prompts, as tokens: what a score is measured against.
+        tokenizer: saved beside it.
+        folder: its place, complete or absent.
+    """
+    engine.eval()
+    starts = range(0, len(references), ROWS_PER_PASS)
+    scores = torch.cat([score_tokens(engine, references[first : first + ROWS_PER_PASS], tokenizer) for first in starts])
+    config = engine.module.config
+    spread = scores.std().item() if len(scores) > 1 else 0.0
+    config.score_mean, config.score_std = scores.mean().item(), spread or 1.0  # without spread nothing is scaled
+    save_stage(engine, tokenizer, folder)
