@@ -99,7 +99,7 @@ class Config(ResumeOptions):
     learning_rate: float | None = None
     """peak of the linear schedule; default: 3e-4, with --dataset 1e-5, of an adapter 2e-4"""
     center_coef: float = 0.0
-    """weight of the squared sum of a pair's scores in the loss, which keeps scores around 0 (arXiv 2312.09244)"""
+    """weight of the squared sum of a pair's scores in the loss, which keeps scores around 0"""
     lora_rank: int = 0
     """train a LoRA adapter of this rank and the head; 0 trains all weights"""
     max_examples: int = 0
