@@ -1,0 +1,106 @@
+"""Reference trajectories: the losses and gradient norms of 30 steps of each recipe on a tiny model.
+
+    python tests/trajectories.py            writes tests/data/trajectories.json anew, after a change that is meant
+    python tests/trajectories.py dpo kto    only these recipes of it
+
+A recipe joins by an entry in `RUNS`: what runs it, given the folder of the tiny model and a folder to write to.
+"""
+
+import json
+import platform
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hybrid_engine.recipes import dpo, kto
+from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
+
+FILE = Path(__file__).parent / "data" / "trajectories.json"
+NUM_STEPS = 30
+FIGURES = ("loss", "grad_norm")
+Trajectory = dict[str, list[float]]
+
+
+def write_start(folder: Path) -> None:
+    """A model of 20 thousand random weights, its tokenizer, and pairs of short answers to additions."""
+    rng = random.Random(0)
+    numbers = [(rng.randrange(100), rng.randrange(100)) for _ in range(160)]
+    rows = [
+        {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"the sum of {a} and {b} is {a + b + 1}"}
+        for a, b in numbers
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = train_tokenizer([row["prompt"] + row["rejected"] for row in rows], 300)
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    assert AutoTokenizer.from_pretrained(folder / "model").eos_token_id == tokenizer.eos_token_id
+
+
+PREFERENCE = {
+    "batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-3, "save_every": 0, "eval_every": 0, "eval_rows": 4,
+    "eval_prompts": 2, "max_new_tokens": 2,
+}  # fmt: skip
+
+
+def run_dpo(start: Path, out: Path) -> None:
+    """Two passes over 120 pairs, with the SFT term."""
+    sources = {"model": str(start / "model"), "dataset": str(start / "pairs.jsonl"), "out": str(out)}
+    dpo.run(dpo.Config(**sources, **PREFERENCE, epochs=2, max_pairs=120, sft_weight=0.1))
+
+
+def run_kto(start: Path, out: Path) -> None:
+    """One pass over 240 answers, with unlike weights."""
+    sources = {"model": str(start / "model"), "dataset": str(start / "pairs.jsonl"), "out": str(out)}
+    kto.run(kto.Config(**sources, **PREFERENCE, max_answers=240, undesirable_weight=1.5))
+
+
+RUNS: dict[str, Callable[[Path, Path], None]] = {"dpo": run_dpo, "kto": run_kto}
+
+
+def measure(recipe: str, folder: Path) -> Trajectory:
+    """The figures of each step of `recipe`, which writes to a new folder in `folder`."""
+    start = folder / "start"
+    if not start.exists():
+        start.mkdir()
+        write_start(start)
+    RUNS[recipe](start, folder / recipe)
+    lines = read_metrics(folder / recipe / METRICS)
+    assert len(lines) == NUM_STEPS, f"{recipe}: {len(lines)} steps"
+    return {name: [line[name] for line in lines] for name in FIGURES}
+
+
+def read_references() -> dict[str, dict[str, Trajectory]]:
+    """For each recipe its `steps` and the `versions` that it was measured with."""
+    return json.loads(FILE.read_text()) if FILE.exists() else {}
+
+
+def main(recipes: list[str]) -> None:
+    """Measures `recipes`, or all, and writes them to the file."""
+    torch.set_num_threads(1)
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    references = read_references()
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in recipes or RUNS:
+            references[recipe] = {"versions": versions, "steps": measure(recipe, Path(folder))}
+    FILE.write_text(json.dumps(references, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
