@@ -38,6 +38,7 @@ from hybrid_engine.recipes.experience.evaluation import (
     evaluate,
     global_means,
     judge_sums,
+    keep_answers,
     reference_sums,
     show_comparison,
     step_means,
@@ -203,12 +204,14 @@ def run(config: Config) -> Path:
     say(roles.actor.report())
 
     before = evaluate_held_out(roles, held_out_prompts, config)
+    keep_answers(out, 0, before)
     first_step = load_checkpoints(engines_of(roles), out / CHECKPOINTS, config).step if config.resume else 0
     started = time.perf_counter()
     log = RunLog(out, "PPO", config.steps, config, first_step)
     train_loop(roles, train_prompts, config, log, first_step)
     seconds = time.perf_counter() - started
     after = evaluate_held_out(roles, held_out_prompts, config)
+    keep_answers(out, config.steps, after)
 
     show_comparison(before, after, out)
     kl = after.figures["kl_per_sequence"]

@@ -16,6 +16,7 @@ from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, sft
 from hybrid_engine.recipes.rewards.answers import RewardError
 from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.runs.answers_log import read_answers
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
 
@@ -221,6 +222,8 @@ def test_own_prompts_reward_and_adapter_run_without_the_judge(stages, tmp_path, 
         assert cli.main(f"ppo {sources} {options} --missing-eos-score 7".split()) == 0
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert len(metrics) == 2
+    answers = read_answers(tmp_path / "run" / "answers.jsonl")
+    assert [line["step"] for line in answers] == [0] * 3 + [2] * 3 and answers[0]["rewards"] == [7.0]
     assert all(line["score"] == 7.0 and "judge_pass_rate" not in line for line in metrics)
     output = capsys.readouterr().out
     assert "E2E latency" not in output  # a step has one line, with its times
