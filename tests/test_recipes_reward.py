@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from chat import PLAIN_TEMPLATE, build_chat_tokenizer
+from distributed import run_distributed
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -136,6 +137,23 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(config, monkeypatch):
     reward.run(replace(torn, resume=True))
     assert metrics_of(torn) == metrics_of(whole)
     assert all(map(torch.equal, weights_of(torn).values(), weights_of(whole).values()))
+
+
+def run_reward(rank, world_size, config):
+    reward.run(config)
+
+
+def test_two_processes_under_zero_3_learn_with_an_adapter_what_one_does(config):
+    alone = replace(config, epochs=1, batch_size=8, lora_rank=2, center_coef=0.1, eval_every=2)
+    shared = replace(alone, zero_stage=3, out=config.out + "-two")
+    reward.run(alone)
+    run_distributed(run_reward, 2, shared)
+    for ours, theirs in zip(metrics_of(shared), metrics_of(alone), strict=True):
+        for name in ("loss", "margin", "score"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-4), name
+    for ours, theirs in zip(weights_of(shared).items(), weights_of(alone).items(), strict=True):
+        assert ours[0] == theirs[0]
+        torch.testing.assert_close(ours[1], theirs[1], atol=1e-3, rtol=1e-2)
 
 
 def test_padding_is_never_the_token_that_answers_end_with(tmp_path, capsys):
