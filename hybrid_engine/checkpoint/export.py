@@ -53,7 +53,7 @@ def save_16bit_model(
     if filename is not None:
         check_file_name("save_filename", filename)
     left_out = {name for name, p in _named_parameters(module) if without_frozen and not p.requires_grad}
-    weights = _gather_weights(module, left_out)
+    weights = gather_weights(module, left_out)
     if filename is None and not without_frozen and isinstance(base, PreTrainedModel):
         on_rank_zero(lambda: _write(_rebuild(module, base, weights), folder))
     else:
@@ -67,7 +67,7 @@ def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return list(module.named_parameters(remove_duplicate=False))
 
 
-def _gather_weights(module: nn.Module, left_out: Collection[str]) -> dict[str, torch.Tensor]:
+def gather_weights(module: nn.Module, left_out: Collection[str]) -> dict[str, torch.Tensor]:
     """Copies of all other parameters and buffers by name, on the CPU of rank 0; empty on other processes.
 
     Tied parameters share one copy.

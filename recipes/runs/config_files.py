@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 CONFIG = "config.yaml"
+_HEADING = "# hybrid-engine "
 _HOW_IT_BEGAN = ("resume", "restart")
 """Options of one start, not of the run: a run that was resumed is the run that was never stopped."""
 
@@ -25,12 +26,20 @@ def flat_options(config: Any) -> dict[str, Any]:
 
 
 def write_config(folder: Path, config: Any) -> None:
-    """Writes `config.yaml` into `folder`, whole or not at all; for one process."""
+    """Writes `config.yaml` into `folder`, whole or not at all; for one process. Its first line names the recipe."""
     options = {name: list(value) if isinstance(value, tuple) else value for name, value in flat_options(config).items()}
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = folder / f".{CONFIG}"
-    unfinished.write_text(yaml.safe_dump(options, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    heading = f"{_HEADING}{type(config).__module__.rpartition('.')[2]} --config {CONFIG}\n"
+    unfinished.write_text(heading + yaml.safe_dump(options, sort_keys=False, allow_unicode=True), encoding="utf-8")
     unfinished.replace(folder / CONFIG)
+
+
+def read_recipe(folder: Path) -> str | None:
+    """The recipe that wrote the `config.yaml` of a run's folder; None where nothing says it."""
+    path = folder / CONFIG
+    first = path.read_text(encoding="utf-8").partition("\n")[0] if path.exists() else ""
+    return first.removeprefix(_HEADING).split()[0] if first.startswith(_HEADING) else None
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from hybrid_engine.checkpoint.adapters import save_adapter
 from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.recipes.runs.checks import flag
+from hybrid_engine.recipes.runs.model_card import ADAPTER, write_model_card
 from hybrid_engine.recipes.runs.run_folder import check_out, set_aside
 from hybrid_engine.recipes.runs.run_log import say
 
@@ -46,13 +48,19 @@ def move_aside(folder: Path, names: Sequence[str]) -> None:
 
 
 def save_stage(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Writes model and tokenizer as a Hugging Face folder that gets its name only when complete; collective."""
+    """Writes model and tokenizer as a Hugging Face folder that gets its name only when complete; collective.
+
+    An adapter is merged into the weights, and stands by itself in `adapter/` below them, for peft. The README.md says
+    what the run has left so far: call this when its options and figures are written.
+    """
     unfinished, replaced = (folder.with_name(f".{folder.name}-{state}") for state in ("unfinished", "replaced"))
     on_rank_zero(lambda: shutil.rmtree(unfinished, ignore_errors=True))
     engine.save_16bit_model(unfinished)
+    save_adapter(engine.module, unfinished / ADAPTER)
 
     def publish() -> None:
         tokenizer.save_pretrained(unfinished)
+        write_model_card(unfinished, _run_folder(folder))
         shutil.rmtree(replaced, ignore_errors=True)
         if folder.exists():
             folder.rename(replaced)
@@ -60,6 +68,12 @@ def save_stage(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
         shutil.rmtree(replaced, ignore_errors=True)
 
     on_rank_zero(publish)
+
+
+def _run_folder(folder: Path) -> Path:
+    """Where the run has left its options and figures that saves a model to `folder`."""
+    log = folder.with_name(f"{folder.name.partition('-')[0]}-log")
+    return log if log.is_dir() else folder.parent
 
 
 def load_config(source: str | Path, option: str = "model", **options: Any) -> PretrainedConfig:
