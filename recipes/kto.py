@@ -47,7 +47,7 @@ from hybrid_engine.recipes.preference.options import PreferenceOptions
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, PPO_RESULTS
+from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import load_tokenizer, move_aside, save_stage, seed_everything
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
@@ -109,7 +109,7 @@ def run(config: Config) -> Path:
     rows, held_out_rows = load_answers(config)
     prompts = prompts_of(held_out_rows, config)
     if config.restart:
-        move_aside(out, PPO_RESULTS)
+        move_aside(out, RUN_RESULTS)
     source = find_first_actor(config)
     tokenizer = load_tokenizer(source)
     encoded, held_out_encoded = ([encode_completion(tokenizer, row) for row in part] for part in (rows, held_out_rows))

@@ -30,7 +30,13 @@ from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.prompts import select_prompts
 from hybrid_engine.recipes.data.rows import PromptRow
-from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs, response_values
+from hybrid_engine.recipes.data.sequences import (
+    Sequences,
+    in_parts,
+    response_logprobs,
+    response_values,
+    split_by_length,
+)
 from hybrid_engine.recipes.experience.evaluation import (
     Evaluation,
     Sums,
@@ -62,7 +68,7 @@ from hybrid_engine.recipes.runs.engine_config import build_engine_config, larges
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import ResumeOptions, RolloutOptions
 from hybrid_engine.recipes.runs.ppo_checks import check_ppo
-from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, PPO_RESULTS
+from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import (
     load_model,
@@ -197,7 +203,7 @@ def run(config: Config) -> Path:
     hybrid_engine.init_distributed()
     train_prompts, held_out_prompts = check_ppo(config)
     if config.restart:
-        move_aside(out, PPO_RESULTS)
+        move_aside(out, RUN_RESULTS)
     source, reward_source = run_earlier_stages(config)
     seed_everything(config.seed)
     roles = build_roles(config, source, reward_source)
@@ -431,9 +437,3 @@ def train_micro_batch(
         "value_loss": (token_mean(value_losses, mask, 1).item(), count),
         **{name: (mean.item() * count, count) for name, mean in health.items()},
     }
-
-
-def split_by_length(sequences: Sequences, rows: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """`rows` in parts of `size`, alike in length within a part: less padding, and the loss does not depend on it."""
-    lengths = sequences.attention_mask[rows].sum(dim=1)
-    return list(rows[lengths.argsort().to(rows.device)].split(size))

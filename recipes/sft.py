@@ -21,10 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
-from hybrid_engine.recipes.data.encoding import Encoded, check_fits, encode_completion, read_template
-from hybrid_engine.recipes.data.held_out import hold_out_of
-from hybrid_engine.recipes.data.reading import read_learned_rows
-from hybrid_engine.recipes.data.rows import LearnedRow, texts_of
+from hybrid_engine.recipes.data.corpus import TASKS, Corpus, load_corpus
+from hybrid_engine.recipes.data.encoding import Encoded
 from hybrid_engine.recipes.data.sequences import (
     ROWS_PER_PASS,
     Sequences,
@@ -34,7 +32,7 @@ from hybrid_engine.recipes.data.sequences import (
 )
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides, check_one_of
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import ResumeOptions
@@ -44,14 +42,11 @@ from hybrid_engine.recipes.runs.stages import (
     is_finished,
     load_config,
     load_model,
-    load_tokenizer,
     move_aside,
-    num_positions,
     save_stage,
     seed_everything,
 )
-from hybrid_engine.recipes.tasks.small_llama import MAX_POSITIONS, build_small_llama, train_tokenizer
-from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples, stdlib_row
+from hybrid_engine.recipes.tasks.small_llama import build_small_llama
 from hybrid_engine.rl.aggregation import token_mean
 
 
@@ -75,6 +70,9 @@ class Config(ResumeOptions):
     dataset: str | None = None
     """examples: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: the standard library's
     signatures and summaries"""
+    task: str = "docs"
+    """what is learned without --dataset: docs (signatures and summaries) or sums (additions by a pupil who forgets the
+    carry; without --model its tokens are characters)"""
     held_out_share: float = 0.1
     """share of the data set's prompts that are not trained on and measured; 0 measures nothing"""
     chat_template: str | None = None
@@ -118,6 +116,7 @@ class Config(ResumeOptions):
         if self.learning_rate is not None:
             check_above("learning_rate", self.learning_rate, 0)
         check_divides("hidden_size", self.hidden_size, 64)
+        check_one_of("task", self.task, TASKS)
         if self.eval_every and self.dataset and not self.held_out_share:
             raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
         if self.lora_rank and not self.model:
@@ -132,15 +131,6 @@ class Config(ResumeOptions):
     def peak_learning_rate(self) -> float:
         """Of the schedule."""
         return self.learning_rate or (2e-4 if self.lora_rank else 2e-5 if self.model else 1.5e-3)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """The rows as tokens."""
-
-    train: list[Encoded]
-    held_out: list[Encoded]
-    pad_token: int
 
 
 def run(config: Config) -> Path:
@@ -232,34 +222,6 @@ def held_out_loss(engine: Any, corpus: Corpus) -> float:
             total, num_tokens = total + loss, num_tokens + int(sequences.response_mask.sum())
     sums = [sum(values) for values in zip(*gather_objects((total, num_tokens)), strict=True)]
     return sums[0] / sums[1]
-
-
-def load_corpus(config: Config) -> tuple[PreTrainedTokenizerBase, Corpus]:
-    """The tokenizer, loaded or trained on the training rows, and all rows as tokens.
-
-    Raises:
-        ValueError: an option names what cannot be read, a row cannot be learned or is too long.
-    """
-    train: list[LearnedRow]
-    held_out: list[LearnedRow]
-    if config.dataset is None:
-        train, held_out = ([stdlib_row(example) for example in part] for part in split(stdlib_examples()))
-    else:
-        train, held_out = hold_out_of(config.dataset, read_learned_rows(config.dataset), config.held_out_share)
-    train = train[: config.max_examples or None]
-    if config.model:
-        tokenizer, positions = load_tokenizer(config.model), num_positions(load_config(config.model))
-    else:
-        texts = (text for row in train for text in texts_of(row))
-        tokenizer, positions = train_tokenizer(texts, config.vocab_size), MAX_POSITIONS
-    if config.chat_template:
-        tokenizer.chat_template = read_template(config.chat_template)
-    model = f"--model={config.model!r}" if config.model else "what is made without --model"
-    encoded = []
-    for rows in (train, held_out):
-        encoded.append([encode_completion(tokenizer, row) for row in rows])
-        check_fits(rows, [len(example) for example in encoded[-1]], config.max_tokens, positions, model)
-    return tokenizer, Corpus(train=encoded[0], held_out=encoded[1], pad_token=tokenizer.pad_token_id)
 
 
 def load_or_build_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:

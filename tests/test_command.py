@@ -11,9 +11,9 @@ import pytest
 from hybrid_engine.command import cli
 from hybrid_engine.command.field_meanings import field_meanings
 from hybrid_engine.command.recipe_options import read_recipe_help
-from hybrid_engine.recipes import dpo, evaluate, kto, ppo, reward, sft
+from hybrid_engine.recipes import dpo, evaluate, grpo, kto, ppo, reward, sft
 
-RECIPES = {"sft": sft, "reward": reward, "ppo": ppo, "dpo": dpo, "kto": kto, "evaluate": evaluate}
+RECIPES = {"sft": sft, "reward": reward, "ppo": ppo, "grpo": grpo, "dpo": dpo, "kto": kto, "evaluate": evaluate}
 
 
 def run_python(source, *arguments):
@@ -78,11 +78,18 @@ def test_help_shows_every_option_of_a_recipe_with_its_meaning_and_no_notes_for_d
         cli.main([name, "--help"])
     text = capsys.readouterr().out
     shown = "".join(text.split())  # argparse breaks lines within words that have a hyphen
-    meanings = field_meanings(RECIPES[name].Config)
-    for field in fields(RECIPES[name].Config):
-        assert f"--{field.name.replace('_', '-')}" in shown
-        assert "".join(meanings[field.name].split()) in shown
-    assert ".py`" not in text and "arXiv" not in text and "engine." not in text
+    for config in (RECIPES[name].Config, *map(type, groups_of(RECIPES[name].Config))):
+        meanings, groups = field_meanings(config), [type(group) for group in groups_of(config)]
+        for field in fields(config):
+            if get_type_hints(config)[field.name] not in groups:
+                assert f"--{field.name.replace('_', '-')}" in shown
+                assert "".join(meanings[field.name].split()) in shown
+    assert ".py`" not in text and "engine." not in text
+
+
+def groups_of(config):
+    """The defaults of the fields that are dataclasses themselves: their fields are options too."""
+    return [field.default for field in fields(config) if is_dataclass(field.default)]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -90,6 +90,11 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def all_processes() -> dist.ProcessGroup | None:
+    """The group of all processes; None for one process that has joined none."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def get_rank() -> int:
     """This process's number, from 0; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0

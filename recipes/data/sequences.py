@@ -55,6 +55,8 @@ class Sequences:
 
 def pad_prompts(prompts: list[list[int]], pad_token: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """`prompts` padded on the left: ids and mask, each `[B, P]` int64."""
+    if not prompts:  # a process may have none while others have some
+        return (empty := torch.zeros(0, 1, dtype=torch.int64, device=device)), empty
     width = max(len(prompt) for prompt in prompts)
     ids = [[pad_token] * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -190,3 +192,9 @@ def epochs_of_similar_length(lengths: list[int], batch_size: int, num_epochs: in
         raise ValueError(f"--batch-size={batch_size} must not exceed the {len(lengths)} training examples; lower it")
     generator = torch.Generator().manual_seed(seed)
     return [batch for _ in range(num_epochs) for batch in batches_of_similar_length(lengths, batch_size, generator)]
+
+
+def split_by_length(sequences: Sequences, rows: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """`rows` in parts of `size`, alike in length within a part: less padding, and the loss does not depend on it."""
+    lengths = sequences.attention_mask[rows].sum(dim=1)
+    return list(rows[lengths.argsort().to(rows.device)].split(size))

@@ -47,7 +47,7 @@ def sample(
     options: SamplingOptions,
     seed: int,
 ) -> Rollout:
-    """`options.num_samples` answers to each of `rows`, of which there must be one.
+    """`options.num_samples` answers to each of `rows`.
 
     The actor, a `HybridEngine`, must be in evaluation mode; collective when it is sharded. Longer prompts lose their
     beginning. The same seed, rows and weights give the same answers.
@@ -73,7 +73,7 @@ def sample(
     responses = [row[mask].tolist() for row, mask in zip(sequences.responses, sequences.response_mask, strict=True)]
     answers = Answers(
         prompts=_repeat([row.prompt for row in rows], options.num_samples),
-        responses=tokenizer.batch_decode(responses, skip_special_tokens=True),
+        responses=[tokenizer.decode(ids, skip_special_tokens=True) for ids in responses],
         prompt_ids=_repeat(prompts, options.num_samples),
         response_ids=responses,
         is_cut_off=[reason == "length" for reason in output.finish_reason],
@@ -125,5 +125,5 @@ def _repeat(values: Sequence[Any], times: int) -> list[Any]:
 
 def _columns(rows: Sequence[PromptRow], times: int) -> Mapping[str, list[Any]]:
     """The data set's other columns, a value for each answer; those that every row has."""
-    names = set.intersection(*(set(row.columns) for row in rows))
+    names = set.intersection(*(set(row.columns) for row in rows)) if rows else set()
     return {name: _repeat([row.columns[name] for row in rows], times) for name in sorted(names)}

@@ -12,12 +12,12 @@ LATEST = "latest"
 """The file among a run's checkpoints that says which of them is complete; see `checkpoints.py`."""
 BESIDE = ("config.yaml", "answers.jsonl", "tensorboard", "dvclive")
 """What a run writes before its first step: by itself it is no result."""
-PPO_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "plot.png", "samples.json", "result.json", *BESIDE)
-"""What PPO leaves in the folder of its run."""
+RUN_RESULTS = ("metrics.jsonl", CHECKPOINTS, "actor", "best", "plot.png", "samples.json", "result.json", *BESIDE)
+"""What a recipe that is no stage of another leaves in the folder of its run."""
 STAGES = ("sft", "reward")
 """Recipes that other recipes run first: each leaves a folder of its name, and others beside it."""
 FOLDERS = (
-    *(CHECKPOINTS, "actor", "tensorboard", "dvclive"),
+    *(CHECKPOINTS, "actor", "best", "tensorboard", "dvclive"),
     *(f"{name}{more}" for name in STAGES for more in ("", "-log", "-best", "-checkpoints")),
 )
 """Those names in the folder of a run that are folders; the others are files."""
@@ -30,7 +30,7 @@ def checkpoints_of(recipe: str) -> str:
 
 def results_of(recipe: str) -> tuple[str, ...]:
     """What a recipe leaves in the folder of its run."""
-    return (recipe, f"{recipe}-log", f"{recipe}-best", checkpoints_of(recipe)) if recipe in STAGES else PPO_RESULTS
+    return (recipe, f"{recipe}-log", f"{recipe}-best", checkpoints_of(recipe)) if recipe in STAGES else RUN_RESULTS
 
 
 def check_out(out: str) -> Path:
@@ -51,7 +51,7 @@ def check_out(out: str) -> Path:
             pass
     except OSError as error:
         raise ValueError(f"--out={out!r} cannot be written: {error.strerror}; choose another folder") from error
-    for name in (*PPO_RESULTS, *FOLDERS):
+    for name in (*RUN_RESULTS, *FOLDERS):
         path, is_folder = folder / name, name in FOLDERS
         if path.exists() and path.is_dir() != is_folder:
             kinds = ("folder", "file") if is_folder else ("file", "folder")

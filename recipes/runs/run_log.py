@@ -118,10 +118,11 @@ def plot_metrics(metrics: list[dict[str, Any]], panels: Mapping[str, Sequence[st
     figure = Figure(figsize=(4.5 * len(panels), 3.5), layout="constrained")
     for axes, (title, names) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for name in names:
-            if measured := [line for line in metrics if name in line]:
-                steps = [line["step"] for line in measured]
-                axes.plot(steps, [line[name] for line in measured], label=name.replace("_", " "))
+            points = [(line["step"], line[name]) for line in metrics if name in line]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=name.replace("_", " "))
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        axes.legend()
+        if axes.lines:
+            axes.legend()
     figure.savefig(path, dpi=120)

@@ -1,21 +1,34 @@
 """Addition with written-out columns: a task whose answers can be checked, and a pupil's work that is often wrong.
 
-    3847+2596=            the prompt
-    7+6=13 4+9=13 ...     a response: each column from the right with its carry, then the sum
+    384+597=                    the prompt
+    4+7=11,8+9+1=18,3+5+1=9;981  a response: each column from the right with its carry, then the sum
 
-A pupil has the form right from the start and forgets the carry in two columns of three. A model that imitates his work
-learns the form, the tables and his mistake; what reinforcement learning then adds is to carry, which is content.
+A pupil has the form right, mostly forgets the carry and sometimes slips. A model that imitates his work learns the
+form, the tables and his mistakes; what reinforcement learning then adds is to carry, which is content: the likeliest
+answer was wrong too.
 """
 
-import hashlib
+import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-FORGETS_CARRY = 0.6
-"""How often the pupil leaves a carry out of the column that it belongs to."""
-ALPHABET = "0123456789+=, "
-"""Every character of prompts and responses."""
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_engine.recipes.data.held_out import is_held_out
+from hybrid_engine.recipes.data.rows import CompletionRow, PromptRow
+
+FORGETS_CARRY, SLIPS = 0.7, 0.1
+"""How often the pupil leaves a carry out of the column that it belongs to, and is off by one in a column's sum."""
+ALPHABET = "0123456789+=,;"
+"""Every character of problems and of written-out sums."""
+NUM_DIGITS = 3
+NUM_WORKED, NUM_PROMPTS = 38_400, 4096
+"""Problems that the pupil works, and that reinforcement learning asks."""
+NUM_HELD_OUT, HELD_OUT_SHARE = 512, 0.1
+REWARD = "exact:after=;"
+"""Whether what follows the semicolon is the sum, which the rows have in their column `answer`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,41 +47,82 @@ class Problem:
     @property
     def answer(self) -> str:
         """The sum, with as many digits as its columns have."""
-        return written_sum(self, [False] * self.num_digits).split(" ")[-1]
+        return right_sum(self).split(";")[-1]
 
 
-def written_sum(problem: Problem, forgets: list[bool]) -> str:
-    """The columns from the right and the sum; `forgets` says of each column whether its carry is left out."""
+def written_sum(problem: Problem, forgets: Sequence[bool], slips: Sequence[int]) -> str:
+    """The columns from the right and the sum.
+
+    Args:
+        problem: D digits.
+        forgets: `[D]`, whether the column's carry is left out.
+        slips: `[D]`, by how much the column's sum is wrong.
+    """
     first, second = (f"{number:0{problem.num_digits}d}"[::-1] for number in (problem.first, problem.second))
     carry, columns, digits = 0, [], []
-    for top, bottom, is_forgotten in zip(first, second, forgets, strict=True):
+    for top, bottom, is_forgotten, slip in zip(first, second, forgets, slips, strict=True):
         carried = 0 if is_forgotten else carry
-        total = int(top) + int(bottom) + carried
+        total = max(int(top) + int(bottom) + carried + slip, 0)
         columns.append(f"{top}+{bottom}" + (f"+{carried}" if carried else "") + f"={total}")
         digits.append(str(total % 10))
         carry = total // 10
-    return ",".join(columns) + " " + (str(carry) if carry else "") + "".join(reversed(digits))
+    return ",".join(columns) + ";" + (str(carry) if carry else "") + "".join(reversed(digits))
+
+
+def right_sum(problem: Problem) -> str:
+    """The columns and the sum without a mistake."""
+    return written_sum(problem, [False] * problem.num_digits, [0] * problem.num_digits)
 
 
 def pupils_work(problem: Problem, generator: random.Random) -> str:
     """A response with the pupil's mistakes."""
-    return written_sum(problem, [generator.random() < FORGETS_CARRY for _ in range(problem.num_digits)])
+    forgets = [generator.random() < FORGETS_CARRY for _ in range(problem.num_digits)]
+    slips = [generator.choice((-1, 1)) if generator.random() < SLIPS else 0 for _ in range(problem.num_digits)]
+    return written_sum(problem, forgets, slips)
 
 
-def final_answer(response: str) -> str:
-    """What stands behind the last space of a response."""
-    return response.rsplit(" ", 1)[-1]
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each character of the task, and a pad token of its own."""
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *ALPHABET])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
 
 
-def problems(num_digits: int, is_held_out: bool, seed: int) -> Iterator[Problem]:
-    """An endless series of problems; those with held-out numbers are told from the others by a hash, for ever."""
+def training_rows(seed: int) -> list[CompletionRow]:
+    """Problems with the pupil's work, none of them held out."""
+    return _worked(itertools.islice(problems(False, seed), NUM_WORKED), seed)
+
+
+def held_out_work() -> list[CompletionRow]:
+    """The held-out problems with the pupil's work."""
+    return _worked(itertools.islice(problems(True, 0), NUM_HELD_OUT), 0)
+
+
+def _worked(drawn: Iterable[Problem], seed: int) -> list[CompletionRow]:
     generator = random.Random(seed)
+    return [CompletionRow(prompt=problem.prompt, completion=pupils_work(problem, generator)) for problem in drawn]
+
+
+def prompt_rows(seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
+    """Problems to answer, with the sum in the column `answer`: those to train on, and the held-out ones."""
+    drawn = itertools.islice(problems(False, seed), NUM_PROMPTS), itertools.islice(problems(True, 0), NUM_HELD_OUT)
+    train, held_out = (
+        [PromptRow(prompt=problem.prompt, columns={"answer": problem.answer}) for problem in part] for part in drawn
+    )
+    return train, held_out
+
+
+def problems(is_held_out_kind: bool, seed: int) -> Iterator[Problem]:
+    """An endless series of different problems; which of all are held out does not depend on the seed."""
+    generator = random.Random(seed)
+    seen: set[str] = set()
     while True:
-        first, second = (generator.randrange(10**num_digits) for _ in range(2))
-        problem = Problem(first=first, second=second, num_digits=num_digits)
-        if _hash(problem) == is_held_out:
+        first, second = (generator.randrange(10**NUM_DIGITS) for _ in range(2))
+        problem = Problem(first=first, second=second, num_digits=NUM_DIGITS)
+        if problem.prompt not in seen and is_held_out(problem.prompt, HELD_OUT_SHARE) == is_held_out_kind:
+            seen.add(problem.prompt)
             yield problem
-
-
-def _hash(problem: Problem) -> bool:
-    return hashlib.sha256(problem.prompt.encode()).digest()[0] < 26

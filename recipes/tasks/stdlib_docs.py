@@ -80,6 +80,12 @@ def stdlib_row(example: DocExample) -> LearnedRow:
     return CompletionRow(prompt=example.prompt, completion=example.summary, place=place_of(example))
 
 
+def stdlib_rows() -> tuple[list[LearnedRow], list[LearnedRow]]:
+    """Training and held-out examples as rows to learn from."""
+    train, held_out = split(stdlib_examples())
+    return [stdlib_row(example) for example in train], [stdlib_row(example) for example in held_out]
+
+
 def _all_examples(root: Path) -> Iterator[DocExample]:
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts

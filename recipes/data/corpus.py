@@ -1,0 +1,62 @@
+"""What supervised training learns: the rows of a data set or of a small task, as tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.recipes.data.encoding import Encoded, check_fits, encode_completion, read_template
+from hybrid_engine.recipes.data.held_out import hold_out_of
+from hybrid_engine.recipes.data.reading import read_learned_rows
+from hybrid_engine.recipes.data.rows import LearnedRow, texts_of
+from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, num_positions
+from hybrid_engine.recipes.tasks import arithmetic
+from hybrid_engine.recipes.tasks.small_llama import MAX_POSITIONS, train_tokenizer
+from hybrid_engine.recipes.tasks.stdlib_docs import stdlib_rows
+
+Rows = tuple[list[LearnedRow], list[LearnedRow]]
+TASKS: dict[str, Callable[[int], Rows]] = {
+    "docs": lambda seed: stdlib_rows(),
+    "sums": lambda seed: (arithmetic.training_rows(seed), arithmetic.held_out_work()),
+}
+"""Training and held-out rows of the tasks that need no data set, by a seed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The rows as tokens."""
+
+    train: list[Encoded]
+    held_out: list[Encoded]
+    pad_token: int
+
+
+def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
+    """The tokenizer, loaded or made for the training rows, and all rows as tokens, as a `sft.Config` says.
+
+    Raises:
+        ValueError: an option names what cannot be read, a row cannot be learned or is too long.
+    """
+    train: list[LearnedRow]
+    held_out: list[LearnedRow]
+    if config.dataset is None:
+        train, held_out = TASKS[config.task](config.seed)
+    else:
+        train, held_out = hold_out_of(config.dataset, read_learned_rows(config.dataset), config.held_out_share)
+    train = train[: config.max_examples or None]
+    if config.model:
+        tokenizer, positions = load_tokenizer(config.model), num_positions(load_config(config.model))
+    elif config.task == "sums" and config.dataset is None:
+        tokenizer, positions = arithmetic.build_tokenizer(), MAX_POSITIONS
+    else:
+        texts = (text for row in train for text in texts_of(row))
+        tokenizer, positions = train_tokenizer(texts, config.vocab_size), MAX_POSITIONS
+    if config.chat_template:
+        tokenizer.chat_template = read_template(config.chat_template)
+    model = f"--model={config.model!r}" if config.model else "what is made without --model"
+    encoded = []
+    for rows in (train, held_out):
+        encoded.append([encode_completion(tokenizer, row) for row in rows])
+        check_fits(rows, [len(example) for example in encoded[-1]], config.max_tokens, positions, model)
+    return tokenizer, Corpus(train=encoded[0], held_out=encoded[1], pad_token=tokenizer.pad_token_id)

@@ -1,0 +1,95 @@
+"""Groups of answers to a step's prompts, with their scores; those that teach nothing may be drawn again.
+
+B: prompts of this process, G: samples of each, N = B * G answers (those of a prompt stand together).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.distributed.processes import gather_objects, get_rank
+from hybrid_engine.recipes.data.prompts import select_prompts
+from hybrid_engine.recipes.data.rows import PromptRow
+from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, choose_groups, join, sample
+from hybrid_engine.recipes.rewards.rewards import Rewards
+from hybrid_engine.recipes.rewards.scores import reward_figures
+from hybrid_engine.recipes.runs.stages import mix_seed
+from hybrid_engine.rl.group_advantages import has_variance
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredGroups:
+    """What a step learns from."""
+
+    rollout: Rollout
+    scores: torch.Tensor
+    """`[N]` fp32, the rewards' weighted sum."""
+    num_drawn: int
+    """Prompts that the run has taken so far, over all processes: the place in its endless series of them."""
+    figures: dict[str, float]
+    """Of all processes: the rewards by name on the first round, which is not chosen by its scores; the prompts drawn,
+    and the share of groups without variance among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSource:
+    """From where a run draws its groups."""
+
+    actor: Any
+    tokenizer: PreTrainedTokenizerBase
+    rewards: Rewards
+    rows: Sequence[PromptRow]
+    options: SamplingOptions
+    seed: int
+
+    def draw(self, num_prompts: int, max_redraws: int, num_drawn: int, step: int) -> ScoredGroups:
+        """Groups for `num_prompts` prompts of this process, from the prompts behind the first `num_drawn`; collective.
+
+        A group whose answers all have one score is drawn again, from the next prompts, as long as there are
+        `max_redraws` left; what is then still without variance stays in the batch. Which prompts are drawn does not
+        depend on the number of processes. The actor must be in evaluation mode.
+
+        Source of the redraws: Yu et al., "DAPO", arXiv 2503.14476, section 3.2.
+        """
+        rollouts: list[Rollout] = []
+        scores: list[torch.Tensor] = []
+        figures: dict[str, float] = {}
+        num_missing, first_drawn, num_worthless = num_prompts, num_drawn, 0
+        for round_number in range(1 + max_redraws):
+            missing = gather_objects(num_missing)
+            if not any(missing):
+                break
+            rows = self._next_rows(num_drawn, missing)
+            num_drawn += sum(missing)
+            rollout = sample(self.actor, self.tokenizer, rows, self.options, self._noise_seed(step, round_number))
+            scored = self.rewards(rollout.answers)
+            figures = figures or reward_figures(scored)
+            found = torch.tensor(scored.total, dtype=torch.float32).view(-1, self.options.num_samples)  # [B, G]
+            is_varied = has_variance(found)
+            num_worthless += sum(gather_objects(int((~is_varied).sum())))
+            is_kept = is_varied if round_number < max_redraws else torch.ones_like(is_varied)
+            if is_kept.any():
+                rollouts.append(rollout if is_kept.all() else choose_groups(rollout, is_kept))
+                scores.append(found[is_kept].flatten())
+            num_missing -= int(is_kept.sum())
+        figures["prompts_drawn"] = num_drawn - first_drawn
+        figures["groups_without_variance"] = num_worthless / (num_drawn - first_drawn)
+        return ScoredGroups(
+            rollout=join(rollouts, self.tokenizer.pad_token_id) if len(rollouts) > 1 else rollouts[0],
+            scores=torch.cat(scores).to(self.actor.device),
+            num_drawn=num_drawn,
+            figures=figures,
+        )
+
+    def _next_rows(self, num_drawn: int, missing: Sequence[int]) -> list[PromptRow]:
+        """This process's prompts among the next ones, of which each process takes as many as it is `missing`."""
+        chosen = select_prompts(len(self.rows), num_drawn, sum(missing), self.seed)
+        first = sum(missing[: get_rank()])
+        return [self.rows[index] for index in chosen[first : first + missing[get_rank()]]]
+
+    def _noise_seed(self, step: int, round_number: int) -> int:
+        seed = mix_seed(self.seed, step)
+        return mix_seed(seed, round_number) if round_number else seed

@@ -1,0 +1,92 @@
+"""The actor of a run and what it is compared with: built, and asked for log-probabilities.
+
+N: answers, T: response columns.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+import hybrid_engine
+from hybrid_engine.distributed.processes import default_device, get_world_size
+from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs
+from hybrid_engine.recipes.experience.evaluation import global_means
+from hybrid_engine.recipes.experience.rollout import Rollout
+from hybrid_engine.recipes.runs.adapters import add_adapter
+from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
+from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer
+from hybrid_engine.rl.correction import measure_difference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """What is trained and what it began as."""
+
+    actor: Any
+    """`HybridEngine`."""
+    tokenizer: PreTrainedTokenizerBase
+    reference: nn.Module | None
+    """The first weights, frozen; None where nobody asks for them, or where they are those below the actor's adapter."""
+    has_adapter: bool
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether `reference_logprobs` can be asked for."""
+        return self.has_adapter or self.reference is not None
+
+    @torch.no_grad()
+    def reference_logprobs(self, sequences: Sequences, temperature: float) -> torch.Tensor:
+        """`[N, T]` fp32 of the first weights, 0 on padding; collective where the actor is sharded."""
+        if self.has_adapter:
+            with self.actor.module.disable_adapter():
+                return in_parts(partial(response_logprobs, self.actor, temperature=temperature), sequences)
+        assert self.reference is not None, "the run keeps no reference"
+        return in_parts(partial(response_logprobs, self.reference, temperature=temperature), sequences)
+
+    @torch.no_grad()
+    def old_logprobs(self, rollout: Rollout, temperature: float, bound: float) -> tuple[torch.Tensor, float]:
+        """`[N, T]`, the trainer's log-probabilities of a rollout, and how far the sampler's are from them.
+
+        They are the sampler's own where the last measured difference, in nats a token, is at most `bound`: then no
+        pass is made and the difference is 0 by that choice. Collective.
+        """
+        measured = self.actor.logprob_difference
+        if measured is not None and measured.mean <= bound:
+            return rollout.logprobs, 0.0
+        logprobs = in_parts(partial(response_logprobs, self.actor, temperature=temperature), rollout.sequences)
+        mask = rollout.sequences.response_mask
+        distance = measure_difference(logprobs, rollout.logprobs, mask).absolute
+        count = float(mask.sum())
+        return logprobs, global_means({"difference": (float(distance) * count if count else 0.0, count)})["difference"]
+
+
+def build_policy(config: Any, source: str, num_updates: int, keeps_reference: bool) -> Policy:
+    """The actor in `source`, without dropout, with an engine and what a recipe's `Config` says of it. Collective.
+
+    Args:
+        config: with RolloutOptions, minibatch_size, micro_batch_size, learning_rate, lora_rank and zero_stage.
+        source: Hugging Face name or folder.
+        num_updates: optimizer steps of the whole run.
+        keeps_reference: whether the first weights are kept, which an adapter does anyway.
+    """
+    model = load_model(AutoModelForCausalLM, source)
+    reference = None
+    if keeps_reference and not config.lora_rank:
+        reference = load_model(AutoModelForCausalLM, source).to(default_device()).eval().requires_grad_(False)
+    engine_config = build_engine_config(
+        batch_size=config.minibatch_size,
+        micro_batch_size=largest_micro_batch(config.minibatch_size // get_world_size(), config.micro_batch_size),
+        learning_rate=config.learning_rate,
+        num_steps=num_updates,
+        warmup_steps=min(4, num_updates),
+        zero_stage=config.zero_stage,
+        max_out_tokens=config.max_prompt_tokens + config.max_new_tokens,
+        exact=config.exact,
+    )
+    actor, *_ = hybrid_engine.initialize(model=add_adapter(model, config.lora_rank), config=engine_config)
+    tokenizer = load_tokenizer(source)
+    return Policy(actor=actor, tokenizer=tokenizer, reference=reference, has_adapter=bool(config.lora_rank))

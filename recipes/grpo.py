@@ -1,0 +1,317 @@
+"""Group relative policy optimisation: several answers to each prompt, compared with each other, no critic.
+
+    hybrid-engine grpo
+
+For each step: prompts -> engine.eval() -> engine.generate() G answers each -> rewards -> engine.train() -> advantages
+from the groups -> updates of the actor. Without options a small model is first brought by SFT to where it adds numbers
+as a pupil does who forgets the carry; the reward is whether the sum is right.
+
+What "GRPO" means is an `Algorithm` (`algorithms/choices.py`): baseline, scale, policy loss, aggregation, KL, DAPO's
+sampling, correction. A preset sets them as a framework or paper has them (docs/algorithms.md).
+
+B: this process's prompts of a step, G: answers to each, N = B * G rows, P: prompt columns, T: response columns.
+Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, algorithm 1; the others stand beside their choices.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import hybrid_engine
+from hybrid_engine.distributed.processes import all_processes, get_world_size
+from hybrid_engine.recipes.algorithms.advantages import compute_advantages
+from hybrid_engine.recipes.algorithms.choices import Algorithm
+from hybrid_engine.recipes.algorithms.describing import describe
+from hybrid_engine.recipes.algorithms.figures import policy_figures
+from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, policy_objective
+from hybrid_engine.recipes.data.sequences import response_logprobs, split_by_length
+from hybrid_engine.recipes.experience.evaluation import (
+    Evaluation,
+    PassRule,
+    answer_sums,
+    evaluate,
+    global_means,
+    reference_sums,
+    show_comparison,
+)
+from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
+from hybrid_engine.recipes.experience.policy import Policy, build_policy
+from hybrid_engine.recipes.experience.policy_experience import Experience
+from hybrid_engine.recipes.experience.rollout import SamplingOptions
+from hybrid_engine.recipes.experience.start import Start, prepare
+from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least
+from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.recipes.runs.options import ResumeOptions, RolloutOptions
+from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
+from hybrid_engine.rl.aggregation import StepCounts, count_step
+from hybrid_engine.rl.kl import adaptive_kl_coefficient
+from hybrid_engine.rl.shaping import overlong_penalty, without_cut_off
+
+PLOT_PANELS = {
+    "reward": ["score", "held_out_pass_at_1"],
+    "KL to the reference (nats)": ["kl_per_sequence"],
+    "response length (tokens)": ["length"],
+    "entropy (nats a token)": ["entropy_estimate"],
+}
+SHOWN = ["score", "groups_without_variance", "length", "e2e_seconds", "generate_seconds", "training_seconds"]
+"""What a step's line says."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RolloutOptions, ResumeOptions):
+    """Trains a language model by GRPO: it answers each prompt several times, and the better answers become likelier.
+
+        hybrid-engine grpo
+        hybrid-engine grpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
+        hybrid-engine grpo --preset dapo --kl-place loss --kl-coef 0.01
+
+    Without --model a small one is made first that adds numbers and forgets the carry. Left below --out: config.yaml,
+    metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json, checkpoints/,
+    best/ (the weights that did best on held-out prompts) and actor/ (the last), both Hugging Face folders. After an
+    interruption the same command with --resume goes on from the last checkpoint.
+    """
+
+    out: str = "runs/sums"
+    model: str | None = None
+    """Hugging Face name or folder of the first actor; default: one that adds numbers, trained if missing"""
+    dataset: str | None = None
+    """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the
+    rewards read; default: sums"""
+    reward: tuple[str, ...] = ()
+    """exact, number, math, regex:PATTERN, length:..., the folder of a reward model, or module:function; several are
+    added up (docs/rewards.md); default: whether the sum is right"""
+    reward_weights: tuple[float, ...] = ()
+    """one for each --reward; default: 1 each"""
+    reward_time_limit: float = 300.0
+    """seconds that one call of a reward may take"""
+    steps: int = 40
+    """rollouts, each followed by the updates on it"""
+    rollout_size: int = 64
+    """prompts of a step over all processes"""
+    group_size: int = 8
+    """answers to each prompt"""
+    minibatch_size: int = 256
+    """answers of an optimizer step over all processes"""
+    micro_batch_size: int = 64
+    """answers of a forward pass on one process, at most"""
+    epochs: int = 1
+    """passes over each rollout"""
+    max_new_tokens: int = 48
+    learning_rate: float = 1e-3
+    """peak of the linear schedule"""
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
+    measure_kl: bool = True
+    """keep the first weights to report the KL to them, also where the algorithm has none (an adapter's are its base)"""
+    eval_every: int = 10
+    """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
+    eval_prompts: int = 128
+    eval_samples: int = 8
+    """answers to each held-out prompt, the k of pass@k"""
+    pass_score: float = 1.0
+    """score from which on an answer counts as right in pass@k"""
+    algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
+
+    def __post_init__(self) -> None:
+        ResumeOptions.__post_init__(self)
+        RolloutOptions.__post_init__(self)
+        for name in ("steps", "rollout_size", "group_size", "minibatch_size", "micro_batch_size", "epochs"):
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("eval_samples", self.eval_samples, 1)
+        for name in ("lora_rank", "eval_every"):
+            check_at_least(name, getattr(self, name), 0)
+        for name in ("learning_rate", "reward_time_limit"):
+            check_above(name, getattr(self, name), 0)
+        self.algorithm.check_group_size("group_size", self.group_size)
+        if self.rollout_size * self.group_size % self.minibatch_size:
+            raise ValueError(
+                f"--minibatch-size={self.minibatch_size} must divide the {self.rollout_size * self.group_size} "
+                f"answers of a step, --rollout-size={self.rollout_size} times --group-size={self.group_size}; "
+                "change one of them"
+            )
+
+
+class Carried(NamedTuple):
+    """What goes from step to step besides the engine, and into checkpoints."""
+
+    kl_coef: float
+    num_drawn: int = 0
+    """prompts taken so far"""
+    best_score: float = -math.inf
+    """the highest held-out score of an evaluation"""
+    best_step: int = 0
+    """after how many steps that was"""
+
+
+def run(config: Config) -> Path:
+    """Makes what is missing and trains; returns the folder of the final actor. Collective."""
+    out = Path(config.out)
+    hybrid_engine.init_distributed()
+    start = prepare(config)
+    seed_everything(config.seed)
+    num_updates = config.steps * config.epochs * (config.rollout_size * config.group_size // config.minibatch_size)
+    keeps_reference = config.measure_kl or config.algorithm.needs_reference
+    policy = build_policy(config, start.source, num_updates, keeps_reference)
+    say(policy.actor.report())
+    say("\n".join(describe(config.algorithm)))
+
+    before = evaluate_policy(policy, start, config)
+    carried, first_step = Carried(kl_coef=config.algorithm.kl_coef), 0
+    if config.resume:
+        saved = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config)
+        carried, first_step = Carried(**saved.state), saved.step
+    started = time.perf_counter()
+    carried = train_loop(
+        policy, start, config, RunLog(out, "GRPO", config.steps, config, first_step), first_step, carried
+    )
+    seconds = time.perf_counter() - started
+    after = evaluate_policy(policy, start, config)
+
+    show_comparison(before, after, out)
+    best = {"score": carried.best_score, "step": carried.best_step}
+    write_json(
+        out / "result.json", {"before": before.figures, "after": after.figures, "best": best, "seconds": seconds}
+    )
+    plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
+    save_stage(policy.actor, policy.tokenizer, out / "actor")
+    return out / "actor"
+
+
+def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_step: int, carried: Carried) -> Carried:
+    """GRPO: groups of answers to a step's prompts, their advantages, and the updates that follow from them."""
+    actor, options = policy.actor, sampling_options(config, config.group_size)
+    source = GroupSource(
+        actor=actor,
+        tokenizer=policy.tokenizer,
+        rewards=start.rewards,
+        rows=start.train,
+        options=options,
+        seed=config.seed,
+    )
+    with log:
+        for step in range(first_step, config.steps):
+            actor.eval()
+            groups = source.draw(
+                config.rollout_size // get_world_size(), config.algorithm.dynamic_sampling, carried.num_drawn, step
+            )
+            actor.train()
+            experience, figures = build_experience(policy, groups, config, carried.kl_coef)
+            figures |= update(policy, experience, config, carried.kl_coef, seed=mix_seed(config.seed, step))
+            kl_coef = next_kl_coef(config, carried.kl_coef, figures)
+            carried = carried._replace(kl_coef=kl_coef, num_drawn=groups.num_drawn)
+
+            if config.eval_every and (step + 1) % config.eval_every == 0:
+                evaluation = evaluate_policy(policy, start, config).figures
+                figures |= {f"held_out_{name}": value for name, value in evaluation.items()}
+                if evaluation["score"] > carried.best_score:
+                    carried = carried._replace(best_score=evaluation["score"], best_step=step + 1)
+                    save_stage(actor, policy.tokenizer, Path(config.out) / "best")
+            log.write(step, groups.figures | figures | actor.latency_stats(), SHOWN)
+            if config.save_every and (step + 1) % config.save_every == 0:
+                folder = Path(config.out) / CHECKPOINTS
+                save_checkpoints({"actor": actor}, folder, step + 1, config, carried._asdict())
+    return carried
+
+
+def next_kl_coef(config: Config, kl_coef: float, figures: dict[str, float]) -> float:
+    """The KL's weight in the next step: fixed, or steered to a target by the KL that was measured."""
+    algorithm, num_answers = config.algorithm, config.rollout_size * config.group_size
+    if not algorithm.kl_target:
+        return kl_coef
+    measured = figures["kl_per_sequence"]
+    return adaptive_kl_coefficient(kl_coef, measured, algorithm.kl_target, algorithm.kl_horizon, num_answers)
+
+
+def sampling_options(config: Config, num_samples: int) -> SamplingOptions:
+    """How the actor answers, in training and in evaluation."""
+    return SamplingOptions(
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        num_samples=num_samples,
+    )
+
+
+def evaluate_policy(policy: Policy, start: Start, config: Config) -> Evaluation:
+    """Held-out prompts, always the same, answered and scored; collective."""
+    passes = PassRule(threshold=config.pass_score, ks=sorted({1, config.eval_samples}))
+    options = sampling_options(config, config.eval_samples)
+    return evaluate(policy.actor, policy.tokenizer, start.held_out, start.rewards, options, passes=passes)
+
+
+@torch.no_grad()
+def build_experience(
+    policy: Policy, groups: ScoredGroups, config: Config, kl_coef: float
+) -> tuple[Experience, dict[str, float]]:
+    """Old and reference log-probabilities and advantages of a step's groups."""
+    algorithm, rollout, scores = config.algorithm, groups.rollout, groups.scores
+    sequences, mask = rollout.sequences, rollout.sequences.response_mask
+    logprobs_ref = policy.reference_logprobs(sequences, config.temperature) if policy.has_reference else None
+    logprobs_old, difference = policy.old_logprobs(rollout, config.temperature, config.logprob_bound)
+    if algorithm.overlong_buffer:
+        buffer = max(1, round(algorithm.overlong_buffer * config.max_new_tokens))
+        scores = scores + overlong_penalty(mask.sum(dim=1), config.max_new_tokens, buffer, algorithm.overlong_factor)
+    advantages = compute_advantages(
+        algorithm, scores, config.group_size, logprobs_old, logprobs_ref, mask, kl_coef, all_processes()
+    )
+    is_cut_off = torch.tensor(rollout.answers.is_cut_off, device=mask.device)
+    learned = without_cut_off(mask, is_cut_off) if algorithm.mask_cut_off else mask
+    weights = correction_weights(algorithm, difference, logprobs_old, rollout.logprobs, mask)
+    batch = PolicyBatch(logprobs_old, logprobs_old, advantages, learned, logprobs_ref, weights)
+
+    sums = answer_sums(rollout) | {"score": (groups.scores.sum().item(), len(scores))}
+    sums["shaped_score"] = (scores.sum().item(), len(scores))
+    if logprobs_ref is not None:
+        sums |= reference_sums(rollout, logprobs_ref)
+    if weights is not None:
+        sums["correction_weight"] = (torch.where(mask, weights, 0.0).sum().item(), float(mask.sum()))
+    return Experience(sequences, rollout.logprobs, batch), global_means(sums)
+
+
+def update(policy: Policy, experience: Experience, config: Config, kl_coef: float, seed: int) -> dict[str, float]:
+    """`epochs` passes over the experience in reshuffled minibatches, an optimizer step on each.
+
+    Returns:
+        Means over the update's tokens: loss, clip fraction, KL(old || new), ratio. `first_ratio` is the ratio before
+        any weight changed, 1 when all is well. The gradient norm is that of the last optimizer step.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts: list[dict[str, tuple[float, float]]] = []
+    for _ in range(config.epochs):
+        order = torch.randperm(len(experience.logprobs), generator=generator)
+        for minibatch in order.split(config.minibatch_size // get_world_size()):
+            step = count_step(experience.batch.mask[minibatch], config.max_new_tokens, all_processes())
+            for rows in split_by_length(experience.sequences, minibatch, policy.actor.train_micro_batch_size_per_gpu()):
+                parts.append(train_micro_batch(policy, experience.rows(rows), step, config, kl_coef, not parts))
+    sums = {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
+    # Shares of the loss of each optimizer step, summed over processes; its mean is over the steps.
+    num_updates = config.epochs * config.rollout_size * config.group_size / config.minibatch_size
+    sums["policy_loss"] = sums["policy_loss"][0], num_updates / get_world_size()
+    figures = global_means(sums | {"first_ratio": parts[0]["ratio"]})
+    return figures | {"grad_norm": policy.actor.get_global_grad_norm(), "learning_rate": policy.actor.get_lr()[0]}
+
+
+def train_micro_batch(
+    policy: Policy, experience: Experience, step: StepCounts, config: Config, kl_coef: float, is_first: bool
+) -> dict[str, tuple[float, float]]:
+    """Forward, backward and step on some rows of a minibatch; (sum, count) of each figure, for `global_means`."""
+    actor, algorithm, sequences = policy.actor, config.algorithm, experience.sequences
+    logprobs = response_logprobs(actor, sequences, config.temperature)
+    batch = experience.batch._replace(logprobs=logprobs)
+    if is_first:
+        actor.observe_logprobs(experience.logprobs, logprobs, sequences.response_mask)
+    loss = policy_objective(algorithm, batch, step, kl_coef)
+    # Shares of the minibatch's loss; the engine divides by the micro-batches and averages processes.
+    actor.backward(loss * actor.gradient_accumulation_steps() * get_world_size())
+    actor.step()
+
+    count = float(batch.mask.sum())
+    health = policy_figures(algorithm, batch)
+    return {"policy_loss": (loss.item(), 0.0), **{name: (mean.item() * count, count) for name, mean in health.items()}}

@@ -1,0 +1,242 @@
+"""GRPO end to end with a tiny model: what it writes, how it goes on, what does not change it, what it refuses."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from distributed import run_distributed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hybrid_engine.command import cli
+from hybrid_engine.recipes import grpo
+from hybrid_engine.recipes.algorithms.choices import Algorithm
+from hybrid_engine.recipes.experience.groups import GroupSource
+from hybrid_engine.recipes.experience.rollout import SamplingOptions, choose_groups, join, sample
+from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.recipes.runs.run_log import RunLog
+from hybrid_engine.recipes.tasks import arithmetic
+from hybrid_engine.recipes.tasks.small_llama import build_small_llama
+
+SIZES = {
+    "steps": 4,
+    "rollout_size": 4,
+    "group_size": 4,
+    "minibatch_size": 16,
+    "micro_batch_size": 8,
+    "max_new_tokens": 6,
+    "learning_rate": 3e-3,
+    "eval_every": 2,
+    "eval_prompts": 4,
+    "eval_samples": 2,
+    "save_every": 0,
+}
+TIMES = ("seconds", "per_second", "bytes")
+FIGURES = {
+    *("score", "reward_regex", "length", "kl_per_sequence", "entropy_estimate", "groups_without_variance"),
+    *("policy_loss", "ratio", "clip_fraction", "grad_norm", "first_ratio", "cut_off_share"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model from nothing, whose tokens are characters."""
+    folder, tokenizer = tmp_path_factory.mktemp("model"), arithmetic.build_tokenizer()
+    torch.manual_seed(0)
+    build_small_llama(tokenizer, hidden_size=64, num_layers=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(80)))
+    return str(path)
+
+
+@pytest.fixture
+def tiny(model, dataset, tmp_path):
+    def build(name="run", **options):
+        given = {"out": str(tmp_path / name), "model": model, "dataset": dataset, "reward": ("regex:[0-4]$",)}
+        return grpo.Config(**{**SIZES, **given, **options})
+
+    return build
+
+
+def weights_in(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict()
+
+
+def without_times(line):
+    return {name: value for name, value in line.items() if not name.endswith(TIMES)}
+
+
+def test_a_run_learns_and_leaves_metrics_plot_samples_result_and_the_best_and_the_last_actor(tiny, tmp_path):
+    config = tiny(steps=12, learning_rate=1e-2)
+    grpo.run(config)
+    folder = tmp_path / "run"
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(12))
+    assert all(line.keys() >= FIGURES for line in lines)
+    assert ["held_out_pass_at_2" in line for line in lines[:4]] == [False, True, False, True]
+    assert lines[0]["first_ratio"] == pytest.approx(1, abs=1e-5)
+    assert lines[0]["kl_per_sequence"] == pytest.approx(0, abs=1e-4)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["after"]["score"] > result["before"]["score"] + 0.2
+    assert result["best"]["score"] == max(line.get("held_out_score", 0) for line in lines)
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert {row.keys() == {"prompt", "before", "after"} for row in json.loads((folder / "samples.json").read_text())}
+    assert not all(map(torch.equal, weights_in(folder / "actor").values(), weights_in(config.model).values()))
+    assert len(AutoTokenizer.from_pretrained(folder / "best")) == len(arithmetic.build_tokenizer())
+    assert weights_in(folder / "best").keys() == weights_in(folder / "actor").keys()
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path, monkeypatch):
+    algorithm = Algorithm(
+        dynamic_sampling=2, kl_place="loss", kl_coef=0.1, kl_target=0.5, kl_horizon=64.0, overlong_buffer=0.5
+    )
+    whole, torn = (tiny(name, algorithm=algorithm, steps=5, save_every=1, epochs=2) for name in ("whole", "torn"))
+    grpo.run(whole)
+    write = RunLog.write
+
+    def stop_at_the_fourth_step(log, step, metrics, shown=()):
+        write(log, step, metrics, shown)
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunLog, "write", stop_at_the_fourth_step)
+        grpo.run(torn)
+    with pytest.raises(ValueError, match=r"--resume: --group-size=2 but the interrupted run had 4"):
+        grpo.run(replace(torn, resume=True, group_size=2, minibatch_size=8))
+    with pytest.raises(ValueError, match=r"--resume: --clip-high=0.3 but the interrupted run had 0.2"):
+        grpo.run(replace(torn, resume=True, algorithm=replace(algorithm, clip_high=0.3)))
+    grpo.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
+    assert list(map(without_times, ours)) == list(map(without_times, theirs))
+    assert all(map(torch.equal, *(weights_in(tmp_path / name / "actor").values() for name in ("torn", "whole"))))
+
+
+def run_with_adapter_and_without(rank, world_size, configs):
+    for config in configs:
+        grpo.run(config)
+
+
+def test_two_processes_under_zero_3_train_as_one_does(tiny, tmp_path):
+    algorithm = Algorithm.from_options(
+        {"preset": "dapo", "kl_place": "token-reward", "kl_coef": 0.05, "dynamic_sampling": 2}
+    )
+    whole = tiny("whole-1", steps=2, algorithm=algorithm)
+    adapter = tiny("adapter-1", steps=2, lora_rank=2, algorithm=Algorithm(baseline="batch-mean", scale="batch-whiten"))
+    run_with_adapter_and_without(0, 1, [whole, adapter])
+    sharded = [
+        replace(config, out=config.out.replace("-1", "-2"), zero_stage=stage)
+        for config, stage in ((whole, 3), (adapter, 2))
+    ]
+    run_distributed(run_with_adapter_and_without, 2, sharded)
+    for name in ("whole", "adapter"):
+        one, two = (read_metrics(tmp_path / f"{name}-{number}" / "metrics.jsonl") for number in (1, 2))
+        for ours, theirs in zip(one, two, strict=True):
+            for figure in (FIGURES | {"held_out_score"}) & ours.keys():
+                assert ours[figure] == pytest.approx(theirs[figure], rel=1e-3, abs=1e-4), (name, figure)
+
+
+def test_the_micro_batch_size_does_not_change_the_training(tiny, tmp_path):
+    for size in (3, 16):
+        grpo.run(tiny(f"micro-{size}", steps=2, micro_batch_size=size, eval_every=0))
+    for ours, theirs in zip(
+        weights_in(tmp_path / "micro-3/actor").values(), weights_in(tmp_path / "micro-16/actor").values(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def actor(model):
+    import hybrid_engine
+
+    engine, *_ = hybrid_engine.initialize(
+        model=AutoModelForCausalLM.from_pretrained(model),
+        config={"train_batch_size": 4, "hybrid_engine": {"enabled": True, "max_out_tokens": 64}},
+    )
+    return engine.eval()
+
+
+def rows_of(count):
+    return arithmetic.prompt_rows(0)[0][:count]
+
+
+def test_groups_without_variance_are_drawn_again_from_the_next_prompts_and_no_more_often_than_allowed(
+    actor, monkeypatch
+):
+    asked, options = [], SamplingOptions(max_prompt_tokens=16, max_new_tokens=3, temperature=1.0, num_samples=2)
+
+    def judge(prompts, responses):
+        """Only the answers to every third prompt differ."""
+        asked.extend(prompts[::2])
+        return [float(index % 2) if wanted[prompt] else 1.0 for index, prompt in enumerate(prompts)]
+
+    rows = rows_of(40)
+    wanted = {row.prompt: number % 3 == 0 for number, row in enumerate(rows)}
+    rewards = load_rewards(["length:most=2"])
+    monkeypatch.setattr(
+        type(rewards), "__call__", lambda self, answers: scored(judge(answers.prompts, answers.responses))
+    )
+    source = GroupSource(
+        actor=actor, tokenizer=arithmetic.build_tokenizer(), rewards=rewards, rows=rows, options=options, seed=0
+    )
+    groups = source.draw(num_prompts=4, max_redraws=20, num_drawn=0, step=0)
+    assert len(set(asked)) == len(asked) == groups.num_drawn == groups.figures["prompts_drawn"]
+    kept = groups.rollout.answers.prompts[::2]
+    assert [wanted[prompt] for prompt in asked].count(True) == 4 and set(kept) == {p for p in asked if wanted[p]}
+    assert groups.figures["groups_without_variance"] == pytest.approx(1 - 4 / len(asked))
+    assert groups.scores.tolist() == [0.0, 1.0] * 4
+
+    asked.clear()
+    groups = source.draw(num_prompts=4, max_redraws=1, num_drawn=groups.num_drawn, step=1)
+    assert len(groups.rollout.answers) == 8 and len(asked) == 4 + sum(not wanted[prompt] for prompt in asked[:4])
+
+
+def scored(total):
+    from hybrid_engine.recipes.rewards.scores import Scores
+
+    return Scores(total=total, by_name={"judge": total}, per_token=None)
+
+
+def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_logprobs(actor):
+    tokenizer, options = (
+        arithmetic.build_tokenizer(),
+        SamplingOptions(max_prompt_tokens=16, max_new_tokens=5, temperature=1.0, num_samples=2),
+    )
+    first, second = (sample(actor, tokenizer, rows, options, seed) for rows, seed in ((rows_of(3), 1), (rows_of(2), 2)))
+    chosen = choose_groups(first, torch.tensor([True, False, True]))
+    joined = join([chosen, second], tokenizer.pad_token_id)
+    assert joined.answers.prompts == first.answers.prompts[:2] + first.answers.prompts[4:] + second.answers.prompts
+    expected = [(part, row) for part, rows in ((first, (0, 1, 4, 5)), (second, range(4))) for row in rows]
+    for index, (part, row) in enumerate(expected):
+        mask, theirs = joined.sequences.response_mask[index], part.sequences.response_mask[row]
+        assert joined.sequences.responses[index][mask].tolist() == part.answers.response_ids[row]
+        assert torch.equal(joined.logprobs[index][mask], part.logprobs[row][theirs])
+        assert joined.sequences.attention_mask[index].sum() == part.sequences.attention_mask[row].sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--group-size 1", "--group-size=1 leaves nothing to compare a sample with"),
+        ("--group-size 3", "--minibatch-size=256 must divide the 96 answers of a step"),
+        ("--preset grpo", "--preset='grpo' must be one of deepseekmath, trl"),
+        ("--preset dapo --kl-coef 0.1", "--kl-coef=0.1 has no KL to weigh"),
+        ("--kl-place loss --kl-estimator k1 --kl-coef 0.1", "the expected gradient of k1 is zero"),
+        ("--dataset prompts.jsonl", "has prompts of its own"),
+        ("--reward-weights 1 2", "--reward-weights weigh rewards; give as many --reward"),
+        ("--reward exact --reward-weights 1 2", "must be 1 numbers, one for each --reward"),
+        ("--reward number:column=solution", "reads the column 'solution'"),
+        ("--learning-rate 0", "--learning-rate=0.0 must be above 0"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_made(options, message, tmp_path, capsys):
+    assert cli.main(["grpo", "--out", str(tmp_path / "run"), *options.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
