@@ -116,7 +116,7 @@ class Config(ResumeOptions):
         if self.learning_rate is not None:
             check_above("learning_rate", self.learning_rate, 0)
         check_divides("hidden_size", self.hidden_size, 64)
-        check_one_of("task", self.task, TASKS)
+        check_one_of("task", self.task, tuple(TASKS))
         if self.eval_every and self.dataset and not self.held_out_share:
             raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
         if self.lora_rank and not self.model:

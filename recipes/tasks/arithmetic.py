@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hybrid_engine.recipes.data.held_out import is_held_out
-from hybrid_engine.recipes.data.rows import CompletionRow, PromptRow
+from hybrid_engine.recipes.data.rows import CompletionRow, LearnedRow, PromptRow
 
 FORGETS_CARRY, SLIPS = 0.7, 0.1
 """How often the pupil leaves a carry out of the column that it belongs to, and is off by one in a column's sum."""
@@ -92,17 +92,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def training_rows(seed: int) -> list[CompletionRow]:
+def training_rows(seed: int) -> list[LearnedRow]:
     """Problems with the pupil's work, none of them held out."""
     return _worked(itertools.islice(problems(False, seed), NUM_WORKED), seed)
 
 
-def held_out_work() -> list[CompletionRow]:
+def held_out_work() -> list[LearnedRow]:
     """The held-out problems with the pupil's work."""
     return _worked(itertools.islice(problems(True, 0), NUM_HELD_OUT), 0)
 
 
-def _worked(drawn: Iterable[Problem], seed: int) -> list[CompletionRow]:
+def _worked(drawn: Iterable[Problem], seed: int) -> list[LearnedRow]:
     generator = random.Random(seed)
     return [CompletionRow(prompt=problem.prompt, completion=pupils_work(problem, generator)) for problem in drawn]
 
