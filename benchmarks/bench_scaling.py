@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from common import environment
 from processes import run_fresh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -213,6 +214,7 @@ def main() -> None:
             cases=table(header, [describe(case) for case in CASES]),
             tokens=TOKENS,
             mfu=MFU,
+            **environment("cpu"),
         ),
         end="",
     )
@@ -225,7 +227,8 @@ Written by `python benchmarks/bench_scaling.py`; the formulas are in [benchmarks
 ## Counted here
 
 Bytes of all collectives of one optimizer step (two micro-batches) and of one rollout, small Llama, gloo; in brackets
-what the formula says. Norms, counters and verdicts of some bytes are left out.
+what the formula says. Norms, counters and verdicts of some bytes are left out. torch {torch}, transformers
+{transformers}, commit {commit}.
 
 {counted}
 
