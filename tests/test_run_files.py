@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,12 +14,15 @@ import torch
 from hybrid_engine.command import cli
 from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.recipe_options import read_recipe_help
+from hybrid_engine.observing.latency import Iteration
 from hybrid_engine.recipes import sft
 from hybrid_engine.recipes.runs import metric_names, trackers
 from hybrid_engine.recipes.runs.answers_log import PromptAnswers, read_answers, write_answers
 from hybrid_engine.recipes.runs.config_files import flat_options, write_config
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", cli.RECIPES)
@@ -170,3 +174,14 @@ def test_a_line_of_answers_that_is_none_is_named(line, message, tmp_path):
     (tmp_path / "answers.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=message):
         read_answers(tmp_path / "answers.jsonl")
+
+
+@pytest.mark.parametrize("name", [name for name in metric_names.TABLE if name not in vars(Iteration(start=0.0))])
+def test_every_figure_of_the_table_is_one_that_is_written_somewhere(name):
+    sources = (
+        path
+        for folder in ("recipes", "hybrid_engine")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name != "metric_names.py"
+    )
+    assert any(f'"{name}"' in path.read_text() for path in sources)

@@ -1,7 +1,8 @@
 """What the figures of a step are called in the dashboards of other frameworks: one table. Needs no torch.
 
 Recipes, plots and reports know our names alone: names change where `metrics.jsonl` and trackers are written and where
-`metrics.jsonl` is read. A figure has a counterpart where theirs measures the same quantity; others keep our name.
+`metrics.jsonl` is read. A figure has a counterpart where theirs measures the same quantity; others keep our name,
+as does one whose new name is another figure's of the same line: `kl_per_token` of a run that has a `kl` too.
 
 Sources: TRL's trainers of PPO, GRPO, DPO and KTO; verl's `trainer/ppo/metric_utils.py`, `utils/py_functional.py` and
 its actor and critic workers; OpenRLHF's `trainer/ppo_trainer.py`, `trainer/ray/ppo_actor.py`, `trainer/dpo_trainer.py`.
@@ -16,6 +17,7 @@ TABLE: dict[str, tuple[str | None, str | None, str | None]] = {
     "score":                    ("reward",                 "critic/score/mean",          "reward"),
     "reward_with_kl":           ("objective/rlhf_reward",  "critic/rewards/mean",        "return"),
     "kl_per_token":             ("kl",                     "actor/reward_kl_penalty",    "kl"),
+    "kl":                       (None,                     "actor/kl_loss",              None),
     "kl_per_sequence":          ("objective/kl",           None,                         None),
     "entropy":                  ("entropy",                "actor/entropy",              "entropy"),
     "length":                   ("completions/mean_length", "response_length/mean",      "response_length"),
@@ -26,11 +28,15 @@ TABLE: dict[str, tuple[str | None, str | None, str | None]] = {
     "clip_fraction":            ("clip_ratio/region_mean", "actor/pg_clipfrac",          "ppo_clip_ratio"),
     "ratio":                    ("val/ratio",              None,                         None),
     "value_explained_variance": (None,                     "critic/vf_explained_var",    None),
-    "actor_grad_norm":          (None,                     "actor/grad_norm",            "actor_grad_norm"),
+    "groups_without_variance":  ("frac_reward_zero_std",   None,                         None),
+    "correction_weight":        ("sampling/importance_sampling_ratio/mean", None,        None),
+    "logprob_difference_mean":  ("sampling/sampling_logp_difference/mean", None,         None),
+    "logprob_difference_max":   ("sampling/sampling_logp_difference/max", None,          None),
+    "grad_norm":                ("grad_norm",              "actor/grad_norm",            None),
+    "actor_grad_norm":          (None,                     None,                         "actor_grad_norm"),
     "critic_grad_norm":         (None,                     "critic/grad_norm",           "critic_grad_norm"),
-    "grad_norm":                ("grad_norm",              "train/grad_norm",            None),
     "loss":                     ("loss",                   "train/loss",                 "loss"),
-    "learning_rate":            ("learning_rate",          "train/lr",                   "lr"),
+    "learning_rate":            ("learning_rate",          "actor/lr",                   "lr"),
     "chosen_reward":            ("rewards/chosen",         None,                         "chosen_reward"),
     "rejected_reward":          ("rewards/rejected",       None,                         "reject_reward"),
     "reward_margin":            ("rewards/margins",        None,                         None),
