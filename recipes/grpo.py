@@ -91,7 +91,7 @@ class Config(RolloutOptions, ResumeOptions):
     """one for each --reward; default: 1 each"""
     reward_time_limit: float = 300.0
     """seconds that one call of a reward may take"""
-    steps: int = 40
+    steps: int = 60
     """rollouts, each followed by the updates on it"""
     rollout_size: int = 64
     """prompts of a step over all processes"""
@@ -104,7 +104,7 @@ class Config(RolloutOptions, ResumeOptions):
     epochs: int = 1
     """passes over each rollout"""
     max_new_tokens: int = 48
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     """peak of the linear schedule"""
     lora_rank: int = 0
     """train a LoRA adapter of this rank on the actor; 0 trains all weights"""

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.data.rows import CompletionRow, LearnedRow, PromptRow
 
-FORGETS_CARRY, SLIPS = 0.7, 0.1
+FORGETS_CARRY, SLIPS = 0.6, 0.15
 """How often the pupil leaves a carry out of the column that it belongs to, and is off by one in a column's sum."""
 ALPHABET = "0123456789+=,;"
 """Every character of problems and of written-out sums."""
