@@ -29,17 +29,10 @@ from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, policy_objective
 from hybrid_engine.recipes.data.sequences import response_logprobs, split_by_length
-from hybrid_engine.recipes.experience.evaluation import (
-    Evaluation,
-    PassRule,
-    answer_sums,
-    evaluate,
-    global_means,
-    reference_sums,
-    show_comparison,
-)
+from hybrid_engine.recipes.experience.evaluation import answer_sums, global_means, reference_sums, show_comparison
+from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow, keep_answers
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
-from hybrid_engine.recipes.experience.policy import Policy, build_policy
+from hybrid_engine.recipes.experience.policy import Policy, build_policy, evaluate_policy
 from hybrid_engine.recipes.experience.policy_experience import Experience
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
@@ -142,6 +135,8 @@ class Carried(NamedTuple):
     """What goes from step to step besides the engine, and into checkpoints."""
 
     kl_coef: float
+    step: int = 0
+    """steps done"""
     num_drawn: int = 0
     """prompts taken so far"""
     best_score: float = -math.inf
@@ -162,17 +157,18 @@ def run(config: Config) -> Path:
     say(policy.actor.report())
     say("\n".join(describe(config.algorithm)))
 
-    before = evaluate_policy(policy, start, config)
-    carried, first_step = Carried(kl_coef=config.algorithm.kl_coef), 0
+    before = evaluate_policy(policy, start.held_out, start.rewards, config)
+    followed = follow(before, config.temperature)
+    keep_answers(out, 0, before, followed, policy)
+    carried = Carried(kl_coef=config.algorithm.kl_coef)
     if config.resume:
-        saved = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config)
-        carried, first_step = Carried(**saved.state), saved.step
+        carried = Carried(**load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config).state)
     started = time.perf_counter()
-    carried = train_loop(
-        policy, start, config, RunLog(out, "GRPO", config.steps, config, first_step), first_step, carried
-    )
+    log = RunLog(out, "GRPO", config.steps, config, carried.step)
+    carried = train_loop(policy, start, config, log, carried, followed)
     seconds = time.perf_counter() - started
-    after = evaluate_policy(policy, start, config)
+    after = evaluate_policy(policy, start.held_out, start.rewards, config)
+    keep_answers(out, config.steps, after, followed, policy)
 
     show_comparison(before, after, out)
     best = {"score": carried.best_score, "step": carried.best_step}
@@ -184,9 +180,11 @@ def run(config: Config) -> Path:
     return out / "actor"
 
 
-def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_step: int, carried: Carried) -> Carried:
+def train_loop(
+    policy: Policy, start: Start, config: Config, log: RunLog, carried: Carried, followed: FollowedAnswers
+) -> Carried:
     """GRPO: groups of answers to a step's prompts, their advantages, and the updates that follow from them."""
-    actor, options = policy.actor, sampling_options(config, config.group_size)
+    actor, options = policy.actor, SamplingOptions.of(config, config.group_size)
     source = GroupSource(
         actor=actor,
         tokenizer=policy.tokenizer,
@@ -196,7 +194,7 @@ def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_
         seed=config.seed,
     )
     with log:
-        for step in range(first_step, config.steps):
+        for step in range(carried.step, config.steps):
             actor.eval()
             groups = source.draw(
                 config.rollout_size // get_world_size(), config.algorithm.dynamic_sampling, carried.num_drawn, step
@@ -205,13 +203,14 @@ def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_
             experience, figures = build_experience(policy, groups, config, carried.kl_coef)
             figures |= update(policy, experience, config, carried.kl_coef, seed=mix_seed(config.seed, step))
             kl_coef = next_kl_coef(config, carried.kl_coef, figures)
-            carried = carried._replace(kl_coef=kl_coef, num_drawn=groups.num_drawn)
+            carried = carried._replace(kl_coef=kl_coef, step=step + 1, num_drawn=groups.num_drawn)
 
             if config.eval_every and (step + 1) % config.eval_every == 0:
-                evaluation = evaluate_policy(policy, start, config).figures
-                figures |= {f"held_out_{name}": value for name, value in evaluation.items()}
-                if evaluation["score"] > carried.best_score:
-                    carried = carried._replace(best_score=evaluation["score"], best_step=step + 1)
+                evaluation = evaluate_policy(policy, start.held_out, start.rewards, config)
+                keep_answers(Path(config.out), step + 1, evaluation, followed, policy)
+                figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}
+                if evaluation.figures["score"] > carried.best_score:
+                    carried = carried._replace(best_score=evaluation.figures["score"], best_step=step + 1)
                     save_stage(actor, policy.tokenizer, Path(config.out) / "best")
             log.write(step, groups.figures | figures | actor.latency_stats(), SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:
@@ -227,23 +226,6 @@ def next_kl_coef(config: Config, kl_coef: float, figures: dict[str, float]) -> f
         return kl_coef
     measured = figures["kl_per_sequence"]
     return adaptive_kl_coefficient(kl_coef, measured, algorithm.kl_target, algorithm.kl_horizon, num_answers)
-
-
-def sampling_options(config: Config, num_samples: int) -> SamplingOptions:
-    """How the actor answers, in training and in evaluation."""
-    return SamplingOptions(
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        num_samples=num_samples,
-    )
-
-
-def evaluate_policy(policy: Policy, start: Start, config: Config) -> Evaluation:
-    """Held-out prompts, always the same, answered and scored; collective."""
-    passes = PassRule(threshold=config.pass_score, ks=sorted({1, config.eval_samples}))
-    options = sampling_options(config, config.eval_samples)
-    return evaluate(policy.actor, policy.tokenizer, start.held_out, start.rewards, options, passes=passes)
 
 
 @torch.no_grad()

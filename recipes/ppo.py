@@ -44,11 +44,11 @@ from hybrid_engine.recipes.experience.evaluation import (
     evaluate,
     global_means,
     judge_sums,
-    keep_answers,
     reference_sums,
     show_comparison,
     step_means,
 )
+from hybrid_engine.recipes.experience.followed import keep_answers
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.learned import build_critic

@@ -14,6 +14,7 @@ from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.experience.groups import GroupSource
 from hybrid_engine.recipes.experience.rollout import SamplingOptions, choose_groups, join, sample
 from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.runs.answers_log import read_answers
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
 from hybrid_engine.recipes.tasks import arithmetic
@@ -86,6 +87,11 @@ def test_a_run_learns_and_leaves_metrics_plot_samples_result_and_the_best_and_th
     result = json.loads((folder / "result.json").read_text())
     assert result["after"]["score"] > result["before"]["score"] + 0.2
     assert result["best"]["score"] == max(line.get("held_out_score", 0) for line in lines)
+    answers = read_answers(folder / "answers.jsonl")
+    assert [line["step"] for line in answers] == [step for step in (0, 2, 4, 6, 8, 10, 12) for _ in range(4)]
+    assert "".join(answers[0]["tokens"][0]).removesuffix("<eos>") == answers[0]["responses"][0]
+    first, last = (torch.tensor(answers[row]["logprobs"][1]) for row in (0, -4))
+    assert len(first) == len(last) == answers[0]["lengths"][1] and not torch.equal(first, last)
     assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert {row.keys() == {"prompt", "before", "after"} for row in json.loads((folder / "samples.json").read_text())}
     assert not all(map(torch.equal, weights_in(folder / "actor").values(), weights_in(config.model).values()))
@@ -225,7 +231,7 @@ def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_log
     ("options", "message"),
     [
         ("--group-size 1", "--group-size=1 leaves nothing to compare a sample with"),
-        ("--group-size 3", "--minibatch-size=256 must divide the 96 answers of a step"),
+        ("--group-size 3", "--minibatch-size=256 must divide the 192 answers of a step"),
         ("--preset grpo", "--preset='grpo' must be one of deepseekmath, trl"),
         ("--preset dapo --kl-coef 0.1", "--kl-coef=0.1 has no KL to weigh"),
         ("--kl-place loss --kl-estimator k1 --kl-coef 0.1", "the expected gradient of k1 is zero"),

@@ -20,7 +20,6 @@ from hybrid_engine.recipes.data.rows import PromptRow, Turns
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.scores import Scores, named_figures
-from hybrid_engine.recipes.runs.answers_log import PromptAnswers, write_answers
 from hybrid_engine.recipes.runs.run_log import samples_table, say
 from hybrid_engine.recipes.tasks.pep257 import conforms
 from hybrid_engine.rl.estimates import Interval, mean_interval, pass_at_k, rate_interval
@@ -45,8 +44,9 @@ class Group:
     by_name: dict[str, list[float | None]]
     """Each reward's own numbers."""
     is_cut_off: list[bool]
-    lengths: list[int]
-    """Tokens of each answer."""
+    prompt_ids: list[int]
+    response_ids: list[list[int]]
+    """Without padding, the end-of-sequence token included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +172,8 @@ def _groups(answers: Answers, scores: Scores, num_samples: int) -> list[Group]:
                 scores=scores.total[rows],
                 by_name={name: values[rows] for name, values in scores.by_name.items()},
                 is_cut_off=list(answers.is_cut_off[rows]),
-                lengths=[len(tokens) for tokens in answers.response_ids[rows]],
+                prompt_ids=answers.prompt_ids[start],
+                response_ids=list(answers.response_ids[rows]),
             )
         )
     return groups
@@ -235,22 +236,6 @@ def show_comparison(before: Evaluation, after: Evaluation, folder: Path) -> None
     if get_rank() == 0:
         rows = [dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)]
         (folder / "samples.json").write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def keep_answers(folder: Path, step: int, evaluation: Evaluation) -> None:
-    """Puts the answers after `step` steps into the run's `answers.jsonl`, on rank 0."""
-    if get_rank() == 0:
-        answers = [
-            PromptAnswers(
-                prompt=prompt_shown(group.prompt),
-                responses=group.responses,
-                rewards=group.scores,
-                lengths=group.lengths,
-            )
-            for group in evaluation.groups
-        ]
-        folder.mkdir(parents=True, exist_ok=True)
-        write_answers(folder, step, answers)
 
 
 def prompt_shown(prompt: Turns) -> str:

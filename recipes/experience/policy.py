@@ -3,6 +3,7 @@
 N: answers, T: response columns.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import default_device, get_world_size
+from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs
-from hybrid_engine.recipes.experience.evaluation import global_means
-from hybrid_engine.recipes.experience.rollout import Rollout
+from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, global_means
+from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions
+from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer
@@ -90,3 +93,17 @@ def build_policy(config: Any, source: str, num_updates: int, keeps_reference: bo
     actor, *_ = hybrid_engine.initialize(model=add_adapter(model, config.lora_rank), config=engine_config)
     tokenizer = load_tokenizer(source)
     return Policy(actor=actor, tokenizer=tokenizer, reference=reference, has_adapter=bool(config.lora_rank))
+
+
+def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards, config: Any) -> Evaluation:
+    """Held-out prompts answered and scored, always with the same seed; collective.
+
+    Args:
+        policy: in evaluation mode afterwards.
+        rows: the prompts.
+        rewards: of the run.
+        config: with RolloutOptions, eval_samples and pass_score.
+    """
+    passes = PassRule(threshold=config.pass_score, ks=sorted({1, config.eval_samples}))
+    options = SamplingOptions.of(config, config.eval_samples)
+    return evaluate(policy.actor, policy.tokenizer, rows, rewards, options, passes=passes)

@@ -17,6 +17,7 @@ from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, attach_responses, pad_prompts
 from hybrid_engine.recipes.rewards.answers import Answers
+from hybrid_engine.recipes.runs.options import RolloutOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,16 @@ class SamplingOptions:
     temperature: float
     num_samples: int = 1
     """Answers to each prompt, G."""
+
+    @classmethod
+    def of(cls, config: RolloutOptions, num_samples: int = 1) -> "SamplingOptions":
+        """As the options of a recipe say, with `num_samples` answers to each prompt."""
+        return cls(
+            max_prompt_tokens=config.max_prompt_tokens,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            num_samples=num_samples,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
