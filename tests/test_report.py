@@ -25,6 +25,7 @@ def write_run(folder, score):
     folder.mkdir()
     steps = [
         {"step": step, "score": score * step, "loss": float("nan") if step == 1 else 1 / (step + 1)}
+        | ({"held_out": score} if step % 2 else {})
         | {"e2e_seconds": 2.0, "generate_seconds": 1.5, "others_seconds": 0.5, "peak_kv_bytes": 2**20 * (step + 1)}
         for step in range(5)
     ]
@@ -130,6 +131,9 @@ def test_the_slider_moves_values_answers_and_histograms_of_all_runs_by_mouse_and
     for kind in ("mousePressed", "mouseReleased"):
         browser.call("Input.dispatchMouseEvent", type=kind, x=x + width / 2, y=y + 20, button="left", clickCount=1)
     assert value_of(browser, "score") == "10.5"
+    path = "document.querySelector('[data-figure={}] path:nth-child(2)').getAttribute('d')"
+    assert browser.evaluate(path.format("loss")).count("M") == 2  # a gap at what is no number
+    assert browser.evaluate(path.format("held_out")) == "M25.00 3.00h0L75.00 3.00"  # none at steps without a figure
     assert "reward 1, 9 tokens" in browser.evaluate("document.getElementById('answers').innerText")
     assert browser.messages == []
 

@@ -56,11 +56,12 @@ function valueAt(run, name, step) {
   return run.steps[at] === step ? text : `${text} (step ${run.steps[at]})`;
 }
 
-/** An SVG path through the numbers of a figure; it breaks where there is none, and a lonely number is a dot. */
+/** An SVG path through the numbers of a figure, past steps without it; it breaks at what is no number, such as NaN. */
 function pathOf(steps, values, place, height) {
   let path = "";
   let isDown = false;
   for (const at of thinned(values)) {
+    if (values[at] === null) continue;
     const isNumber = typeof values[at] === "number";
     if (isNumber) path += `${isDown ? "L" : "M"}${place(steps[at]).toFixed(2)} ${height(values[at]).toFixed(2)}`;
     if (isNumber && !isDown) path += "h0";
