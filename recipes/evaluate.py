@@ -180,7 +180,9 @@ def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:
     write_config(folder, config)
     with (folder / "samples.jsonl").open("w") as file:
         for group in evaluation.groups:
-            file.write(json.dumps(asdict(group), default=str) + "\n")
+            line = asdict(group) | {"lengths": [len(tokens) for tokens in group.response_ids]}
+            del line["prompt_ids"], line["response_ids"]
+            file.write(json.dumps(line, default=str) + "\n")
     write_json(folder / "result.json", {"figures": evaluation.figures, "num_prompts": len(evaluation.groups)})
 
 

@@ -33,6 +33,7 @@ from hybrid_engine.recipes.data.prompts import select_prompts
 from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
 from hybrid_engine.recipes.data.rows import LabelledRow
 from hybrid_engine.recipes.experience.evaluation import Evaluation, show_comparison, step_means
+from hybrid_engine.recipes.experience.followed import keep_answers
 from hybrid_engine.recipes.preference.answering import answer_prompts, prompts_of
 from hybrid_engine.recipes.preference.answers import (
     Reading,
@@ -130,12 +131,14 @@ def run(config: Config) -> Path:
         return Evaluation(figures=figures | answered.figures, groups=answered.groups)
 
     before = measure()
+    keep_answers(out, 0, before)
     started = time.perf_counter()
     first_step = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config).step if config.resume else 0
     log = RunLog(out, "KTO", num_steps, config, first_step)
     train_loop(actor, answers, held_out, reading, config, log, range(first_step, num_steps))
     seconds = time.perf_counter() - started
     after = measure()
+    keep_answers(out, num_steps, after)
     show_comparison(before, after, out)
     write_json(out / "result.json", {"before": before.figures, "after": after.figures, "kto_seconds": seconds})
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")

@@ -54,6 +54,7 @@ def results(config):
 def test_every_prompt_is_answered_and_the_figures_are_those_of_the_answers(config, capsys):
     result, groups = results(config)
     figures = result["figures"]
+    assert all(len(group["lengths"]) == len(group["responses"]) and "response_ids" not in group for group in groups)
     assert [group["prompt"] for group in groups] == [f"def f{n}(x):\n" for n in range(7)]
     assert result["num_prompts"] == 7 and read_config(Path(config.out))["num_samples"] == 3
     scores = [score for group in groups for score in group["scores"]]
