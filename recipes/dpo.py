@@ -8,8 +8,8 @@ model is in memory; with `--lora-rank` it is the base under a disabled adapter. 
 (`rl/preferences.py`) of a batch of pairs. Without `--dataset` the pairs are those of the reward stage, and the rules of
 PEP 257 (`tasks/pep257.py`), which are not trained on, judge answers to held-out prompts before and after.
 
-Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/ and actor/, a
-Hugging Face folder.
+Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and
+actor/, Hugging Face folders.
 
 Conventions: Rafailov et al., arXiv 2305.18290. Log-probabilities are sums over the answer's tokens, its end-of-sequence
 token included; every pair of a step weighs the same, however they are split.
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
@@ -35,6 +36,7 @@ from hybrid_engine.recipes.experience.evaluation import Evaluation, show_compari
 from hybrid_engine.recipes.experience.followed import keep_answers
 from hybrid_engine.recipes.preference.answering import answer_prompts, prompts_of
 from hybrid_engine.recipes.preference.answers import Reading, split_by_length, without_adapter
+from hybrid_engine.recipes.preference.best import Best, keep_best
 from hybrid_engine.recipes.preference.first_actor import build_actor, check_positions, check_run, find_first_actor
 from hybrid_engine.recipes.preference.options import PairLossOptions, PreferenceOptions
 from hybrid_engine.recipes.preference.pairs import (
@@ -45,7 +47,7 @@ from hybrid_engine.recipes.preference.pairs import (
     pair_sums,
     refer,
 )
-from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_at_least
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
@@ -74,8 +76,8 @@ class Config(PairLossOptions, PreferenceOptions):
 
     Without --dataset it learns from pairs of docstring summaries, and its answers are judged by the rules of PEP 257.
     Left below --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
-    checkpoints/ and actor/, a Hugging Face folder. After an interruption the same command with --resume goes on from
-    the last checkpoint.
+    checkpoints/, best/ (the weights of the lowest held-out loss) and actor/ (the last), both Hugging Face folders.
+    After an interruption the same command with --resume goes on from the last checkpoint.
     """
 
     out: str = "runs/dpo"
@@ -125,14 +127,15 @@ def run(config: Config) -> Path:
     before = measure()
     keep_answers(out, 0, before)
     started = time.perf_counter()
-    first_step = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config).step if config.resume else 0
-    log = RunLog(out, "DPO", num_steps, config, first_step)
-    train_loop(actor, pairs, held_out, reading, config, log, range(first_step, num_steps))
+    saved = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config) if config.resume else SavedRun()
+    log = RunLog(out, "DPO", num_steps, config, saved.step)
+    best = train_loop(actor, tokenizer, pairs, held_out, config, log, range(saved.step, num_steps), Best(**saved.state))
     seconds = time.perf_counter() - started
     after = measure()
     keep_answers(out, num_steps, after)
     show_comparison(before, after, out)
-    write_json(out / "result.json", {"before": before.figures, "after": after.figures, "dpo_seconds": seconds})
+    result = {"before": before.figures, "after": after.figures, "seconds": seconds}
+    write_json(out / "result.json", result | ({"best": best._asdict()} if best.step else {}))
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"
@@ -161,14 +164,16 @@ def load_pairs(config: Config) -> tuple[list[PreferenceRow], list[PreferenceRow]
 
 def train_loop(
     actor: Any,
+    tokenizer: PreTrainedTokenizerBase,
     pairs: list[TrainingPair],
     held_out: list[TrainingPair],
-    reading: Reading,
     config: Config,
     log: RunLog,
     steps: range,
-) -> None:
-    """Every process takes its pairs of each batch."""
+    best: Best,
+) -> Best:
+    """Every process takes its pairs of each batch. Returns the best measurement of the whole run."""
+    reading, out = Reading(tokenizer.pad_token_id), Path(config.out)
     loss_of = config.build_loss(config.beta)
     actor.train()
     with log:
@@ -179,9 +184,11 @@ def train_loop(
             if config.is_evaluated(step):
                 measured = held_out_figures(actor, held_out, loss_of, config.beta, reading)
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
+                best = keep_best(best, measured["loss"], step + 1, actor, tokenizer, out)
             log.write(step, figures | {"learning_rate": actor.get_lr()[0]}, SHOWN)
             if config.is_saved(step):
-                save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config)
+                save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())
+    return best
 
 
 def update(

@@ -8,8 +8,8 @@ much likelier the policy makes any answer than the reference, on prompts with ot
 desirable answers above that point and undesirable ones below it (`rl/kto.py`). Without `--dataset` the answers are
 those of the reward stage's pairs, and the rules of PEP 257 judge answers to held-out prompts before and after.
 
-Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/ and actor/, a
-Hugging Face folder.
+Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, checkpoints/, best/ and
+actor/, Hugging Face folders.
 
 Conventions: Ethayarajh et al., arXiv 2402.01306. The reference point is that of the whole step, over all processes and
 micro-batches; every answer of a step weighs what its label does, however they are split.
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
@@ -42,10 +43,11 @@ from hybrid_engine.recipes.preference.answers import (
     split_by_length,
     without_adapter,
 )
+from hybrid_engine.recipes.preference.best import Best, keep_best
 from hybrid_engine.recipes.preference.first_actor import build_actor, check_positions, check_run, find_first_actor
 from hybrid_engine.recipes.preference.labelled import LabelledAnswer, labels_of, refer, reference_logprobs
 from hybrid_engine.recipes.preference.options import PreferenceOptions
-from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
@@ -74,8 +76,8 @@ class Config(PreferenceOptions):
 
     Without --dataset it learns from docstring summaries, and its answers are judged by the rules of PEP 257. Left below
     --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
-    checkpoints/ and actor/, a Hugging Face folder. After an interruption the same command with --resume goes on from
-    the last checkpoint.
+    checkpoints/, best/ (the weights of the lowest held-out loss) and actor/ (the last), both Hugging Face folders.
+    After an interruption the same command with --resume goes on from the last checkpoint.
     """
 
     out: str = "runs/kto"
@@ -133,14 +135,17 @@ def run(config: Config) -> Path:
     before = measure()
     keep_answers(out, 0, before)
     started = time.perf_counter()
-    first_step = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config).step if config.resume else 0
-    log = RunLog(out, "KTO", num_steps, config, first_step)
-    train_loop(actor, answers, held_out, reading, config, log, range(first_step, num_steps))
+    saved = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config) if config.resume else SavedRun()
+    log = RunLog(out, "KTO", num_steps, config, saved.step)
+    best = train_loop(
+        actor, tokenizer, answers, held_out, config, log, range(saved.step, num_steps), Best(**saved.state)
+    )
     seconds = time.perf_counter() - started
     after = measure()
     keep_answers(out, num_steps, after)
     show_comparison(before, after, out)
-    write_json(out / "result.json", {"before": before.figures, "after": after.figures, "kto_seconds": seconds})
+    result = {"before": before.figures, "after": after.figures, "seconds": seconds}
+    write_json(out / "result.json", result | ({"best": best._asdict()} if best.step else {}))
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"
@@ -169,14 +174,16 @@ def load_answers(config: Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
 
 def train_loop(
     actor: Any,
+    tokenizer: PreTrainedTokenizerBase,
     answers: list[LabelledAnswer],
     held_out: list[LabelledAnswer],
-    reading: Reading,
     config: Config,
     log: RunLog,
     steps: range,
-) -> None:
-    """Every process takes its answers of each batch."""
+    best: Best,
+) -> Best:
+    """Every process takes its answers of each batch. Returns the best measurement of the whole run."""
+    reading, out = Reading(tokenizer.pad_token_id), Path(config.out)
     actor.train()
     with log:
         for step in steps:
@@ -186,9 +193,11 @@ def train_loop(
             if config.is_evaluated(step):
                 measured = held_out_figures(actor, held_out, config, reading)
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
+                best = keep_best(best, measured["loss"], step + 1, actor, tokenizer, out)
             log.write(step, figures | {"learning_rate": actor.get_lr()[0]}, SHOWN)
             if config.is_saved(step):
-                save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config)
+                save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())
+    return best
 
 
 def update(

@@ -11,9 +11,18 @@ import pytest
 from hybrid_engine.command import cli
 from hybrid_engine.command.field_meanings import field_meanings
 from hybrid_engine.command.recipe_options import read_recipe_help
-from hybrid_engine.recipes import dpo, evaluate, grpo, kto, ppo, reward, sft
+from hybrid_engine.recipes import dpo, evaluate, grpo, kto, online_dpo, ppo, reward, sft
 
-RECIPES = {"sft": sft, "reward": reward, "ppo": ppo, "grpo": grpo, "dpo": dpo, "kto": kto, "evaluate": evaluate}
+RECIPES = {
+    "sft": sft,
+    "reward": reward,
+    "ppo": ppo,
+    "grpo": grpo,
+    "dpo": dpo,
+    "kto": kto,
+    "online-dpo": online_dpo,
+    "evaluate": evaluate,
+}
 
 
 def run_python(source, *arguments):

@@ -64,6 +64,10 @@ def test_a_run_learns_and_writes_metrics_plot_result_and_an_actor_that_changed(r
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert all(not torch.equal(actor[name], before[name]) for name in before)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "actor")) == 300
+    losses = {line["step"] + 1: line["held_out_loss"] for line in lines if "held_out_loss" in line}
+    best = min(losses, key=losses.get)
+    assert result["best"] == {"loss": losses[best], "step": best}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "best")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -11,6 +11,7 @@ from hybrid_engine.rl.preferences import (
     LOSSES,
     SMOOTHED_LOSSES,
     PairLogprobs,
+    best_and_worst,
     build_loss,
     log_ratio_margins,
     pair_metrics,
@@ -119,6 +120,12 @@ def test_the_sft_term_adds_the_chosen_answers_loss_per_token():
     pairs = golden_pair()
     mixed = build_loss("sigmoid", 0.1, sft_weight=0.25)(pairs)
     assert_golden(mixed - build_loss("sigmoid", 0.1)(pairs), [0.25 * 10 / 5])
+
+
+def test_the_best_and_the_worst_answer_make_a_pair_unless_all_are_alike():
+    best, worst, differs = best_and_worst(torch.tensor([[0.0, 2, 1, 2], [3, 3, -1, -1], [1, 1, 1, 1]]))
+    assert best.tolist()[:2] == [1, 0] and worst.tolist()[:2] == [0, 2]
+    assert differs.tolist() == [True, True, False]
 
 
 def test_numbers_of_different_shapes_are_not_broadcast():

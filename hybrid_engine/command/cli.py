@@ -25,7 +25,7 @@ from hybrid_engine.command.recipe_options import Option, read_recipe_help
 from hybrid_engine.recipes.reports import difference, page
 from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
 
-RECIPES = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "evaluate")
+RECIPES = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "evaluate")
 OTHERS: dict[str, Any] = {"launch": launcher, "diff": difference, "report": page}
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 REFUSED, INTERRUPTED = 2, 130
@@ -75,7 +75,7 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
 
 def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> None:
     """Imports the recipe, the one place where an import goes up, and runs it with the options that were given."""
-    recipe = importlib.import_module(f"hybrid_engine.recipes.{name}")
+    recipe = importlib.import_module(f"hybrid_engine.recipes.{name.replace('-', '_')}")
     transformers_logging = importlib.import_module("transformers.utils.logging")
     # A classifier's new head and every saved file would each interrupt the progress bar with lines of their own.
     transformers_logging.set_verbosity_error()

@@ -55,7 +55,7 @@ class RecipeHelp:
 
 def read_recipe_help(recipe: str) -> RecipeHelp:
     """The docstring and the options of the `Config` in the module `hybrid_engine.recipes.<recipe>`."""
-    config = _SourceClass(f"{RECIPES_PACKAGE}.{recipe}", "Config")
+    config = _SourceClass(f"{RECIPES_PACKAGE}.{recipe.replace('-', '_')}", "Config")
     return RecipeHelp(text=ast.get_docstring(config.definition) or "", options=list(read_options(config)))
 
 

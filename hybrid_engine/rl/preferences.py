@@ -114,6 +114,20 @@ def sft_loss(pairs: PairLogprobs) -> torch.Tensor:
     return -pairs.chosen / pairs.chosen_lengths
 
 
+def best_and_worst(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which answers to each prompt make a pair: the first with the highest score and the first with the lowest.
+
+    Args:
+        scores: `[B, G]`, of G answers to each of B prompts.
+
+    Returns:
+        `[B]` int64 each, the columns of the chosen and of the rejected answer, and `[B]` bool, False where all scores
+        of a prompt are equal and there is no pair.
+    """
+    assert scores.ndim == 2 and scores.shape[1] >= 2, f"{scores.shape=}"
+    return scores.argmax(dim=1), scores.argmin(dim=1), scores.amax(dim=1) > scores.amin(dim=1)
+
+
 LOSSES: dict[str, Callable[[PairLogprobs, float], torch.Tensor]] = {
     "sigmoid": sigmoid_loss,
     "hinge": hinge_loss,

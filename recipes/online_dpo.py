@@ -1,0 +1,266 @@
+"""Online DPO: a policy learns from pairs of its own answers, the better one told by any reward.
+
+    hybrid-engine online-dpo
+    hybrid-engine online-dpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
+
+For each step: prompts -> engine.eval() -> engine.generate() several answers each -> rewards -> engine.train() -> of
+each prompt the best and the worst answer as a pair -> DPO's loss and update (`dpo.py`). Where all answers to a prompt
+have one reward there is no pair; how often that is, is told at every step. Without options a small model is first
+brought by SFT to where it adds numbers as a pupil does who forgets the carry; the reward is whether the sum is right.
+
+B: this process's prompts of a step, G: answers to each, N = B * G rows.
+Source: Guo et al., "Direct Language Model Alignment from Online AI Feedback", arXiv 2402.04792, algorithm 1, with the
+best and the worst of G answers where G is above 2.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import hybrid_engine
+from hybrid_engine.distributed.processes import gather_objects, get_world_size
+from hybrid_engine.recipes.data.encoding import EncodedPair
+from hybrid_engine.recipes.dpo import update
+from hybrid_engine.recipes.experience.evaluation import (
+    Evaluation,
+    answer_sums,
+    evaluate,
+    global_means,
+    reference_sums,
+    show_comparison,
+)
+from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
+from hybrid_engine.recipes.experience.policy import Policy, build_policy
+from hybrid_engine.recipes.experience.rollout import SamplingOptions
+from hybrid_engine.recipes.experience.start import Start, prepare
+from hybrid_engine.recipes.preference.answers import Reading
+from hybrid_engine.recipes.preference.options import PairLossOptions
+from hybrid_engine.recipes.preference.pairs import TrainingPair
+from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_divides
+from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.recipes.runs.options import ResumeOptions
+from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.stages import save_stage, seed_everything
+from hybrid_engine.rl.preferences import best_and_worst
+
+PLOT_PANELS = {
+    "score": ["score", "held_out_score"],
+    "loss": ["loss"],
+    "reward of DPO": ["chosen_reward", "rejected_reward"],
+    "response length (tokens)": ["length"],
+}
+SHOWN = ["score", "groups_without_variance", "loss", "accuracy", "length", "e2e_seconds"]
+"""What a step's line says, of what there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(PairLossOptions, ResumeOptions):
+    """Trains a language model by online DPO: of its own answers to a prompt the best becomes likelier than the worst.
+
+        hybrid-engine online-dpo
+        hybrid-engine online-dpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
+
+    Without --model a small one is made first that adds numbers and forgets the carry. Left below --out: config.yaml,
+    metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json, checkpoints/,
+    best/ (the weights that did best on held-out prompts) and actor/ (the last), both Hugging Face folders. After an
+    interruption the same command with --resume goes on from the last checkpoint.
+    """
+
+    out: str = "runs/online-dpo"
+    model: str | None = None
+    """Hugging Face name or folder of the first actor, which is the reference too; default: one that adds numbers,
+    trained if missing"""
+    dataset: str | None = None
+    """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the
+    rewards read; default: sums"""
+    reward: tuple[str, ...] = ()
+    """exact, number, math, regex:PATTERN, length:..., the folder of a reward model, or module:function; several are
+    added up (docs/rewards.md); default: whether the sum is right"""
+    reward_weights: tuple[float, ...] = ()
+    """one for each --reward; default: 1 each"""
+    reward_time_limit: float = 300.0
+    """seconds that one call of a reward may take"""
+    beta: float = 0.1
+    """how strongly the actor is held to the reference"""
+    steps: int = 40
+    """rollouts, each followed by the updates on its pairs"""
+    rollout_size: int = 64
+    """prompts of a step over all processes"""
+    group_size: int = 4
+    """answers to each prompt, of which the best and the worst make a pair; at least 2"""
+    minibatch_size: int = 64
+    """pairs of an optimizer step over all processes, those left out included"""
+    micro_batch_size: int = 32
+    """pairs of a forward pass on one process, at most"""
+    learning_rate: float = 3e-4
+    """peak of the linear schedule"""
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank; 0 trains all weights"""
+    max_prompt_tokens: int = 96
+    """longer prompts lose their beginning"""
+    max_new_tokens: int = 48
+    """longest response"""
+    temperature: float = 1.0
+    """of sampling and of every log-probability alike"""
+    exact: bool = False
+    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
+    eval_every: int = 10
+    """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
+    eval_prompts: int = 256
+    """held-out prompts that are answered at each evaluation"""
+
+    def __post_init__(self) -> None:
+        ResumeOptions.__post_init__(self)
+        PairLossOptions.__post_init__(self)
+        for name in ("steps", "minibatch_size", "micro_batch_size", "max_prompt_tokens", "max_new_tokens"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("beta", "learning_rate", "temperature", "reward_time_limit"):
+            check_above(name, getattr(self, name), 0)
+        for name in ("lora_rank", "eval_every"):
+            check_at_least(name, getattr(self, name), 0)
+        check_at_least("eval_prompts", self.eval_prompts, 1)
+        check_at_least("group_size", self.group_size, 2)
+        check_divides("rollout_size", self.rollout_size, self.minibatch_size)
+
+
+class Best(NamedTuple):
+    """The evaluation with the highest score so far."""
+
+    score: float = -math.inf
+    step: int = 0
+    """After how many steps it was."""
+
+
+def run(config: Config) -> Path:
+    """Makes what is missing and trains; returns the folder of the final actor. Collective."""
+    out = Path(config.out)
+    hybrid_engine.init_distributed()
+    start = prepare(config)
+    seed_everything(config.seed)
+    num_updates = config.steps * (config.rollout_size // config.minibatch_size)
+    policy = build_policy(config, start.source, num_updates, keeps_reference=True)
+    say(policy.actor.report())
+
+    before = evaluate_policy(policy, start, config)
+    best, first_step = Best(), 0
+    if config.resume:
+        saved = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config)
+        best, first_step = Best(**saved.state), saved.step
+    started = time.perf_counter()
+    log = RunLog(out, "Online DPO", config.steps, config, first_step)
+    best = train_loop(policy, start, config, log, first_step, best)
+    seconds = time.perf_counter() - started
+    after = evaluate_policy(policy, start, config)
+
+    show_comparison(before, after, out)
+    result = {"before": before.figures, "after": after.figures, "seconds": seconds}
+    write_json(out / "result.json", result | ({"best": best._asdict()} if best.step else {}))
+    plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
+    save_stage(policy.actor, policy.tokenizer, out / "actor")
+    return out / "actor"
+
+
+def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_step: int, best: Best) -> Best:
+    """Answers to a step's prompts, pairs of them, and the updates on these."""
+    actor = policy.actor
+    source = GroupSource(
+        actor=actor,
+        tokenizer=policy.tokenizer,
+        rewards=start.rewards,
+        rows=start.train,
+        options=sampling_options(config, config.group_size),
+        seed=config.seed,
+    )
+    with log:
+        for step in range(first_step, config.steps):
+            actor.eval()
+            groups = source.draw(config.rollout_size // get_world_size(), 0, step * config.rollout_size, step)
+            actor.train()
+            sums = answer_sums(groups.rollout) | {"score": (groups.scores.sum().item(), len(groups.scores))}
+            figures = groups.figures | global_means(sums)
+            figures |= update_on_pairs(policy, choose_pairs(policy, groups, config), config)
+
+            if config.eval_every and (step + 1) % config.eval_every == 0:
+                measured = evaluate_policy(policy, start, config).figures
+                figures |= {f"held_out_{name}": value for name, value in measured.items()}
+                if measured["score"] > best.score:
+                    best = Best(measured["score"], step + 1)
+                    save_stage(actor, policy.tokenizer, Path(config.out) / "best")
+            figures |= actor.latency_stats()
+            log.write(step, figures, [name for name in SHOWN if name in figures])
+            if config.save_every and (step + 1) % config.save_every == 0:
+                folder = Path(config.out) / CHECKPOINTS
+                save_checkpoints({"actor": actor}, folder, step + 1, config, best._asdict())
+    return best
+
+
+def choose_pairs(policy: Policy, groups: ScoredGroups, config: Config) -> list[TrainingPair]:
+    """A pair for each prompt of this process, with weight 0 where all of its answers have one score; collective."""
+    rollout = groups.rollout
+    best, worst, differs = best_and_worst(groups.scores.view(-1, config.group_size))  # [B] each
+    first = torch.arange(len(best), device=best.device) * config.group_size
+    rows = torch.cat([first + best, first + worst])
+    logprobs = policy.reference_logprobs(rollout.sequences.rows(rows), config.temperature).sum(dim=1).tolist()
+    prompts, responses = rollout.answers.prompt_ids, rollout.answers.response_ids
+    columns = zip(rows.tolist()[: len(best)], rows.tolist()[len(best) :], differs.tolist(), strict=True)
+    return [
+        TrainingPair(
+            EncodedPair(prompts[chosen], responses[chosen], responses[rejected]),
+            chosen_ref=logprobs[index],
+            rejected_ref=logprobs[len(best) + index],
+            weight=float(is_pair),
+        )
+        for index, (chosen, rejected, is_pair) in enumerate(columns)
+    ]
+
+
+def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Config) -> dict[str, float]:
+    """An optimizer step on each minibatch that has a pair; collective.
+
+    Returns:
+        The number of `pairs` of the whole step, and the figures of the last minibatch with one; none of `dpo.update`'s
+        where no minibatch has.
+    """
+    reading = Reading(policy.tokenizer.pad_token_id, config.temperature)
+    loss_of, size = config.build_loss(config.beta), config.minibatch_size // get_world_size()
+    figures: dict[str, float] = {"pairs": 0.0}
+    for first in range(0, len(pairs), size):
+        minibatch = pairs[first : first + size]
+        num_pairs = sum(gather_objects(sum(pair.weight for pair in minibatch)))
+        if num_pairs:
+            before = figures["pairs"]
+            figures = update(policy.actor, minibatch, num_pairs, loss_of, config.beta, reading)
+            figures |= {"pairs": before + num_pairs, "learning_rate": policy.actor.get_lr()[0]}
+    return figures
+
+
+def sampling_options(config: Config, num_samples: int) -> SamplingOptions:
+    """How the actor answers, in training and in evaluation."""
+    return SamplingOptions(
+        max_prompt_tokens=config.max_prompt_tokens,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        num_samples=num_samples,
+    )
+
+
+def evaluate_policy(policy: Policy, start: Start, config: Config) -> Evaluation:
+    """Held-out prompts, always the same, answered once and scored, with the KL to the reference; collective."""
+    return evaluate(
+        policy.actor,
+        policy.tokenizer,
+        start.held_out,
+        start.rewards,
+        sampling_options(config, 1),
+        measure=lambda rollout: (
+            answer_sums(rollout)
+            | reference_sums(rollout, policy.reference_logprobs(rollout.sequences, config.temperature))
+        ),
+    )
