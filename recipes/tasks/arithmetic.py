@@ -1,11 +1,10 @@
 """Addition with written-out columns: a task whose answers can be checked, and a pupil's work that is often wrong.
 
-    384+597=                    the prompt
-    4+7=11,8+9+1=18,3+5+1=9;981  a response: each column from the right with its carry, then the sum
+    3847+2596=                                the prompt
+    7+6=13,4+9+1=14,8+5+1=14,3+2+1=6;6443     a response: each column from the right with its carry, then the sum
 
-A pupil has the form right, mostly forgets the carry and sometimes slips. A model that imitates his work learns the
-form, the tables and his mistakes; what reinforcement learning then adds is to carry, which is content: the likeliest
-answer was wrong too.
+A pupil has the form right and mostly forgets the carry. A model that imitates his work learns the form, the tables and
+his mistake; what reinforcement learning then adds is to carry, which is content: the likeliest answer was wrong too.
 """
 
 import itertools
@@ -19,11 +18,11 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.data.rows import CompletionRow, LearnedRow, PromptRow
 
-FORGETS_CARRY, SLIPS = 0.6, 0.15
-"""How often the pupil leaves a carry out of the column that it belongs to, and is off by one in a column's sum."""
+FORGETS_CARRY = 0.62
+"""How often the pupil leaves a carry out of the column that it belongs to."""
 ALPHABET = "0123456789+=,;"
 """Every character of problems and of written-out sums."""
-NUM_DIGITS = 3
+NUM_DIGITS = 4
 NUM_WORKED, NUM_PROMPTS = 38_400, 4096
 """Problems that the pupil works, and that reinforcement learning asks."""
 NUM_HELD_OUT, HELD_OUT_SHARE = 512, 0.1
@@ -50,19 +49,13 @@ class Problem:
         return right_sum(self).split(";")[-1]
 
 
-def written_sum(problem: Problem, forgets: Sequence[bool], slips: Sequence[int]) -> str:
-    """The columns from the right and the sum.
-
-    Args:
-        problem: D digits.
-        forgets: `[D]`, whether the column's carry is left out.
-        slips: `[D]`, by how much the column's sum is wrong.
-    """
+def written_sum(problem: Problem, forgets: Sequence[bool]) -> str:
+    """The columns from the right and the sum; `forgets` says of each column whether its carry is left out."""
     first, second = (f"{number:0{problem.num_digits}d}"[::-1] for number in (problem.first, problem.second))
     carry, columns, digits = 0, [], []
-    for top, bottom, is_forgotten, slip in zip(first, second, forgets, slips, strict=True):
+    for top, bottom, is_forgotten in zip(first, second, forgets, strict=True):
         carried = 0 if is_forgotten else carry
-        total = max(int(top) + int(bottom) + carried + slip, 0)
+        total = int(top) + int(bottom) + carried
         columns.append(f"{top}+{bottom}" + (f"+{carried}" if carried else "") + f"={total}")
         digits.append(str(total % 10))
         carry = total // 10
@@ -71,14 +64,12 @@ def written_sum(problem: Problem, forgets: Sequence[bool], slips: Sequence[int])
 
 def right_sum(problem: Problem) -> str:
     """The columns and the sum without a mistake."""
-    return written_sum(problem, [False] * problem.num_digits, [0] * problem.num_digits)
+    return written_sum(problem, [False] * problem.num_digits)
 
 
 def pupils_work(problem: Problem, generator: random.Random) -> str:
     """A response with the pupil's mistakes."""
-    forgets = [generator.random() < FORGETS_CARRY for _ in range(problem.num_digits)]
-    slips = [generator.choice((-1, 1)) if generator.random() < SLIPS else 0 for _ in range(problem.num_digits)]
-    return written_sum(problem, forgets, slips)
+    return written_sum(problem, [generator.random() < FORGETS_CARRY for _ in range(problem.num_digits)])
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
