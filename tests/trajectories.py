@@ -18,13 +18,16 @@ import torch
 import transformers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hybrid_engine.recipes import dpo, kto
+from hybrid_engine.recipes import dpo, grpo, kto, reward, sft
+from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 
 FILE = Path(__file__).parent / "data" / "trajectories.json"
 NUM_STEPS = 30
 FIGURES = ("loss", "grad_norm")
+FIGURES_OF = {"grpo": ("score", "kl_per_sequence", "grad_norm")}
+"""For recipes whose loss is about 0 by itself."""
 Trajectory = dict[str, list[float]]
 
 
@@ -37,6 +40,8 @@ def write_start(folder: Path) -> None:
         for a, b in numbers
     ]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
     tokenizer = train_tokenizer([row["prompt"] + row["rejected"] for row in rows], 300)
     tokenizer.save_pretrained(folder / "model")
     torch.manual_seed(0)
@@ -67,7 +72,37 @@ def run_kto(start: Path, out: Path) -> None:
     kto.run(kto.Config(**sources, **PREFERENCE, max_answers=240, undesirable_weight=1.5))
 
 
-RUNS: dict[str, Callable[[Path, Path], None]] = {"dpo": run_dpo, "kto": run_kto}
+LEARNING = {"batch_size": 8, "micro_batch_size": 4, "learning_rate": 1e-3, "save_every": 0, "epochs": 2}
+
+
+def run_sft(start: Path, out: Path) -> None:
+    """Two passes over 120 answers."""
+    sources = {"model": str(start / "model"), "dataset": str(start / "answers.jsonl"), "out": str(out)}
+    sft.run(sft.Config(**sources, **LEARNING, max_examples=120))
+
+
+def run_reward(start: Path, out: Path) -> None:
+    """Two passes over 120 pairs, with centred scores."""
+    sources = {"model": str(start / "model"), "dataset": str(start / "pairs.jsonl"), "out": str(out)}
+    reward.run(reward.Config(**sources, **LEARNING, max_pairs=120, center_coef=0.01))
+
+
+def run_grpo(start: Path, out: Path) -> None:
+    """Thirty steps of two updates each, with a KL in the loss and clipped ratios."""
+    sources = {"model": str(start / "model"), "dataset": str(start / "answers.jsonl"), "out": str(out)}
+    sizes = {"steps": 30, "rollout_size": 4, "group_size": 4, "minibatch_size": 8, "micro_batch_size": 4}
+    rates = {"learning_rate": 3e-3, "save_every": 0, "eval_every": 0, "eval_prompts": 2, "max_new_tokens": 4}
+    algorithm = Algorithm.from_options({"preset": "deepseekmath"})
+    grpo.run(grpo.Config(**sources, **sizes, **rates, reward=("regex:[a-m]",), algorithm=algorithm))
+
+
+RUNS: dict[str, Callable[[Path, Path], None]] = {
+    "dpo": run_dpo,
+    "kto": run_kto,
+    "sft": run_sft,
+    "reward": run_reward,
+    "grpo": run_grpo,
+}
 
 
 def measure(recipe: str, folder: Path) -> Trajectory:
@@ -77,9 +112,10 @@ def measure(recipe: str, folder: Path) -> Trajectory:
         start.mkdir()
         write_start(start)
     RUNS[recipe](start, folder / recipe)
-    lines = read_metrics(folder / recipe / METRICS)
+    log = folder / recipe / f"{recipe}-log"
+    lines = read_metrics((log if log.exists() else folder / recipe) / METRICS)
     assert len(lines) == NUM_STEPS, f"{recipe}: {len(lines)} steps"
-    return {name: [line[name] for line in lines] for name in FIGURES}
+    return {name: [line[name] for line in lines] for name in FIGURES_OF.get(recipe, FIGURES)}
 
 
 def read_references() -> dict[str, dict[str, Trajectory]]:
