@@ -32,7 +32,8 @@ from hybrid_engine.recipes.runs.checks import (
     check_texts,
 )
 from hybrid_engine.recipes.runs.config_files import CONFIG, write_config
-from hybrid_engine.recipes.runs.ppo_checks import check_positions
+from hybrid_engine.recipes.runs.options import RewardOptions
+from hybrid_engine.recipes.runs.run_checks import check_positions
 from hybrid_engine.recipes.runs.run_folder import check_out, left_behind
 from hybrid_engine.recipes.runs.run_log import samples_table, say, write_json
 from hybrid_engine.recipes.runs.stages import load_config, load_model, load_tokenizer, move_aside, num_positions
@@ -43,7 +44,7 @@ NUM_SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(RewardOptions):
     """Measures a model: it answers every prompt of a data set several times, and the answers are scored.
 
         hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
@@ -58,11 +59,6 @@ class Config:
     dataset: str | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt", and what the
     rewards compare with in other columns"""
-    reward: tuple[str, ...] = ()
-    """exact, number, math, regex:PATTERN, length:target=N, a reward-model folder, or module:function; several are added
-    (docs/rewards.md)"""
-    reward_weights: tuple[float, ...] = ()
-    """a weight for each --reward; default: 1 each"""
     reward_time_limit: float = 300.0
     """seconds that one call of a reward may take, for up to 64 prompts"""
     k: int = 8
@@ -91,6 +87,7 @@ class Config:
     """what the model computes in: fp32, bf16 or fp16"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_texts(self)
         for name in ("model", "dataset", "reward"):
             if not getattr(self, name):

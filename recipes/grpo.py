@@ -39,7 +39,7 @@ from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import ResumeOptions, RolloutOptions
+from hybrid_engine.recipes.runs.options import ResumeOptions, RewardOptions, RolloutOptions
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
@@ -58,14 +58,15 @@ SHOWN = ["score", "groups_without_variance", "length", "e2e_seconds", "generate_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RolloutOptions, ResumeOptions):
+class Config(RewardOptions, RolloutOptions, ResumeOptions):
     """Trains a language model by GRPO: it answers each prompt several times, and the better answers become likelier.
 
         hybrid-engine grpo
         hybrid-engine grpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
         hybrid-engine grpo --preset dapo --kl-place loss --kl-coef 0.01
 
-    Without --model a small one is made first that adds numbers and forgets the carry. Left below --out: config.yaml,
+    Without --model a small one is made first that adds numbers and forgets the carry; without --reward an answer's is
+    whether its sum is right. Left below --out: config.yaml,
     metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json, checkpoints/,
     best/ (the weights that did best on held-out prompts) and actor/ (the last), both Hugging Face folders. After an
     interruption the same command with --resume goes on from the last checkpoint.
@@ -77,13 +78,6 @@ class Config(RolloutOptions, ResumeOptions):
     dataset: str | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the
     rewards read; default: sums"""
-    reward: tuple[str, ...] = ()
-    """exact, number, math, regex:PATTERN, length:..., the folder of a reward model, or module:function; several are
-    added up (docs/rewards.md); default: whether the sum is right"""
-    reward_weights: tuple[float, ...] = ()
-    """one for each --reward; default: 1 each"""
-    reward_time_limit: float = 300.0
-    """seconds that one call of a reward may take"""
     steps: int = 60
     """rollouts, each followed by the updates on it"""
     rollout_size: int = 64
@@ -115,13 +109,13 @@ class Config(RolloutOptions, ResumeOptions):
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)
+        RewardOptions.__post_init__(self)
         for name in ("steps", "rollout_size", "group_size", "minibatch_size", "micro_batch_size", "epochs"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("eval_samples", self.eval_samples, 1)
         for name in ("lora_rank", "eval_every"):
             check_at_least(name, getattr(self, name), 0)
-        for name in ("learning_rate", "reward_time_limit"):
-            check_above(name, getattr(self, name), 0)
+        check_above("learning_rate", self.learning_rate, 0)
         self.algorithm.check_group_size("group_size", self.group_size)
         if self.rollout_size * self.group_size % self.minibatch_size:
             raise ValueError(

@@ -44,7 +44,7 @@ from hybrid_engine.recipes.preference.pairs import TrainingPair
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_divides
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import ResumeOptions
+from hybrid_engine.recipes.runs.options import AnswerOptions, ResumeOptions, RewardOptions
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import save_stage, seed_everything
@@ -61,13 +61,14 @@ SHOWN = ["score", "groups_without_variance", "loss", "accuracy", "length", "e2e_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PairLossOptions, ResumeOptions):
+class Config(PairLossOptions, RewardOptions, AnswerOptions, ResumeOptions):
     """Trains a language model by online DPO: of its own answers to a prompt the best becomes likelier than the worst.
 
         hybrid-engine online-dpo
         hybrid-engine online-dpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
 
-    Without --model a small one is made first that adds numbers and forgets the carry. Left below --out: config.yaml,
+    Without --model a small one is made first that adds numbers and forgets the carry; without --reward an answer's is
+    whether its sum is right. Left below --out: config.yaml,
     metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json, checkpoints/,
     best/ (the weights that did best on held-out prompts) and actor/ (the last), both Hugging Face folders. After an
     interruption the same command with --resume goes on from the last checkpoint.
@@ -80,13 +81,6 @@ class Config(PairLossOptions, ResumeOptions):
     dataset: str | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the
     rewards read; default: sums"""
-    reward: tuple[str, ...] = ()
-    """exact, number, math, regex:PATTERN, length:..., the folder of a reward model, or module:function; several are
-    added up (docs/rewards.md); default: whether the sum is right"""
-    reward_weights: tuple[float, ...] = ()
-    """one for each --reward; default: 1 each"""
-    reward_time_limit: float = 300.0
-    """seconds that one call of a reward may take"""
     beta: float = 0.1
     """how strongly the actor is held to the reference"""
     steps: int = 40
@@ -103,29 +97,23 @@ class Config(PairLossOptions, ResumeOptions):
     """peak of the linear schedule"""
     lora_rank: int = 0
     """train a LoRA adapter of this rank; 0 trains all weights"""
-    max_prompt_tokens: int = 96
-    """longer prompts lose their beginning"""
     max_new_tokens: int = 48
-    """longest response"""
-    temperature: float = 1.0
-    """of sampling and of every log-probability alike"""
     exact: bool = False
     """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
     eval_every: int = 10
     """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
-    eval_prompts: int = 256
-    """held-out prompts that are answered at each evaluation"""
 
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
+        AnswerOptions.__post_init__(self)
+        RewardOptions.__post_init__(self)
         PairLossOptions.__post_init__(self)
-        for name in ("steps", "minibatch_size", "micro_batch_size", "max_prompt_tokens", "max_new_tokens"):
+        for name in ("steps", "minibatch_size", "micro_batch_size"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("beta", "learning_rate", "temperature", "reward_time_limit"):
+        for name in ("beta", "learning_rate"):
             check_above(name, getattr(self, name), 0)
         for name in ("lora_rank", "eval_every"):
             check_at_least(name, getattr(self, name), 0)
-        check_at_least("eval_prompts", self.eval_prompts, 1)
         check_at_least("group_size", self.group_size, 2)
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
 
@@ -175,7 +163,7 @@ def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_
         tokenizer=policy.tokenizer,
         rewards=start.rewards,
         rows=start.train,
-        options=sampling_options(config, config.group_size),
+        options=SamplingOptions.of(config, config.group_size),
         seed=config.seed,
     )
     with log:
@@ -241,16 +229,6 @@ def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Confi
     return figures
 
 
-def sampling_options(config: Config, num_samples: int) -> SamplingOptions:
-    """How the actor answers, in training and in evaluation."""
-    return SamplingOptions(
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        num_samples=num_samples,
-    )
-
-
 def evaluate_policy(policy: Policy, start: Start, config: Config) -> Evaluation:
     """Held-out prompts, always the same, answered once and scored, with the KL to the reference; collective."""
     return evaluate(
@@ -258,7 +236,7 @@ def evaluate_policy(policy: Policy, start: Start, config: Config) -> Evaluation:
         policy.tokenizer,
         start.held_out,
         start.rewards,
-        sampling_options(config, 1),
+        SamplingOptions.of(config),
         measure=lambda rollout: (
             answer_sums(rollout)
             | reference_sums(rollout, policy.reference_logprobs(rollout.sequences, config.temperature))

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from hybrid_engine.recipes.data.held_out import is_held_out
-from hybrid_engine.recipes.data.prompts import load_prompts, select_prompts
+from hybrid_engine.recipes.data.prompts import load_prompt_rows, select_prompts
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.tasks.pep257 import conforms, pep257_violations
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
@@ -131,30 +131,30 @@ def write_prompts(path, column, count=60):
 
 
 def test_prompts_of_a_jsonl_file_and_of_a_saved_dataset_are_split_by_their_hash(tmp_path):
-    train, held_out = load_prompts(write_prompts(tmp_path / "prompts.jsonl", "prompt"))
+    train, held_out = load_prompt_rows(write_prompts(tmp_path / "prompts.jsonl", "prompt"))
     train_texts, held_out_texts = ([row.prompt for row in rows] for rows in (train, held_out))
     assert sorted(train_texts + held_out_texts) == sorted(f"prompt {n}" for n in range(60))
     assert held_out_texts == [text for text in sorted(held_out_texts, key=lambda p: int(p[7:])) if is_held_out(text)]
     assert [row.columns["id"] for row in held_out] == [int(text[7:]) for text in held_out_texts]
     Dataset.from_dict({"prompt": [f"prompt {n}" for n in range(60)]}).save_to_disk(tmp_path / "saved")
-    saved = load_prompts(str(tmp_path / "saved"))
+    saved = load_prompt_rows(str(tmp_path / "saved"))
     assert [[row.prompt for row in rows] for rows in saved] == [train_texts, held_out_texts]
 
 
 def test_a_dataset_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path):
     with pytest.raises(ValueError, match=r"has the columns 'id', 'question' and must have 'prompt'"):
-        load_prompts(write_prompts(tmp_path / "other.jsonl", "question"))
+        load_prompt_rows(write_prompts(tmp_path / "other.jsonl", "question"))
     Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"has the columns 'text' \(plain text\) and must have 'prompt'"):
-        load_prompts(str(tmp_path / "saved"))
+        load_prompt_rows(str(tmp_path / "saved"))
     (tmp_path / "empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
     with pytest.raises(ValueError, match="line 2 has prompt=''"):
-        load_prompts(str(tmp_path / "empty.jsonl"))
+        load_prompt_rows(str(tmp_path / "empty.jsonl"))
     (tmp_path / "torn.jsonl").write_text('{"prompt": "a"}\n{"prom')
     with pytest.raises(ValueError, match=r"must be a file \(.jsonl, .json, .csv, .parquet\), a folder or a hub name"):
-        load_prompts(str(tmp_path / "nowhere"))
+        load_prompt_rows(str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="line 2 is not JSON"):
-        load_prompts(str(tmp_path / "torn.jsonl"))
+        load_prompt_rows(str(tmp_path / "torn.jsonl"))
 
 
 TEXTS = [f"prompt {n}" for n in range(60)] + ["a\u2028b", "c\u0085d", "e\x0cf", 'ä, "g"', "12", "NA"]

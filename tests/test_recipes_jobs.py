@@ -294,7 +294,7 @@ def test_a_reward_that_cannot_be_found_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for spec, message in (("nowhere:f", "no module 'nowhere'"), ("json:nothing", "json has no function 'nothing'")):
         with pytest.raises(ValueError, match=message):
-            ppo.load_rewards([spec])
+            load_rewards([spec])
 
 
 def test_a_model_that_does_not_load_is_named_before_any_work(tmp_path, capsys):

@@ -20,6 +20,7 @@ from transformers import (
 
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, reward, sft
+from hybrid_engine.recipes.experience.start import Start
 from hybrid_engine.recipes.rewards.learned import LearnedReward, build_critic, load_value_model
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
@@ -226,9 +227,12 @@ def test_a_reward_without_a_module_or_a_function_is_refused(tmp_path, capsys, sp
 
 
 def test_dropout_is_off_in_every_role_of_a_model_whose_config_asks_for_it(sources):
-    roles = ppo.build_roles(ppo.Config(lora_rank=2), str(sources / "actor"), str(sources / "one label"))
-    critic_of_body = build_critic(str(sources / "actor"), "json:dumps")
+    rewards = load_rewards(["json:dumps", str(sources / "one label")])
+    start = Start(source=str(sources / "actor"), train=[], held_out=[], rewards=rewards)
+    roles, adapted = ppo.build_roles(ppo.Config(), start), ppo.build_roles(ppo.Config(lora_rank=2), start)
+    critic_of_body = build_critic(str(sources / "actor"), ["json:dumps"])
     scorer = load_value_model(str(sources / "one label"))
-    for model in (roles.actor.module, roles.critic.module, roles.reference, critic_of_body, scorer):
+    actors = (roles.policy.actor.module, adapted.policy.actor.module, roles.policy.reference)
+    for model in (*actors, roles.critic.module, critic_of_body, scorer):
         rates = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
         assert rates and set(rates) == {0.0}

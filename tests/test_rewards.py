@@ -7,7 +7,7 @@ import pytest
 import torch
 from answers import answers_of
 
-from hybrid_engine.recipes.ppo import reward_tokens
+from hybrid_engine.recipes.experience.critic_experience import reward_tokens
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN, last_number
 from hybrid_engine.recipes.rewards.loading import load_rewards, names_of

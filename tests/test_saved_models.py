@@ -67,7 +67,7 @@ def test_a_model_with_an_adapter_loads_merged_by_transformers_and_apart_by_peft(
 
 
 def test_the_card_says_what_the_run_left_and_the_hub_reads_it(tokenizer, tmp_path):
-    config = ppo.Config(out=str(tmp_path), model="Qwen/Qwen3-0.6B", dataset="trl-lib/prompts", reward="a`b``` :c")
+    config = ppo.Config(out=str(tmp_path), model="Qwen/Qwen3-0.6B", dataset="trl-lib/prompts", reward=("a`b``` :c",))
     write_config(tmp_path, config)
     write_json(tmp_path / "result.json", {"before": {"score": 0.25}, "after": {"score": 0.75}})
     save_stage(engine_of(LlamaForCausalLM(SHAPE)), tokenizer, tmp_path / "actor")

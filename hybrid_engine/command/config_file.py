@@ -37,7 +37,7 @@ def _read_entry(path: str, key: str, value: Any, by_name: Mapping[str, Option]) 
     option = by_name[name]
     if not option.is_list:
         return name, None if value is None and option.default is None else _read_value(path, option, value)
-    given = value if isinstance(value, list) else [value]
+    given = value if isinstance(value, list) else [] if value is None else [value]
     return name, tuple(_read_value(path, option, item) for item in given)
 
 

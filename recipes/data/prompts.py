@@ -1,4 +1,4 @@
-"""The prompts of a run: the standard library's signatures, or a data set of the user's with a column `prompt`."""
+"""The prompts of a data set of the user's, in its column `prompt`, and the order in which a run takes prompts."""
 
 import torch
 
@@ -6,7 +6,6 @@ from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.runs.stages import mix_seed
-from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 
 
 def load_prompt_rows(dataset: str) -> tuple[list[PromptRow], list[PromptRow]]:
@@ -25,22 +24,6 @@ def load_prompt_rows(dataset: str) -> tuple[list[PromptRow], list[PromptRow]]:
             f"--dataset={dataset!r} has {len(rows)} distinct prompts, of which {len(held_out)} are held out by "
             "their hash (about a tenth); training and evaluation both need at least one: give more prompts"
         )
-    return train, held_out
-
-
-def load_prompts(dataset: str | None) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training and held-out prompts, which are text, those of the standard library's signatures for None.
-
-    Raises:
-        ValueError: as `load_prompt_rows`, and for a prompt that is a conversation.
-    """
-    if dataset is None:
-        train, held_out = ([PromptRow(prompt=e.prompt) for e in part] for part in split(stdlib_examples()))
-        return train, held_out
-    train, held_out = load_prompt_rows(dataset)
-    for row in (*train, *held_out):
-        if not isinstance(row.prompt, str):
-            raise ValueError(f"{row.place} has a conversation in prompt and this recipe takes text; write it as text")
     return train, held_out
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.ops.log_prob import token_logprobs
 
 ROWS_PER_PASS = 32
@@ -166,6 +167,22 @@ def in_parts(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> 
     num_rows, num_columns = batch.response_mask.shape
     parts = [compute(batch.rows(rows)) for rows in torch.arange(num_rows).split(ROWS_PER_PASS)]
     return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
+
+
+def in_parts_together(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
+    """`in_parts` of a `compute` that is collective, where processes may have different numbers of rows; collective.
+
+    Those with fewer rows compute their last one again, so that all make as many passes.
+    """
+    num_rows, num_columns = batch.response_mask.shape
+    index = torch.arange(max(gather_objects(num_rows))).clamp(max=num_rows - 1)
+    found = in_parts(compute, batch.rows(index))[:num_rows]
+    return pad(found, (0, num_columns - found.shape[1]))
+
+
+def pad_numbers(rows: list[list[float]], num_columns: int, device: torch.device) -> torch.Tensor:
+    """`[B, num_columns]` fp32: the numbers of each row, and 0 behind them."""
+    return torch.tensor([row + [0.0] * (num_columns - len(row)) for row in rows], device=device)
 
 
 def batches_of_similar_length(lengths: list[int], batch_size: int, generator: torch.Generator) -> list[list[int]]:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.distributed.processes import default_device, get_world_size
 from hybrid_engine.recipes.data.rows import PromptRow
-from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs
+from hybrid_engine.recipes.data.sequences import Sequences, in_parts, in_parts_together, response_logprobs
 from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, global_means
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions
 from hybrid_engine.recipes.rewards.rewards import Rewards
@@ -46,7 +46,7 @@ class Policy:
         """`[N, T]` fp32 of the first weights, 0 on padding; collective where the actor is sharded."""
         if self.has_adapter:
             with self.actor.module.disable_adapter():
-                return in_parts(partial(response_logprobs, self.actor, temperature=temperature), sequences)
+                return in_parts_together(partial(response_logprobs, self.actor, temperature=temperature), sequences)
         assert self.reference is not None, "the run keeps no reference"
         return in_parts(partial(response_logprobs, self.reference, temperature=temperature), sequences)
 
@@ -80,16 +80,7 @@ def build_policy(config: Any, source: str, num_updates: int, keeps_reference: bo
     reference = None
     if keeps_reference and not config.lora_rank:
         reference = load_model(AutoModelForCausalLM, source).to(default_device()).eval().requires_grad_(False)
-    engine_config = build_engine_config(
-        batch_size=config.minibatch_size,
-        micro_batch_size=largest_micro_batch(config.minibatch_size // get_world_size(), config.micro_batch_size),
-        learning_rate=config.learning_rate,
-        num_steps=num_updates,
-        warmup_steps=min(4, num_updates),
-        zero_stage=config.zero_stage,
-        max_out_tokens=config.max_prompt_tokens + config.max_new_tokens,
-        exact=config.exact,
-    )
+    engine_config = engine_config_of(config, config.learning_rate, num_updates, generates=True)
     actor, *_ = hybrid_engine.initialize(model=add_adapter(model, config.lora_rank), config=engine_config)
     tokenizer = load_tokenizer(source)
     return Policy(actor=actor, tokenizer=tokenizer, reference=reference, has_adapter=bool(config.lora_rank))
@@ -107,3 +98,17 @@ def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards,
     passes = PassRule(threshold=config.pass_score, ks=sorted({1, config.eval_samples}))
     options = SamplingOptions.of(config, config.eval_samples)
     return evaluate(policy.actor, policy.tokenizer, rows, rewards, options, passes=passes)
+
+
+def engine_config_of(config: Any, learning_rate: float, num_updates: int, *, generates: bool) -> dict[str, Any]:
+    """The DeepSpeed config of a role that is trained on rollouts: the actor, which generates, or its critic."""
+    return build_engine_config(
+        batch_size=config.minibatch_size,
+        micro_batch_size=largest_micro_batch(config.minibatch_size // get_world_size(), config.micro_batch_size),
+        learning_rate=learning_rate,
+        num_steps=num_updates,
+        warmup_steps=min(4, num_updates),
+        zero_stage=config.zero_stage,
+        max_out_tokens=config.max_prompt_tokens + config.max_new_tokens if generates else None,
+        exact=config.exact,
+    )

@@ -17,7 +17,7 @@ from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, attach_responses, pad_prompts
 from hybrid_engine.recipes.rewards.answers import Answers
-from hybrid_engine.recipes.runs.options import RolloutOptions
+from hybrid_engine.recipes.runs.options import AnswerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class SamplingOptions:
     """Answers to each prompt, G."""
 
     @classmethod
-    def of(cls, config: RolloutOptions, num_samples: int = 1) -> "SamplingOptions":
+    def of(cls, config: AnswerOptions, num_samples: int = 1) -> "SamplingOptions":
         """As the options of a recipe say, with `num_samples` answers to each prompt."""
         return cls(
             max_prompt_tokens=config.max_prompt_tokens,

@@ -46,13 +46,8 @@ def answer_prompts(
 
     Without a judge the figures have no score.
     """
-    options = SamplingOptions(
-        max_prompt_tokens=config.max_prompt_tokens,
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-    )
     judge: Callable[[Answers], Scores] = judge_by_pep257 if is_judged else judge_nothing
-    found = evaluate(actor, tokenizer, prompts, judge, options)
+    found = evaluate(actor, tokenizer, prompts, judge, SamplingOptions.of(config))
     actor.train()
     if is_judged:
         return found

@@ -11,12 +11,13 @@ from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.encoding import check_fits
 from hybrid_engine.recipes.data.rows import Row
+from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
 from hybrid_engine.recipes.preference.options import PreferenceOptions
-from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
+from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
-from hybrid_engine.recipes.runs.ppo_checks import check_folder
-from hybrid_engine.recipes.runs.stages import load_config, load_model, load_tokenizer, num_positions
+from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_stage
+from hybrid_engine.recipes.runs.stages import load_config, load_model, num_positions
 
 
 def check_run(config: PreferenceOptions) -> None:
@@ -30,27 +31,14 @@ def check_run(config: PreferenceOptions) -> None:
     on_rank_zero(lambda: check_folder(folder, config))
     check_divides("batch_size", config.batch_size, get_world_size())
     if config.model:
-        load_tokenizer(config.model)
-        check_adapter(config.lora_rank, load_config(config.model), config.model)
-    elif not (folder / "sft").exists() and sft_stage.Config().batch_size % get_world_size():
-        raise ValueError(
-            f"{get_world_size()} processes do not divide the {sft_stage.Config().batch_size} samples of an optimizer "
-            "step of sft; run `hybrid-engine sft` by itself first, with another --batch-size and the same --out"
-        )
+        check_model(config.model, config.lora_rank)
+    else:
+        check_stage(folder, "sft", SUMMARIES.actor_stage(config).batch_size)
 
 
 def find_first_actor(config: PreferenceOptions) -> str:
     """The folder or name of the actor as it begins: `--model`, or the run's sft, which is trained if missing."""
-    if config.model:
-        return config.model
-    stage = sft_stage.Config(
-        out=config.out,
-        seed=config.seed,
-        zero_stage=config.zero_stage,
-        tracker=config.tracker,
-        metric_names=config.metric_names,
-    )
-    return str(sft_stage.run(stage))
+    return config.model or str(sft_stage.run(SUMMARIES.actor_stage(config)))
 
 
 def check_positions(config: PreferenceOptions, source: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_one_of
-from hybrid_engine.recipes.runs.options import ResumeOptions
+from hybrid_engine.recipes.runs.options import AnswerOptions, ResumeOptions
 from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES, PairLoss, build_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceOptions(ResumeOptions):
+class PreferenceOptions(AnswerOptions, ResumeOptions):
     """What is trained, against which reference, and how it is looked at."""
 
     model: str | None = None
@@ -28,14 +28,8 @@ class PreferenceOptions(ResumeOptions):
     """steps between measurements on held-out rows; 0 measures only before and after"""
     eval_rows: int = 256
     """held-out rows that are measured, at most"""
-    max_prompt_tokens: int = 96
-    """longer prompts lose their beginning when they are answered"""
-    max_new_tokens: int = 40
-    """longest response"""
     temperature: float = 0.8
     """of sampling"""
-    eval_prompts: int = 256
-    """held-out prompts that are answered before and after"""
 
     def is_evaluated(self, step: int) -> bool:
         """Whether held-out rows are measured after `step`, which counts from 0."""
@@ -46,12 +40,11 @@ class PreferenceOptions(ResumeOptions):
         return self.save_every > 0 and (step + 1) % self.save_every == 0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("batch_size", "micro_batch_size", "eval_rows", "eval_prompts"):
+        ResumeOptions.__post_init__(self)
+        AnswerOptions.__post_init__(self)
+        for name in ("batch_size", "micro_batch_size", "eval_rows"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("max_prompt_tokens", "max_new_tokens"):
-            check_at_least(name, getattr(self, name), 1)
-        for name in ("beta", "learning_rate", "temperature"):
+        for name in ("beta", "learning_rate"):
             check_above(name, getattr(self, name), 0)
         for name in ("lora_rank", "eval_every"):
             check_at_least(name, getattr(self, name), 0)

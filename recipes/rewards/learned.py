@@ -1,5 +1,6 @@
 """Rewards that are models: a sequence classifier's score of a response, and the critic that begins as one."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -107,10 +108,16 @@ def shares_tokens(reward: str, actor: str) -> bool:
     return names_model(reward) and load_tokenizer(reward, "reward").get_vocab() == load_tokenizer(actor).get_vocab()
 
 
-def build_critic(actor: str, reward: str) -> ValueModel:
-    """The critic: the reward model's weights where both read the same tokens, else the actor's body and a head of 0."""
-    if shares_tokens(reward, actor):
-        return load_value_model(reward)
+def critic_source(rewards: Sequence[str], actor: str) -> str | None:
+    """The first of the rewards that can be the critic's beginning; None without one."""
+    return next((spec for spec in rewards if shares_tokens(spec, actor)), None)
+
+
+def build_critic(actor: str, rewards: Sequence[str]) -> ValueModel:
+    """The critic: a reward model's weights where both read the same tokens, else the actor's body and a head of 0."""
+    source = critic_source(rewards, actor)
+    if source is not None:
+        return load_value_model(source)
     backbone = load_model(AutoModel, actor)
     head = nn.Linear(backbone.config.hidden_size, 1)
     nn.init.zeros_(head.weight)

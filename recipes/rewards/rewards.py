@@ -26,6 +26,11 @@ class Rewards:
     rewards: tuple[Reward, ...]
     time_limit_seconds: float = TIME_LIMIT_SECONDS
 
+    @property
+    def specs(self) -> list[str]:
+        """What each reward was named by."""
+        return [reward.spec for reward in self.rewards]
+
     def check_columns(self, columns: Collection[str]) -> None:
         """ValueError unless the data has every column that a reward reads; to be asked before any work."""
         for reward in self.rewards:

@@ -4,6 +4,7 @@ A recipe that declares a field again gives it another default; what it means sta
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_one_of
 from hybrid_engine.recipes.runs.metric_names import FRAMEWORKS
@@ -51,8 +52,8 @@ class ResumeOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutOptions:
-    """How an actor answers, in training and in evaluation."""
+class AnswerOptions:
+    """How an actor answers, and how many held-out prompts."""
 
     max_prompt_tokens: int = 96
     """longer prompts lose their beginning"""
@@ -60,10 +61,6 @@ class RolloutOptions:
     """longest response"""
     temperature: float = 1.0
     """of sampling and of every log-probability alike"""
-    logprob_bound: float = 1e-3
-    """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
-    exact: bool = False
-    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
     eval_prompts: int = 256
     """held-out prompts that are answered before, after and, with --eval-every, between"""
 
@@ -71,4 +68,42 @@ class RolloutOptions:
         for name in ("max_prompt_tokens", "max_new_tokens", "eval_prompts"):
             check_at_least(name, getattr(self, name), 1)
         check_above("temperature", self.temperature, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutOptions(AnswerOptions):
+    """How an actor answers, in training and in evaluation, where it learns from its own answers."""
+
+    logprob_bound: float = 1e-3
+    """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
+    exact: bool = False
+    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_at_least("logprob_bound", self.logprob_bound, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOptions:
+    """What judges answers."""
+
+    reward: tuple[str, ...] = ()
+    """exact, number, math, regex:PATTERN, length:..., the folder of a reward model, or module:function; several are
+    added up (docs/rewards.md); default: that of the recipe's own task"""
+    reward_weights: tuple[float, ...] = ()
+    """one for each --reward; default: 1 each"""
+    reward_time_limit: float = 300.0
+    """seconds that one call of a reward may take"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.reward, str):
+            raise ValueError(f"--reward={self.reward!r} must be a list; put it in one: ({self.reward!r},)")
+        check_above("reward_time_limit", self.reward_time_limit, 0)
+        if self.reward_weights and not self.reward:
+            raise ValueError("--reward-weights weigh rewards; give as many --reward")
+
+
+def stage_options(config: RunOptions) -> dict[str, Any]:
+    """The options that the earlier stages of a run, which make what it begins with, take from it."""
+    return {name: getattr(config, name) for name in ("out", "seed", "zero_stage", "tracker", "metric_names")}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.recipes.data.prompts import load_prompts
+from hybrid_engine.recipes.data.prompts import load_prompt_rows
 
 from .bad_inputs import Call
 from .interrupts import Cycle
@@ -47,11 +47,11 @@ def _of_data() -> Iterator[Call]:
     folder = Path(tempfile.mkdtemp())
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
-        yield Call("data files", name, functools.partial(load_prompts, str(folder / name)), (name,))
+        yield Call("data files", name, functools.partial(load_prompt_rows, str(folder / name)), (name,))
     (folder / "folder.jsonl").mkdir()
     (folder / "empty").mkdir()
     for name in ("missing.jsonl", "folder.jsonl", "empty", "missing"):
-        yield Call("data files", name, functools.partial(load_prompts, str(folder / name)), (name,))
+        yield Call("data files", name, functools.partial(load_prompt_rows, str(folder / name)), (name,))
 
 
 class Saved:

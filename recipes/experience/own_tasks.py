@@ -1,0 +1,56 @@
+"""What a run learns where its user names nothing: prompts of its own, how its first actor is made, and its reward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.recipes.data.rows import PromptRow
+from hybrid_engine.recipes.runs.options import RunOptions, stage_options
+from hybrid_engine.recipes.tasks import arithmetic
+from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnTask:
+    """A task that needs no file of the user's."""
+
+    load_rows: Callable[[int], tuple[list[PromptRow], list[PromptRow]]]
+    """From the run's seed to the prompts to train on, and those held out."""
+    actor_stage: Callable[[RunOptions], sft_stage.Config]
+    """The stage that makes the first actor of a run."""
+    reward: str | None
+    """The reward's spec; None: the stage `reward` trains a model."""
+    serves_any_prompt: bool
+    """Whether this actor and this reward make sense for prompts of the user's."""
+
+
+def summary_rows(seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
+    """The standard library's signatures, which are split alike for every seed."""
+    train, held_out = ([PromptRow(prompt=example.prompt) for example in part] for part in split(stdlib_examples()))
+    return train, held_out
+
+
+SUMMARIES = OwnTask(
+    load_rows=summary_rows,
+    actor_stage=lambda config: sft_stage.Config(**stage_options(config)),
+    reward=None,
+    serves_any_prompt=True,
+)
+"""Summary lines behind the signatures of the standard library's functions."""
+
+SUMS = OwnTask(
+    load_rows=arithmetic.prompt_rows,
+    actor_stage=lambda config: sft_stage.Config(
+        task="sums",
+        epochs=1,
+        batch_size=64,
+        micro_batch_size=64,
+        learning_rate=3e-3,
+        hidden_size=128,
+        num_layers=2,
+        **stage_options(config),
+    ),
+    reward=arithmetic.REWARD,
+    serves_any_prompt=False,
+)
+"""Addition, by a model that does it as a pupil does who forgets the carry."""

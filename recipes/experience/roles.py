@@ -1,0 +1,41 @@
+"""The models of PPO: built together, trained together."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import hybrid_engine
+from hybrid_engine.recipes.experience.policy import Policy, build_policy, engine_config_of
+from hybrid_engine.recipes.experience.start import Start
+from hybrid_engine.recipes.rewards.learned import build_critic
+from hybrid_engine.recipes.rewards.rewards import Rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roles:
+    """The models of the run."""
+
+    policy: Policy
+    """The actor, trained, and its reference, the actor as it was at the start."""
+    critic: Any
+    """ZeroEngine of a ValueModel, trained."""
+    rewards: Rewards
+
+    @property
+    def engines(self) -> dict[str, Any]:
+        """What is trained, by the names of its checkpoints."""
+        return {"critic": self.critic, "actor": self.policy.actor}
+
+
+def build_roles(config: Any, start: Start) -> Roles:
+    """Loads the models, without dropout, and gives actor and critic an engine each. Collective.
+
+    Args:
+        config: as of `build_policy`, with critic_lr and num_updates.
+        start: the sources of the models; the critic begins as the first reward model that reads the actor's tokens.
+    """
+    policy = build_policy(config, start.source, config.num_updates, keeps_reference=True)
+    critic, *_ = hybrid_engine.initialize(
+        model=build_critic(start.source, start.rewards.specs),
+        config=engine_config_of(config, config.critic_lr, config.num_updates, generates=False),
+    )
+    return Roles(policy=policy, critic=critic, rewards=start.rewards)

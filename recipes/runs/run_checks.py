@@ -1,0 +1,44 @@
+"""What is checked of a run before a model loads, whatever it trains: its folder, its model, its earlier stages."""
+
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.distributed.processes import get_world_size
+from hybrid_engine.recipes.runs.adapters import check_adapter
+from hybrid_engine.recipes.runs.checkpoints import check_resume
+from hybrid_engine.recipes.runs.run_folder import check_nothing_is_lost, check_out
+from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer
+
+
+def check_folder(folder: Path, config: Any) -> None:
+    """Whether the run may write to `folder`, and goes on with what is in it or moves it aside; for one process."""
+    check_out(config.out)
+    check_resume(folder, config, "ppo")
+    if not config.resume and not config.restart:
+        check_nothing_is_lost(folder)
+
+
+def check_model(source: str, lora_rank: int) -> None:
+    """ValueError unless the model `source` has a tokenizer and a config, and `--lora-rank` fits its width."""
+    load_tokenizer(source)
+    check_adapter(lora_rank, load_config(source), source)
+
+
+def check_stage(folder: Path, name: str, batch_size: int) -> None:
+    """ValueError if the stage `name` is not in the run's `folder` and the processes do not divide its batches."""
+    if not (folder / name).exists() and batch_size % get_world_size():
+        raise ValueError(
+            f"{get_world_size()} processes do not divide the {batch_size} samples of an optimizer step of {name}; "
+            f"run `hybrid-engine {name}` by itself first, with another --batch-size and the same --out"
+        )
+
+
+def check_positions(config: Any, longest: int, model: str, limit: int | None) -> None:
+    """ValueError if a prompt of up to `longest` tokens and its response exceed the `limit` positions of `model`."""
+    prompt_tokens = min(longest, config.max_prompt_tokens)
+    total = prompt_tokens + config.max_new_tokens
+    if limit is not None and total > limit:
+        raise ValueError(
+            f"--max-new-tokens={config.max_new_tokens} behind prompts of up to {prompt_tokens} tokens makes {total}, "
+            f"more than the {limit} positions of {model}; lower it, or --max-prompt-tokens={config.max_prompt_tokens}"
+        )
