@@ -66,10 +66,10 @@ class Config(RewardOptions, RolloutOptions, ResumeOptions):
         hybrid-engine grpo --preset dapo --kl-place loss --kl-coef 0.01
 
     Without --model a small one is made first that adds numbers and forgets the carry; without --reward an answer's is
-    whether its sum is right. Left below --out: config.yaml,
-    metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json, checkpoints/,
-    best/ (the weights that did best on held-out prompts) and actor/ (the last), both Hugging Face folders. After an
-    interruption the same command with --resume goes on from the last checkpoint.
+    whether its sum is right. Left below --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json
+    (answers before and after), result.json, checkpoints/, best/ (the weights that did best on held-out prompts) and
+    actor/ (the last), both Hugging Face folders. After an interruption the same command with --resume goes on from the
+    last checkpoint.
     """
 
     out: str = "runs/sums"

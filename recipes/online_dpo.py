@@ -68,10 +68,10 @@ class Config(PairLossOptions, RewardOptions, AnswerOptions, ResumeOptions):
         hybrid-engine online-dpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math --out runs/mine
 
     Without --model a small one is made first that adds numbers and forgets the carry; without --reward an answer's is
-    whether its sum is right. Left below --out: config.yaml,
-    metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json, checkpoints/,
-    best/ (the weights that did best on held-out prompts) and actor/ (the last), both Hugging Face folders. After an
-    interruption the same command with --resume goes on from the last checkpoint.
+    whether its sum is right. Left below --out: config.yaml, metrics.jsonl (one line per step), plot.png, samples.json
+    (answers before and after), result.json, checkpoints/, best/ (the weights that did best on held-out prompts) and
+    actor/ (the last), both Hugging Face folders. After an interruption the same command with --resume goes on from the
+    last checkpoint.
     """
 
     out: str = "runs/online-dpo"

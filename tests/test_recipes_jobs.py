@@ -211,12 +211,17 @@ def test_where_the_output_is_no_terminal_each_step_has_a_line(tmp_path, capsys):
     assert capsys.readouterr().out == "PPO 2/3  score 0.5  length 7\nPPO 3/3  score 1  length 7\n"
 
 
-def test_own_prompts_reward_and_adapter_run_without_the_judge(stages, tmp_path, monkeypatch, capsys):
-    (tmp_path / "length_reward.py").write_text("def score(prompts, responses):\n    return [7.0 for _ in responses]\n")
+def test_own_prompts_rewards_with_weights_and_adapter_run_without_the_judge(stages, tmp_path, monkeypatch, capsys):
+    functions = (
+        f"def {name}(responses): return [{value}] * len(responses)" for name, value in (("five", 5.0), ("one", 1.0))
+    )
+    (tmp_path / "own.py").write_text("\n".join(functions))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"f{n}(x)\n"}) + "\n" for n in range(80)))
     monkeypatch.chdir(tmp_path)
     options = "--rollout-size 4 --minibatch-size 4 --steps 2 --max-new-tokens 4 --eval-prompts 3 --lora-rank 2"
-    sources = f"--model {stages / 'sft'} --dataset prompts.jsonl --reward length_reward:score --out run"
+    sources = (
+        f"--model {stages / 'sft'} --dataset prompts.jsonl --reward own:five own:one --reward-weights 1 2 --out run"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # of a name that peft reads and transformers renamed
         assert cli.main(f"ppo {sources} {options} --missing-eos-score 7".split()) == 0
@@ -225,6 +230,7 @@ def test_own_prompts_reward_and_adapter_run_without_the_judge(stages, tmp_path, 
     answers = read_answers(tmp_path / "run" / "answers.jsonl")
     assert [line["step"] for line in answers] == [0] * 3 + [2] * 3 and answers[0]["rewards"] == [7.0]
     assert all(line["score"] == 7.0 and "judge_pass_rate" not in line for line in metrics)
+    assert all((line["reward_five"], line["reward_one"]) == (5.0, 1.0) for line in metrics)
     output = capsys.readouterr().out
     assert "E2E latency" not in output  # a step has one line, with its times
     assert all(output.count(f"PPO {step}/2") == 1 for step in (1, 2)) and output.count("generate_seconds") == 2

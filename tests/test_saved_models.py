@@ -85,7 +85,7 @@ def test_the_card_says_what_the_run_left_and_the_hub_reads_it(tokenizer, tmp_pat
     assert "peft" not in card.text.split("## What")[0]
     blocks = re.findall(r"^(?P<fence>`{3,})yaml\n(.*?)\n(?P=fence)$", card.text, re.DOTALL | re.MULTILINE)
     figures, options = (yaml.safe_load(text) for _, text in blocks)
-    assert figures["after"]["score"] == 0.75 and options["kl_coef"] == 0.07 and options["reward"] == "a`b``` :c"
+    assert figures["after"]["score"] == 0.75 and options["kl_coef"] == 0.07 and options["reward"] == ["a`b``` :c"]
     assert f"torch {torch.__version__.split('+')[0]}" in card.text
 
 
