@@ -246,3 +246,10 @@ def test_what_cannot_work_is_refused_before_anything_is_made(options, message, t
     assert cli.main(["grpo", "--out", str(tmp_path / "run"), *options.split()]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_reward_that_tells_no_answers_apart_is_reported_and_changes_nothing(tiny, tmp_path, capsys):
+    config = tiny(steps=1, reward=("regex:.*",), eval_every=0)
+    grpo.run(config)
+    assert "the answers to each of 4 prompts have one score" in capsys.readouterr().out
+    assert all(map(torch.equal, weights_in(tmp_path / "run/actor").values(), weights_in(config.model).values()))

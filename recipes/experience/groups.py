@@ -16,6 +16,7 @@ from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, choose_groups, join, sample
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.rewards.scores import reward_figures
+from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.recipes.runs.stages import mix_seed
 from hybrid_engine.rl.group_advantages import has_variance
 
@@ -77,6 +78,10 @@ class GroupSource:
             num_missing -= int(is_kept.sum())
         figures["prompts_drawn"] = num_drawn - first_drawn
         figures["groups_without_variance"] = num_worthless / (num_drawn - first_drawn)
+        if num_worthless == num_drawn - first_drawn:
+            say(
+                f"Step {step + 1}: the answers to each of {num_worthless} prompts have one score; none teaches anything"
+            )
         return ScoredGroups(
             rollout=join(rollouts, self.tokenizer.pad_token_id) if len(rollouts) > 1 else rollouts[0],
             scores=torch.cat(scores).to(self.actor.device),
