@@ -19,13 +19,13 @@ def test_a_sum_without_a_mistake_is_right_and_every_column_is_written():
         assert problem.answer == result
 
 
-def test_the_pupil_is_right_in_a_third_of_his_sums_and_his_likeliest_work_in_a_sixth():
+def test_the_pupil_is_right_in_a_third_of_his_sums_and_his_likeliest_work_in_hardly_any():
     generator, drawn = random.Random(0), list(itertools.islice(arithmetic.problems(False, 2), 2000))
     is_right = [arithmetic.pupils_work(problem, generator).split(";")[1] == problem.answer for problem in drawn]
     likeliest = [arithmetic.written_sum(problem, [True] * problem.num_digits).split(";")[1] for problem in drawn]
     is_easy = [work == problem.answer for work, problem in zip(likeliest, drawn, strict=True)]
-    assert 0.3 < sum(is_right) / len(drawn) < 0.4
-    assert 0.12 < sum(is_easy) / len(drawn) < 0.22
+    assert 0.3 < sum(is_right) / len(drawn) < 0.37
+    assert sum(is_easy) / len(drawn) < 0.1
 
 
 def test_held_out_problems_are_the_same_for_every_seed_and_in_no_training_row():
@@ -45,7 +45,7 @@ def test_every_character_of_the_task_is_in_its_alphabet():
     assert [len(ids) for ids in encoded] == [len(text) for text in texts]
     assert tokenizer.pad_token_id not in {token for ids in encoded for token in ids}
     assert tokenizer.batch_decode(encoded, skip_special_tokens=True) == texts
-    assert all(re.fullmatch(r"\d{4}\+\d{4}=(\d\+\d(\+1)?=\d+,?){4};\d{4,5}", text) for text in texts)
+    assert all(re.fullmatch(r"\d{3}\+\d{3}=(\d\+\d(\+1)?=\d+,?){3};\d{3,4}", text) for text in texts)
 
 
 def test_the_reward_of_the_task_is_whether_the_sum_is_right():

@@ -1,7 +1,7 @@
 """Addition with written-out columns: a task whose answers can be checked, and a pupil's work that is often wrong.
 
-    3847+2596=                                the prompt
-    7+6=13,4+9+1=14,8+5+1=14,3+2+1=6;6443     a response: each column from the right with its carry, then the sum
+    384+697=                      the prompt
+    4+7=11,8+9+1=18,3+6+1=10;1081  a response: each column from the right with its carry, then the sum
 
 A pupil has the form right and mostly forgets the carry. A model that imitates his work learns the form, the tables and
 his mistake; what reinforcement learning then adds is to carry, which is content: the likeliest answer was wrong too.
@@ -18,11 +18,13 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.data.rows import CompletionRow, LearnedRow, PromptRow
 
-FORGETS_CARRY = 0.62
+FORGETS_CARRY = 0.52
 """How often the pupil leaves a carry out of the column that it belongs to."""
+CARRIES = 0.8
+"""How many of the columns have digits that add up to ten or more."""
 ALPHABET = "0123456789+=,;"
 """Every character of problems and of written-out sums."""
-NUM_DIGITS = 4
+NUM_DIGITS = 3
 NUM_WORKED, NUM_PROMPTS = 38_400, 4096
 """Problems that the pupil works, and that reinforcement learning asks."""
 NUM_HELD_OUT, HELD_OUT_SHARE = 512, 0.1
@@ -107,12 +109,20 @@ def prompt_rows(seed: int) -> tuple[list[PromptRow], list[PromptRow]]:
     return train, held_out
 
 
+_PAIRS = {
+    has_carry: [(str(a), str(b)) for a in range(10) for b in range(10) if (a + b >= 10) == has_carry]
+    for has_carry in (False, True)
+}
+"""The digits of a column, by whether they add up to ten or more."""
+
+
 def problems(is_held_out_kind: bool, seed: int) -> Iterator[Problem]:
     """An endless series of different problems; which of all are held out does not depend on the seed."""
     generator = random.Random(seed)
     seen: set[str] = set()
     while True:
-        first, second = (generator.randrange(10**NUM_DIGITS) for _ in range(2))
+        columns = [generator.choice(_PAIRS[generator.random() < CARRIES]) for _ in range(NUM_DIGITS)]
+        first, second = (int("".join(digits)) for digits in zip(*columns, strict=True))
         problem = Problem(first=first, second=second, num_digits=NUM_DIGITS)
         if problem.prompt not in seen and is_held_out(problem.prompt, HELD_OUT_SHARE) == is_held_out_kind:
             seen.add(problem.prompt)
