@@ -23,7 +23,7 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import all_processes, get_world_size
-from hybrid_engine.recipes.algorithms.advantages import compute_advantages
+from hybrid_engine.recipes.algorithms.advantages import check_steps, compute_advantages, compute_step_advantages
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
@@ -229,14 +229,21 @@ def build_experience(
     """Old and reference log-probabilities and advantages of a step's groups."""
     algorithm, rollout, scores = config.algorithm, groups.rollout, groups.scores
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
+    if groups.step_rewards is not None:
+        check_steps(algorithm)
     logprobs_ref = policy.reference_logprobs(sequences, config.temperature) if policy.has_reference else None
     logprobs_old, difference = policy.old_logprobs(rollout, config.temperature, config.logprob_bound)
     if algorithm.overlong_buffer:
         buffer = max(1, round(algorithm.overlong_buffer * config.max_new_tokens))
         scores = scores + overlong_penalty(mask.sum(dim=1), config.max_new_tokens, buffer, algorithm.overlong_factor)
-    advantages = compute_advantages(
-        algorithm, scores, config.group_size, logprobs_old, logprobs_ref, mask, kl_coef, all_processes()
-    )
+    if groups.step_rewards is None:
+        advantages = compute_advantages(
+            algorithm, scores, config.group_size, logprobs_old, logprobs_ref, mask, kl_coef, all_processes()
+        )
+    else:
+        advantages = compute_step_advantages(
+            algorithm, groups.step_rewards, config.group_size, logprobs_old, logprobs_ref, mask, kl_coef
+        )
     is_cut_off = torch.tensor(rollout.answers.is_cut_off, device=mask.device)
     learned = without_cut_off(mask, is_cut_off) if algorithm.mask_cut_off else mask
     weights = correction_weights(algorithm, difference, logprobs_old, rollout.logprobs, mask)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import grpo
+from hybrid_engine.recipes.algorithms import advantages
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.experience.groups import GroupSource
 from hybrid_engine.recipes.experience.rollout import SamplingOptions, choose_groups, join, sample
@@ -253,3 +254,23 @@ def test_a_reward_that_tells_no_answers_apart_is_reported_and_changes_nothing(ti
     grpo.run(config)
     assert "the answers to each of 4 prompts have one score" in capsys.readouterr().out
     assert all(map(torch.equal, weights_in(tmp_path / "run/actor").values(), weights_in(config.model).values()))
+
+
+def test_a_process_rewards_steps_are_learned_from_and_choices_about_whole_answers_are_refused(
+    tiny, tmp_path, monkeypatch
+):
+    (tmp_path / "steps.py").write_text(
+        "def score(response_ids): return [[float(token % 3) for token in ids] for ids in response_ids]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    normalised_steps = advantages.normalised_steps
+    monkeypatch.setattr(
+        advantages, "normalised_steps", lambda steps, *rest: seen.append(steps) or normalised_steps(steps, *rest)
+    )
+    grpo.run(tiny(steps=1, eval_every=0, reward=("steps:score",), algorithm=Algorithm(dynamic_sampling=1)))
+    (steps,) = seen
+    assert steps.shape[0] == 16 and set(steps[~steps.isnan()].tolist()) == {1.0, 2.0}
+    for name, value in (("baseline", "leave-one-out"), ("scale", "batch-std"), ("overlong_buffer", 0.5)):
+        with pytest.raises(ValueError, match=f"{value} is about whole answers, and a --reward gives numbers"):
+            grpo.run(tiny(name, steps=1, eval_every=0, reward=("steps:score",), algorithm=Algorithm(**{name: value})))

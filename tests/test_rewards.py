@@ -200,6 +200,16 @@ def test_numbers_that_fit_neither_tokens_nor_lines_are_refused(module):
         load_rewards([f"{name}:score"])(answers_of(["p"], ["a"]))
 
 
+def test_a_line_is_a_step_also_with_the_number_0_and_a_token_only_with_another(module):
+    name = module(
+        "def tokens(response_ids): return [[float(t == 1) for t in range(len(ids))] for ids in response_ids]\n"
+        "def lines(responses): return [[0.0 for line in r.split('\\n') if line] for r in responses]"
+    )
+    for reward, expected in (("tokens", [0, 1, 0, 0, 0]), ("lines", [0, 1, 0, 1, 0])):
+        scores = load_rewards([f"{name}:{reward}"])(answers_of(["p"], ["ab\nc"]))
+        assert scores.is_step is not None and list(map(int, scores.is_step[0])) == expected, scores
+
+
 def test_an_answer_that_was_cut_off_has_the_score_of_those_and_keeps_its_rewards_own_numbers(module):
     name = module("def score(response_ids): return [[1.0 for _ in ids] for ids in response_ids]")
     answers = replace(answers_of(["p", "q"], ["a", "b"]), is_cut_off=[False, True])

@@ -15,6 +15,7 @@ from hybrid_engine.rl.group_advantages import (
     has_variance,
     leave_one_out_mean,
     leave_one_out_std,
+    normalised_steps,
     scaled_difference,
 )
 
@@ -134,3 +135,16 @@ def test_the_order_within_a_group_and_that_of_groups_change_nothing():
             moved = golden[rows][:, order]
             found = scaled_difference(moved, baseline(moved), scale(moved, "n-1", 1e-6))
             torch.testing.assert_close(found, expected[rows][:, order], rtol=1e-12, atol=1e-12)
+
+
+def test_steps_are_normalised_over_the_group_and_summed_from_each_token_on():
+    """By hand: the group's steps are 0, 1, 1 and 2, of mean 1 and deviation sqrt(2 / 3) with the divisor n - 1."""
+    nan = float("nan")
+    steps = torch.tensor([[nan, 0.0, 1.0], [1.0, 2.0, nan]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    normalised = normalised_steps(steps, 2, "n-1", 0.0)
+    unit = 1.5**0.5
+    torch.testing.assert_close(normalised, torch.tensor([[0.0, -unit, 0.0], [0.0, unit, 0.0]]))
+    expected = torch.tensor([[-unit, -unit, 0.0], [unit, unit, 0.0]])
+    torch.testing.assert_close(returns_to_go(normalised, mask, 1.0), expected)
+    torch.testing.assert_close(normalised_steps(steps, 2, None, 0.0), torch.tensor([[0.0, -1.0, 0.0], [0.0, 1.0, 0.0]]))

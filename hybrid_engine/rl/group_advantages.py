@@ -87,6 +87,26 @@ def scaled_difference(rewards: torch.Tensor, baseline: torch.Tensor, scale: torc
 
 
 @torch.no_grad()
+def normalised_steps(step_rewards: torch.Tensor, group_size: int, divisor: str | None, eps: float) -> torch.Tensor:
+    """The reward of each step less the mean of all steps of its group, by their deviation.
+
+    Args:
+        step_rewards: `[N, T]`, on the token that ends each step; nan on all others.
+        group_size: G; rows i * G to (i + 1) * G are samples of one prompt, and G divides N.
+        divisor, eps: as in `group_std`; divisor None does not scale.
+
+    Returns:
+        `[N, T]`, 0 where no step ends. The advantage of a token is its sum from that token on (`returns_to_go`).
+
+    Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, section 4.1.3 (process supervision).
+    """
+    assert len(step_rewards) % group_size == 0, f"{step_rewards.shape=} {group_size=}"
+    grouped = step_rewards.reshape(len(step_rewards) // group_size, -1)  # [B, G * T]
+    scale = grouped.new_ones(()) if divisor is None else group_std(grouped, divisor, eps)
+    return scaled_difference(grouped, group_mean(grouped), scale).view_as(step_rewards)
+
+
+@torch.no_grad()
 def has_variance(rewards: torch.Tensor) -> torch.Tensor:
     """`[B]` bool: True for groups with two different rewards; all others teach nothing under a group baseline.
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.objective import KL_ESTIMATORS
+from hybrid_engine.recipes.runs.checks import flag
 from hybrid_engine.rl.advantages import returns_to_go, token_rewards
 from hybrid_engine.rl.batch_statistics import Moments, moments, whitening_deviation, whitening_deviation_biased
 from hybrid_engine.rl.group_advantages import (
@@ -22,6 +23,7 @@ from hybrid_engine.rl.group_advantages import (
     group_std,
     leave_one_out_mean,
     leave_one_out_std,
+    normalised_steps,
     scaled_difference,
 )
 
@@ -112,6 +114,48 @@ def compute_advantages(
     token_kl = kl if algorithm.kl_place == "token-reward" else torch.zeros_like(kl)
     returns = returns_to_go(rewards_by_token(centred, token_kl, mask), mask, algorithm.gamma)
     return batch_normalised(algorithm, returns, mask, process_group)
+
+
+@torch.no_grad()
+def compute_step_advantages(
+    algorithm: Algorithm,
+    step_rewards: torch.Tensor,
+    group_size: int,
+    logprobs_old: torch.Tensor,
+    logprobs_ref: torch.Tensor | None,
+    mask: torch.Tensor,
+    kl_coef: float,
+) -> torch.Tensor:
+    """The advantage of each response token where the steps of answers have rewards, as from `normalised_steps`.
+
+    Args:
+        algorithm: the choices, checked by `check_steps`.
+        step_rewards: `[N, T]` fp32, on the token that ends each step, nan on the others.
+        group_size, logprobs_old, logprobs_ref, mask, kl_coef: as in `compute_advantages`.
+
+    Returns:
+        `[N, T]`, 0 outside the mask.
+    """
+    divisor = algorithm.scale_divisor if algorithm.scale == "group-std" else None
+    rewards = normalised_steps(step_rewards, group_size, divisor, algorithm.scale_eps)
+    kl = reward_kl(algorithm, logprobs_old, logprobs_ref, mask) * kl_coef
+    return returns_to_go(torch.where(mask, rewards - kl, 0.0), mask, algorithm.gamma)
+
+
+def check_steps(algorithm: Algorithm) -> None:
+    """ValueError for choices that have no meaning where a reward gives numbers to the steps of an answer."""
+    for name, known in (
+        ("baseline", ("group-mean",)),
+        ("scale", ("group-std", "none")),
+        ("kl_place", ("none", "token-reward", "loss")),
+        ("overlong_buffer", (0.0,)),
+    ):
+        value = getattr(algorithm, name)
+        if value not in known:
+            raise ValueError(
+                f"{flag(name)}={value} is about whole answers, and a --reward gives numbers to their steps "
+                f"(arXiv 2402.03300, section 4.1.3); use {' or '.join(map(str, known))}, or return one number an answer"
+            )
 
 
 def reward_kl(

@@ -5,9 +5,11 @@ B: prompts of this process, G: samples of each, N = B * G answers (those of a pr
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank
@@ -15,7 +17,7 @@ from hybrid_engine.recipes.data.prompts import select_prompts
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, choose_groups, join, sample
 from hybrid_engine.recipes.rewards.rewards import Rewards
-from hybrid_engine.recipes.rewards.scores import reward_figures
+from hybrid_engine.recipes.rewards.scores import Scores, reward_figures
 from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.recipes.runs.stages import mix_seed
 from hybrid_engine.rl.group_advantages import has_variance
@@ -28,6 +30,8 @@ class ScoredGroups:
     rollout: Rollout
     scores: torch.Tensor
     """`[N]` fp32, the rewards' weighted sum."""
+    step_rewards: torch.Tensor | None = None
+    """`[N, T]` fp32 where a reward gave numbers to steps: each on the token that ends its step, nan on the others."""
     num_drawn: int
     """Prompts that the run has taken so far, over all processes: the place in its endless series of them."""
     figures: dict[str, float]
@@ -57,6 +61,8 @@ class GroupSource:
         """
         rollouts: list[Rollout] = []
         scores: list[torch.Tensor] = []
+        steps: list[torch.Tensor] = []
+        has_steps = False
         figures: dict[str, float] = {}
         num_missing, first_drawn, num_worthless = num_prompts, num_drawn, 0
         for round_number in range(1 + max_redraws):
@@ -69,12 +75,15 @@ class GroupSource:
             scored = self.rewards(rollout.answers)
             figures = figures or reward_figures(scored)
             found = torch.tensor(scored.total, dtype=torch.float32).view(-1, self.options.num_samples)  # [B, G]
-            is_varied = has_variance(found)
+            found_steps = steps_on_tokens(scored, rollout)  # [B * G, T]
+            has_steps |= any(gather_objects(scored.per_token is not None))
+            is_varied = has_variance(found_steps.view(len(found), -1) if has_steps else found)
             num_worthless += sum(gather_objects(int((~is_varied).sum())))
             is_kept = is_varied if round_number < max_redraws else torch.ones_like(is_varied)
             if is_kept.any():
                 rollouts.append(rollout if is_kept.all() else choose_groups(rollout, is_kept))
                 scores.append(found[is_kept].flatten())
+                steps.append(found_steps[is_kept.repeat_interleave(self.options.num_samples)])
             num_missing -= int(is_kept.sum())
         figures["prompts_drawn"] = num_drawn - first_drawn
         figures["groups_without_variance"] = num_worthless / (num_drawn - first_drawn)
@@ -82,9 +91,13 @@ class GroupSource:
             say(
                 f"Step {step + 1}: the answers to each of {num_worthless} prompts have one score; none teaches anything"
             )
+        rollout = join(rollouts, self.tokenizer.pad_token_id) if len(rollouts) > 1 else rollouts[0]
+        num_columns = rollout.sequences.response_mask.shape[1]
+        fitted = [pad(part[:, :num_columns], (0, max(0, num_columns - part.shape[1])), value=nan) for part in steps]
         return ScoredGroups(
-            rollout=join(rollouts, self.tokenizer.pad_token_id) if len(rollouts) > 1 else rollouts[0],
+            rollout=rollout,
             scores=torch.cat(scores).to(self.actor.device),
+            step_rewards=torch.cat(fitted).to(self.actor.device) if has_steps else None,
             num_drawn=num_drawn,
             figures=figures,
         )
@@ -98,3 +111,15 @@ class GroupSource:
     def _noise_seed(self, step: int, round_number: int) -> int:
         seed = mix_seed(self.seed, step)
         return mix_seed(seed, round_number) if round_number else seed
+
+
+def steps_on_tokens(scores: Scores, rollout: Rollout) -> torch.Tensor:
+    """`[N, T]` fp32: the number of each step on the token that ends it, nan elsewhere; else the total on the last."""
+    values = torch.full(rollout.sequences.response_mask.shape, nan)
+    for row, (total, tokens) in enumerate(zip(scores.total, rollout.answers.response_ids, strict=True)):
+        if scores.per_token is None or scores.is_step is None:
+            values[row, len(tokens) - 1] = total
+        else:
+            for place in (place for place, is_step in enumerate(scores.is_step[row]) if is_step):
+                values[row, place] = scores.per_token[row][place]
+    return values

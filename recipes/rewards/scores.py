@@ -26,6 +26,9 @@ class Scores:
     per_token: list[list[float]] | None
     """`[B][T]`: the weighted sum on each token, whose sum over the tokens is `total`: a process reward's numbers stand
     where they belong, a number for the whole answer on its last token. None where no reward gave lists."""
+    is_step: list[list[bool]] | None = None
+    """`[B][T]` beside `per_token`: True on the tokens that end a step, be its number 0; of a list with a number for
+    each token these are the tokens whose number is not 0."""
 
 
 class WrongCount(ValueError):
@@ -50,19 +53,23 @@ def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: A
     return Scores(
         total=[_weighted(weights, row) for row in zip(*sums, strict=True)],
         by_name={reward.name: column for reward, column in zip(rewards, sums, strict=True)},
-        per_token=_per_token(rewards, values, answers) if is_process else None,
+        per_token=_per_token(rewards, values, answers, weights) if is_process else None,
+        is_step=_is_step(rewards, values, answers) if is_process else None,
     )
 
 
 def replace_cut_off(scores: Scores, answers: Answers, score: float) -> Scores:
     """`scores` with `score` in place of the total of each answer that was cut off; on its last token."""
     cut = answers.is_cut_off
-    per_token = None
-    if scores.per_token is not None:
-        rows = zip(scores.per_token, cut, strict=True)
+    per_token, is_step = scores.per_token, scores.is_step
+    if per_token is not None:
+        rows = zip(per_token, cut, strict=True)
         per_token = [on_last_token(score, len(row)) if is_cut else row for row, is_cut in rows]
+    if is_step is not None:
+        marks = zip(is_step, cut, strict=True)
+        is_step = [list(map(bool, on_last_token(1.0, len(row)))) if is_cut else row for row, is_cut in marks]
     total = [score if is_cut else own for own, is_cut in zip(scores.total, cut, strict=True)]
-    return Scores(total=total, by_name=scores.by_name, per_token=per_token)
+    return Scores(total=total, by_name=scores.by_name, per_token=per_token, is_step=is_step)
 
 
 def _weighted(weights: Sequence[float], row: Sequence[float | None]) -> float:
@@ -70,12 +77,27 @@ def _weighted(weights: Sequence[float], row: Sequence[float | None]) -> float:
     return sum(weight * number for weight, number in zip(weights, row, strict=True) if number is not None)
 
 
-def _per_token(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers) -> list[list[float]]:
+def _is_step(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers) -> list[list[bool]]:
+    lengths = [len(ids) for ids in answers.response_ids]
+    marks = [[_mark(value, length) for value, length in zip(column, lengths, strict=True)] for column in values]
+    return [[mark > 0 for mark in row] for row in _per_token(rewards, marks, answers, [1.0] * len(rewards))]
+
+
+def _mark(value: Value, num_tokens: int) -> Value:
+    """1 in place of each number of `value` that stands for a step."""
+    if not isinstance(value, list):
+        return None if value is None else 1.0
+    return [float(number != 0 or len(value) != num_tokens) for number in value]
+
+
+def _per_token(
+    rewards: Sequence[Reward], values: Sequence[list[Value]], answers: Answers, weights: Sequence[float]
+) -> list[list[float]]:
     tokens = [[0.0] * len(ids) for ids in answers.response_ids]
-    for reward, column in zip(rewards, values, strict=True):
+    for reward, column, weight in zip(rewards, values, weights, strict=True):
         for index, value in enumerate(column):
             for place, number in enumerate(_placed(reward, value, answers, index)):
-                tokens[index][place] += reward.weight * number
+                tokens[index][place] += weight * number
     return tokens
 
 
