@@ -15,7 +15,14 @@ from hybrid_engine.recipes.runs.answers_log import read_answers
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
 
-SIZES = {"batch_size": 8, "micro_batch_size": 4, "eval_every": 2, "save_every": 0, "max_new_tokens": 8}
+SIZES = {
+    "batch_size": 8,
+    "micro_batch_size": 4,
+    "eval_every": 2,
+    "save_every": 0,
+    "max_new_tokens": 8,
+    "learning_rate": 1e-4,
+}
 RECIPES = {"dpo": dpo, "kto": kto}
 FIGURES = {"loss", "chosen_reward", "rejected_reward", "reward_margin", "accuracy"}
 

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hybrid_engine.recipes import dpo, grpo, kto, reward, sft
+from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, reward, sft
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
@@ -96,12 +96,29 @@ def run_grpo(start: Path, out: Path) -> None:
     grpo.run(grpo.Config(**sources, **sizes, **rates, reward=("regex:[a-m]",), algorithm=algorithm))
 
 
+def shortness(prompts: list[str], responses: list[str]) -> list[float]:
+    """The reward of the recipes that sample: answers of few characters, which seldom are alike in a group."""
+    return [-float(len(response)) for response in responses]
+
+
+def run_online_dpo(start: Path, out: Path) -> None:
+    """Thirty rollouts of eight prompts."""
+    sources = {"model": str(start / "model"), "dataset": str(start / "pairs.jsonl"), "out": str(out)}
+    sizes = {"rollout_size": 8, "group_size": 2, "minibatch_size": 8, "micro_batch_size": 4, "max_new_tokens": 4}
+    rare = {"save_every": 0, "eval_every": 0, "eval_prompts": 2}
+    config = online_dpo.Config(
+        **sources, **sizes, **rare, steps=NUM_STEPS, learning_rate=1e-3, reward=("trajectories:shortness",)
+    )
+    online_dpo.run(config)
+
+
 RUNS: dict[str, Callable[[Path, Path], None]] = {
     "dpo": run_dpo,
     "kto": run_kto,
     "sft": run_sft,
     "reward": run_reward,
     "grpo": run_grpo,
+    "online-dpo": run_online_dpo,
 }
 
 

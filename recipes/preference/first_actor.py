@@ -58,7 +58,7 @@ def build_actor(config: PreferenceOptions, source: str, num_steps: int) -> Any:
     engine_config = build_engine_config(
         batch_size=config.batch_size,
         micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),
-        learning_rate=config.learning_rate,
+        learning_rate=config.peak_learning_rate,
         num_steps=num_steps,
         warmup_steps=min(10, num_steps),
         zero_stage=config.zero_stage,

@@ -20,8 +20,8 @@ class PreferenceOptions(AnswerOptions, ResumeOptions):
     """samples of an optimizer step over all processes"""
     micro_batch_size: int = 16
     """samples of a forward pass on one process, at most"""
-    learning_rate: float = 1e-4
-    """peak of the linear schedule"""
+    learning_rate: float | None = None
+    """peak of the linear schedule; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5"""
     lora_rank: int = 0
     """train a LoRA adapter of this rank; 0 trains all weights"""
     eval_every: int = 20
@@ -30,6 +30,13 @@ class PreferenceOptions(AnswerOptions, ResumeOptions):
     """held-out rows that are measured, at most"""
     temperature: float = 0.8
     """of sampling"""
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """Of the schedule; the small model that is made without `--model` takes larger steps than a trained one."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 1e-4 if self.model is None else 1e-5 if self.lora_rank else 1e-6
 
     def is_evaluated(self, step: int) -> bool:
         """Whether held-out rows are measured after `step`, which counts from 0."""
@@ -45,7 +52,8 @@ class PreferenceOptions(AnswerOptions, ResumeOptions):
         for name in ("batch_size", "micro_batch_size", "eval_rows"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("beta", "learning_rate"):
-            check_above(name, getattr(self, name), 0)
+            if getattr(self, name) is not None:
+                check_above(name, getattr(self, name), 0)
         for name in ("lora_rank", "eval_every"):
             check_at_least(name, getattr(self, name), 0)
 
