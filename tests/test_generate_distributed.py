@@ -1,5 +1,7 @@
 """Rollouts from sharded weights: every stage, gathered whole or streamed, one process and two."""
 
+from functools import cache
+
 import pytest
 import torch
 from distributed import run_distributed
@@ -11,7 +13,10 @@ import hybrid_engine
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
 FULL_LENGTH = {**GREEDY, "eos_token_id": None}
 SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 2, "seed": 5}
+SHORT = {**GREEDY, "max_new_tokens": 6}
 SETTINGS = [(stage, pinned) for stage in (0, 1, 2, 3) for pinned in (True, False)]
+# Below stage 3 the weights are whole in a rollout, whatever the stage: each family meets one of those.
+FAMILIES = [(family, stage) for number, family in enumerate(BUILDERS) for stage in (number % 3, 3, "lora")]
 
 
 def build_engine(model, world_size, stage, pinned=True):
@@ -62,17 +67,20 @@ def rollouts(rank, world_size):
         # A bound no 10 tokens reach: the option sends the same request to the model's own generate().
         result["own"] = engine.generate(input_ids, attention_mask=mask, no_repeat_ngram_size=500, **GREEDY)
         results[stage, pinned] = result
-    for family in BUILDERS:
-        for stage in (0, 1, 2, 3):
-            engine = build_engine(build_model(family), world_size, stage)
-            engine.eval()
-            output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
-            results[family, stage] = output.sequences, output.logprobs
-        engine = build_engine(adapted(family), world_size, 3)
+    return results
+
+
+def family_rollouts(rank, world_size):
+    """For every family: answers from whole weights, from those of stage 3, and from those with LoRA."""
+    input_ids, mask = (share(tensor, rank, world_size) for tensor in padded_prompts())
+    results = {}
+    for family, stage in FAMILIES:
+        model = adapted(family) if stage == "lora" else build_model(family)
+        engine = build_engine(model, world_size, 3 if stage == "lora" else stage)
         assert engine.generator.fallback_reason is None, family
         engine.eval()
-        output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
-        results[family, "lora"] = output.sequences, output.logprobs
+        output = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **SHORT)
+        results[family, stage] = output.sequences, output.logprobs
     return results
 
 
@@ -195,7 +203,7 @@ def lora_rollouts(rank, world_size):
 
 
 def work(rank, world_size):
-    parts = rollouts, lora_rollouts, refused_inputs, failing_rollouts, crowded_rollouts
+    parts = rollouts, lora_rollouts, refused_inputs, failing_rollouts, crowded_rollouts, family_rollouts
     return [part(rank, world_size) for part in parts]
 
 
@@ -238,17 +246,22 @@ def test_pinned_weights_are_gathered_once_per_rollout_and_streamed_ones_on_every
     assert "layer by layer" in streamed["report"]
 
 
-@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, "lora"])
-@pytest.mark.parametrize("family", BUILDERS)
-def test_every_family_answers_at_every_stage_with_the_models_own_logprobs(two_processes, family, stage):
-    """And at stage 3 with LoRA on every linear."""
+@cache
+def answers_of_the_model(family, has_lora):
+    """What transformers generates, and the trainer's log-probabilities of that."""
     input_ids, mask = padded_prompts()
-    model = adapted(family) if stage == "lora" else build_model(family)
-    expected = model.generate(input_ids=input_ids, attention_mask=mask, **GREEDY)
-    sequences, logprobs = zip(*(part[0][family, stage] for part in two_processes), strict=True)
+    model = adapted(family) if has_lora else build_model(family)
+    expected = model.generate(input_ids=input_ids, attention_mask=mask, **SHORT)
+    return expected, module_logprobs(model, expected, mask).float()
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")
+@pytest.mark.parametrize(("family", "stage"), FAMILIES)
+def test_every_family_answers_from_whole_and_sharded_weights_with_the_models_own_logprobs(two_processes, family, stage):
+    """And at stage 3 with LoRA on every linear."""
+    expected, trainer = answers_of_the_model(family, stage == "lora")
+    sequences, logprobs = zip(*(part[5][family, stage] for part in two_processes), strict=True)
     assert torch.equal(joined(sequences), expected)
-    trainer = module_logprobs(model, expected, mask).float()
     ours = joined(logprobs)
     is_response = ours != 0
     torch.testing.assert_close(ours[is_response], trainer[is_response], atol=1e-5, rtol=0)
