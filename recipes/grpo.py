@@ -78,7 +78,7 @@ class Config(RewardOptions, RolloutOptions, ResumeOptions):
     dataset: str | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the
     rewards read; default: sums"""
-    steps: int = 70
+    steps: int = 30
     """rollouts, each followed by the updates on it"""
     rollout_size: int = 64
     """prompts of a step over all processes"""
@@ -97,7 +97,7 @@ class Config(RewardOptions, RolloutOptions, ResumeOptions):
     """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
     measure_kl: bool = True
     """keep the first weights to report the KL to them, also where the algorithm has none (an adapter's are its base)"""
-    eval_every: int = 20
+    eval_every: int = 10
     """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
     eval_prompts: int = 128
     eval_samples: int = 8

@@ -25,7 +25,7 @@ CARRIES = 0.8
 ALPHABET = "0123456789+=,;"
 """Every character of problems and of written-out sums."""
 NUM_DIGITS = 3
-NUM_WORKED, NUM_PROMPTS = 38_400, 4096
+NUM_WORKED, NUM_PROMPTS = 64_000, 4096
 """Problems that the pupil works, and that reinforcement learning asks."""
 NUM_HELD_OUT, HELD_OUT_SHARE = 512, 0.1
 REWARD = "exact:after=;"
