@@ -39,6 +39,7 @@ else:
 LONGEST = (
     "test_kernels_model",
     "test_step3_like",
+    "test_generate_distributed",
     "test_script_names",
     "test_compat",
     "test_trainer",
