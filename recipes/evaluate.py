@@ -87,11 +87,11 @@ class Config(RewardOptions):
     """what the model computes in: fp32, bf16 or fp16"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_texts(self)
         for name in ("model", "dataset", "reward"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing; say which {name} to evaluate with")
+        super().__post_init__()
+        check_texts(self)
         for name in ("k", "max_prompt_tokens", "max_new_tokens"):
             check_at_least(name, getattr(self, name), 1)
         if self.max_prompts is not None:

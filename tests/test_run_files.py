@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize("name", cli.RECIPES)
 def test_the_written_options_of_a_recipe_give_the_same_config_again(name, tmp_path):
-    config_class = import_module(f"hybrid_engine.recipes.{name}").Config
+    config_class = import_module(f"hybrid_engine.recipes.{name.replace('-', '_')}").Config
     options = read_recipe_help(name).options
     given = {"out": str(tmp_path / "a: b #c"), "seed": 7, "metric_names": "verl", "model": "on", "dataset": "1e-3"}
     given |= {option.name: ("exact", "number") for option in options if option.name == "reward" and option.is_list}
