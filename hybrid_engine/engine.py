@@ -164,7 +164,7 @@ class ZeroEngine(Uncopied):
         self.backward_hooks.recover()
         self.sharding.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
         observed = self.observer.forward(self.global_steps, self.module.training)
-        with restoring_modes(), observed, self._saving_activations():
+        with restoring_modes(), observed, self._saving_activations(), self.sharding.ending_passes_on_error():
             try:
                 return self.module(*args, **kwargs)
             except RuntimeError as error:

@@ -51,6 +51,7 @@ class ParameterWatch:
             self._names.update({id(one): name, id(other): name})
         self._trainable = {name for name, param in self._known.items() if param.requires_grad}
         self._places = {place: self._names[id(param)] for place, (_, param) in _find_places(root).items()}
+        self._refusal: str | None = None
         self._remember(root)
 
     def _remember(self, root: nn.Module) -> None:
@@ -80,6 +81,8 @@ class ParameterWatch:
             root: the engine's module now.
             will_train: whether gradients are about to be computed: none may be lost then.
         """
+        if self._refusal is not None:
+            raise ValueError(self._refusal)
         params = self._list_params()
         if root is not self._root or self._has_other_places(params):
             self._refuse(self._find_others(root))
@@ -134,10 +137,13 @@ class ParameterWatch:
     def _refuse(self, problems: list[str]) -> None:
         if problems:
             shown = "; ".join(problems[:MAX_IN_ERROR]) + ("; ..." if len(problems) > MAX_IN_ERROR else "")
-            raise ValueError(
+            refusal = (
                 f"model: {len(problems)} of its parameters have changed since initialize(), which the engine would not "
                 f"train: {shown}; {REMEDY}"
             )
+            # At stage 3 the others' gathering puts FSDP2's parameters back: the change is gone, and was asked for.
+            self._refusal = refusal if self.is_sharded else None
+            raise ValueError(refusal)
 
 
 def _find_places(root: nn.Module) -> dict[Place, tuple[str, nn.Parameter]]:

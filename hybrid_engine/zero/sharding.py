@@ -171,17 +171,19 @@ class Sharding:
         self.reshard()
 
     def forward_together(self, forward: Callable[[], Result]) -> Result:
-        """Runs a forward pass, which an error ends; collective at stage 3, where one of another process ends it too."""
+        """Runs a forward pass; collective at stage 3, where an error of another process ends this one's pass too."""
+        if self.joint_forward is None:
+            return forward()
         with self.ending_passes_on_error():
-            return forward() if self.joint_forward is None else self.joint_forward.run(forward)
+            return self.joint_forward.run(forward)
 
     @contextmanager
     def ending_passes_on_error(self) -> Iterator[None]:
-        """An error in a forward or backward pass inside ends that pass."""
+        """An error in a forward or backward pass inside ends that pass, and is raised whatever the ending meets."""
         try:
             yield
         except BaseException:
-            self.end_passes()
+            attempt(self.end_passes)  # a model that was changed has no shards to go back to
             raise
 
     def end_passes(self) -> None:
