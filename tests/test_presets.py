@@ -199,5 +199,7 @@ def test_a_group_of_one_has_no_group_baseline():
 
 
 def test_a_kl_as_a_loss_without_the_unbiased_weight_is_refused_for_k1_alone():
+    with pytest.raises(ValueError, match="the expected gradient of k1 is zero"):
+        Algorithm(kl_place="loss", kl_coef=0.1, kl_estimator="k1")
     for choices in ({"kl_estimator": "k1+"}, {"kl_estimator": "k1", "kl_unbiased": True}, {"kl_estimator": "k2"}):
         Algorithm(kl_place="loss", kl_coef=0.1, **choices)
