@@ -21,12 +21,12 @@ from countdown import log_normal_mu
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_engine.generation.decode import DecodeStep, SlotTables
-from hybrid_engine.generation.graph import StepGraphs
+from hybrid_engine.generation.batching.plan import MAX_PREFILL_TOKENS, build_sequences
+from hybrid_engine.generation.batching.scheduler import Scheduler
+from hybrid_engine.generation.batching.strategy import TextGeneration
+from hybrid_engine.generation.decoding.decode import DecodeStep, SlotTables
+from hybrid_engine.generation.decoding.graph import StepGraphs
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.rollout import MAX_PREFILL_TOKENS, build_sequences
-from hybrid_engine.generation.scheduler import Scheduler
-from hybrid_engine.generation.text import TextGeneration
 from hybrid_engine.ops import SampleOp, SamplingOptions
 
 BLOCK_SIZE = 64

@@ -39,7 +39,7 @@ from hybrid_engine.distributed.processes import (
     on_rank_zero,
 )
 from hybrid_engine.distributed.verdict import agree, attempt
-from hybrid_engine.generation.memory import describe_memory
+from hybrid_engine.generation.memory.usage import describe_memory
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
 from hybrid_engine.observing.observer import Observer
 from hybrid_engine.optim.accumulation import GradientAccumulation

@@ -26,13 +26,13 @@ from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine import ZeroEngine
-from hybrid_engine.generation.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.backend import RolloutResult
 from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.memory.training import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 from hybrid_engine.generation.output import GenerateOutput
+from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.report import describe_generation
-from hybrid_engine.generation.training_memory import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.observing.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum

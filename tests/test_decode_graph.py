@@ -13,7 +13,7 @@ from tape import TapeRecorder
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.generation import backend
-from hybrid_engine.generation.graph import batch_bucket, context_bucket
+from hybrid_engine.generation.decoding.graph import batch_bucket, context_bucket
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.cuda.is_available()

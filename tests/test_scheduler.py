@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from hybrid_engine.generation.blocks import BlockPool
-from hybrid_engine.generation.scheduler import Scheduler
-from hybrid_engine.generation.sequence import Prompt, Sequence
+from hybrid_engine.generation.batching.blocks import BlockPool
+from hybrid_engine.generation.batching.scheduler import Scheduler
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 
 
 class Memory:

@@ -4,10 +4,10 @@ import random
 
 import torch
 
-from hybrid_engine.generation import decode
-from hybrid_engine.generation.decode import SlotTables
-from hybrid_engine.generation.scheduler import Scheduler
-from hybrid_engine.generation.sequence import Prompt, Sequence
+from hybrid_engine.generation.batching.scheduler import Scheduler
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.decoding import decode
+from hybrid_engine.generation.decoding.decode import SlotTables
 
 SLOTS, COLUMNS, BLOCK = 256, 20, 64
 

@@ -9,15 +9,16 @@ from tape import TapeRecorder
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.generation import generator, probe, probe_cache
-from hybrid_engine.generation.own_error import widened
-from hybrid_engine.generation.probe import probe_containers, probe_widely
+from hybrid_engine.generation import generator
+from hybrid_engine.generation.probing import cache, probe
+from hybrid_engine.generation.probing.own_error import widened
+from hybrid_engine.generation.probing.probe import probe_containers, probe_widely
 from hybrid_engine.ops import PrefillBatch
 
 
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv(probe_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
     return tmp_path / "probes"
 
 
@@ -154,7 +155,7 @@ def test_a_verdict_is_kept_by_model_device_and_versions(monkeypatch, empty_cache
     first.write_text("{")  # damaged
     assert num_runs(build_engine()) == 1
     assert num_runs(build_engine()) == 0
-    monkeypatch.setattr(probe_cache.metadata, "version", lambda package: "0")
+    monkeypatch.setattr(cache.metadata, "version", lambda package: "0")
     assert num_runs(build_engine()) == 1
 
 

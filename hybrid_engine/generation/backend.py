@@ -18,14 +18,14 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
+from hybrid_engine.generation.batching.plan import Plan
+from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, bound_to_copies, pass_over_layers
-from hybrid_engine.generation.graph import CaptureStats, CudaGraphs
+from hybrid_engine.generation.decoding.graph import CaptureStats, CudaGraphs
+from hybrid_engine.generation.decoding.steps import DecodeSteps
+from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
-from hybrid_engine.generation.rollout import Plan
-from hybrid_engine.generation.steps import DecodeSteps
-from hybrid_engine.generation.text import TextGeneration
-from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.zero.gathering import WeightGatherer
 

@@ -23,24 +23,9 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import HeldInterrupts
 from hybrid_engine.distributed.verdict import Partners, attempt, describe_error
-from hybrid_engine.generation.agreement import LogprobDifference
 from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
-from hybrid_engine.generation.bound_weights import LastingWeights, bound, pass_over_layers
-from hybrid_engine.generation.exact import ExactModel
-from hybrid_engine.generation.memory import free_and_total_bytes, usable_memory_bytes
-from hybrid_engine.generation.model_group import ModelGroup
-from hybrid_engine.generation.noise import prompt_digest, rank_seed
-from hybrid_engine.generation.options import (
-    GenerationOptions,
-    check_names,
-    foreign_options,
-    merge_options,
-    read_options,
-)
-from hybrid_engine.generation.probe import probe_bits, probe_containers, probe_widely
-from hybrid_engine.generation.probe_cache import cache_key, keep_verdict, read_verdict
-from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
-from hybrid_engine.generation.rollout import (
+from hybrid_engine.generation.batching.noise import prompt_digest, rank_seed
+from hybrid_engine.generation.batching.plan import (
     BLOCK_SIZE,
     Plan,
     build_sequences,
@@ -49,6 +34,23 @@ from hybrid_engine.generation.rollout import (
     plan_rollout,
     workspace_bytes,
 )
+from hybrid_engine.generation.bound_weights import LastingWeights, bound, pass_over_layers
+from hybrid_engine.generation.exact import ExactModel
+from hybrid_engine.generation.memory.training import TrainingMemory
+from hybrid_engine.generation.memory.usage import free_and_total_bytes, usable_memory_bytes
+from hybrid_engine.generation.memory.workspace import KVWorkspace
+from hybrid_engine.generation.model_group import ModelGroup
+from hybrid_engine.generation.options import (
+    GenerationOptions,
+    check_names,
+    foreign_options,
+    merge_options,
+    read_options,
+)
+from hybrid_engine.generation.probing.agreement import LogprobDifference
+from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
+from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_widely
+from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
 from hybrid_engine.generation.shares import (
     Bid,
     Share,
@@ -58,8 +60,6 @@ from hybrid_engine.generation.shares import (
     keys_of,
     reason_to_fall_back,
 )
-from hybrid_engine.generation.training_memory import TrainingMemory
-from hybrid_engine.generation.workspace import KVWorkspace
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.ops.fixed_shapes import NotExactError
 from hybrid_engine.zero.gathering import WeightGatherer

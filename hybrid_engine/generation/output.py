@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import ModelOutput
 
+from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.sequence import Sequence
 from hybrid_engine.ops import token_logprobs
 
 

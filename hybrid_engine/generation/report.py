@@ -1,10 +1,10 @@
 """How an engine generates, in words."""
 
 from hybrid_engine.containers.linear import is_adapted
-from hybrid_engine.generation.agreement import LogprobDifference
 from hybrid_engine.generation.backend import NativeBackend
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.memory import format_bytes
+from hybrid_engine.generation.memory.usage import format_bytes
+from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
 
 

@@ -7,7 +7,7 @@ model, so that all run it in the same turns: their prompts and options.
 from dataclasses import dataclass
 
 from hybrid_engine.distributed.verdict import Problem
-from hybrid_engine.generation.noise import sample_keys
+from hybrid_engine.generation.batching.noise import sample_keys
 from hybrid_engine.generation.options import GenerationOptions
 
 

@@ -9,8 +9,8 @@ import torch
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.containers import UnsupportedModelError
+from hybrid_engine.generation.batching.plan import MAX_RUNNING
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.rollout import MAX_RUNNING
 
 PROMPT_LENGTH = 256
 

@@ -24,9 +24,9 @@ from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_
 from hybrid_engine.distributed.processes import default_device, get_rank, init_distributed
 from hybrid_engine.generation.bound_weights import bound
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.memory import format_bytes, usable_memory_bytes
+from hybrid_engine.generation.memory.usage import format_bytes, usable_memory_bytes
 from hybrid_engine.generation.model_group import ModelGroup, describe_group, join_model_group
-from hybrid_engine.generation.probe import probe_containers
+from hybrid_engine.generation.probing.probe import probe_containers
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.config import InferenceConfig, read_config
 from hybrid_engine.inference.engine import InferenceEngine

@@ -18,12 +18,12 @@ from transformers.modeling_outputs import CausalLMOutput
 from hybrid_engine.containers import InferenceEncoder, InferenceModel
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.generation.agreement import LogprobDifference
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.memory import format_bytes, num_bytes
+from hybrid_engine.generation.memory.usage import format_bytes, num_bytes
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.options import merge_options
 from hybrid_engine.generation.output import GenerateOutput
+from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.prompts import check_prompts
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.warm_up import WarmUp, warm_up

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from hybrid_engine.generation.memory import num_bytes
+from hybrid_engine.generation.memory.usage import num_bytes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.sharding import Sharding, local_tensor
 

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.decode import DecodeStep, SlotTables
-from hybrid_engine.generation.graph import CaptureStats, StepGraphs, batch_bucket
-from hybrid_engine.generation.rollout import Plan
+from hybrid_engine.generation.batching.plan import Plan
+from hybrid_engine.generation.decoding.decode import DecodeStep, SlotTables
+from hybrid_engine.generation.decoding.graph import CaptureStats, StepGraphs, batch_bucket
 from hybrid_engine.ops import SampleOp
 
 # Kinds of rollout (sampling options, slots, workspace, addresses) whose steps are kept: training, evaluation and a

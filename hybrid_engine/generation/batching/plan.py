@@ -6,10 +6,10 @@ import torch
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.memory import usable_memory_bytes
+from hybrid_engine.generation.batching.scheduler import Scheduler
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.memory.usage import usable_memory_bytes
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.scheduler import Scheduler
-from hybrid_engine.generation.sequence import Prompt, Sequence
 
 # Rows decoded at once unless the config says otherwise. 256 answers of 128 tokens from a 16M-parameter Llama
 # took 12.4, 9.5, 8.5 and 10.6 s at 32, 64, 128 and 256 rows (two Zen 5 cores, torch 2.13): beyond 64 the

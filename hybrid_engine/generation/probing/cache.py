@@ -19,7 +19,7 @@ from torch import nn
 
 import hybrid_engine.containers
 import hybrid_engine.ops
-from hybrid_engine.generation.agreement import LogprobDifference
+from hybrid_engine.generation.probing.agreement import LogprobDifference
 
 VARIABLE = "HYBRID_ENGINE_CACHE"
 """Environment variable: the folder, by default `hybrid-engine` in $XDG_CACHE_HOME or ~/.cache."""

@@ -16,11 +16,11 @@ import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.decode import DecodeStep, Draw, send_to_device
+from hybrid_engine.generation.batching.scheduler import Admission, Copy, Prefill, Scheduler
+from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
+from hybrid_engine.generation.batching.stopwatch import Stopwatch
+from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, send_to_device
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.scheduler import Admission, Copy, Prefill, Scheduler
-from hybrid_engine.generation.sequence import PENDING, Prompt, Sequence
-from hybrid_engine.generation.stopwatch import Stopwatch
 from hybrid_engine.ops import BlockCopyOp, PrefillBatch
 
 

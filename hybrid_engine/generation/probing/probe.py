@@ -16,8 +16,8 @@ from torch import nn
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.generation.agreement import LogprobDifference, compare_logprobs, evaluating
-from hybrid_engine.generation.own_error import widened
+from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs, evaluating
+from hybrid_engine.generation.probing.own_error import widened
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, token_logprobs
 
 MAX_ROUNDING_FP32 = 1e-3

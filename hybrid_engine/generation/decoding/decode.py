@@ -26,8 +26,8 @@ import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.graph import StepGraphs, batch_bucket, context_bucket
-from hybrid_engine.generation.sequence import Sequence
+from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.generation.decoding.graph import StepGraphs, batch_bucket, context_bucket
 from hybrid_engine.ops import DecodeBatch, SampleOp
 
 _POSITION, _DRAW, _KEY, _LIVE = range(4)

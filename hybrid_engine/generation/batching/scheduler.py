@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from hybrid_engine.generation.blocks import BlockPool
-from hybrid_engine.generation.sequence import PENDING, Prompt, Sequence
+from hybrid_engine.generation.batching.blocks import BlockPool
+from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
 
 # A prefill starts a sequence for every so many that run. With 1 024 prompts over 256 slots and answers of 256 tokens in
 # the mean there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.

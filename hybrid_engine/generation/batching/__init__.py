@@ -1,0 +1,1 @@
+"""Who runs next: prompts and sequences, blocks, the plan of a rollout, the strategy that takes turns."""

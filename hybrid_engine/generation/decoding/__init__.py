@@ -1,0 +1,1 @@
+"""One decode step for all rows, recorded and kept."""

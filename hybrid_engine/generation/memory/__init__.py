@@ -1,0 +1,1 @@
+"""What memory there is, what training will take, and the KV workspace."""

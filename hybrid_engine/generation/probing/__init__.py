@@ -1,0 +1,1 @@
+"""Whether containers compute what the module computes, measured and remembered."""
