@@ -42,7 +42,6 @@ from hybrid_engine.recipes.preference.options import PairLossOptions, Preference
 from hybrid_engine.recipes.preference.pairs import (
     TrainingPair,
     held_out_figures,
-    num_tokens,
     pair_logprobs,
     pair_sums,
     refer,
@@ -108,7 +107,7 @@ def run(config: Config) -> Path:
     source = find_first_actor(config)
     tokenizer = load_tokenizer(source)
     encoded, held_out_encoded = ([encode_pair(tokenizer, row) for row in part] for part in (rows, held_out_rows))
-    lengths = [num_tokens(pair) for pair in [*encoded, *held_out_encoded]]
+    lengths = [pair.num_tokens for pair in [*encoded, *held_out_encoded]]
     check_positions(config, source, [*rows, *held_out_rows], lengths)
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
@@ -202,7 +201,7 @@ def update(
     # The losses are shares of the step's mean; the engine divides by the micro-batches and averages processes.
     scale = actor.gradient_accumulation_steps() * get_world_size()
     parts = []
-    for rows in split_by_length([num_tokens(pair.tokens) for pair in pairs], actor.train_micro_batch_size_per_gpu()):
+    for rows in split_by_length([pair.tokens.num_tokens for pair in pairs], actor.train_micro_batch_size_per_gpu()):
         batch = [pairs[index] for index in rows]
         logprobs = pair_logprobs(actor, batch, reading)
         weights = torch.tensor([pair.weight for pair in batch], device=logprobs.chosen.device)

@@ -200,7 +200,7 @@ def choose_pairs(policy: Policy, groups: ScoredGroups, config: Config) -> list[T
     columns = zip(rows.tolist()[: len(best)], rows.tolist()[len(best) :], differs.tolist(), strict=True)
     return [
         TrainingPair(
-            EncodedPair(prompts[chosen], responses[chosen], responses[rejected]),
+            EncodedPair.of_tokens(prompts[chosen], responses[chosen], responses[rejected]),
             chosen_ref=logprobs[index],
             rejected_ref=logprobs[len(best) + index],
             weight=float(is_pair),

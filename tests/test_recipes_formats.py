@@ -258,6 +258,12 @@ def learned(tokenizer, encoded):
     return tokenizer.decode([token for token, kept in zip(encoded.response_ids, mask, strict=True) if kept])
 
 
+def pair_texts(tokenizer, pair):
+    """The prompt's text, which both answers have, and theirs."""
+    assert pair.chosen.prompt_ids == pair.rejected.prompt_ids
+    return texts(tokenizer, pair.chosen.prompt_ids, pair.chosen.response_ids, pair.rejected.response_ids)
+
+
 def test_text_is_encoded_apart_and_ends_with_the_end_of_sequence_token():
     tokenizer = build_chat_tokenizer(None)
     encoded = encode_completion(tokenizer, CompletionRow(prompt="ab", completion="cd"))
@@ -265,7 +271,7 @@ def test_text_is_encoded_apart_and_ends_with_the_end_of_sequence_token():
     assert encoded.loss_mask is None and len(encoded) == 5
     assert encoded.prompt_ids == encode_prompt(tokenizer, PromptRow(prompt="ab"))
     pair = encode_pair(tokenizer, PreferenceRow(prompt="ab", chosen="cd", rejected="e"))
-    assert texts(tokenizer, *pair) == ("ab", "cd<eos>", "e<eos>")
+    assert pair_texts(tokenizer, pair) == ("ab", "cd<eos>", "e<eos>")
     encoded = encode_completion(tokenizer, TextRow(text="abc"))
     assert texts(tokenizer, encoded.prompt_ids, encoded.response_ids) == ("a", "bc<eos>")
 
@@ -292,7 +298,7 @@ def test_a_conversation_is_rendered_by_the_chat_template_up_to_the_end_of_its_an
     assert texts(tokenizer, encoded.prompt_ids, encoded.response_ids) == (OPENED, "blue<eos>")
     assert encoded.loss_mask is None
     pair = encode_pair(tokenizer, PreferenceRow(prompt=QUESTION, chosen=YES, rejected=NO))
-    assert texts(tokenizer, *pair) == (OPENED, "blue<eos>", "green<eos>")
+    assert pair_texts(tokenizer, pair) == (OPENED, "blue<eos>", "green<eos>")
 
 
 def test_where_the_template_marks_the_assistants_tokens_all_its_turns_and_nothing_else_are_learned():
@@ -304,6 +310,21 @@ def test_where_the_template_marks_the_assistants_tokens_all_its_turns_and_nothin
     assert learned(tokenizer, encoded) == "b<eos>d<eos>"
     encoded = encode_completion(tokenizer, CompletionRow(prompt=TWO_TURNS[:3], completion=TWO_TURNS[3:]))
     assert learned(tokenizer, encoded) == "d<eos>"  # not the assistant's turn in the prompt
+
+
+def test_of_a_pair_too_the_template_says_which_tokens_are_learned():
+    tokenizer = build_chat_tokenizer(MARKED_TEMPLATE)
+    other = [assistant("b"), user("c"), assistant("e")]
+    pair = encode_pair(tokenizer, PreferenceRow(prompt=TWO_TURNS[:1], chosen=TWO_TURNS[1:], rejected=other))
+    assert [learned(tokenizer, answer) for answer in pair] == ["b<eos>d<eos>", "b<eos>e<eos>"]
+    assert pair_texts(tokenizer, pair)[1] == "b<eos>\n<start>user\nc<eos>\n<start>assistant\nd<eos>"
+
+
+def test_two_answers_that_the_template_makes_equal_are_refused():
+    tokenizer = build_chat_tokenizer(PLAIN_TEMPLATE.replace("message['content']", "message['content'] | trim"))
+    row = PreferenceRow(prompt=QUESTION, chosen=YES, rejected=[assistant("blue ")], place="line 3")
+    with pytest.raises(ValueError, match="line 3 has two answers, chosen and rejected, that become the same tokens"):
+        encode_pair(tokenizer, row)
 
 
 def test_without_marks_the_completion_is_learned_and_of_messages_the_last_turn():
@@ -325,7 +346,7 @@ def test_the_prompt_of_a_pair_ends_where_a_template_opens_its_two_answers_otherw
     tokenizer = build_chat_tokenizer(template)
     thinking = [{**YES[0], "thought": "<think>hm</think>"}]
     pair = encode_pair(tokenizer, PreferenceRow(prompt=QUESTION, chosen=thinking, rejected=NO))
-    assert texts(tokenizer, *pair) == (OPENED, "<think>hm</think>blue<eos>", "green<eos>")
+    assert pair_texts(tokenizer, pair) == (OPENED, "<think>hm</think>blue<eos>", "green<eos>")
 
 
 def test_tools_of_a_row_reach_the_template():

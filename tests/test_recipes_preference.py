@@ -17,7 +17,7 @@ from hybrid_engine.recipes.data.encoding import Encoded, EncodedPair
 from hybrid_engine.recipes.preference.answers import Reading, all_logprobs, without_adapter
 from hybrid_engine.recipes.preference.labelled import LabelledAnswer, mismatch
 from hybrid_engine.recipes.preference.labelled import refer as refer_answers
-from hybrid_engine.recipes.preference.pairs import TrainingPair, answers_of, held_out_figures, refer
+from hybrid_engine.recipes.preference.pairs import TrainingPair, answers_of, held_out_figures, pair_logprobs, refer
 from hybrid_engine.rl.preferences import PairLogprobs, build_loss
 from hybrid_engine.zero.sharding import full_tensor
 
@@ -51,7 +51,8 @@ def answer(prompt: list[int], response: list[int]) -> Encoded:
 
 def token_pairs(num_pairs: int = NUM_ROWS) -> list[EncodedPair]:
     generator = torch.Generator().manual_seed(4)
-    return [EncodedPair(*(random_tokens(generator, longest) for longest in (9, 7, 12))) for _ in range(num_pairs)]
+    sizes = (9, 7, 12)
+    return [EncodedPair.of_tokens(*(random_tokens(generator, longest) for longest in sizes)) for _ in range(num_pairs)]
 
 
 def training_pairs() -> list[TrainingPair]:
@@ -119,7 +120,7 @@ def plain_dpo_loss(model) -> torch.Tensor:
     pairs = training_pairs()[:-1]
     logprobs = torch.stack([plain_logprob(model, answer) for answer in answers_of([pair.tokens for pair in pairs])])
     references = torch.tensor([(pair.chosen_ref, pair.rejected_ref) for pair in pairs])
-    lengths = torch.tensor([(len(pair.tokens.chosen_ids), len(pair.tokens.rejected_ids)) for pair in pairs])
+    lengths = torch.tensor([[len(answer.response_ids) for answer in pair.tokens] for pair in pairs])
     return DPO_LOSS(PairLogprobs(*logprobs.chunk(2), *references.unbind(1), *lengths.unbind(1))).mean()
 
 
@@ -200,8 +201,23 @@ def test_held_out_figures_are_those_of_all_pairs_at_once():
     figures = held_out_figures(model, pairs, build_loss("sigmoid", BETA), BETA, READING)
     assert figures["loss"] == pytest.approx(math.log(2)) and figures["accuracy"] == 0.5
     assert figures["chosen_reward"] == figures["rejected_reward"] == 0
-    chosen = [plain_logprob(model, answer(pair.prompt_ids, pair.chosen_ids)).item() for pair in token_pairs(40)]
+    chosen = [plain_logprob(model, pair.chosen).item() for pair in token_pairs(40)]
     assert figures["chosen_logprob"] == pytest.approx(sum(chosen) / 40, rel=1e-5)
+
+
+def test_only_what_the_template_marks_is_counted_of_an_answer_and_of_a_mismatched_one():
+    model, prompt, response = tiny_llama(), [3, 4], [5, 6, 7, 8]
+    masked = Encoded(prompt_ids=prompt, response_ids=response, loss_mask=[True, False, False, True])
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, 1:-1].log_softmax(-1)
+    expected = (logits[0, 5] + logits[3, 8]).item()
+    assert all_logprobs(model, [masked, answer([9], [10])], READING)[0] == pytest.approx(expected, rel=1e-5)
+    pair = EncodedPair(masked, answer(prompt, [5, 9]))
+    (training_pair,) = refer(model, [pair], READING)
+    of_pair = pair_logprobs(model, [training_pair], READING)
+    assert of_pair.chosen.item() == training_pair.chosen_ref == pytest.approx(expected, rel=1e-5)
+    assert (of_pair.chosen_lengths.tolist(), of_pair.rejected_lengths.tolist()) == ([2], [2])
+    (other, _) = mismatch([answer([1], [2]), masked], seed=0)
+    assert (other.prompt_ids, other.response_ids, other.loss_mask) == ([1], response, masked.loss_mask)
 
 
 def test_a_mismatched_answer_is_another_prompts_and_is_chosen_once():

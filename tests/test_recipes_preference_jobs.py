@@ -65,7 +65,9 @@ def test_a_run_learns_and_writes_metrics_plot_result_and_an_actor_that_changed(r
     assert result["before"]["accuracy"] == 0.5 and result["before"]["reward_margin"] == 0
     assert result["after"]["accuracy"] == 1 and result["after"]["reward_margin"] > 0.1
     assert result["after"]["loss"] < result["before"]["loss"]
-    assert {line["step"] for line in read_answers(tmp_path / "answers.jsonl")} == {0, len(lines)}
+    answers = read_answers(tmp_path / "answers.jsonl")
+    assert {line["step"] for line in answers} == {0, len(lines)}
+    assert all(line["rewards"] == [None] for line in answers)  # nobody judges the user's data
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()

@@ -50,11 +50,20 @@ class Encoded:
 
 
 class EncodedPair(NamedTuple):
-    """Token ids of a prompt and of the two responses behind it."""
+    """Two responses behind one prompt."""
 
-    prompt_ids: list[int]
-    chosen_ids: list[int]
-    rejected_ids: list[int]
+    chosen: Encoded
+    rejected: Encoded
+
+    @classmethod
+    def of_tokens(cls, prompt_ids: list[int], chosen_ids: list[int], rejected_ids: list[int]) -> "EncodedPair":
+        """Of responses that are learned as a whole."""
+        return cls(*(Encoded(prompt_ids=prompt_ids, response_ids=ids) for ids in (chosen_ids, rejected_ids)))
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the longer of both sequences."""
+        return max(len(self.chosen), len(self.rejected))
 
 
 class _Conversation(NamedTuple):
@@ -109,16 +118,21 @@ def encode_scored(tokenizer: PreTrainedTokenizerBase, row: CompletionRow | Label
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow) -> EncodedPair:
-    """The prompt and both answers; in a conversation what both render alike before them is the prompt."""
+    """The prompt and both answers; in a conversation what both render alike before them is the prompt.
+
+    Of answers whose template marks the assistant's tokens these alone are learned, and what follows them is kept: a
+    reward model reads its score at the last token.
+    """
     if isinstance(row.prompt, str):
         assert isinstance(row.chosen, str) and isinstance(row.rejected, str), f"{row=}"
         prompt = _encode_text_prompt(tokenizer, row, row.prompt)
-        return EncodedPair(prompt, *(encode_answer(tokenizer, text) for text in (row.chosen, row.rejected)))
+        answers = (encode_answer(tokenizer, text) for text in (row.chosen, row.rejected))
+        return _check_unlike(row, EncodedPair.of_tokens(prompt, *answers))
     assert not isinstance(row.chosen, str) and not isinstance(row.rejected, str), f"{row=}"
     chosen, rejected = (_converse(tokenizer, row, row.prompt, answer) for answer in (row.chosen, row.rejected))
     length = min(chosen.prompt_length, rejected.prompt_length)
-    answers = [_until_end(tokenizer, row, whole.ids[length:]) for whole in (chosen, rejected)]
-    return EncodedPair(chosen.ids[:length], *answers)
+    pair = EncodedPair(*(_answer_behind(tokenizer, row, whole, length) for whole in (chosen, rejected)))
+    return _check_unlike(row, pair)
 
 
 def read_template(path: str, option: str = "chat_template") -> str:
@@ -158,6 +172,15 @@ def check_fits(
         check_lengths(rows, lengths, positions, f"the {positions} positions of {model}", "use a model with more")
 
 
+def _check_unlike(row: Row, pair: EncodedPair) -> EncodedPair:
+    if pair.chosen == pair.rejected:
+        raise ValueError(
+            f"{row.place} has two answers, chosen and rejected, that become the same tokens, and teaches nothing; "
+            "remove the row"
+        )
+    return pair
+
+
 def _encode_text_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[int]:
     """With the token that the tokenizer puts before a text, without the one that some put behind it."""
     ids = list(tokenizer(text)["input_ids"])
@@ -190,19 +213,32 @@ def _encode_turns(
     return Encoded(prompt_ids=ids[:length], response_ids=_until_end(tokenizer, row, ids[length:]))
 
 
+def _answer_behind(tokenizer: PreTrainedTokenizerBase, row: Row, whole: _Conversation, length: int) -> Encoded:
+    """What follows the first `length` tokens of a conversation, with the marks of its template."""
+    ids = _until_end(tokenizer, row, whole.ids[length:])
+    mask = None if whole.marks is None else _check_marked(row, whole.marks[length : length + len(ids)])
+    is_whole = mask is None or all(mask)
+    return Encoded(prompt_ids=whole.ids[:length], response_ids=ids, loss_mask=None if is_whole else mask)
+
+
 def _learned(row: Row, ids: list[int], first: int, marks: list[bool]) -> Encoded:
     """The tokens up to the last that is marked, as a response from `first` on."""
-    mask = marks[first:]
-    if True not in mask:
-        raise ValueError(
-            f"{row.place} has no token that the chat template marks as the assistant's; give it a turn of the "
-            "assistant, or mend the template"
-        )
+    mask = _check_marked(row, marks[first:])
     length = len(mask) - mask[::-1].index(True)
     mask = mask[:length]
     return Encoded(
         prompt_ids=ids[:first], response_ids=ids[first : first + length], loss_mask=None if all(mask) else mask
     )
+
+
+def _check_marked(row: Row, mask: list[bool]) -> list[bool]:
+    """`mask`; ValueError where nothing of it is True."""
+    if True not in mask:
+        raise ValueError(
+            f"{row.place} has no token that the chat template marks as the assistant's; give it a turn of the "
+            "assistant, or mend the template"
+        )
+    return mask
 
 
 def _converse(

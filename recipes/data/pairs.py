@@ -44,9 +44,9 @@ def encode_pairs(
     """The rows as tokens; the column `kind_column` tells what is wrong with the rejected answers."""
     pairs = []
     for row in rows:
-        prompt, chosen, rejected = encode_pair(tokenizer, row)
+        chosen, rejected = (answer.prompt_ids + answer.response_ids for answer in encode_pair(tokenizer, row))
         kind = row.columns[kind_column] if kind_column else None
-        pairs.append(Pair(prompt + chosen, prompt + rejected, row.margin or 0.0, kind))
+        pairs.append(Pair(chosen, rejected, row.margin or 0.0, kind))
     return pairs
 
 

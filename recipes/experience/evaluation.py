@@ -32,6 +32,7 @@ EVALUATION_SEED = 20_257
 PROMPTS_PER_PASS = 64
 """Of one process, at a time."""
 NUM_SHOWN = 12
+UNJUDGED = Scores(total=[], by_name={}, per_token=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Group:
     prompt: Turns
     responses: list[str]
     scores: list[float]
+    """Empty where nobody judges."""
     by_name: dict[str, list[float | None]]
     """Each reward's own numbers."""
     is_cut_off: list[bool]
@@ -117,7 +119,7 @@ def evaluate(
     actor: Any,
     tokenizer: PreTrainedTokenizerBase,
     rows: Sequence[PromptRow],
-    judge: Callable[[Answers], Scores],
+    judge: Callable[[Answers], Scores] | None,
     options: SamplingOptions,
     *,
     passes: PassRule | None = None,
@@ -132,7 +134,7 @@ def evaluate(
     Args:
         actor: a `HybridEngine` or an `InferenceEngine`; in evaluation mode afterwards.
         rows: as many as there are processes at least; alike on all of them.
-        judge: the `Rewards` of the run, or a function of the recipe's around them.
+        judge: the `Rewards` of the run, or a function of the recipe's around them; None: the figures have no score.
         passes: None: the figures have no pass@k.
         measure: what the recipe measures of each rollout.
         has_bar: shows progress on a terminal; not inside another bar.
@@ -144,11 +146,12 @@ def evaluate(
     measured: list[Sums] = []
     for part in track(parts, "Answering", disable=not is_shown):
         rollout = sample(actor, tokenizer, part[get_rank() :: get_world_size()], options, seed)
-        groups += _groups(rollout.answers, judge(rollout.answers), options.num_samples)
+        groups += _groups(rollout.answers, judge(rollout.answers) if judge else UNJUDGED, options.num_samples)
         measured.append(measure(rollout))
     gathered = _in_order(groups, [len(part) for part in parts])
-    pass_figures = {} if passes is None else _pass_figures(gathered, passes)
-    figures = _score_figures(gathered) | pass_figures | step_means(measured) | _diversity(gathered)
+    figures = {} if judge is None else _score_figures(gathered)
+    figures |= {} if passes is None else _pass_figures(gathered, passes)
+    figures |= step_means(measured) | _diversity(gathered)
     return Evaluation(figures=figures, groups=gathered)
 
 

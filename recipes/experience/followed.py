@@ -72,7 +72,7 @@ def keep_answers(
                 PromptAnswers(
                     prompt=prompt_shown(group.prompt),
                     responses=group.responses,
-                    rewards=group.scores,
+                    rewards=group.scores or [None] * len(group.responses),
                     lengths=[len(ids) for ids in group.response_ids],
                     tokens=tokens[index] if tokens and index < len(tokens) else None,
                     logprobs=logprobs[index] if logprobs and index < len(logprobs) else None,

@@ -3,7 +3,7 @@
 The standard library's summaries have a judge: the rules of PEP 257, which are not trained on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -46,21 +46,13 @@ def answer_prompts(
 
     Without a judge the figures have no score.
     """
-    judge: Callable[[Answers], Scores] = judge_by_pep257 if is_judged else judge_nothing
+    judge = judge_by_pep257 if is_judged else None
     found = evaluate(actor, tokenizer, prompts, judge, SamplingOptions.of(config))
     actor.train()
-    if is_judged:
-        return found
-    figures = {name: value for name, value in found.figures.items() if not name.startswith("score")}
-    return Evaluation(figures=figures, groups=found.groups)
+    return found
 
 
 def judge_by_pep257(answers: Answers) -> Scores:
     """1 for a finished answer that is a summary line by PEP 257, else 0."""
     pairs = zip(answers.responses, answers.is_cut_off, strict=True)
     return Scores(total=[float(not cut and conforms(text)) for text, cut in pairs], by_name={}, per_token=None)
-
-
-def judge_nothing(answers: Answers) -> Scores:
-    """0 for every answer."""
-    return Scores(total=[0.0] * len(answers), by_name={}, per_token=None)

@@ -1,4 +1,4 @@
-"""What a model says of whole answers: their log-probabilities, summed over the tokens.
+"""What a model says of whole answers: their log-probabilities, summed over the tokens that are learned.
 
 B: answers of a forward pass.
 """
@@ -25,9 +25,10 @@ class Reading(NamedTuple):
 
 
 def answer_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> torch.Tensor:
-    """`[B]` fp32: log pi(answer | prompt) in nats; collective where the model is sharded."""
+    """`[B]` fp32: log pi(answer | prompt) in nats of the tokens that are learned; collective where it is sharded."""
     prompts, responses = [answer.prompt_ids for answer in answers], [answer.response_ids for answer in answers]
-    sequences = build_sequences(prompts, responses, reading.pad_token, default_device())
+    learned = [answer.loss_mask for answer in answers]
+    sequences = build_sequences(prompts, responses, reading.pad_token, default_device(), learned)
     return response_logprobs(model, sequences, reading.temperature).sum(dim=1)
 
 

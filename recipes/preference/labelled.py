@@ -5,6 +5,7 @@ B: answers of a forward pass.
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,16 +36,14 @@ def mismatch(answers: Sequence[Encoded], seed: int) -> list[Encoded]:
         ValueError: there is only one prompt.
     """
     order = random.Random(seed).sample(range(len(answers)), len(answers))
-    responses: dict[int, list[int]] = {}
+    chosen: dict[int, Encoded] = {}
     for position, index in enumerate(order):
         following = (answers[other] for other in [*order[position + 1 :], *order[:position]])
         other = next((answer for answer in following if answer.prompt_ids != answers[index].prompt_ids), None)
         if other is None:
             raise ValueError("--dataset has a single prompt, and KTO compares answers to several; give more prompts")
-        responses[index] = other.response_ids
-    return [
-        Encoded(prompt_ids=answer.prompt_ids, response_ids=responses[index]) for index, answer in enumerate(answers)
-    ]
+        chosen[index] = other
+    return [replace(chosen[index], prompt_ids=answer.prompt_ids) for index, answer in enumerate(answers)]
 
 
 def refer(

@@ -33,13 +33,7 @@ def refer(reference: Any, pairs: Sequence[EncodedPair], reading: Reading) -> lis
 
 def answers_of(pairs: Sequence[EncodedPair]) -> list[Encoded]:
     """The chosen answers, and then the rejected ones."""
-    chosen = [Encoded(prompt_ids=pair.prompt_ids, response_ids=pair.chosen_ids) for pair in pairs]
-    return chosen + [Encoded(prompt_ids=pair.prompt_ids, response_ids=pair.rejected_ids) for pair in pairs]
-
-
-def num_tokens(pair: EncodedPair) -> int:
-    """Tokens of the longer of both sequences."""
-    return len(pair.prompt_ids) + max(len(pair.chosen_ids), len(pair.rejected_ids))
+    return [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
 
 
 def pair_logprobs(policy: Any, pairs: Sequence[TrainingPair], reading: Reading) -> PairLogprobs:
@@ -51,9 +45,7 @@ def pair_logprobs(policy: Any, pairs: Sequence[TrainingPair], reading: Reading) 
 def _beside_reference(logprobs: torch.Tensor, pairs: Sequence[TrainingPair]) -> PairLogprobs:
     """`logprobs`: `[2 B]`, in the order of `answers_of`."""
     references = torch.tensor([(pair.chosen_ref, pair.rejected_ref) for pair in pairs], device=logprobs.device)
-    lengths = torch.tensor(
-        [(len(pair.tokens.chosen_ids), len(pair.tokens.rejected_ids)) for pair in pairs], device=logprobs.device
-    )
+    lengths = torch.tensor([[answer.num_learned for answer in pair.tokens] for pair in pairs], device=logprobs.device)
     return PairLogprobs(*logprobs.chunk(2), *references.unbind(1), *lengths.unbind(1))
 
 
