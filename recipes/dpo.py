@@ -29,15 +29,21 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_pair
 from hybrid_engine.recipes.data.held_out import hold_out
-from hybrid_engine.recipes.data.prompts import select_prompts
+from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.rows import PreferenceRow
 from hybrid_engine.recipes.experience.evaluation import Evaluation, show_comparison, step_means
 from hybrid_engine.recipes.experience.followed import keep_answers
 from hybrid_engine.recipes.preference.answering import answer_prompts, prompts_of
 from hybrid_engine.recipes.preference.answers import Reading, split_by_length, without_adapter
-from hybrid_engine.recipes.preference.best import Best, keep_best
-from hybrid_engine.recipes.preference.first_actor import build_actor, check_positions, check_run, find_first_actor
+from hybrid_engine.recipes.preference.first_actor import (
+    build_actor,
+    check_enough,
+    check_positions,
+    check_run,
+    find_first_actor,
+    keep_what_fits,
+)
 from hybrid_engine.recipes.preference.options import PairLossOptions, PreferenceOptions
 from hybrid_engine.recipes.preference.pairs import (
     TrainingPair,
@@ -46,6 +52,7 @@ from hybrid_engine.recipes.preference.pairs import (
     pair_sums,
     refer,
 )
+from hybrid_engine.recipes.runs.best import Best, keep_lowest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_at_least
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
@@ -106,9 +113,12 @@ def run(config: Config) -> Path:
         move_aside(out, RUN_RESULTS)
     source = find_first_actor(config)
     tokenizer = load_tokenizer(source)
-    encoded, held_out_encoded = ([encode_pair(tokenizer, row) for row in part] for part in (rows, held_out_rows))
-    lengths = [pair.num_tokens for pair in [*encoded, *held_out_encoded]]
-    check_positions(config, source, [*rows, *held_out_rows], lengths)
+    check_positions(config, source)
+    rows, encoded = keep_what_fits(config, source, rows, [encode_pair(tokenizer, row) for row in rows])
+    tokens = [encode_pair(tokenizer, row) for row in held_out_rows]
+    held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, tokens)
+    check_enough(config, len(encoded), len(held_out_encoded), "pairs")
+    prompts = fit_prompts(prompts, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
     actor = build_actor(config, source, num_steps)
@@ -134,7 +144,7 @@ def run(config: Config) -> Path:
     keep_answers(out, num_steps, after)
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
-    write_json(out / "result.json", result | ({"best": best._asdict()} if best.step else {}))
+    write_json(out / "result.json", result | best.result("loss"))
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"
@@ -149,15 +159,10 @@ def load_pairs(config: Config) -> tuple[list[PreferenceRow], list[PreferenceRow]
     if config.dataset is None:
         train, held_out = (build_preferences(part, config.seed) for part in split(stdlib_examples()))
     else:
-        train, held_out = hold_out(read_preference_rows(config.dataset))
+        train, held_out = hold_out(read_preference_rows(config.dataset, config.split))
     random.Random(config.seed).shuffle(train)
     train = train[: config.max_pairs or None]
-    if len(train) < config.batch_size or not held_out:
-        raise ValueError(
-            f"--batch-size={config.batch_size} must not exceed the {len(train)} pairs to train on, and {len(held_out)} "
-            "are held out by a hash of their prompt (about a tenth) where at least one must be: give more pairs, or "
-            "lower it"
-        )
+    check_enough(config, len(train), len(held_out), "pairs")
     return train, held_out[: config.eval_rows]
 
 
@@ -183,7 +188,7 @@ def train_loop(
             if config.is_evaluated(step):
                 measured = held_out_figures(actor, held_out, loss_of, config.beta, reading)
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
-                best = keep_best(best, measured["loss"], step + 1, actor, tokenizer, out)
+                best = keep_lowest(best, measured["loss"], step + 1, actor, tokenizer, out)
             log.write(step, figures | {"learning_rate": actor.get_lr()[0]}, SHOWN)
             if config.is_saved(step):
                 save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())

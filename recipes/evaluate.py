@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
 from hybrid_engine.recipes.data.encoding import encode_prompt
-from hybrid_engine.recipes.data.prompts import load_prompt_rows
+from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
@@ -32,7 +32,7 @@ from hybrid_engine.recipes.runs.checks import (
     check_texts,
 )
 from hybrid_engine.recipes.runs.config_files import CONFIG, write_config
-from hybrid_engine.recipes.runs.options import RewardOptions
+from hybrid_engine.recipes.runs.options import DataOptions, RewardOptions
 from hybrid_engine.recipes.runs.run_checks import check_positions
 from hybrid_engine.recipes.runs.run_folder import check_out, left_behind
 from hybrid_engine.recipes.runs.run_log import samples_table, say, write_json
@@ -44,7 +44,7 @@ NUM_SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RewardOptions):
+class Config(RewardOptions, DataOptions):
     """Measures a model: it answers every prompt of a data set several times, and the answers are scored.
 
         hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
@@ -90,14 +90,13 @@ class Config(RewardOptions):
         for name in ("model", "dataset", "reward"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing; say which {name} to evaluate with")
-        super().__post_init__()
+        RewardOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
         check_texts(self)
         for name in ("k", "max_prompt_tokens", "max_new_tokens"):
             check_at_least(name, getattr(self, name), 1)
-        if self.max_prompts is not None:
-            check_at_least("max_prompts", self.max_prompts, 1)
-        if self.num_samples is not None:
-            check_at_least("num_samples", self.num_samples, self.k)
+        check_at_least("max_prompts", self.max_prompts, 1)
+        check_at_least("num_samples", self.num_samples, self.k)
         check_above("temperature", self.temperature, 0)
         check_between("seed", self.seed, 0, LARGEST_SEED)
         check_finite("threshold", self.threshold)
@@ -112,6 +111,7 @@ def run(config: Config) -> Path:
     rewards = load_rewards(config.reward, config.reward_weights or None, config.reward_time_limit)
     tokenizer, rows = load_tokenizer(str(config.model)), load_rows(config)
     check_rows(config, tokenizer, rows, rewards)
+    rows = fit_prompts(rows, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     model = load_model(AutoModelForCausalLM, str(config.model))
     engine = hybrid_engine.init_inference(model.eval(), dtype=config.dtype)
     say(engine.report())
@@ -153,7 +153,7 @@ def check_folder(config: Config) -> None:
 def load_rows(config: Config) -> list[PromptRow]:
     """The prompts to answer, with what stands beside them."""
     dataset = str(config.dataset)
-    rows = load_prompt_rows(dataset)[1] if config.held_out else read_prompt_rows(dataset)
+    rows = load_prompt_rows(dataset, config.split)[1] if config.held_out else read_prompt_rows(dataset, config.split)
     return rows[: config.max_prompts]
 
 

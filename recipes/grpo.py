@@ -13,7 +13,6 @@ B: this process's prompts of a step, G: answers to each, N = B * G rows, P: prom
 Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, algorithm 1; the others stand beside their choices.
 """
 
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +35,11 @@ from hybrid_engine.recipes.experience.policy import Policy, build_policy, evalua
 from hybrid_engine.recipes.experience.policy_experience import Experience
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
+from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import ResumeOptions, RewardOptions, RolloutOptions
+from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions, RewardOptions, RolloutOptions, suitable_rate
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
@@ -58,7 +58,7 @@ SHOWN = ["score", "groups_without_variance", "length", "e2e_seconds", "generate_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RewardOptions, RolloutOptions, ResumeOptions):
+class Config(RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
     """Trains a language model by GRPO: it answers each prompt several times, and the better answers become likelier.
 
         hybrid-engine grpo
@@ -91,8 +91,8 @@ class Config(RewardOptions, RolloutOptions, ResumeOptions):
     epochs: int = 1
     """passes over each rollout"""
     max_new_tokens: int = 48
-    learning_rate: float = 7e-4
-    """peak of the linear schedule"""
+    learning_rate: float | None = None
+    """peak of the linear schedule; default: 7e-4, with --model 1e-6, of an adapter on it 1e-5"""
     lora_rank: int = 0
     """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
     measure_kl: bool = True
@@ -110,6 +110,7 @@ class Config(RewardOptions, RolloutOptions, ResumeOptions):
         ResumeOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)
         RewardOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
         for name in ("steps", "rollout_size", "group_size", "minibatch_size", "micro_batch_size", "epochs"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("eval_samples", self.eval_samples, 1)
@@ -133,10 +134,8 @@ class Carried(NamedTuple):
     """steps done"""
     num_drawn: int = 0
     """prompts taken so far"""
-    best_score: float = -math.inf
+    best: Best = Best()
     """the highest held-out score of an evaluation"""
-    best_step: int = 0
-    """after how many steps that was"""
 
 
 def run(config: Config) -> Path:
@@ -147,7 +146,8 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     num_updates = config.steps * config.epochs * (config.rollout_size * config.group_size // config.minibatch_size)
     keeps_reference = config.measure_kl or config.algorithm.needs_reference
-    policy = build_policy(config, start.source, num_updates, keeps_reference)
+    rate = config.learning_rate or suitable_rate(config, small=7e-4)
+    policy = build_policy(config, start.source, rate, num_updates, keeps_reference)
     say(policy.actor.report())
     say("\n".join(describe(config.algorithm)))
 
@@ -156,7 +156,8 @@ def run(config: Config) -> Path:
     keep_answers(out, 0, before, followed, policy)
     carried = Carried(kl_coef=config.algorithm.kl_coef)
     if config.resume:
-        carried = Carried(**load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config).state)
+        state = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config).state
+        carried = Carried(**state)._replace(best=Best(*state["best"]))
     started = time.perf_counter()
     log = RunLog(out, "GRPO", config.steps, config, carried.step)
     carried = train_loop(policy, start, config, log, carried, followed)
@@ -165,10 +166,8 @@ def run(config: Config) -> Path:
     keep_answers(out, config.steps, after, followed, policy)
 
     show_comparison(before, after, out)
-    best = {"score": carried.best_score, "step": carried.best_step}
-    write_json(
-        out / "result.json", {"before": before.figures, "after": after.figures, "best": best, "seconds": seconds}
-    )
+    result = {"before": before.figures, "after": after.figures, "seconds": seconds}
+    write_json(out / "result.json", result | carried.best.result("score"))
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"
@@ -203,13 +202,14 @@ def train_loop(
                 evaluation = evaluate_policy(policy, start.held_out, start.rewards, config)
                 keep_answers(Path(config.out), step + 1, evaluation, followed, policy)
                 figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}
-                if evaluation.figures["score"] > carried.best_score:
-                    carried = carried._replace(best_score=evaluation.figures["score"], best_step=step + 1)
-                    save_stage(actor, policy.tokenizer, Path(config.out) / "best")
+                score = evaluation.figures["score"]
+                best = keep_highest(carried.best, score, step + 1, actor, policy.tokenizer, Path(config.out))
+                carried = carried._replace(best=best)
             log.write(step, groups.figures | figures | actor.latency_stats(), SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:
                 folder = Path(config.out) / CHECKPOINTS
-                save_checkpoints({"actor": actor}, folder, step + 1, config, carried._asdict())
+                state = carried._asdict() | {"best": tuple(carried.best)}
+                save_checkpoints({"actor": actor}, folder, step + 1, config, state)
     return carried
 
 

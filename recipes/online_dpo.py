@@ -13,12 +13,10 @@ Source: Guo et al., "Direct Language Model Alignment from Online AI Feedback", a
 best and the worst of G answers where G is above 2.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -41,10 +39,11 @@ from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.preference.answers import Reading
 from hybrid_engine.recipes.preference.options import PairLossOptions
 from hybrid_engine.recipes.preference.pairs import TrainingPair
+from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_divides
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import AnswerOptions, ResumeOptions, RewardOptions
+from hybrid_engine.recipes.runs.options import AnswerOptions, DataOptions, ResumeOptions, RewardOptions, suitable_rate
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import save_stage, seed_everything
@@ -61,7 +60,7 @@ SHOWN = ["score", "groups_without_variance", "loss", "accuracy", "length", "e2e_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PairLossOptions, RewardOptions, AnswerOptions, ResumeOptions):
+class Config(PairLossOptions, RewardOptions, AnswerOptions, DataOptions, ResumeOptions):
     """Trains a language model by online DPO: of its own answers to a prompt the best becomes likelier than the worst.
 
         hybrid-engine online-dpo
@@ -93,8 +92,8 @@ class Config(PairLossOptions, RewardOptions, AnswerOptions, ResumeOptions):
     """pairs of an optimizer step over all processes, those left out included"""
     micro_batch_size: int = 32
     """pairs of a forward pass on one process, at most"""
-    learning_rate: float = 3e-4
-    """peak of the linear schedule"""
+    learning_rate: float | None = None
+    """peak of the linear schedule; default: 3e-4, with --model 1e-6, of an adapter on it 1e-5"""
     lora_rank: int = 0
     """train a LoRA adapter of this rank; 0 trains all weights"""
     max_new_tokens: int = 48
@@ -107,6 +106,7 @@ class Config(PairLossOptions, RewardOptions, AnswerOptions, ResumeOptions):
         ResumeOptions.__post_init__(self)
         AnswerOptions.__post_init__(self)
         RewardOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
         PairLossOptions.__post_init__(self)
         for name in ("steps", "minibatch_size", "micro_batch_size"):
             check_at_least(name, getattr(self, name), 1)
@@ -118,14 +118,6 @@ class Config(PairLossOptions, RewardOptions, AnswerOptions, ResumeOptions):
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
 
 
-class Best(NamedTuple):
-    """The evaluation with the highest score so far."""
-
-    score: float = -math.inf
-    step: int = 0
-    """After how many steps it was."""
-
-
 def run(config: Config) -> Path:
     """Makes what is missing and trains; returns the folder of the final actor. Collective."""
     out = Path(config.out)
@@ -133,7 +125,8 @@ def run(config: Config) -> Path:
     start = prepare(config)
     seed_everything(config.seed)
     num_updates = config.steps * (config.rollout_size // config.minibatch_size)
-    policy = build_policy(config, start.source, num_updates, keeps_reference=True)
+    rate = config.learning_rate or suitable_rate(config, small=3e-4)
+    policy = build_policy(config, start.source, rate, num_updates, keeps_reference=True)
     say(policy.actor.report())
 
     before = evaluate_policy(policy, start, config)
@@ -149,7 +142,7 @@ def run(config: Config) -> Path:
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
-    write_json(out / "result.json", result | ({"best": best._asdict()} if best.step else {}))
+    write_json(out / "result.json", result | best.result("score"))
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"
@@ -178,9 +171,7 @@ def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 measured = evaluate_policy(policy, start, config).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
-                if measured["score"] > best.score:
-                    best = Best(measured["score"], step + 1)
-                    save_stage(actor, policy.tokenizer, Path(config.out) / "best")
+                best = keep_highest(best, measured["score"], step + 1, actor, policy.tokenizer, Path(config.out))
             figures |= actor.latency_stats()
             log.write(step, figures, [name for name in SHOWN if name in figures])
             if config.save_every and (step + 1) % config.save_every == 0:

@@ -7,7 +7,8 @@ first weights. Then, for each step: prompts -> engine.eval() -> engine.generate(
 and reference log-probabilities -> advantages -> clipped updates of actor and critic. The learned reward alone is
 trained on; PEP 257 as a rule (`pep257.py`) only measures the held-out prompts before and after.
 
-Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json and actor/, a Hugging Face folder.
+Below `--out`: metrics.jsonl (one line per step), plot.png, samples.json, result.json, best/ and actor/, Hugging Face
+folders.
 
 B: this process's prompts of a step, T: response columns.
 Conventions: Schulman et al., arXiv 1707.06347; Ouyang et al., arXiv 2203.02155; Huang et al., "The N Implementation
@@ -27,27 +28,22 @@ from hybrid_engine.recipes.data.prompts import select_prompts
 from hybrid_engine.recipes.data.sequences import in_parts, response_logprobs, response_values, split_by_length
 from hybrid_engine.recipes.experience.critic_experience import CriticExperience, reward_tokens
 from hybrid_engine.recipes.experience.evaluation import (
-    Evaluation,
-    Sums,
-    answer_sums,
-    evaluate,
     global_means,
-    judge_sums,
-    reference_sums,
     show_comparison,
     step_means,
 )
 from hybrid_engine.recipes.experience.followed import keep_answers
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
+from hybrid_engine.recipes.experience.role_figures import evaluate_held_out, judge, rollout_sums
 from hybrid_engine.recipes.experience.roles import Roles, build_roles
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.experience.start import Start, prepare
-from hybrid_engine.recipes.rewards.answers import Answers
-from hybrid_engine.recipes.rewards.scores import Scores, replace_cut_off, reward_figures
-from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.rewards.scores import reward_figures
+from hybrid_engine.recipes.runs.best import Best, keep_highest
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides, check_finite
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import ResumeOptions, RewardOptions, RolloutOptions
+from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions, RewardOptions, RolloutOptions, suitable_rate
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
@@ -66,7 +62,7 @@ SHOWN = ["score", "kl_per_sequence", "length", "e2e_seconds", "generate_seconds"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RewardOptions, RolloutOptions, ResumeOptions):
+class Config(RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
     """Trains a language model by PPO: it answers prompts, the answers are scored, its weights follow the scores.
 
         hybrid-engine ppo --out runs/docs
@@ -74,8 +70,8 @@ class Config(RewardOptions, RolloutOptions, ResumeOptions):
 
     What is missing is made first: the actor by `hybrid-engine sft`, the reward model by `hybrid-engine reward`. Left
     below --out: metrics.jsonl (one line per step), plot.png, samples.json (answers before and after), result.json,
-    checkpoints/ and actor/, a Hugging Face folder. After an interruption the same command with --resume goes on from
-    the last checkpoint.
+    checkpoints/, best/ (the weights that did best on held-out prompts) and actor/ (the last), both Hugging Face
+    folders. After an interruption the same command with --resume goes on from the last checkpoint.
     """
 
     model: str | None = None
@@ -94,10 +90,10 @@ class Config(RewardOptions, RolloutOptions, ResumeOptions):
     ppo_epochs: int = 2
     """passes over each rollout"""
     temperature: float = 0.8
-    actor_lr: float = 2e-4
-    """peak learning rate of the actor"""
-    critic_lr: float = 5e-4
-    """peak learning rate of the critic"""
+    actor_lr: float | None = None
+    """peak learning rate of the actor; default: 2e-4, with --model 1e-6, of an adapter on it 1e-5"""
+    critic_lr: float | None = None
+    """peak learning rate of the critic; default: 5e-4, with --model 1e-5"""
     kl_coef: float = 0.07
     """weight of the KL penalty in the reward, per nat"""
     gamma: float = 1.0
@@ -114,14 +110,17 @@ class Config(RewardOptions, RolloutOptions, ResumeOptions):
     """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
     kl_bound: float = 6.0
     """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
+    eval_every: int = 10
+    """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
 
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)
         RewardOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
         for name in ("steps", "minibatch_size", "micro_batch_size", "ppo_epochs"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("kl_coef", "lora_rank", "kl_bound"):
+        for name in ("kl_coef", "lora_rank", "kl_bound", "eval_every"):
             check_at_least(name, getattr(self, name), 0)
         for name in ("actor_lr", "critic_lr", "clip", "value_clip"):
             check_above(name, getattr(self, name), 0)
@@ -129,11 +128,6 @@ class Config(RewardOptions, RolloutOptions, ResumeOptions):
             check_between(name, getattr(self, name), 0, 1)
         check_finite("missing_eos_score", self.missing_eos_score)
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
-
-    @property
-    def learning_rate(self) -> float:
-        """The actor's, for `build_policy`."""
-        return self.actor_lr
 
     @property
     def num_updates(self) -> int:
@@ -147,14 +141,17 @@ def run(config: Config) -> Path:
     hybrid_engine.init_distributed()
     start = prepare(config, SUMMARIES, has_critic=True)
     seed_everything(config.seed)
-    roles = build_roles(config, start)
+    actor_rate = config.actor_lr or suitable_rate(config, small=2e-4)
+    critic_rate = config.critic_lr or (1e-5 if config.model else 5e-4)
+    roles = build_roles(config, start, actor_rate, critic_rate)
     say(roles.policy.actor.report())
 
     before = evaluate_held_out(roles, start, config)
     keep_answers(out, 0, before)
-    first_step = load_checkpoints(roles.engines, out / CHECKPOINTS, config).step if config.resume else 0
+    saved = load_checkpoints(roles.engines, out / CHECKPOINTS, config) if config.resume else SavedRun()
     started = time.perf_counter()
-    train_loop(roles, start, config, RunLog(out, "PPO", config.steps, config, first_step), first_step)
+    log = RunLog(out, "PPO", config.steps, config, saved.step)
+    best = train_loop(roles, start, config, log, saved.step, Best(**saved.state))
     seconds = time.perf_counter() - started
     after = evaluate_held_out(roles, start, config)
     keep_answers(out, config.steps, after)
@@ -163,37 +160,17 @@ def run(config: Config) -> Path:
     kl = after.figures["kl_per_sequence"]
     where = "under" if kl < config.kl_bound else "OVER"
     say(f"KL to the reference: {kl:.2f} nats per response, {where} the bound {config.kl_bound}")
-    write_json(out / "result.json", {"before": before.figures, "after": after.figures, "ppo_seconds": seconds})
+    result = {"before": before.figures, "after": after.figures, "ppo_seconds": seconds}
+    write_json(out / "result.json", result | best.result("score"))
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(roles.policy.actor, roles.policy.tokenizer, out / "actor")
     return out / "actor"
 
 
-def judge(roles: Roles, config: Config, answers: Answers) -> Scores:
-    """The rewards of `answers`; those that were cut off have `missing_eos_score`."""
-    return replace_cut_off(roles.rewards(answers), answers, config.missing_eos_score)
-
-
-def rollout_sums(rollout: Rollout, logprobs_ref: torch.Tensor, config: Config) -> Sums:
-    """What a rollout says by itself and against the reference, and by the judge where it applies."""
-    sums = answer_sums(rollout) | reference_sums(rollout, logprobs_ref)
-    return sums | judge_sums(rollout) if config.dataset is None else sums
-
-
-def evaluate_held_out(roles: Roles, start: Start, config: Config) -> Evaluation:
-    """One answer to each held-out prompt."""
-    policy = roles.policy
-
-    def measure(rollout: Rollout) -> Sums:
-        return rollout_sums(rollout, policy.reference_logprobs(rollout.sequences, config.temperature), config)
-
-    options, scores = SamplingOptions.of(config), partial(judge, roles, config)
-    return evaluate(policy.actor, policy.tokenizer, start.held_out, scores, options, measure=measure)
-
-
-def train_loop(roles: Roles, start: Start, config: Config, log: RunLog, first_step: int) -> None:
-    """PPO: one rollout a step, several passes over it."""
+def train_loop(roles: Roles, start: Start, config: Config, log: RunLog, first_step: int, best: Best) -> Best:
+    """PPO: one rollout a step, several passes over it. Returns the best evaluation of the whole run."""
     actor, prompts, options = roles.policy.actor, start.train, SamplingOptions.of(config)
+    out = Path(config.out)
     with log:
         for step in range(first_step, config.steps):
             chosen = select_prompts(len(prompts), step * config.rollout_size, config.rollout_size, config.seed)
@@ -206,9 +183,15 @@ def train_loop(roles: Roles, start: Start, config: Config, log: RunLog, first_st
 
             experience, figures = build_experience(roles, rollout, config)
             figures |= update(roles, experience, config, seed)
+            if config.eval_every and (step + 1) % config.eval_every == 0:
+                evaluation = evaluate_held_out(roles, start, config)
+                keep_answers(out, step + 1, evaluation)
+                figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}
+                best = keep_highest(best, evaluation.figures["score"], step + 1, actor, roles.policy.tokenizer, out)
             log.write(step, figures | actor.latency_stats(), SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:
-                save_checkpoints(roles.engines, Path(config.out) / CHECKPOINTS, step + 1, config)
+                save_checkpoints(roles.engines, out / CHECKPOINTS, step + 1, config, best._asdict())
+    return best
 
 
 @torch.no_grad()

@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
-from hybrid_engine.recipes.data.encoding import check_fits, encode_completion, read_template
-from hybrid_engine.recipes.data.held_out import hold_out_of
+from hybrid_engine.recipes.data.encoding import encode_completion, read_template
+from hybrid_engine.recipes.data.held_out import check_parts, hold_out_of
+from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
 from hybrid_engine.recipes.data.pairs import Pair, PairCorpus, encode_pairs, num_characters
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
@@ -40,7 +41,7 @@ from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.options import ResumeOptions
+from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import (
@@ -59,7 +60,7 @@ NUM_REFERENCES = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ResumeOptions):
+class Config(DataOptions, ResumeOptions):
     """Trains a reward model on preference pairs; by default of summary lines, one of which follows PEP 257.
 
         hybrid-engine reward --out runs/docs
@@ -97,7 +98,7 @@ class Config(ResumeOptions):
     micro_batch_size: int = 32
     """pairs of a forward pass on one process, at most"""
     learning_rate: float | None = None
-    """peak of the linear schedule; default: 3e-4, with --dataset 1e-5, of an adapter 2e-4"""
+    """peak of the linear schedule; default: 3e-4, with --model or --dataset 1e-5, of an adapter 2e-4"""
     center_coef: float = 0.0
     """weight of the squared sum of a pair's scores in the loss, which keeps scores around 0"""
     lora_rank: int = 0
@@ -108,17 +109,15 @@ class Config(ResumeOptions):
     """train on a random sample of so many pairs; 0 uses all; default: 2560, with --dataset all"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        ResumeOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
         for name in ("epochs", "batch_size", "micro_batch_size"):
             check_at_least(name, getattr(self, name), 1)
-        if self.max_tokens is not None:
-            check_at_least("max_tokens", self.max_tokens, 1)
+        check_at_least("max_tokens", self.max_tokens, 1)
         for name in ("max_examples", "eval_every", "lora_rank", "center_coef"):
             check_at_least(name, getattr(self, name), 0)
-        if self.max_pairs is not None:
-            check_at_least("max_pairs", self.max_pairs, 0)
-        if self.learning_rate is not None:
-            check_above("learning_rate", self.learning_rate, 0)
+        check_at_least("max_pairs", self.max_pairs, 0)
+        check_above("learning_rate", self.learning_rate, 0)
         check_between("held_out_share", self.held_out_share, 0, 0.9)
         if self.eval_every and self.dataset and not self.held_out_share:
             raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
@@ -131,7 +130,7 @@ class Config(ResumeOptions):
     @property
     def peak_learning_rate(self) -> float:
         """Of the schedule."""
-        return self.learning_rate or (2e-4 if self.lora_rank else 1e-5 if self.dataset else 3e-4)
+        return self.learning_rate or (2e-4 if self.lora_rank else 1e-5 if self.model or self.dataset else 3e-4)
 
 
 def run(config: Config) -> Path:
@@ -259,18 +258,22 @@ def load_corpus(config: Config, tokenizer: PreTrainedTokenizerBase, source: str)
         good = [encode_completion(tokenizer, stdlib_row(example)) for example in train_examples[:NUM_REFERENCES]]
         references = [answer.prompt_ids + answer.response_ids for answer in good]
     else:
-        train, held_out = hold_out_of(config.dataset, read_preference_rows(config.dataset), config.held_out_share)
-        references = [pair.chosen for pair in encode_pairs(tokenizer, train[:NUM_REFERENCES])]
+        rows = read_preference_rows(config.dataset, config.split)
+        train, held_out = hold_out_of(config.dataset, rows, config.held_out_share)
     random.shuffle(train)
     train = train[: config.num_pairs or None]
+    limit = limit_of(config.max_tokens, num_positions(load_config(source)), f"--model={source!r}")
+    encoded = []
+    for part in (train, held_out):
+        pairs = encode_pairs(tokenizer, part, kind_column=None if config.dataset else "kind")
+        encoded.append(keep_fitting(part, pairs, limit, skips=config.skip_too_long))
+    (train, pairs), (_, held_out_pairs) = encoded
+    if config.dataset is not None:
+        check_parts(config.dataset, pairs, held_out_pairs, config.held_out_share)
+        references = [pair.chosen for pair in pairs[:NUM_REFERENCES]]
     lengths = [num_characters(row) for row in train]
     batches = epochs_of_similar_length(lengths, config.batch_size, config.epochs, config.seed)
-    encoded = []
-    for rows in (train, held_out):
-        encoded.append(encode_pairs(tokenizer, rows, kind_column=None if config.dataset else "kind"))
-        num_tokens = [pair.num_tokens for pair in encoded[-1]]
-        check_fits(rows, num_tokens, config.max_tokens, num_positions(load_config(source)), f"--model={source!r}")
-    return PairCorpus(train=encoded[0], held_out=encoded[1], references=references, batches=batches)
+    return PairCorpus(train=pairs, held_out=held_out_pairs, references=references, batches=batches)
 
 
 def engine_config(config: Config, num_steps: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides, check_one_of
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.options import ResumeOptions
+from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import (
@@ -51,7 +51,7 @@ from hybrid_engine.rl.aggregation import token_mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ResumeOptions):
+class Config(DataOptions, ResumeOptions):
     """Trains a model to write what a data set shows; by default a small one to summarise a function's signature.
 
         hybrid-engine sft --out runs/docs
@@ -105,16 +105,15 @@ class Config(ResumeOptions):
     """use only so many training examples; 0 uses all"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        ResumeOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
         for name in ("num_layers", "epochs", "batch_size", "micro_batch_size", "max_tokens"):
-            if getattr(self, name) is not None:
-                check_at_least(name, getattr(self, name), 1)
+            check_at_least(name, getattr(self, name), 1)
         check_at_least("vocab_size", self.vocab_size, 300)
         for name in ("max_examples", "eval_every", "lora_rank"):
             check_at_least(name, getattr(self, name), 0)
         check_between("held_out_share", self.held_out_share, 0, 0.9)
-        if self.learning_rate is not None:
-            check_above("learning_rate", self.learning_rate, 0)
+        check_above("learning_rate", self.learning_rate, 0)
         check_divides("hidden_size", self.hidden_size, 64)
         check_one_of("task", self.task, tuple(TASKS))
         if self.eval_every and self.dataset and not self.held_out_share:

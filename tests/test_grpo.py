@@ -9,7 +9,7 @@ from distributed import run_distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_engine.command import cli
-from hybrid_engine.recipes import grpo
+from hybrid_engine.recipes import grpo, online_dpo
 from hybrid_engine.recipes.algorithms import advantages
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.experience.groups import GroupSource
@@ -254,6 +254,35 @@ def test_a_reward_that_tells_no_answers_apart_is_reported_and_changes_nothing(ti
     grpo.run(config)
     assert "the answers to each of 4 prompts have one score" in capsys.readouterr().out
     assert all(map(torch.equal, weights_in(tmp_path / "run/actor").values(), weights_in(config.model).values()))
+
+
+def test_a_run_without_evaluations_has_no_best(tiny, tmp_path):
+    grpo.run(tiny(steps=1, eval_every=0))
+    result = json.loads((tmp_path / "run" / "result.json").read_text(), parse_constant=pytest.fail)
+    assert "best" not in result and not (tmp_path / "run" / "best").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"), [({}, 1e-6), ({"lora_rank": 2}, 1e-5), ({"learning_rate": 2e-3, "lora_rank": 2}, 2e-3)]
+)
+@pytest.mark.parametrize("recipe", [grpo, online_dpo])
+def test_a_model_of_the_users_is_trained_in_small_steps_unless_told_otherwise(
+    recipe, options, rate, model, dataset, tmp_path, monkeypatch
+):
+    seen = []
+
+    class Enough(Exception):
+        pass
+
+    def build_policy(config, source, learning_rate, *rest, **more):
+        seen.append(learning_rate)
+        raise Enough
+
+    monkeypatch.setattr(recipe, "build_policy", build_policy)
+    sources = {"model": model, "dataset": dataset, "reward": ("regex:1",), "out": str(tmp_path)}
+    with pytest.raises(Enough):
+        recipe.run(recipe.Config(**sources, max_new_tokens=6, **options))
+    assert seen == [rate]
 
 
 def test_a_process_rewards_steps_are_learned_from_and_choices_about_whole_answers_are_refused(

@@ -5,11 +5,14 @@ import json
 import re
 
 import pytest
-from datasets import Dataset
+from chat import build_chat_tokenizer
+from datasets import Dataset, DatasetDict
 
+from hybrid_engine.recipes import dpo
 from hybrid_engine.recipes.data.held_out import is_held_out
-from hybrid_engine.recipes.data.prompts import load_prompt_rows, select_prompts
+from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows, select_prompts
 from hybrid_engine.recipes.data.reading import read_prompt_rows
+from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.tasks.pep257 import conforms, pep257_violations
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 from hybrid_engine.recipes.tasks.stdlib_pairs import FAULTS, build_preferences, mend
@@ -139,6 +142,46 @@ def test_prompts_of_a_jsonl_file_and_of_a_saved_dataset_are_split_by_their_hash(
     Dataset.from_dict({"prompt": [f"prompt {n}" for n in range(60)]}).save_to_disk(tmp_path / "saved")
     saved = load_prompt_rows(str(tmp_path / "saved"))
     assert [[row.prompt for row in rows] for rows in saved] == [train_texts, held_out_texts]
+
+
+def test_of_several_splits_the_chosen_one_is_read_and_those_that_there_are_are_named(tmp_path):
+    splits = {name: Dataset.from_dict({"prompt": [name]}) for name in ("train", "test")}
+    DatasetDict(splits).save_to_disk(tmp_path / "both")
+    (tmp_path / "files").mkdir()
+    for name in splits:
+        (tmp_path / "files" / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
+    for folder in ("both", "files"):
+        path = str(tmp_path / folder)
+        assert [[row.prompt for row in read_prompt_rows(path, split)] for split in (None, "test")] == [
+            ["train"],
+            ["test"],
+        ]
+        with pytest.raises(ValueError, match=r"^--split='tset': --dataset=.* has the splits 'train', 'test'; choose"):
+            read_prompt_rows(path, "tset")
+    DatasetDict(test=splits["test"]).save_to_disk(tmp_path / "test only")
+    with pytest.raises(ValueError, match=r"^--dataset=.*test only' has the splits 'test'; choose one by --split"):
+        read_prompt_rows(str(tmp_path / "test only"))
+    splits["test"].save_to_disk(tmp_path / "plain")
+    for name, rule in (("plain", "has no splits; leave the option out"), ("files/test.jsonl", "is a file, which has")):
+        with pytest.raises(ValueError, match=f"^--split='test': --dataset='.*{name}' {rule}"):
+            read_prompt_rows(str(tmp_path / name), "test")
+    with pytest.raises(ValueError, match="--split='test' is a part of a data set; give --dataset, or leave it out"):
+        dpo.Config(split="test")
+
+
+def test_prompts_that_are_too_long_are_counted_and_left_out_only_if_asked(capsys):
+    tokenizer = build_chat_tokenizer(None)
+    rows = [PromptRow(prompt="a" * length) for length in (3, 5, 4)]
+    assert fit_prompts(rows, tokenizer, 5, skips=True) == fit_prompts(rows, tokenizer, 5, skips=False) == rows
+    assert capsys.readouterr().out == ""
+    assert fit_prompts(rows, tokenizer, 4, skips=False) == rows
+    assert capsys.readouterr().out.startswith(
+        "1 of 3 prompts have more tokens than --max-prompt-tokens=4 and lose their beginning; raise it, or leave them"
+    )
+    assert fit_prompts(rows, tokenizer, 4, skips=True) == [rows[0], rows[2]]
+    assert capsys.readouterr().out == "1 of 3 prompts have more tokens than --max-prompt-tokens=4 and are left out\n"
+    with pytest.raises(ValueError, match="--skip-too-long: 3 of 3 prompts have more tokens than --max-prompt-tokens=2"):
+        fit_prompts(rows, tokenizer, 2, skips=True)
 
 
 def test_a_dataset_without_prompts_is_refused_with_the_columns_that_it_has(tmp_path):

@@ -8,8 +8,9 @@ import pytest
 from chat import MARKED_TEMPLATE, PLAIN_TEMPLATE, build_chat_tokenizer
 from datasets import Dataset
 
-from hybrid_engine.recipes.data.encoding import check_lengths, encode_completion, encode_pair, encode_prompt
+from hybrid_engine.recipes.data.encoding import Encoded, encode_completion, encode_pair, encode_prompt
 from hybrid_engine.recipes.data.held_out import hold_out
+from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
 from hybrid_engine.recipes.data.prompts import load_prompt_rows
 from hybrid_engine.recipes.data.reading import (
     read_labelled_rows,
@@ -198,8 +199,8 @@ GOOD = {
 def test_a_bad_value_is_named_with_its_row_and_column(tmp_path, read, columns, message):
     path = write(tmp_path / "data.jsonl", [GOOD[read], columns])
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        read(path, "eval_dataset")
-    assert str(raised.value).startswith(f"--eval-dataset={path!r}: line 2")
+        read(path)
+    assert str(raised.value).startswith(f"--dataset={path!r}: line 2")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +359,11 @@ def test_tools_of_a_row_reach_the_template():
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        (None, PromptRow(prompt=QUESTION), "is a conversation, and the tokenizer of '' has no chat template; use a"),
+        (
+            None,
+            PromptRow(prompt=QUESTION),
+            "the tokenizer that is made without --model has no chat template",
+        ),
         ("{{ raise_exception('no such role') }}", PromptRow(prompt=QUESTION), "refuses the conversation: no such role"),
         (PLAIN_TEMPLATE, ConversationRow(messages=[*TWO_TURNS, user("e")]), "last turn is learned: it must be the"),
         (PLAIN_TEMPLATE, ConversationRow(messages=TWO_TURNS[1:2]), "it must be the assistant's, behind another"),
@@ -377,9 +382,17 @@ def test_what_cannot_be_encoded_is_named_with_its_row(template, row, message):
         encode(build_chat_tokenizer(template), row)
 
 
-def test_rows_too_long_are_counted_and_the_first_is_named_with_its_length():
+def test_rows_too_long_are_counted_and_the_first_is_named_with_its_length_or_they_are_left_out(capsys):
     rows = [PromptRow(prompt="a", place=f"line {n}") for n in range(4)]
-    check_lengths(rows, [1, 2, 3, 3], 3, "--max-tokens=3", "raise it")
-    message = "line 1 has 5 tokens, more than --max-tokens=3 \\(and 1 more rows are too long\\); raise it, or"
+    limit = limit_of(3, None, "--model='m'")
+
+    def tokens(*lengths):
+        return [Encoded(prompt_ids=[0], response_ids=[0] * (length - 1)) for length in lengths]
+
+    assert keep_fitting(rows, tokens(1, 2, 3, 3), limit, skips=False) == (rows, tokens(1, 2, 3, 3))
+    message = "line 1 has 5 tokens, more than --max-tokens=3 \\(and 1 more rows are too long\\); raise it, shorten"
     with pytest.raises(ValueError, match=message):
-        check_lengths(rows, [1, 5, 3, 4], 3, "--max-tokens=3", "raise it")
+        keep_fitting(rows, tokens(1, 5, 3, 4), limit, skips=False)
+    kept = keep_fitting(rows, tokens(1, 5, 3, 4), limit, skips=True)
+    assert kept == ([rows[0], rows[2]], tokens(1, 3))
+    assert capsys.readouterr().out == "2 of 4 rows have more tokens than --max-tokens=3 and are left out\n"

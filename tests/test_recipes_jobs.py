@@ -66,7 +66,7 @@ def test_a_finished_stage_is_not_run_again_unless_asked(stages, tmp_path):
 
 def test_ppo_writes_metrics_plot_samples_and_an_actor_that_changed(stages, tmp_path):
     out = new_run(stages, tmp_path)
-    ppo.run(replace(TINY, out=out))
+    ppo.run(replace(TINY, out=out, eval_every=1))
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1]
     assert abs(lines[0]["kl_per_sequence"]) < 1e-3 and lines[0]["logprob_difference_max"] < 1e-3
@@ -78,6 +78,10 @@ def test_ppo_writes_metrics_plot_samples_and_an_actor_that_changed(stages, tmp_p
     assert (
         result["before"].keys() == result["after"].keys() > {"judge_pass_rate", "distinct_share", "top_opening_share"}
     )
+    scores = [line["held_out_score"] for line in lines]
+    assert result["best"] == {"score": max(scores), "step": scores.index(max(scores)) + 1}
+    assert {line["step"] for line in read_answers(tmp_path / "answers.jsonl")} == {0, 1, 2}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "best")
     assert len(json.loads((tmp_path / "samples.json").read_text())) == 6
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     actor = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").state_dict()
@@ -94,7 +98,7 @@ def test_in_exact_mode_rollout_and_trainer_are_never_apart(stages, tmp_path, cap
 
 
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monkeypatch):
-    config = replace(TINY, steps=4, save_every=2, ppo_epochs=1)
+    config = replace(TINY, steps=4, save_every=2, ppo_epochs=1, eval_every=1)
     whole = new_run(stages, tmp_path / "whole")
     ppo.run(replace(config, out=whole))
     torn = new_run(stages, tmp_path / "torn")
@@ -117,8 +121,11 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monk
     ):
         for name in ("step", "score", "kl_per_sequence", "policy_loss", "value_loss", "actor_grad_norm"):
             assert ours[name] == theirs[name], name
-    actors = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "actor") for name in ("torn", "whole")]
-    assert all(map(torch.equal, *(actor.state_dict().values() for actor in actors)))
+    for folder in ("actor", "best"):
+        models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / folder) for name in ("torn", "whole")]
+        assert all(map(torch.equal, *(model.state_dict().values() for model in models)))
+    results = [json.loads((tmp_path / name / "result.json").read_text())["best"] for name in ("torn", "whole")]
+    assert results[0] == results[1]
 
 
 def files_in(folder):

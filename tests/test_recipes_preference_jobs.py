@@ -173,6 +173,21 @@ def test_options_that_cannot_work_are_refused_with_the_remedy(options, message):
         kto.Config(batch_size=1)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_that_do_not_fit_the_model_are_left_out_if_asked(recipe, tmp_path, model, pairs, capsys):
+    path = tmp_path / "long.jsonl"
+    long = {"prompt": "x" * 600, "chosen": "a", "rejected": "b"}
+    path.write_text(json.dumps(long) + "\n" + Path(pairs).read_text())
+    config = tiny(recipe, tmp_path / "run", model, str(path), skip_too_long=True, eval_every=0)
+    RECIPES[recipe].run(config)
+    num_rows, num_trained = {"dpo": (1, 34), "kto": (2, 68)}[recipe]
+    shown = capsys.readouterr().out
+    assert f"{num_rows} of {num_trained + num_rows} rows have more tokens than the 512 positions of --model=" in shown
+    assert f"{recipe.upper()}: {num_trained} " in shown
+    with pytest.raises(ValueError, match=r"--batch-size=\d+ must not exceed the \d+ (pairs|answers) to train on"):
+        RECIPES[recipe].run(replace(config, out=str(tmp_path / "few"), batch_size=num_trained + num_rows))
+
+
 def test_a_row_that_does_not_fit_the_model_is_named(tmp_path, model, pairs):
     path = tmp_path / "long.jsonl"
     path.write_text(Path(pairs).read_text() + json.dumps({"prompt": "x" * 600, "chosen": "a", "rejected": "b"}) + "\n")

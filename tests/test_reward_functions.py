@@ -104,7 +104,12 @@ def test_a_coroutine_runs_where_a_loop_runs_already():
     [
         (None, "must return a list of numbers and returned None"),
         ("abc", "must return a list of numbers and returned 'abc'"),
-        (["1", "2", "3"], "gave the answer to the prompt 'one' the score '1'; a score must be a finite number"),
+        (["1", "2", "3"], "gave the answer to the prompt 'one' the score '1'; a score must be a number of at most"),
+        (
+            [1.0, 1e300, 1.0],
+            r"gave the answer to the prompt 'two' the score 1e\+300; a score must be a",
+        ),
+        (lambda: None, "makes a reward and is none: it returned .*; call it in a module of yours, as score = score"),
         ([1.0, float("nan"), 1.0], "gave the answer to the prompt 'two' the score nan"),
         ([1.0, 2.0, [0.5, float("-inf")]], "gave the answer to the prompt 'three' the score -inf"),
         ([1.0, {}, 1.0], "gave the answer to the prompt 'two' the score {}"),

@@ -6,8 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.recipes.data.encoding import Encoded, check_fits, encode_completion, read_template
-from hybrid_engine.recipes.data.held_out import hold_out_of
+from hybrid_engine.recipes.data.encoding import Encoded, encode_completion, read_template
+from hybrid_engine.recipes.data.held_out import check_parts, hold_out_of
+from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
 from hybrid_engine.recipes.data.reading import read_learned_rows
 from hybrid_engine.recipes.data.rows import LearnedRow, texts_of
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, num_positions
@@ -43,7 +44,8 @@ def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
     if config.dataset is None:
         train, held_out = TASKS[config.task](config.seed)
     else:
-        train, held_out = hold_out_of(config.dataset, read_learned_rows(config.dataset), config.held_out_share)
+        rows = read_learned_rows(config.dataset, config.split)
+        train, held_out = hold_out_of(config.dataset, rows, config.held_out_share)
     train = train[: config.max_examples or None]
     if config.model:
         tokenizer, positions = load_tokenizer(config.model), num_positions(load_config(config.model))
@@ -55,8 +57,10 @@ def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
     if config.chat_template:
         tokenizer.chat_template = read_template(config.chat_template)
     model = f"--model={config.model!r}" if config.model else "what is made without --model"
-    encoded = []
-    for rows in (train, held_out):
-        encoded.append([encode_completion(tokenizer, row) for row in rows])
-        check_fits(rows, [len(example) for example in encoded[-1]], config.max_tokens, positions, model)
+    limit, encoded = limit_of(config.max_tokens, positions, model), []
+    for part in (train, held_out):
+        tokens = [encode_completion(tokenizer, row) for row in part]
+        encoded.append(keep_fitting(part, tokens, limit, skips=config.skip_too_long)[1])
+    if config.dataset is not None:
+        check_parts(config.dataset, encoded[0], encoded[1], config.held_out_share)
     return tokenizer, Corpus(train=encoded[0], held_out=encoded[1], pad_token=tokenizer.pad_token_id)

@@ -17,8 +17,6 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
-from hybrid_engine.recipes.runs.checks import flag
-
 Rows = Iterator[tuple[str, Any]]
 """Where each row stands in its file, such as "line 3", and the row."""
 BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
@@ -29,26 +27,28 @@ class Table:
     """The rows of a data set as they were read, nothing of them checked."""
 
     source: str
-    """The option that named the data set, as it is typed: `--dataset='data.jsonl'`."""
+    """The option as it is typed: `--dataset='data.jsonl'`."""
     rows: list[tuple[str, dict[str, Any]]]
     """Where each row stands, as `--dataset='data.jsonl': line 3`, and its values by column."""
     columns: list[str]
     """Every column that any row has, sorted."""
 
 
-def read_table(dataset: str, option: str = "dataset") -> Table:
-    """The rows of the data set that `option` names, in their order; of several splits those of `train`.
+def read_table(dataset: str, split: str | None = None) -> Table:
+    """The rows of `--dataset`, in their order; of several splits those of `--split`, or of `train`.
 
     Raises:
-        ValueError: nothing can be read; with the line or row.
+        ValueError: nothing can be read, with the line or row; there is no such split, with those that there are.
     """
-    source, path = f"{flag(option)}={dataset!r}", Path(dataset)
+    source, path = f"--dataset={dataset!r}", Path(dataset)
     try:
         is_file = path.is_file()
     except OSError as error:  # a name that is too long
         raise ValueError(f"{source} must be a file, a folder or a hub name: {error}") from error
     is_file = is_file or path.suffix in READERS
-    rows = list(_read_file(source, path) if is_file else _rows_of(_load_table(source, dataset)))
+    if is_file and split is not None:
+        raise ValueError(f"--split={split!r}: {source} is a file, which has no splits; leave the option out")
+    rows = list(_read_file(source, path) if is_file else _rows_of(_load_table(source, dataset, split)))
     columns = sorted({str(name) for _, row in rows for name in row})
     return Table(source=source, rows=[(f"{source}: {place}", row) for place, row in rows], columns=columns)
 
@@ -127,16 +127,19 @@ def _read_parquet(source: str, path: Path) -> Rows:
         return _rows_of(Dataset.from_parquet(str(path)))
 
 
-def _load_table(source: str, dataset: str) -> Dataset:
+def _load_table(source: str, dataset: str, split: str | None) -> Dataset:
     path = Path(dataset)
     is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
     with _explained(source):
         table = load_from_disk(dataset) if is_saved else load_dataset(dataset)
-    if isinstance(table, dict):
-        if "train" not in table:
-            raise ValueError(f"{source} has the splits {', '.join(table)} and must have 'train'; rename one")
-        table = table["train"]
-    return table
+    if not isinstance(table, dict):
+        if split is not None:
+            raise ValueError(f"--split={split!r}: {source} has no splits; leave the option out")
+        return table
+    if (split or "train") not in table:
+        given = f"--split={split!r}: {source}" if split else source
+        raise ValueError(f"{given} has the splits {', '.join(map(repr, table))}; choose one by --split")
+    return table[split or "train"]
 
 
 def _rows_of(table: Dataset) -> Rows:

@@ -5,7 +5,6 @@ ends with the end-of-sequence token. A conversation is rendered as a whole, and 
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +43,11 @@ class Encoded:
     def num_learned(self) -> int:
         """Response tokens that are learned."""
         return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of both."""
+        return len(self)
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
@@ -143,33 +147,10 @@ def read_template(path: str, option: str = "chat_template") -> str:
         raise ValueError(f"{flag(option)}={path!r} must be a file with a Jinja chat template: {error}") from error
 
 
-def check_lengths(rows: Sequence[Row], lengths: Sequence[int], limit: int, limit_of: str, remedy: str) -> None:
-    """Refuses rows of more tokens than `limit`, naming the first.
-
-    Args:
-        rows: as read.
-        lengths: tokens of each.
-        limit: the most that there may be.
-        limit_of: what sets it, such as `--max-tokens=512`.
-        remedy: what to do about it, such as "raise it".
-    """
-    too_long = [index for index, length in enumerate(lengths) if length > limit]
-    if too_long:
-        others = f" (and {len(too_long) - 1} more rows are too long)" if len(too_long) > 1 else ""
-        raise ValueError(
-            f"{rows[too_long[0]].place} has {lengths[too_long[0]]} tokens, more than {limit_of}{others}; {remedy}, or "
-            "shorten or remove what is too long"
-        )
-
-
-def check_fits(
-    rows: Sequence[Row], lengths: Sequence[int], max_tokens: int | None, positions: int | None, model: str
-) -> None:
-    """Refuses rows of more tokens than `--max-tokens` lets in or `model` has positions; None is no bound."""
-    if max_tokens is not None and (positions is None or max_tokens <= positions):
-        check_lengths(rows, lengths, max_tokens, f"--max-tokens={max_tokens}", "raise it")
-    elif positions is not None:
-        check_lengths(rows, lengths, positions, f"the {positions} positions of {model}", "use a model with more")
+def _owner(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer for an error's line: one that was made on the spot has no name."""
+    name = tokenizer.name_or_path
+    return f"the tokenizer of {name!r}" if name else "the tokenizer that is made without --model"
 
 
 def _check_unlike(row: Row, pair: EncodedPair) -> EncodedPair:
@@ -283,9 +264,9 @@ def _render(
         template = tokenizer.get_chat_template(tools=tools)
     except ValueError as error:
         raise ValueError(
-            f"{row.place} is a conversation, and the tokenizer of {tokenizer.name_or_path!r} has no chat template; "
-            "use a model with one (their names often end in Instruct or Chat), set tokenizer.chat_template and save "
-            "it, or write prompts and answers as text"
+            f"{row.place} is a conversation, and {_owner(tokenizer)} has no chat template; use a model with one (their "
+            "names often end in Instruct or Chat), set tokenizer.chat_template and save it, or write prompts and "
+            "answers as text"
         ) from error
     is_marked = not opening and _GENERATION_MARK.search(template) is not None
     options: dict[str, Any] = {**(row.columns.get("chat_template_kwargs") or {}), **opening}

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hybrid_engine.recipes.data.rows import (
     ConversationRow,
@@ -44,12 +44,17 @@ def hold_out(rows: Sequence[R], share: float = 0.1) -> tuple[list[R], list[R]]:
 def hold_out_of(dataset: str, rows: Sequence[R], share: float) -> tuple[list[R], list[R]]:
     """`hold_out` of the rows of `--dataset`; ValueError where none is left to train on or, with a share, to measure."""
     train, held_out = hold_out(rows, share)
+    check_parts(dataset, train, held_out, share)
+    return train, held_out
+
+
+def check_parts(dataset: str, train: Sequence[Any], held_out: Sequence[Any], share: float) -> None:
+    """ValueError where nothing of `--dataset` is left to train on or, with a share, to measure."""
     if not train or (share and not held_out):
         raise ValueError(
             f"--held-out-share={share} of --dataset={dataset!r} leaves {len(train)} rows to train on and "
             f"{len(held_out)} to measure; give more rows, or --held-out-share 0"
         )
-    return train, held_out
 
 
 def _prompt(row: PromptRow | LearnedRow | PreferenceRow | LabelledRow) -> Turns:

@@ -1,23 +1,29 @@
 """The prompts of a data set of the user's, in its column `prompt`, and the order in which a run takes prompts."""
 
-import torch
+from collections.abc import Sequence
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.distributed.processes import get_world_size
+from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
+from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.recipes.runs.stages import mix_seed
 
 
-def load_prompt_rows(dataset: str) -> tuple[list[PromptRow], list[PromptRow]]:
+def load_prompt_rows(dataset: str, split: str | None = None) -> tuple[list[PromptRow], list[PromptRow]]:
     """Training and held-out prompts of a data set, disjoint, with its other columns: about a tenth is held out.
 
-    Of equal prompts the first row is kept. See `reading.read_prompt_rows` for what `dataset` may be.
+    Of equal prompts the first row is kept. See `reading.read_prompt_rows` for what `dataset` and `split` may be.
 
     Raises:
         ValueError: the data set cannot be read, the column `prompt` is missing or a value of it is neither text nor a
             conversation, or one of the two parts would be empty.
     """
-    rows = list({prompt_text(row.prompt): row for row in reversed(read_prompt_rows(dataset))}.values())[::-1]
+    rows = list({prompt_text(row.prompt): row for row in reversed(read_prompt_rows(dataset, split))}.values())[::-1]
     train, held_out = hold_out(rows)
     if not train or not held_out:
         raise ValueError(
@@ -25,6 +31,30 @@ def load_prompt_rows(dataset: str) -> tuple[list[PromptRow], list[PromptRow]]:
             "their hash (about a tenth); training and evaluation both need at least one: give more prompts"
         )
     return train, held_out
+
+
+def fit_prompts(
+    rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, *, skips: bool
+) -> list[PromptRow]:
+    """The prompts of a rollout: all of `rows`, or with `skips` those of at most `max_prompt_tokens` tokens.
+
+    How many are longer is said: a rollout cuts their beginning off.
+
+    Raises:
+        ValueError: fewer are left than there are processes, or the tokenizer cannot encode one.
+    """
+    is_long = [len(encode_prompt(tokenizer, row)) > max_prompt_tokens for row in rows]
+    if not any(is_long):
+        return list(rows)
+    found = f"{sum(is_long)} of {len(rows)} prompts have more tokens than --max-prompt-tokens={max_prompt_tokens}"
+    if not skips:
+        say(f"{found} and lose their beginning; raise it, or leave them out by --skip-too-long")
+        return list(rows)
+    left = [row for row, is_too_long in zip(rows, is_long, strict=True) if not is_too_long]
+    if len(left) < get_world_size():
+        raise ValueError(f"--skip-too-long: {found}, and every process needs one that has not; raise it")
+    say(f"{found} and are left out")
+    return left
 
 
 def select_prompts(num_prompts: int, first: int, count: int, seed: int) -> list[int]:

@@ -67,12 +67,13 @@ class Policy:
         return logprobs, global_means({"difference": (float(distance) * count if count else 0.0, count)})["difference"]
 
 
-def build_policy(config: Any, source: str, num_updates: int, keeps_reference: bool) -> Policy:
+def build_policy(config: Any, source: str, learning_rate: float, num_updates: int, keeps_reference: bool) -> Policy:
     """The actor in `source`, without dropout, with an engine and what a recipe's `Config` says of it. Collective.
 
     Args:
-        config: with RolloutOptions, minibatch_size, micro_batch_size, learning_rate, lora_rank and zero_stage.
+        config: with RolloutOptions, minibatch_size, micro_batch_size, lora_rank and zero_stage.
         source: Hugging Face name or folder.
+        learning_rate: peak of the schedule.
         num_updates: optimizer steps of the whole run.
         keeps_reference: whether the first weights are kept, which an adapter does anyway.
     """
@@ -80,7 +81,7 @@ def build_policy(config: Any, source: str, num_updates: int, keeps_reference: bo
     reference = None
     if keeps_reference and not config.lora_rank:
         reference = load_model(AutoModelForCausalLM, source).to(default_device()).eval().requires_grad_(False)
-    engine_config = engine_config_of(config, config.learning_rate, num_updates, generates=True)
+    engine_config = engine_config_of(config, learning_rate, num_updates, generates=True)
     actor, *_ = hybrid_engine.initialize(model=add_adapter(model, config.lora_rank), config=engine_config)
     tokenizer = load_tokenizer(source)
     return Policy(actor=actor, tokenizer=tokenizer, reference=reference, has_adapter=bool(config.lora_rank))

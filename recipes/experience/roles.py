@@ -26,16 +26,18 @@ class Roles:
         return {"critic": self.critic, "actor": self.policy.actor}
 
 
-def build_roles(config: Any, start: Start) -> Roles:
+def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float) -> Roles:
     """Loads the models, without dropout, and gives actor and critic an engine each. Collective.
 
     Args:
-        config: as of `build_policy`, with critic_lr and num_updates.
+        config: as of `build_policy`, with num_updates.
+        actor_rate: peak of the actor's learning rate.
+        critic_rate: of the critic's.
         start: the sources of the models; the critic begins as the first reward model that reads the actor's tokens.
     """
-    policy = build_policy(config, start.source, config.num_updates, keeps_reference=True)
+    policy = build_policy(config, start.source, actor_rate, config.num_updates, keeps_reference=True)
     critic, *_ = hybrid_engine.initialize(
         model=build_critic(start.source, start.rewards.specs),
-        config=engine_config_of(config, config.critic_lr, config.num_updates, generates=False),
+        config=engine_config_of(config, critic_rate, config.num_updates, generates=False),
     )
     return Roles(policy=policy, critic=critic, rewards=start.rewards)

@@ -9,7 +9,7 @@ from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.encoding import encode_prompt
-from hybrid_engine.recipes.data.prompts import load_prompt_rows
+from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.own_tasks import SUMS, OwnTask
 from hybrid_engine.recipes.rewards.learned import critic_source
@@ -40,7 +40,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     Collective.
 
     Args:
-        config: with RewardOptions, RolloutOptions, ResumeOptions, model, dataset, lora_rank, rollout_size and
+        config: with RewardOptions, RolloutOptions, ResumeOptions, DataOptions, model, lora_rank, rollout_size and
             minibatch_size.
         task: what is learned where `config` names nothing.
         has_critic: whether a reward model of `config` is the first critic too.
@@ -64,7 +64,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         check_model(source, config.lora_rank)
     rewards = load_rewards(specs, config.reward_weights or None, config.reward_time_limit) if specs else None
 
-    train, held_out = load_prompt_rows(config.dataset) if config.dataset else task.load_rows(config.seed)
+    train, held_out = load_prompt_rows(config.dataset, config.split) if config.dataset else task.load_rows(config.seed)
     rows, held_out = [*train, *held_out], held_out[: config.eval_prompts]
     if len(held_out) < get_world_size():
         raise ValueError(
@@ -81,6 +81,8 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     if rewards is None:
         made = reward_stage.run(reward_stage.Config(**stage_options(config), model=config.model))
         rewards = load_rewards([str(made)], None, config.reward_time_limit)
+    tokenizer, longest = load_tokenizer(actor), config.max_prompt_tokens
+    train, held_out = (fit_prompts(part, tokenizer, longest, skips=config.skip_too_long) for part in (train, held_out))
     return Start(source=actor, train=train, held_out=held_out, rewards=rewards)
 
 

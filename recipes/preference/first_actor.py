@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.recipes.data.encoding import check_fits
-from hybrid_engine.recipes.data.rows import Row
+from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
 from hybrid_engine.recipes.preference.options import PreferenceOptions
 from hybrid_engine.recipes.runs.adapters import add_adapter
@@ -41,10 +40,27 @@ def find_first_actor(config: PreferenceOptions) -> str:
     return config.model or str(sft_stage.run(SUMMARIES.actor_stage(config)))
 
 
-def check_positions(config: PreferenceOptions, source: str, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-    """ValueError for a row of more tokens than the model has positions, or where the answers to prompts have more."""
+def check_enough(config: PreferenceOptions, num_train: int, num_held_out: int, what: str) -> None:
+    """ValueError where what there is, such as "pairs", makes no step, or nothing is held out to measure on."""
+    if num_train < config.batch_size or not num_held_out:
+        raise ValueError(
+            f"--batch-size={config.batch_size} must not exceed the {num_train} {what} to train on, and {num_held_out} "
+            f"are held out by a hash of their prompt (about a tenth) where at least one must be: give more {what}, or "
+            "lower it"
+        )
+
+
+def keep_what_fits(
+    config: PreferenceOptions, source: str, rows: Sequence[R], tokens: Sequence[T]
+) -> tuple[list[R], list[T]]:
+    """The rows, with their tokens, that the model has positions for; ValueError for others, or without them."""
+    limit = limit_of(None, num_positions(load_config(source)), f"--model={source!r}")
+    return keep_fitting(rows, tokens, limit, skips=config.skip_too_long)
+
+
+def check_positions(config: PreferenceOptions, source: str) -> None:
+    """ValueError where an answer behind its prompt exceeds the positions of the model."""
     limit = num_positions(load_config(source))
-    check_fits(rows, lengths, None, limit, f"--model={source!r}")
     if limit is not None and config.max_prompt_tokens + config.max_new_tokens > limit:
         raise ValueError(
             f"--max-new-tokens={config.max_new_tokens} behind --max-prompt-tokens={config.max_prompt_tokens} exceeds "

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_one_of
-from hybrid_engine.recipes.runs.options import AnswerOptions, ResumeOptions
+from hybrid_engine.recipes.runs.options import AnswerOptions, DataOptions, ResumeOptions, suitable_rate
 from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES, PairLoss, build_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceOptions(AnswerOptions, ResumeOptions):
+class PreferenceOptions(DataOptions, AnswerOptions, ResumeOptions):
     """What is trained, against which reference, and how it is looked at."""
 
     model: str | None = None
@@ -33,10 +33,8 @@ class PreferenceOptions(AnswerOptions, ResumeOptions):
 
     @property
     def peak_learning_rate(self) -> float:
-        """Of the schedule; the small model that is made without `--model` takes larger steps than a trained one."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return 1e-4 if self.model is None else 1e-5 if self.lora_rank else 1e-6
+        """Of the schedule."""
+        return self.learning_rate or suitable_rate(self, small=1e-4)
 
     def is_evaluated(self, step: int) -> bool:
         """Whether held-out rows are measured after `step`, which counts from 0."""
@@ -49,11 +47,11 @@ class PreferenceOptions(AnswerOptions, ResumeOptions):
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
         AnswerOptions.__post_init__(self)
+        DataOptions.__post_init__(self)
         for name in ("batch_size", "micro_batch_size", "eval_rows"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("beta", "learning_rate"):
-            if getattr(self, name) is not None:
-                check_above(name, getattr(self, name), 0)
+            check_above(name, getattr(self, name), 0)
         for name in ("lora_rank", "eval_every"):
             check_at_least(name, getattr(self, name), 0)
 

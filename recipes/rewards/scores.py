@@ -13,6 +13,9 @@ from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.recipes.rewards.answers import Answers, Reward, Value
 from hybrid_engine.recipes.rewards.process import on_last_token, on_tokens
 
+LARGEST_SCORE = 1e12
+"""Whose square, and that of many summed, fp32 still holds: advantages are computed in it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
@@ -123,6 +126,11 @@ def read_values(spec: str, returned: Any, answers: Answers) -> list[Value]:
         WrongCount: there is not one value for each answer.
         ValueError: it is no list, or a value is neither None nor a finite number nor a list of them, with its prompt.
     """
+    if callable(returned):
+        raise ValueError(
+            f"--reward={spec!r} makes a reward and is none: it returned {returned!r}; call it in a module of yours, as "
+            f"score = {spec.partition(':')[2]}(...), and name that"
+        )
     if isinstance(returned, str) or not isinstance(returned, Iterable):
         raise ValueError(
             f"--reward={spec!r} must return a list of numbers and returned {returned!r}; mend the function"
@@ -149,10 +157,11 @@ def _read_number(spec: str, value: Any, answers: Answers, index: int) -> float:
         number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not math.isfinite(number):
+    if not abs(number) <= LARGEST_SCORE:
         raise ValueError(
             f"--reward={spec!r} gave the answer to the prompt {answers.shown_prompt(index)} the score {value!r}; a "
-            "score must be a finite number, or None for an answer that it does not judge: mend it"
+            f"score must be a number of at most {LARGEST_SCORE:g} either way, or None for an answer that it does not "
+            "judge: mend it"
         )
     return number
 

@@ -34,15 +34,19 @@ def check_finite(name: str, value: float) -> None:
         raise ValueError(f"{flag(name)}={value} must be finite; give a number")
 
 
-def check_at_least(name: str, value: float, smallest: float) -> None:
-    """ValueError unless `value` of option `name` is finite and reaches `smallest`."""
+def check_at_least(name: str, value: float | None, smallest: float) -> None:
+    """ValueError unless `value` of option `name` is finite and reaches `smallest`; one that is not given passes."""
+    if value is None:
+        return
     check_finite(name, value)
     if value < smallest:
         raise ValueError(f"{flag(name)}={value} must be at least {smallest}; raise it")
 
 
-def check_above(name: str, value: float, bound: float) -> None:
-    """ValueError unless `value` of option `name` is finite and above `bound`."""
+def check_above(name: str, value: float | None, bound: float) -> None:
+    """ValueError unless `value` of option `name` is finite and above `bound`; one that is not given passes."""
+    if value is None:
+        return
     check_finite(name, value)
     if value <= bound:
         raise ValueError(f"{flag(name)}={value} must be above {bound}; raise it")

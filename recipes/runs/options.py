@@ -52,6 +52,23 @@ class ResumeOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Which rows of the user's data set there are."""
+
+    dataset: str | None = None
+    """a .jsonl, .json, .csv or .parquet file, a folder or a hub name"""
+    split: str | None = None
+    """the split that is read of a data set that has several; default: train"""
+    skip_too_long: bool = False
+    """leave out rows that are too long, and say how many: rows that would be refused, and prompts that would lose their
+    beginning"""
+
+    def __post_init__(self) -> None:
+        if self.split is not None and self.dataset is None:
+            raise ValueError(f"--split={self.split!r} is a part of a data set; give --dataset, or leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
     """How an actor answers, and how many held-out prompts."""
 
@@ -102,6 +119,18 @@ class RewardOptions:
         check_above("reward_time_limit", self.reward_time_limit, 0)
         if self.reward_weights and not self.reward:
             raise ValueError("--reward-weights weigh rewards; give as many --reward")
+
+
+def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: float = 1e-5) -> float:
+    """The peak of a learning rate that is not given: a trained model takes smaller steps than one made from nothing.
+
+    Args:
+        config: with `model` and `lora_rank`.
+        small: of the small model that is made without `--model`.
+        trained: of `--model`.
+        adapter: of an adapter on it.
+    """
+    return small if config.model is None else adapter if config.lora_rank else trained
 
 
 def stage_options(config: RunOptions) -> dict[str, Any]:
