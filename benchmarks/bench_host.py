@@ -27,7 +27,7 @@ from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.decoding.decode import DecodeStep, SlotTables
 from hybrid_engine.generation.decoding.graph import StepGraphs
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.ops import SampleOp, SamplingOptions
+from hybrid_engine.ops import SampleOp
 
 BLOCK_SIZE = 64
 VOCABULARY = 8
@@ -70,7 +70,7 @@ class StandIn:
 def measure(num_slots: int, num_prompts: int, prompt_tokens: int, new_tokens: int, lag: int) -> list[float]:
     """Seconds of the host for each decode turn of a rollout that decodes `num_slots` rows or nearly as many."""
     options = GenerationOptions(max_new_tokens=new_tokens, eos_token_ids=(1,))
-    sequences = build_sequences([[2] * prompt_tokens] * num_prompts, 1)
+    sequences = build_sequences([[2] * prompt_tokens] * num_prompts, [options] * num_prompts, 1)
     rng, mu = random.Random(0), log_normal_mu(new_tokens, new_tokens / 4, 0.8)
     for sequence in sequences:
         sequence.key = min(new_tokens, max(2, round(rng.lognormvariate(mu, 0.8))))
@@ -80,15 +80,14 @@ def measure(num_slots: int, num_prompts: int, prompt_tokens: int, new_tokens: in
         max_running=num_slots,
         num_blocks=num_slots * num_columns,
         block_size=BLOCK_SIZE,
-        max_new_tokens=new_tokens,
         max_prefill_tokens=MAX_PREFILL_TOKENS,
     )
     stand_in = StandIn()
-    tables = SlotTables(num_slots, num_columns, num_slots * num_columns, 0, torch.device("cpu"))
+    tables = SlotTables(num_slots, num_columns, num_slots * num_columns, 9, torch.device("cpu"))
     kv = torch.empty(0, 2, num_slots * num_columns + 1, 1, BLOCK_SIZE, 1)
-    step = DecodeStep(NoModel(), SampleOp(SamplingOptions(do_sample=False)), tables, kv, (1,), StepGraphs(stand_in))  # type: ignore[arg-type]
+    step = DecodeStep(NoModel(), SampleOp(options.sampling), tables, kv, StepGraphs(stand_in))  # type: ignore[arg-type]
     stand_in.step = step
-    strategy = TextGeneration(NoModel(), scheduler, options, step, lambda: (), lag)  # type: ignore[arg-type]
+    strategy = TextGeneration(NoModel(), scheduler, step, lambda: (), lag)  # type: ignore[arg-type]
     seconds = []
     while scheduler.waiting or not seconds:
         prefills, stand_in.seconds = strategy.prefill_time.seconds(), 0.0

@@ -122,7 +122,8 @@ class HybridEngine(ZeroEngine):
             attention_mask: `[B, P]`, 1 for tokens; inferred from `pad_token_id` when None.
             generation_config: as in transformers; keyword options come before it.
             seed: of the sampling noise; None draws one from torch's generator of rank 0.
-            **kwargs: `max_new_tokens`, `do_sample`, `temperature`, ... as transformers names them.
+            **kwargs: `max_new_tokens`, `do_sample`, `temperature`, ... as transformers names them; beside them
+                `row_options`, one dict for each prompt with options of its own.
 
         Returns:
             `[B*G, P+T]` token ids, or a GenerateOutput under `return_dict_in_generate=True`.

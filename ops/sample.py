@@ -65,9 +65,10 @@ def keyed_uniform(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return _shift_right(bits, 11).double() * 2.0**-53
 
 
-def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float | torch.Tensor) -> torch.Tensor:
     """Logits of the tokens that `seen [S, V]` (bool) marks: divided by `penalty` when positive, else multiplied.
 
+    `penalty` is a number, or `[S, 1]` fp32 with one for each row.
     Keskar et al. 2019, arXiv 1909.05858, section 4.1, with the sign rule of Hugging Face's processor.
     """
     penalized = torch.where(logits > 0, logits / penalty, logits * penalty)

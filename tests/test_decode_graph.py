@@ -61,6 +61,8 @@ OPTIONS = {
     "repetition penalty": {"repetition_penalty": 1.7, "eos_token_id": list(range(3, 99, 9))},
     "groups sharing blocks": {"num_return_sequences": 3, "eos_token_id": list(range(3, 99, 5))},
     "one token": {"max_new_tokens": 1},
+    "rows that differ": {"row_options": [{}, {"do_sample": False}, {"top_k": 3}] + [{"repetition_penalty": 1.7}] * 3},
+    "one row that differs, and leaves": {"row_options": [{"top_k": 3, "max_new_tokens": 4}] + [{}] * 5},
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 from hybrid_engine.generation.batching.blocks import BlockPool
 from hybrid_engine.generation.batching.scheduler import Scheduler
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.options import GenerationOptions
 
 
 class Memory:
@@ -27,12 +28,12 @@ class Memory:
         self.blocks[copy.target][: copy.num_tokens] = self.blocks[copy.source][: copy.num_tokens]
 
 
-def build(prompt_lengths, num_samples, **limits):
-    sequences = []
+def build(prompt_lengths, num_samples, max_new_tokens=25, **limits):
+    options, sequences = GenerationOptions(max_new_tokens=max_new_tokens), []
     for index, length in enumerate(prompt_lengths):
         prompt = Prompt([1000 * (index + 1) + i for i in range(length)])
-        sequences += [Sequence(prompt, len(sequences) + g) for g in range(num_samples)]
-    return sequences, Scheduler(sequences, **({"max_prefill_tokens": 64, "max_new_tokens": 25} | limits))
+        sequences += [Sequence(prompt, len(sequences) + g, options) for g in range(num_samples)]
+    return sequences, Scheduler(sequences, **({"max_prefill_tokens": 64} | limits))
 
 
 def run(sequences, scheduler, lengths):

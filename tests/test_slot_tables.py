@@ -8,7 +8,9 @@ from hybrid_engine.generation.batching.scheduler import Scheduler
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.decoding import decode
 from hybrid_engine.generation.decoding.decode import SlotTables
+from hybrid_engine.generation.options import GenerationOptions
 
+FORTY = GenerationOptions(max_new_tokens=40)
 SLOTS, COLUMNS, BLOCK = 256, 20, 64
 
 
@@ -18,13 +20,13 @@ def running(count, tables, num_tokens=100):
     rows = []
     for slot in range(count):
         blocks = [slot * COLUMNS + i for i in range(blocks_each)]
-        rows.append(Sequence(Prompt([1] * (num_tokens - 1)), slot, key=7 * slot, tokens=[2], blocks=blocks, slot=slot))
+        rows.append(Sequence(Prompt([1] * (num_tokens - 1)), slot, FORTY, 7 * slot, [2], blocks=blocks, slot=slot))
     tables.send(rows, rows)
     return rows
 
 
 def build_tables():
-    return SlotTables(SLOTS, COLUMNS, trash_block=SLOTS * COLUMNS, seen_width=0, device=torch.device("cpu"))
+    return SlotTables(SLOTS, COLUMNS, trash_block=SLOTS * COLUMNS, vocab=9, device=torch.device("cpu"))
 
 
 def record_sends(monkeypatch):
@@ -63,12 +65,10 @@ def test_a_cleared_table_is_restored_by_its_rows_alone():
 
 def test_after_every_turn_of_a_rollout_the_device_holds_what_the_sequences_say():
     rng = random.Random(0)
-    sequences = [Sequence(Prompt([1] * rng.randint(1, 30)), row, key=rng.getrandbits(60)) for row in range(40)]
+    sequences = [Sequence(Prompt([1] * rng.randint(1, 30)), row, FORTY, key=rng.getrandbits(60)) for row in range(40)]
     lengths = [rng.randint(1, 40) for _ in sequences]
-    scheduler = Scheduler(
-        sequences, max_running=8, num_blocks=40, block_size=8, max_new_tokens=40, max_prefill_tokens=64
-    )
-    tables = SlotTables(8, 10, trash_block=40, seen_width=0, device=torch.device("cpu"))
+    scheduler = Scheduler(sequences, max_running=8, num_blocks=40, block_size=8, max_prefill_tokens=64)
+    tables = SlotTables(8, 10, trash_block=40, vocab=9, device=torch.device("cpu"))
 
     def draw(rows):
         for row in rows:

@@ -97,7 +97,7 @@ class NativeBackend:
         """
         step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed)
         lag = 0 if self.gatherer.is_streamed else self.lag
-        strategy = TextGeneration(self.model, plan.build_scheduler(), plan.options, step, self.layers, lag)
+        strategy = TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag)
         for _ in range(2):
             strategy.turn()
         if step.graphs is not None:
@@ -151,7 +151,7 @@ class NativeBackend:
         def start() -> TextGeneration:
             step = self.steps.for_rollout(plan, kv, is_streamed)
             lag = 0 if is_streamed else self.lag
-            return TextGeneration(self.model, scheduler, plan.options, step, self.layers, lag)
+            return TextGeneration(self.model, scheduler, step, self.layers, lag)
 
         meets_others = is_streamed or self.model.parallel.size > 1
         strategy = self.partners.agree(start) if meets_others else start()

@@ -51,10 +51,12 @@ from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
 from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_widely
 from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
+from hybrid_engine.generation.sampling.row_options import read_row_options
 from hybrid_engine.generation.shares import (
     Bid,
     Share,
     check_agreement,
+    check_only_native,
     check_prompts_somewhere,
     choose_seed,
     keys_of,
@@ -77,6 +79,11 @@ class Wishes:
     prompts: list[list[int]]
     """The tokens of each row that its mask marks."""
     options: GenerationOptions
+    """What holds for the whole rollout."""
+    of_prompts: list[GenerationOptions]
+    """What holds for each prompt."""
+    only_native: str | None
+    """An option that only containers serve."""
     fallback: str | None
     """Why the model's own `generate()` would run; None where containers do."""
     kwargs: dict[str, Any]
@@ -276,7 +283,7 @@ class Generator:
         """
         wishes, error = attempt(lambda: self._check(input_ids, attention_mask, generation_config, seed, kwargs))
         is_native = wishes is not None and wishes.fallback is None
-        is_sampled = wishes is not None and wishes.options.do_sample
+        is_sampled = wishes is not None and any(o.do_sample for o in (wishes.options, *wishes.of_prompts))
         has_noise = is_native or (self.group.has_same_prompts and self.group.size > 1)
         if seed is None and is_sampled and has_noise:  # others must not move torch's generator
             seed = int(torch.randint(2**62, ()).item())
@@ -284,6 +291,7 @@ class Generator:
             can_start=error is None,
             prompts=wishes.prompts if wishes is not None and is_native else [],
             options=None if wishes is None else wishes.options,
+            of_prompts=wishes.of_prompts if wishes is not None and is_native else [],
             is_native=is_native,
             training_bytes=self._training_bytes,
             spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self._bytes_to_gather),
@@ -298,6 +306,7 @@ class Generator:
             seed=seed if is_sampled else None,
             digests=[] if wishes is None else [prompt_digest(prompt) for prompt in wishes.prompts],
             num_samples=1 if wishes is None else wishes.options.num_return_sequences,
+            only_native=None if wishes is None else wishes.only_native,
         )
         bids = self.partners.exchange(bid)
         self.partners.raise_first(error, [other.problem for other in bids])
@@ -305,6 +314,7 @@ class Generator:
         assert wishes is not None
         fallback = reason_to_fall_back(bids, self.partners.rank)
         if fallback is not None:
+            check_only_native(bids, fallback)
             say_once(f"generate() uses the model's own implementation: {fallback}")
             seed = self._seed_of_fallback(seed, bids) if is_sampled else seed
             return Request(wishes=wishes, plan=None, seed=seed)
@@ -365,12 +375,13 @@ class Generator:
         assert self.model is not None and self.native is not None
         num_samples, rank = wishes.options.num_return_sequences, self.group.parallel.rank
         own = slice(None)
-        prompts = wishes.prompts
+        prompts, of_prompts = wishes.prompts, wishes.of_prompts
         if not self.group.has_same_prompts:
             prompts = [prompt for share in shares for prompt in share.prompts]
+            of_prompts = [options for share in shares for options in share.of_prompts]
             first = num_samples * sum(len(share.prompts) for share in shares[:rank])
             own = slice(first, first + num_samples * len(wishes.prompts))
-        sequences = build_sequences(prompts, num_samples)
+        sequences = build_sequences(prompts, of_prompts, num_samples)
         spare_bytes = min(share.spare_bytes for share in shares)
         training_bytes = max(share.training_bytes for share in shares)
         reserved = self.native.num_reserved_blocks
@@ -399,11 +410,12 @@ class Generator:
         if seed is not None:
             check_integer("seed", seed, -(2**63), 2**63 - 1)
         check_names(kwargs, self._accepted)
+        kwargs = dict(kwargs)
+        row_options = kwargs.pop("row_options", None)
         merged = merge_options(self.module.generation_config, generation_config, kwargs)
         model_config = self.module.config.get_text_config()
-        options = read_options(
-            merged, input_ids.shape[-1] if hasattr(input_ids, "shape") else 0, model_config.vocab_size
-        )
+        width = input_ids.shape[-1] if hasattr(input_ids, "shape") else 0
+        options = read_options(merged, width, model_config.vocab_size)
         pad = merged.get("pad_token_id")
         # As in transformers, a padding id that also ends sequences says nothing about padding.
         pad = None if pad in options.eos_token_ids else pad
@@ -411,8 +423,9 @@ class Generator:
         mask = check_prompts(input_ids, attention_mask, model_config.vocab_size, pad, may_be_empty)
         prompts = prompt_token_ids(input_ids, mask)
         longest = getattr(model_config, "max_position_embeddings", None)
-        check_lengths(prompts, options, self.config, longest if self.model is None else self.model.max_positions)
-        check_result_fits(prompts, options)
+        of_prompts = read_row_options(row_options, merged, len(prompts), width, model_config.vocab_size)
+        check_lengths(prompts, of_prompts, self.config, longest if self.model is None else self.model.max_positions)
+        check_result_fits(prompts, of_prompts)
         reason = self._reason_to_fall_back(merged)
         if reason is not None and self.config.exact:
             raise ValueError(f"generate(): {reason}, and hybrid_engine.exact is on; leave one of them out")
@@ -422,7 +435,16 @@ class Generator:
                 f"set {self.group.parallel.option}=1"
             )
         kwargs = {"generation_config": generation_config, **kwargs}
-        return Wishes(input_ids=input_ids, mask=mask, prompts=prompts, options=options, fallback=reason, kwargs=kwargs)
+        return Wishes(
+            input_ids=input_ids,
+            mask=mask,
+            prompts=prompts,
+            options=options,
+            of_prompts=of_prompts,
+            only_native=None if row_options is None else "row_options",
+            fallback=reason,
+            kwargs=kwargs,
+        )
 
     def gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
         """Takes what the rollout needs and puts its return on `release`; an error of one process is raised on all.

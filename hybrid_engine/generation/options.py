@@ -6,6 +6,7 @@ Priority is Hugging Face's: keyword arguments, then `generation_config`, then th
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from transformers import GenerationConfig
@@ -47,6 +48,8 @@ WITHOUT_EFFECT = {
     "use_cache",
     "use_model_defaults",
 }
+# What transformers' generate() has not.
+OWN_OPTIONS = ("row_options",)
 # Settings of decoding strategies that nothing selects unless another option does; and the neutral values.
 NEUTRAL_VALUES: dict[str, Any] = {
     "num_beams": 1,
@@ -66,7 +69,7 @@ DEFAULT_MAX_NEW_TOKENS = 20  # transformers', when no length is given at all
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """Checked options of one rollout, the same for every row."""
+    """Checked options of a rollout, or of one of its rows."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -103,7 +106,7 @@ class GenerationOptions:
         differ = many == 1 or self.do_sample or self.num_beams > 1
         _check(differ, "num_return_sequences", many, "be 1 with do_sample=False", "pass do_sample=True")
 
-    @property
+    @cached_property
     def sampling(self) -> SamplingOptions:
         """How tokens are drawn."""
         return SamplingOptions(**{field.name: getattr(self, field.name) for field in fields(SamplingOptions)})
@@ -120,6 +123,12 @@ def merge_options(model_config: GenerationConfig, given: GenerationConfig | None
     for config in (model_config, given):
         if config is not None:
             merged |= {k: v for k, v in config.to_dict().items() if v is not None and not k.startswith("_")}
+    return override(merged, kwargs)
+
+
+def override(options: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`options` with those of `kwargs` in their place; None switches one off."""
+    merged = dict(options)
     off = NATIVE_DEFAULTS | {"top_k": 0}
     for name, value in kwargs.items():
         merged.pop(name, None)
@@ -130,7 +139,7 @@ def merge_options(model_config: GenerationConfig, given: GenerationConfig | None
 
 def check_names(kwargs: dict[str, Any], accepted: Iterable[str]) -> None:
     """Raises ValueError for the first keyword that neither `generate()` nor the model knows."""
-    known = {*vars(GenerationConfig()), *WITHOUT_EFFECT, *accepted}
+    known = {*vars(GenerationConfig()), *WITHOUT_EFFECT, *OWN_OPTIONS, *accepted}
     for name in kwargs:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)

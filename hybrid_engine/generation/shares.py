@@ -25,6 +25,8 @@ class Bid:
     """Names of its prompts."""
     num_samples: int
     """Samples of each prompt."""
+    only_native: str | None
+    """An option that only containers serve; None where this process has none."""
 
 
 def check_prompts_somewhere(bids: list[Bid]) -> None:
@@ -40,6 +42,16 @@ def reason_to_fall_back(bids: list[Bid], rank: int) -> str | None:
         return reasons.get(rank)
     other, reason = next(iter(reasons.items()))
     return f"rank {other}: {reason}"
+
+
+def check_only_native(bids: list[Bid], fallback: str) -> None:
+    """Raises ValueError where a process wants what the model's own `generate()`, which has to run, does not serve."""
+    for rank, bid in enumerate(bids):
+        if bid.only_native is not None:
+            raise ValueError(
+                f"{bid.only_native} of rank {rank} is served by inference containers only, and the model's own "
+                f"generate() has to run: {fallback}; leave one of them out"
+            )
 
 
 def choose_seed(bids: list[Bid]) -> int:
@@ -61,6 +73,8 @@ class Share:
     prompts: list[list[int]]
     options: GenerationOptions | None
     """The options that this process asks for; None where it cannot start."""
+    of_prompts: list[GenerationOptions]
+    """Those of each of its prompts."""
     is_native: bool
     """Whether containers run the rollout."""
     spare_bytes: int
@@ -77,6 +91,11 @@ def check_agreement(shares: list[Share], has_same_prompts: bool) -> None:
             raise ValueError(
                 f"generate(): rank {rank} of a tensor-parallel group has other options than its first rank, "
                 f"{share.options} and {first.options}; pass the same options on every process"
+            )
+        if has_same_prompts and share.of_prompts != first.of_prompts:
+            raise ValueError(
+                f"generate(): rank {rank} of a tensor-parallel group has other row_options than its first rank; pass "
+                "the same on every process"
             )
         if has_same_prompts and share.prompts != first.prompts:
             raise ValueError(

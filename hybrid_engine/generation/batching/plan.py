@@ -10,6 +10,7 @@ from hybrid_engine.generation.batching.scheduler import Scheduler
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.memory.usage import usable_memory_bytes
 from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.ops import SamplingOptions
 
 # Rows decoded at once unless the config says otherwise. 256 answers of 128 tokens from a 16M-parameter Llama
 # took 12.4, 9.5, 8.5 and 10.6 s at 32, 64, 128 and 256 rows (two Zen 5 cores, torch 2.13): beyond 64 the
@@ -34,15 +35,20 @@ class Plan:
     sequences: list[Sequence]
     own: slice  # of `sequences`: this process's; the others belong to processes that it shares the model with
     options: GenerationOptions
+    """What holds for the whole rollout: samples of each prompt, padding, the result; each sequence has its own, too."""
     num_blocks: int
     block_size: int
     max_running: int
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that is fed; the last token drawn never is."""
-        longest = max((len(sequence.prompt.tokens) for sequence in self.sequences), default=1)
-        return longest + self.options.max_new_tokens - 1
+        """Tokens of the longest sequence that is fed."""
+        return max((sequence.most_fed for sequence in self.sequences), default=1)
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """What decode steps draw by; sequences that have other options are drawn beside the steps."""
+        return self.sequences[0].options.sampling if self.sequences else self.options.sampling
 
     @property
     def num_columns(self) -> int:
@@ -56,51 +62,59 @@ class Plan:
             max_running=self.max_running,
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            max_new_tokens=self.options.max_new_tokens,
             max_prefill_tokens=MAX_PREFILL_TOKENS,
         )
 
 
-def build_sequences(prompts: list[list[int]], num_samples: int) -> list[Sequence]:
-    """`num_samples` sequences for each prompt, row `b * G + g` for sample g of prompt b; their keys come later."""
+def build_sequences(prompts: list[list[int]], options: list[GenerationOptions], num_samples: int) -> list[Sequence]:
+    """`num_samples` sequences for each prompt, with its `options`; sample g of prompt b has row `b * G + g`.
+
+    Their keys come later.
+    """
     sequences: list[Sequence] = []
-    for tokens in prompts:
+    for tokens, of_prompt in zip(prompts, options, strict=True):
         prompt = Prompt(tokens)
-        sequences += [Sequence(prompt, len(sequences) + g) for g in range(num_samples)]
+        sequences += [Sequence(prompt, len(sequences) + g, of_prompt) for g in range(num_samples)]
     return sequences
 
 
 def check_lengths(
-    prompts: list[list[int]], options: GenerationOptions, config: HybridEngineConfig, max_positions: int | None
+    prompts: list[list[int]],
+    options: list[GenerationOptions],
+    config: HybridEngineConfig,
+    max_positions: int | None,
 ) -> None:
-    """Raises ValueError where the longest prompt and its response exceed a limit that no memory lifts.
+    """Raises ValueError where a prompt and its response exceed a limit that no memory lifts.
 
-    `max_positions` is None for a model without such a limit.
+    `options` are those of each prompt; `max_positions` is None for a model without such a limit.
     """
-    longest = max(map(len, prompts), default=0)
-    total = longest + options.max_new_tokens
+    pairs = zip(map(len, prompts), (of_prompt.max_new_tokens for of_prompt in options), strict=True)
+    longest, max_new_tokens = max(pairs, key=sum, default=(0, 1))
+    total = longest + max_new_tokens
     if total > config.max_out_tokens:
         raise ValueError(
-            f"max_new_tokens={options.max_new_tokens} with a prompt of {longest} tokens makes {total}, more than "
+            f"max_new_tokens={max_new_tokens} with a prompt of {longest} tokens makes {total}, more than "
             f"max_out_tokens={config.max_out_tokens}; lower it or raise hybrid_engine.max_out_tokens"
         )
     if max_positions is not None and total - 1 > max_positions:  # the last token drawn is never fed
         raise ValueError(
-            f"max_new_tokens={options.max_new_tokens} with a prompt of {longest} tokens needs {total - 1} positions, "
+            f"max_new_tokens={max_new_tokens} with a prompt of {longest} tokens needs {total - 1} positions, "
             f"more than the model's max_position_embeddings={max_positions}; lower it or shorten the prompt"
         )
 
 
-def check_result_fits(prompts: list[list[int]], options: GenerationOptions) -> None:
+def check_result_fits(prompts: list[list[int]], options: list[GenerationOptions]) -> None:
     """Raises ValueError where the bookkeeping and the results of all samples exceed this machine's free memory."""
-    rows = len(prompts) * options.num_return_sequences
-    width = max(map(len, prompts), default=0) + options.max_new_tokens
+    num_samples = options[0].num_return_sequences if options else 1
+    rows = len(prompts) * num_samples
+    most_new = max((of_prompt.max_new_tokens for of_prompt in options), default=0)
+    width = max(map(len, prompts), default=0) + most_new
     wanted = rows * (BYTES_PER_SEQUENCE + width * BYTES_PER_TOKEN)
     free = usable_memory_bytes(torch.device("cpu"))
     if wanted > free:
         raise ValueError(
-            f"num_return_sequences={options.num_return_sequences} of {len(prompts)} prompts with "
-            f"max_new_tokens={options.max_new_tokens} makes {rows} sequences, whose tokens and log-probabilities take "
+            f"num_return_sequences={num_samples} of {len(prompts)} prompts with "
+            f"max_new_tokens={most_new} makes {rows} sequences, whose tokens and log-probabilities take "
             f"about {wanted:,} bytes, and {free:,} are free; ask for fewer at a time"
         )
 
@@ -132,7 +146,7 @@ def plan_rollout(
     num_prompts = len(sequences) // options.num_return_sequences
     # A process without prompts passes over the layers with the others, in a workspace for one token.
     lengths = [len(sequence) for sequence in sequences] or [1]
-    longest = max(lengths) + options.max_new_tokens - 1  # the last is never fed
+    longest = max((sequence.most_fed for sequence in sequences), default=1)
     automatic = -(-longest // BLOCK_GRAIN) * BLOCK_GRAIN if model.device.type == "cpu" else BLOCK_SIZE
     block_size = config.kv_block_size or automatic
     max_running = min(config.max_running or MAX_RUNNING.get(model.device.type, 256), len(lengths))
@@ -150,8 +164,9 @@ def plan_rollout(
     num_blocks = min(wanted + kept, affordable, config.max_kv_blocks or affordable)
     needed = per_sequence + (1 if kept else 0)
     if num_blocks < needed:
+        most_new = max((sequence.options.max_new_tokens for sequence in sequences), default=options.max_new_tokens)
         raise ValueError(
-            f"max_new_tokens={options.max_new_tokens}: a sequence of {longest} tokens needs {needed} KV blocks of "
+            f"max_new_tokens={most_new}: a sequence of {longest} tokens needs {needed} KV blocks of "
             f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks} ({spare_bytes:,} bytes "
             "are free); lower it, free memory or raise hybrid_engine.max_kv_blocks"
         )

@@ -65,7 +65,6 @@ class Scheduler:
         max_running: int,
         num_blocks: int,
         block_size: int,
-        max_new_tokens: int,
         max_prefill_tokens: int,
     ):
         self.waiting = deque(sequences)
@@ -74,9 +73,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.kept_prompts: list[Prompt] = []  # prefilled, with samples still waiting
         self.pool = BlockPool(num_blocks)
-        self.max_running, self.block_size = max_running, block_size
-        self.max_new_tokens, self.max_prefill_tokens = max_new_tokens, max_prefill_tokens
-        longest = max((len(sequence) for sequence in self.waiting), default=0) + max_new_tokens - 1
+        self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
+        longest = max((sequence.most_fed for sequence in self.waiting), default=0)
         self.is_contiguous = longest <= block_size  # every sequence fits one block
         self.free_slots = list(range(max_running))
         self.changed: list[Sequence] = []  # started, or whose blocks changed, since somebody emptied the list
@@ -130,8 +128,7 @@ class Scheduler:
         return num_free >= min(num_newcomers, len(self.waiting)) and num_blocks <= len(self.pool.free)
 
     def _can_admit(self, sequence: Sequence) -> bool:
-        length = len(sequence.prompt.tokens) + self.max_new_tokens - 1  # the last token is never fed
-        can_grow = self.num_blocks_for(length) > self.num_blocks_for(len(sequence))
+        can_grow = self.num_blocks_for(sequence.most_fed) > self.num_blocks_for(len(sequence))
         spare = 1 if self.running and can_grow else 0  # without it a newcomer would be the next to be preempted
         return self._num_blocks_to_start(sequence, bool(sequence.prompt.blocks)) + spare <= len(self.pool.free)
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybrid_engine.generation.options import GenerationOptions
+
 PENDING = -1
 
 
@@ -25,6 +27,7 @@ class Sequence:
 
     prompt: Prompt
     row: int  # of the output
+    options: GenerationOptions
     key: int = 0  # names this sample's noise, int64
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -35,3 +38,8 @@ class Sequence:
     def __len__(self) -> int:
         """Tokens of prompt and response."""
         return len(self.prompt.tokens) + len(self.tokens)
+
+    @property
+    def most_fed(self) -> int:
+        """Tokens that the model is fed where it gets all its new tokens; the last one drawn never is."""
+        return len(self.prompt.tokens) + self.options.max_new_tokens - 1

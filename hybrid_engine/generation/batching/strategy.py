@@ -20,7 +20,6 @@ from hybrid_engine.generation.batching.scheduler import Admission, Copy, Prefill
 from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
 from hybrid_engine.generation.batching.stopwatch import Stopwatch
 from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, send_to_device
-from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.ops import BlockCopyOp, PrefillBatch
 
 
@@ -37,12 +36,11 @@ class TextGeneration:
         self,
         model: InferenceModel,
         scheduler: Scheduler,
-        options: GenerationOptions,
         step: DecodeStep,
         layers: Callable[[], Iterable[InferenceLayer]],
         lag: int = 0,
     ):
-        self.model, self.scheduler, self.options, self.layers = model, scheduler, options, layers
+        self.model, self.scheduler, self.layers = model, scheduler, layers
         self.step, self.kv, self.lag = step, step.kv, lag
         self.copy_blocks = BlockCopyOp()
         self.prefill_time, self.decode_time = Stopwatch(self.kv.device), Stopwatch(self.kv.device)
@@ -120,10 +118,9 @@ class TextGeneration:
     def _note(self, rows: list[Sequence], draw: Draw) -> None:
         """Holds places for the drawn tokens; those leave that have all they may have."""
         self._under_way.append((rows, draw))
-        longest = self.options.max_new_tokens
         for row in rows:
             row.tokens.append(PENDING)
-            if len(row.tokens) >= longest:
+            if len(row.tokens) >= row.options.max_new_tokens:
                 self.scheduler.finish(row, "length")
 
     def _read(self, lag: int) -> None:

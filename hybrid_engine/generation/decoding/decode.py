@@ -6,12 +6,15 @@ is told only which slots its rows are:
     numbers  [4, C+1]   position and draw of the token to feed, noise key, and 1 for a live slot
     blocks   [C+1, n]   block table
     tokens   [C+1]      the token drawn last, which only the device knows
-    seen     [C+1, V]   tokens of prompt and response, under a repetition penalty only
+    seen     [C+1, V]   tokens of prompt and response; there once a sequence has a repetition penalty
 
 The step advances positions by itself, and the host its image of them, so while the same rows run on the same blocks
 the host sends nothing; else one copy carries which rows decode and the cells of the slots that changed. Rows leave
 and enter by their slots; keys and values never move for it. Slot C is nobody's: it fills a batch up to its bucket, is
 never live, and its block is the last one of the workspace.
+
+A step draws by one set of options. Where a row has others, all rows of the turn are drawn beside the step from the
+logits that it leaves, each by its own.
 
 C slots, S rows, n blocks per sequence, V vocabulary.
 """
@@ -28,6 +31,7 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.decoding.graph import StepGraphs, batch_bucket, context_bucket
+from hybrid_engine.generation.sampling.rows import DrawnRows, MixedRows
 from hybrid_engine.ops import DecodeBatch, SampleOp
 
 _POSITION, _DRAW, _KEY, _LIVE = range(4)
@@ -40,11 +44,11 @@ class SlotTables:
         num_slots: C.
         num_columns: n.
         trash_block: where rows write that are nobody's; any block when there are none.
-        seen_width: V with a repetition penalty, else 0.
+        vocab: V.
     """
 
-    def __init__(self, num_slots: int, num_columns: int, trash_block: int, seen_width: int, device: torch.device):
-        self.num_slots, self.num_columns = num_slots, num_columns
+    def __init__(self, num_slots: int, num_columns: int, trash_block: int, vocab: int, device: torch.device):
+        self.num_slots, self.num_columns, self.vocab = num_slots, num_columns, vocab
         shapes = {"rows": (num_slots,), "numbers": (4, num_slots + 1), "blocks": (num_slots + 1, num_columns)}
         size = sum(torch.Size(shape).numel() for shape in shapes.values())
         self._image = np.zeros(size, dtype=np.int64)
@@ -62,20 +66,20 @@ class SlotTables:
         self._sent: list[int] = []  # the slots in `rows` on the device
         self._slots: np.ndarray = np.zeros(0, dtype=np.int64)  # the same
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(num_slots + 1, seen_width, dtype=torch.bool, device=device) if seen_width else None
+        self.seen: torch.Tensor | None = None
 
-    def send(self, sequences: list[Sequence], changed: list[Sequence]) -> None:
+    def send(self, sequences: list[Sequence], changed: list[Sequence]) -> bool:
         """Makes `sequences` the rows of the next step, in this order; one copy, or none when nothing changed.
 
-        `changed` are those that started or whose blocks are not what they were.
+        `changed` are those that started or whose blocks are not what they were. Returns False where nothing changed.
         """
-        self._send_rows([sequence.slot for sequence in sequences], [s for s in changed if s.slot >= 0])
+        return self._send_rows([sequence.slot for sequence in sequences], [s for s in changed if s.slot >= 0])
 
     def clear(self) -> None:
         """Makes every row nobody's."""
         self._send_rows([], [])
 
-    def _send_rows(self, slots: list[int], changed: list[Sequence]) -> None:
+    def _send_rows(self, slots: list[int], changed: list[Sequence]) -> bool:
         places = []
         if slots != self._sent:
             self._sent, self._slots = slots, np.array(slots, dtype=np.int64)
@@ -89,6 +93,7 @@ class SlotTables:
             where = np.concatenate(places)
             cells = send_to_device(torch.from_numpy(np.stack((where, self._image[where]))), self._on_device.device)
             self._on_device.index_copy_(0, cells[0], cells[1])
+        return bool(places)
 
     def _write(self, sequence: Sequence) -> int:
         """Puts a sequence into the image; returns its slot."""
@@ -110,8 +115,14 @@ class SlotTables:
         """Whether the first block of row i is block i."""
         return bool((self._blocks[self._slots, 0] == np.arange(len(self._slots))).all())
 
+    def note_seen(self) -> None:
+        """Keeps from now on which tokens sequences have seen, of those that enter from now on."""
+        self.seen = torch.zeros(self.num_slots + 1, self.vocab, dtype=torch.bool, device=self.tokens.device)
+
     def enter(self, sequence: Sequence) -> None:
         """Marks what a sequence that starts has seen; its first token follows by a draw."""
+        if self.seen is None and sequence.options.repetition_penalty != 1.0:
+            self.note_seen()
         if self.seen is not None:
             known = send_to_device(torch.tensor(sequence.prompt.tokens + sequence.tokens), self.seen.device)
             self.seen[sequence.slot].fill_(False).index_fill_(0, known, True)
@@ -171,7 +182,7 @@ class DecodeStep:
     """Model, sampler, stop check and next positions, as one function of what lies in the tables.
 
     Args:
-        eos_token_ids: tokens that end a sequence.
+        sample: draws where every row has its options.
         graphs: where steps are recorded; None runs each step as it comes.
     """
 
@@ -181,32 +192,43 @@ class DecodeStep:
         sample: SampleOp,
         tables: SlotTables,
         kv: torch.Tensor,
-        eos_token_ids: tuple[int, ...],
         graphs: StepGraphs | None = None,
     ):
         self.model, self.sample, self.tables, self.kv, self.graphs = model, sample, tables, kv, graphs
-        self._ends = torch.tensor(eos_token_ids, dtype=torch.int64, device=kv.device)
+        self._ends = torch.tensor(sample.options.eos_token_ids, dtype=torch.int64, device=kv.device)
         self._results = torch.zeros(3, tables.num_slots, dtype=torch.float64, device=kv.device)
+        if sample.options.repetition_penalty != 1.0:
+            tables.note_seen()  # before a graph holds the address
+        self._mixed: MixedRows | None = None  # the rows of the last step, where they differ from `sample`
+        self._logits = torch.empty(0)  # what they are drawn from
 
     def run(
         self, sequences: list[Sequence], changed: list[Sequence], layers: Callable[[], Iterable[InferenceLayer]]
     ) -> Draw:
         """Feeds each sequence's newest token and draws the next; `changed` as `SlotTables.send` takes it."""
         tables, block_size = self.tables, self.kv.shape[4]
-        tables.send(sequences, changed)
+        if tables.send(sequences, changed):
+            self._mixed = self._mix(sequences)
         context = tables.longest()
+        step = self._step if self._mixed is None else self._step_to_logits
         if self.graphs is None:
             is_identity = context <= block_size and tables.are_rows_in_place()
-            self._step(len(sequences), context, is_identity, layers)
+            step(len(sequences), context, is_identity, layers)
         else:
             num_rows = batch_bucket(len(sequences))
             reach = context_bucket(context, tables.num_columns * block_size)
-            if not self.graphs.has(num_rows, reach):
+            kind = (num_rows, reach, self._mixed is None)
+            if not self.graphs.has(kind):
                 tables.clear()
-                self.graphs.record(num_rows, reach, lambda: self._step(num_rows, reach, False, layers))
+                self.graphs.record(kind, lambda: step(num_rows, reach, False, layers))
                 tables.send(sequences, [])
-            self.graphs.replay(num_rows, reach)
+            self.graphs.replay(kind)
         tables.advance()
+        if self._mixed is not None:
+            slots = tables.rows[: len(sequences)]
+            numbers = tables.numbers.index_select(1, slots)
+            drawn_before = numbers[_DRAW] - 1
+            self._draw_mixed(self._mixed, self._logits[: len(sequences)], slots, numbers[_KEY], drawn_before)
         return send_to_host(self._results[:, : len(sequences)])
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
@@ -215,35 +237,82 @@ class DecodeStep:
             self.tables.enter(sequence)
         numbers = [[s.slot for s in sequences], [s.key for s in sequences], [len(s.tokens) for s in sequences]]
         slots, keys, draws = send_to_device(torch.tensor(numbers, dtype=torch.int64), logits.device)
-        self._draw(logits, slots, keys, draws)
+        mixed = self._mix(sequences)
+        if mixed is None:
+            self._draw(logits, slots, keys, draws)
+        else:
+            self._draw_mixed(mixed, logits, slots, keys, draws)
         return send_to_host(self._results[:, : len(sequences)])
+
+    def _mix(self, sequences: list[Sequence]) -> MixedRows | None:
+        """None where all sequences have the options of `sample`."""
+        kinds = {id(sequence.options): sequence.options for sequence in sequences}
+        if all(options.sampling == self.sample.options for options in kinds.values()):
+            return None
+        return MixedRows(sequences, self.model.vocab_size, self.kv.device)
+
+    def _forward(
+        self,
+        slots: torch.Tensor,
+        numbers: torch.Tensor,
+        context: int,
+        is_identity: bool,
+        layers: Callable[[], Iterable[InferenceLayer]],
+    ) -> torch.Tensor:
+        """Logits `[S, V]` after the newest tokens of `slots [S]`, whose `numbers [4, S]` these are."""
+        batch = DecodeBatch(
+            tokens=self.tables.tokens[slots],
+            positions=numbers[_POSITION],
+            block_tables=self.tables.blocks[slots, : -(-context // self.kv.shape[4])],
+            context=context,
+            is_identity=is_identity,
+        )
+        return self.model.forward(batch, self.kv, layers())
 
     def _step(
         self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]
     ) -> None:
         """What a graph records: nothing here may depend on a number that only the device knows."""
-        tables = self.tables
-        slots = tables.rows[:num_rows]
-        numbers = tables.numbers.index_select(1, slots)
-        batch = DecodeBatch(
-            tokens=tables.tokens[slots],
-            positions=numbers[_POSITION],
-            block_tables=tables.blocks[slots, : -(-context // self.kv.shape[4])],
-            context=context,
-            is_identity=is_identity,
-        )
-        logits = self.model.forward(batch, self.kv, layers())
+        slots = self.tables.rows[:num_rows]
+        numbers = self.tables.numbers.index_select(1, slots)
+        logits = self._forward(slots, numbers, context, is_identity, layers)
         self._draw(logits, slots, numbers[_KEY], numbers[_DRAW])
-        tables.numbers[: _DRAW + 1].index_add_(1, slots, numbers[_LIVE].expand(_DRAW + 1, -1))
+        self._advance(slots, numbers)
+
+    def _step_to_logits(
+        self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]
+    ) -> None:
+        """The same without the draw, which is no part of a graph."""
+        slots = self.tables.rows[:num_rows]
+        numbers = self.tables.numbers.index_select(1, slots)
+        logits = self._forward(slots, numbers, context, is_identity, layers)
+        if self.graphs is None:
+            self._logits = logits
+        else:
+            if len(self._logits) == 0:
+                self._logits = logits.new_empty(self.tables.num_slots, logits.shape[1])
+            self._logits[:num_rows] = logits
+        self._advance(slots, numbers)
+
+    def _advance(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:
+        self.tables.numbers[: _DRAW + 1].index_add_(1, slots, numbers[_LIVE].expand(_DRAW + 1, -1))
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> None:
         tokens, logprobs = self.sample(logits, keys, draws, self.tables.seen, slots)
-        self.tables.tokens[slots] = tokens
+        self._note(slots, DrawnRows(tokens, logprobs, (tokens[:, None] == self._ends).any(1)))
+
+    def _draw_mixed(
+        self, mixed: MixedRows, logits: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor
+    ) -> None:
+        seen = None if self.tables.seen is None else self.tables.seen[slots]
+        self._note(slots, mixed.draw(logits, keys, draws, seen))
+
+    def _note(self, slots: torch.Tensor, drawn: DrawnRows) -> None:
+        self.tables.tokens[slots] = drawn.tokens
         if self.tables.seen is not None:
             # A plain True would be copied from the host, which a graph cannot hold.
-            self.tables.seen[slots, tokens] = torch.ones_like(tokens, dtype=torch.bool)
-        ends = (tokens[:, None] == self._ends).any(1)
-        for row, values in enumerate((tokens, logprobs, ends)):
+            self.tables.seen[slots, drawn.tokens] = torch.ones_like(drawn.tokens, dtype=torch.bool)
+        for row, values in enumerate(drawn):
             self._results[row, : len(slots)] = values
 
     def record(
@@ -255,6 +324,7 @@ class DecodeStep:
         reaches = {context_bucket(context, capacity) for context in contexts}
         for num_rows in sorted({batch_bucket(number) for number in rows}):
             for reach in sorted(reaches):
-                if not self.graphs.has(num_rows, reach):
+                kind = (num_rows, reach, True)
+                if not self.graphs.has(kind):
                     self.tables.clear()
-                    self.graphs.record(num_rows, reach, partial(self._step, num_rows, reach, False, layers))
+                    self.graphs.record(kind, partial(self._step, num_rows, reach, False, layers))

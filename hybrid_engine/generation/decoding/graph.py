@@ -59,29 +59,29 @@ class CudaGraphs:
 
 
 class StepGraphs:
-    """The graphs of one step function, by (rows, context); each recorded when first needed."""
+    """The graphs of one step function, by kind: rows, context, with the draw; each recorded when first needed."""
 
     def __init__(self, recorder: Any):
         self._recorder, self.stats = recorder, CaptureStats()
-        self._replays: dict[tuple[int, int], Callable[[], Any]] = {}
+        self._replays: dict[tuple[int, int, bool], Callable[[], Any]] = {}
 
     @property
     def num_recorded(self) -> int:
         """Graphs that are kept."""
         return len(self._replays)
 
-    def has(self, num_rows: int, context: int) -> bool:
-        """Whether the graph of a bucket is there."""
-        return (num_rows, context) in self._replays
+    def has(self, kind: tuple[int, int, bool]) -> bool:
+        """Whether the graph of a kind is there."""
+        return kind in self._replays
 
-    def record(self, num_rows: int, context: int, run: Callable[[], Any]) -> None:
+    def record(self, kind: tuple[int, int, bool], run: Callable[[], Any]) -> None:
         """Runs `run` once, to compile and allocate, then records it. It must leave no trace that matters."""
         start = time.perf_counter()
         run()
-        self._replays[num_rows, context] = self._recorder.capture(run)
+        self._replays[kind] = self._recorder.capture(run)
         self.stats.captures += 1
         self.stats.seconds += time.perf_counter() - start
 
-    def replay(self, num_rows: int, context: int) -> None:
+    def replay(self, kind: tuple[int, int, bool]) -> None:
         """Starts a recorded step."""
-        self._replays[num_rows, context]()
+        self._replays[kind]()

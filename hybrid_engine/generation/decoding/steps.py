@@ -35,7 +35,7 @@ class DecodeSteps:
             return self._build(plan, kv, plan.max_running, plan.num_columns, None)
         num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
         addresses = (kv.data_ptr(), *self.model.addresses())
-        key = (plan.options.sampling, num_slots, num_columns, tuple(kv.shape), addresses)
+        key = (plan.sampling, num_slots, num_columns, tuple(kv.shape), addresses)
         step = self._kept.pop(key, None)
         if step is None:
             step = self._build(plan, kv, num_slots, num_columns, StepGraphs(self.recorder))
@@ -70,8 +70,5 @@ class DecodeSteps:
     def _build(
         self, plan: Plan, kv: torch.Tensor, num_slots: int, num_columns: int, graphs: StepGraphs | None
     ) -> DecodeStep:
-        options = plan.options
-        sample = SampleOp(options.sampling)
-        seen_width = self.model.vocab_size if options.repetition_penalty != 1.0 else 0
-        tables = SlotTables(num_slots, num_columns, kv.shape[2] - 1, seen_width, kv.device)
-        return DecodeStep(self.model, sample, tables, kv, options.eos_token_ids, graphs)
+        tables = SlotTables(num_slots, num_columns, kv.shape[2] - 1, self.model.vocab_size, kv.device)
+        return DecodeStep(self.model, SampleOp(plan.sampling), tables, kv, graphs)

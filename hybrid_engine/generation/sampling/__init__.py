@@ -1,0 +1,1 @@
+"""Rows that are drawn each by its own options."""

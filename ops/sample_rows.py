@@ -1,0 +1,152 @@
+"""Sampling row by row: what `SampleOp` does for one set of options, for rows that have each their own.
+
+Options are tensors with one value for each row, so that rows of many kinds take as many operations as rows of one.
+What a row gets depends on its own logits and options: on a CPU tokens and log-probabilities have the bits that
+`SampleOp.reference` gives where all rows have its options.
+
+S rows, n of them sampled, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.ops.sample import SamplingOptions, keyed_uniform, penalize_repetition
+from hybrid_engine.ops.sample_filters import keep_from, kth_largest_by_row, nucleus_threshold
+from hybrid_engine.ops.vocabulary import first_above, first_largest
+
+
+class RowValues(NamedTuple):
+    """An option's values where it is on: `values [m, 1]` of the rows `rows [m]`, int64."""
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+
+class EarlyEnds(NamedTuple):
+    """End-of-sequence tokens that may not come yet, `[m]` int64 each."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    least: torch.Tensor
+    """Draws before which the row may not draw the token."""
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """The sampling options of S rows on their device; what is None is off for every row."""
+
+    sampled: torch.Tensor | None
+    """`[n]` int64: the rows that are sampled; the others take their likeliest token."""
+    temperature: torch.Tensor | None
+    """`[S, 1]` fp32; 1 for rows that are not sampled."""
+    top_k: RowValues | None
+    """Rows count among those that are sampled, here and in the filters below."""
+    top_p: RowValues | None
+    log_min_p: RowValues | None
+    repetition_penalty: torch.Tensor | None
+    """`[S, 1]` fp32; 1 where it is off."""
+    early_ends: EarlyEnds | None
+    ends: torch.Tensor
+    """`[S, e]` int64: tokens that end each row, filled up with -1."""
+
+
+def build_row_options(options: list[SamplingOptions], vocab: int, device: torch.device) -> RowOptions:
+    """`options` of the rows in their order, for logits `[S, vocab]` on `device`."""
+    sampled = [row for row, option in enumerate(options) if option.do_sample]
+    drawn = [options[row] for row in sampled]
+
+    def values(numbers: list[float], is_on: list[bool], dtype: torch.dtype = torch.float32) -> RowValues | None:
+        rows = [row for row, on in enumerate(is_on) if on]
+        if not rows:
+            return None
+        kept = torch.tensor([[numbers[row]] for row in rows], dtype=dtype, device=device)
+        return RowValues(torch.tensor(rows, device=device), kept)
+
+    def column(numbers: list[float]) -> torch.Tensor | None:
+        if all(number == 1.0 for number in numbers):
+            return None
+        return torch.tensor(numbers, dtype=torch.float32, device=device)[:, None]
+
+    width = max((len(option.eos_token_ids) for option in options), default=0)
+    ends = [[*option.eos_token_ids, *[-1] * (width - len(option.eos_token_ids))] for option in options]
+    return RowOptions(
+        sampled=torch.tensor(sampled, device=device) if sampled else None,
+        temperature=column([float(option.temperature) if option.do_sample else 1.0 for option in options]),
+        top_k=values([o.top_k for o in drawn], [0 < o.top_k < vocab for o in drawn], torch.int64),
+        top_p=values([o.top_p for o in drawn], [o.top_p < 1.0 for o in drawn]),
+        log_min_p=values([math.log(o.min_p or 1.0) for o in drawn], [o.min_p > 0.0 for o in drawn]),
+        repetition_penalty=column([float(option.repetition_penalty) for option in options]),
+        early_ends=_early_ends(options, device),
+        ends=torch.tensor(ends, dtype=torch.int64, device=device).view(len(options), width),
+    )
+
+
+def _early_ends(options: list[SamplingOptions], device: torch.device) -> EarlyEnds | None:
+    cells = [
+        (row, token, option.min_new_tokens)
+        for row, option in enumerate(options)
+        if option.min_new_tokens > 0
+        for token in option.eos_token_ids
+    ]
+    return EarlyEnds(*torch.tensor(cells, dtype=torch.int64, device=device).unbind(1)) if cells else None
+
+
+def adjust_rows(
+    logits: torch.Tensor, options: RowOptions, draws: torch.Tensor, seen: torch.Tensor | None
+) -> torch.Tensor:
+    """What is drawn from, before temperature and filters; `logits [S, V]` fp32 stay as they are.
+
+    Args:
+        draws: `[S]` int64, tokens that each row has drawn so far.
+        seen: `[S, V]` bool, tokens that the penalty is for; unused without one.
+    """
+    if options.repetition_penalty is not None:
+        assert seen is not None
+        logits = penalize_repetition(logits, seen, options.repetition_penalty)
+    if options.early_ends is None:
+        return logits
+    rows, tokens, least = options.early_ends
+    kept = logits[rows, tokens].masked_fill(draws[rows] < least, float("-inf"))
+    return logits.index_put((rows, tokens), kept)
+
+
+def filter_rows(logits: torch.Tensor, options: RowOptions) -> torch.Tensor:
+    """-inf for what each row's filters leave out of `logits [n, V]` of the sampled rows; as `filter_logits`."""
+    if options.top_k is not None:
+        rows, top_k = options.top_k
+        logits = _keep_rows_from(rows, kth_largest_by_row(logits[rows], top_k), logits)
+    if options.top_p is not None:
+        rows, top_p = options.top_p
+        logits = _keep_rows_from(rows, nucleus_threshold(logits[rows], top_p), logits)
+    if options.log_min_p is not None:
+        rows, log_min_p = options.log_min_p
+        logits = _keep_rows_from(rows, logits[rows].amax(-1, keepdim=True) + log_min_p, logits)
+    return logits
+
+
+def _keep_rows_from(rows: torch.Tensor, threshold: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """-inf for what is below `threshold [m, 1]` in `rows [m]` of `logits`."""
+    return keep_from(torch.full_like(logits[:, :1], -math.inf).index_copy_(0, rows, threshold), logits)
+
+
+def draw_rows(adjusted: torch.Tensor, options: RowOptions, keys: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """`[S]` int64: one token for each row of `adjusted [S, V]` fp32; `keys` and `draws` name the noise, `[S]` int64."""
+    rows = options.sampled
+    if rows is None:
+        return first_largest(adjusted)
+    scaled = adjusted if options.temperature is None else adjusted / options.temperature
+    is_mixed = len(rows) < len(adjusted)
+    if is_mixed:
+        scaled, keys, draws = scaled[rows], keys[rows], draws[rows]
+    probs = filter_rows(scaled, options).softmax(-1)
+    tokens = first_above(probs, keyed_uniform(keys, draws).float()[:, None]).squeeze(1)
+    return first_largest(adjusted).index_copy_(0, rows, tokens) if is_mixed else tokens
+
+
+def scaled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, options: RowOptions) -> torch.Tensor:
+    """`[S]` fp32: log-probabilities of `tokens [S]` under softmax(logits / temperature) of each row, unfiltered."""
+    return token_logprobs(logits if options.temperature is None else logits / options.temperature, tokens)
