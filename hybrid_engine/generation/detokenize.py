@@ -1,0 +1,149 @@
+"""From tokens that come one by one to text that may be shown at once.
+
+    shown so far + held back = tokenizer.decode(tokens so far), up to a stop string
+
+What later tokens may change is held back: bytes of an unfinished UTF-8 character, a run of byte-fallback tokens (which
+decodes as a whole or not at all), the end of a text whose spaces the tokenizer cleans up, and what may be the
+beginning of a stop string. Only the last tokens are decoded each time: they are context enough.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+# Tokens decoded anew for each one that comes: from CONTEXT to LONGEST_WINDOW.
+CONTEXT = 16
+LONGEST_WINDOW = 48
+# Characters at the end that transformers' clean-up of spaces may still change: " n't" and its like, one after another.
+CLEANED_UP = 16
+REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class IncrementalDetokenizer:
+    """The text of one response; holds its tokens and gives text out once and in order.
+
+    `stopped` is the stop string that came, None until one does; nothing is given out from then on.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_strings: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        includes_stop: bool = False,
+    ):
+        """`tokenizer` is transformers'; `includes_stop`: whether the stop string is shown itself.
+
+        Raises ValueError for an empty stop string.
+        """
+        check_stop_strings(stop_strings)
+        self.tokenizer, self.stop_strings, self.includes_stop = tokenizer, tuple(stop_strings), includes_stop
+        self.stopped: str | None = None
+        self._options = {"skip_special_tokens": skip_special_tokens}
+        cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self._unstable = CLEANED_UP if cleans_up else 0
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._skipped = {token for token, kind in added.items() if kind.special and skip_special_tokens}
+        self._window: list[int] = []  # tokens that are decoded again
+        self._num_read = 0  # characters of the window's text that were taken
+        self._text = ""  # taken and not given out: may begin a stop string
+        self._held: str | None = ""  # the rest of the window's text as it stands; None: not decoded yet
+
+    def add(self, token: int) -> str:
+        """The text that may be shown now that `token` has come; often empty."""
+        if self.stopped is not None or token in self._skipped:
+            return ""
+        self._window.append(token)
+        if self._is_byte(token):
+            self._held = None
+            return ""
+        text = self._decode()
+        stable = max(self._num_read, len(text) - self._unstable)
+        if text.endswith(REPLACEMENT):
+            stable = max(self._num_read, min(stable, len(text) - 1))
+        self._text += text[self._num_read : stable]
+        self._num_read, self._held = stable, text[stable:]
+        self._shorten(text)
+        return self._give_out()
+
+    @property
+    def held(self) -> str:
+        """What `finish()` would give out now: the rest of the text of all tokens so far, up to a stop string."""
+        if self.stopped is not None:
+            return ""
+        if self._held is None:
+            self._held = self._decode()[self._num_read :]
+        text = self._text + self._held
+        found = first_stop(text, self.stop_strings)
+        return text if found is None else text[: self._end_of(found)]
+
+    def finish(self) -> str:
+        """The rest, when no token comes any more."""
+        rest = self.held
+        if self.stopped is None:
+            found = first_stop(self._text + (self._held or ""), self.stop_strings)
+            self.stopped = None if found is None else found[1]
+        self._text, self._held, self._num_read, self._window = "", "", 0, []
+        return rest
+
+    def _decode(self) -> str:
+        return self.tokenizer.decode(self._window, **self._options)
+
+    def _is_byte(self, token: int) -> bool:
+        return bool(_BYTE_TOKEN.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token))))
+
+    def _give_out(self) -> str:
+        found = first_stop(self._text, self.stop_strings)
+        if found is not None:
+            self.stopped = found[1]
+            given, self._text = self._text[: self._end_of(found)], ""
+            return given
+        end = len(self._text) - longest_beginning(self._text, self.stop_strings)
+        given, self._text = self._text[:end], self._text[end:]
+        return given
+
+    def _end_of(self, found: tuple[int, str]) -> int:
+        return found[0] + (len(found[1]) if self.includes_stop else 0)
+
+    def _shorten(self, text: str) -> None:
+        """Drops tokens in front that what comes does not depend on; `text` is that of the window."""
+        if len(self._window) <= LONGEST_WINDOW:
+            return
+        window, num_held = self._window[-CONTEXT:], len(text) - self._num_read
+        shorter = self.tokenizer.decode(window, **self._options)
+        # A text's first space may be dropped by the tokenizer: something visible must stand in front of what comes.
+        if shorter[: len(shorter) - num_held].strip() and text.endswith(shorter[len(shorter) - num_held - 1 :]):
+            self._window, self._num_read = window, len(shorter) - num_held
+
+
+def check_stop_strings(stop_strings: Any, option: str = "stop_strings") -> None:
+    """Raises ValueError unless `stop_strings` is a list of strings that are not empty."""
+    if not isinstance(stop_strings, list | tuple) or not all(isinstance(stop, str) for stop in stop_strings):
+        raise ValueError(f"{option}={stop_strings!r} must be a list of strings")
+    if not all(stop_strings):
+        raise ValueError(
+            f"{option}={list(stop_strings)!r} has an empty string, which every text contains; leave it out"
+        )
+
+
+def first_stop(text: str, stop_strings: Sequence[str]) -> tuple[int, str] | None:
+    """Where in `text` the stop string begins that is complete first, of those the longest, and which it is."""
+    found = [(text.find(stop), stop) for stop in stop_strings]
+    return min(
+        ((start, stop) for start, stop in found if start >= 0),
+        key=lambda place: (place[0] + len(place[1]), place[0]),
+        default=None,
+    )
+
+
+def longest_beginning(text: str, stop_strings: Sequence[str]) -> int:
+    """Characters at the end of `text` that may be the beginning of a stop string."""
+    longest = 0
+    for stop in stop_strings:
+        for size in range(min(len(stop) - 1, len(text)), longest, -1):
+            if text.endswith(stop[:size]):
+                longest = size
+                break
+    return longest

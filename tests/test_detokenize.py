@@ -1,0 +1,138 @@
+"""Text given out token by token is the text decoded at the end, for every prefix, whatever the tokenizer."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer
+
+TEXT = [
+    "The cat sat on the mat. Isn't it? I'm sure it's 3,14 or so!",
+    "naïve café — 你好世界 🙂👨‍👩‍👧 héllo  two   spaces\nnew line\ttab",
+    "he'll do n't go ' there ' , or won't he ? we 've been 's 're 'm",
+] * 3
+EMOJI = "🙂👍🏽👨‍👩‍👧🇩🇪é字ñ�"
+
+
+def byte_level():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["</s>"]
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def sentencepiece_bpe():
+    pieces = sorted({c for line in TEXT for c in line if ord(c) < 128 and c not in " \n\t"})
+    words = ["▁", "th", "he", "▁th", "▁the", "at", "▁c", "▁cat"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *words]
+    merges = [("t", "h"), ("h", "e"), ("▁", "th"), ("▁th", "e"), ("a", "t"), ("▁", "c"), ("▁c", "at")]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def metaspace_unigram():
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def wordpiece(cleans_up=False):
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=not cleans_up)
+    tokenizer.train_from_iterator(TEXT, trainers.WordPieceTrainer(vocab_size=140, special_tokens=["[UNK]", "[SEP]"]))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", sep_token="[SEP]", clean_up_tokenization_spaces=cleans_up
+    )
+
+
+TOKENIZERS = {
+    "byte-level": byte_level,
+    "sentencepiece": sentencepiece_bpe,
+    "metaspace": metaspace_unigram,
+    "wordpiece": wordpiece,
+    "cleaned up": lambda: wordpiece(cleans_up=True),
+}
+
+
+@pytest.fixture(scope="module", params=TOKENIZERS)
+def tokenizer(request):
+    return TOKENIZERS[request.param]()
+
+
+def sequences(tokenizer, rng):
+    """Random tokens, text, emoji whole and cut, and random tokens in between."""
+    anything = [rng.randrange(len(tokenizer)) for _ in range(120)]
+    few = [rng.choice(anything[:9]) for _ in range(80)]
+    text = tokenizer.encode("".join(rng.choice([*TEXT, *EMOJI]) for _ in range(12)), add_special_tokens=False)
+    emoji = tokenizer.encode("".join(rng.choice(EMOJI) for _ in range(30)), add_special_tokens=False)
+    noisy = [rng.choice(anything) if rng.random() < 0.1 else token for token in emoji]
+    return [anything, few, text, emoji, noisy, anything[:1] * 70]
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_pieces_and_what_is_held_back_are_the_decoded_text_of_every_prefix(tokenizer, skip_special_tokens):
+    rng = random.Random(0)
+    for tokens in [tokens for _ in range(6) for tokens in sequences(tokenizer, rng)]:
+        detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        shown = ""
+        for count, token in enumerate(tokens, 1):
+            shown += detokenizer.add(token)
+            expected = tokenizer.decode(tokens[:count], skip_special_tokens=skip_special_tokens)
+            assert shown + detokenizer.held == expected
+        assert shown + detokenizer.finish() == expected
+
+
+def test_text_is_not_held_back_for_longer_than_it_may_change(tokenizer):
+    detokenizer, shown = IncrementalDetokenizer(tokenizer), ""
+    tokens = tokenizer.encode("The cat sat on the mat and that is that at the end", add_special_tokens=False)
+    for token in tokens:
+        shown += detokenizer.add(token)
+    assert len(detokenizer.held) <= 16 and len(shown) > 20
+
+
+def test_a_stop_string_ends_the_text_before_it_wherever_tokens_are_cut(tokenizer):
+    rng = random.Random(1)
+    for tokens in [tokens for _ in range(6) for tokens in sequences(tokenizer, rng)]:
+        whole = tokenizer.decode(tokens, skip_special_tokens=True)
+        if len(whole) < 8:
+            continue
+        at = rng.randrange(len(whole) - 4)
+        stops = [whole[at : at + rng.randint(1, 4)], "never in there", whole[at : at + 2] + "?!"]
+        detokenizer, shown, pieces = IncrementalDetokenizer(tokenizer, stops), "", []
+        for token in tokens:
+            pieces.append(detokenizer.add(token))
+            if detokenizer.stopped is not None:
+                break
+        shown = "".join(pieces) + detokenizer.finish()
+        assert detokenizer.stopped in stops
+        assert whole.startswith(shown + detokenizer.stopped)
+        assert not any(stop in shown for stop in stops)
+        assert detokenizer.add(tokens[0]) == "" and detokenizer.held == ""
+
+
+def test_a_stop_string_is_shown_on_demand():
+    tokenizer = byte_level()
+    detokenizer = IncrementalDetokenizer(tokenizer, ["sat on"], includes_stop=True)
+    shown = "".join(detokenizer.add(token) for token in tokenizer.encode(TEXT[0]))
+    assert shown == "The cat sat on" and detokenizer.stopped == "sat on"
+
+
+@pytest.mark.parametrize("stops", [[""], ["a", ""], "abc", [3], None], ids=str)
+def test_bad_stop_strings_are_refused(stops):
+    with pytest.raises(ValueError, match="stop_strings="):
+        IncrementalDetokenizer(None, stops)
