@@ -95,7 +95,7 @@ wheel: $(CHECK)/dist
 	rm -rf $(CHECK)/venv
 	$(PYTHON) -m venv $(CHECK)/venv
 	$(CHECK)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt torch
-	$(CHECK)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt $(CHECK)/dist/*.whl
+	$(CHECK)/venv/bin/python -m pip install --quiet --no-compile -c constraints.txt "$$(echo $(CHECK)/dist/*.whl)[serve]"
 	cd $(CHECK)/venv && bin/python -c "$$IMPORT_EVERYTHING" && bin/hybrid-engine --help >/dev/null
 
 # Every release is tried, also after one that fails; what differs is told by the summaries at the end.

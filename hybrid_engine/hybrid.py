@@ -15,11 +15,12 @@ taken), run (prefill, fork, decode), release (LoRA unfused, weights resharded, w
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.linear import TransposedLinear
@@ -28,6 +29,7 @@ from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.generation.backend import RolloutResult
 from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.live import live_batch
 from hybrid_engine.generation.memory.training import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 from hybrid_engine.generation.output import GenerateOutput
@@ -36,6 +38,10 @@ from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.observing.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
+from hybrid_engine.serving import import_serving
+
+if TYPE_CHECKING:
+    from hybrid_engine.serving.server import Server
 
 
 class ModuleGenerate:
@@ -144,6 +150,43 @@ class HybridEngine(ZeroEngine):
                     result = self.generator.run(request, kv, held)
                 self._count(result)
         return result.output
+
+    @contextmanager
+    def serving(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        longest: int | None = None,
+        max_running: int | None = None,
+        model_name: str | None = None,
+        **options: Any,
+    ) -> Iterator["Server"]:
+        """Inside, the policy answers at an OpenAI-compatible address, by its weights as they are now.
+
+        Between `eval()` and `train()`. Weights are gathered and LoRA fused once, for all requests; at the end what
+        runs is finished and everything given back. Collective where weights are sharded: each process serves at a port
+        of its own. Needs the `serve` extra.
+
+        Args:
+            tokenizer: None loads the one from where the model was loaded.
+            longest: tokens of a prompt and its answer together; None: as many as fit.
+            max_running: sequences that decode at once; None: as in a rollout.
+            model_name: what clients call it; None: the name of the model's folder, or "policy".
+            **options: `host`, `port`, `api_key`, `max_waiting`, `max_sessions` of `serving.server.Server`.
+
+        Raises:
+            ValueError: in training mode, for a model without containers, streamed or shared, and for wrong options.
+        """
+        build_server = import_serving()
+        with torch.no_grad():
+            if self.generator.begin(self._check_can_generate):
+                self.create_inference_containers()
+        if self.training:
+            raise ValueError("serving(): the engine is in training mode; call engine.eval() first")
+        opening = partial(live_batch, self.generator, longest, max_running)
+        options = {"version": self.global_steps, **options}
+        with self._generating(), build_server(self.module, opening, tokenizer, model_name, **options) as server:
+            yield server
 
     def warm_up(self, num_prompts: int | None = None, prompt_length: int | None = None, **options: Any) -> WarmUp:
         """Probes, compiles and records before the first rollout what it would wait for; prints how long it took.
@@ -279,7 +322,7 @@ class HybridEngine(ZeroEngine):
     def _check_not_generating(self, what: str) -> None:
         # `train()` also runs while nn.Module is being built, before there is a flag.
         if self.__dict__.get("_is_generating", False):
-            raise ValueError(f"{what} was called inside generate(); wait until it returns")
+            raise ValueError(f"{what} was called inside generate() or serving(); wait until that ends")
 
     @contextmanager
     def _generating(self) -> Iterator[None]:

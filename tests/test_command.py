@@ -11,7 +11,7 @@ import pytest
 from hybrid_engine.command import cli
 from hybrid_engine.command.field_meanings import field_meanings
 from hybrid_engine.command.recipe_options import read_recipe_help
-from hybrid_engine.recipes import dpo, evaluate, grpo, kto, online_dpo, ppo, reward, sft
+from hybrid_engine.recipes import dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
 
 RECIPES = {
     "sft": sft,
@@ -22,6 +22,8 @@ RECIPES = {
     "kto": kto,
     "online-dpo": online_dpo,
     "evaluate": evaluate,
+    "generate": generate,
+    "serve": serve,
 }
 
 

@@ -95,11 +95,10 @@ class NativeBackend:
 
         Its sequences are left half-way, with nothing read of what they drew.
         """
-        step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed)
-        lag = 0 if self.gatherer.is_streamed else self.lag
-        strategy = TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag)
+        strategy = self.start(plan, kv)
         for _ in range(2):
             strategy.turn()
+        step = strategy.step
         if step.graphs is not None:
             shortest = min(len(sequence.prompt.tokens) for sequence in plan.sequences)
             step.record(range(1, plan.max_running + 1), range(shortest + 1, plan.longest + 1), self.layers)
@@ -139,22 +138,21 @@ class NativeBackend:
         """One pass over the layers."""
         return pass_over_layers(self.model, self.gatherer)
 
+    def start(self, plan: Plan, kv: torch.Tensor) -> TextGeneration:
+        """What takes the turns of `plan`, none taken yet."""
+        step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed)
+        lag = 0 if self.gatherer.is_streamed else self.lag
+        return TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag)
+
     def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor) -> RolloutResult:
         """Takes turns until every sequence has finished; streamed, until those of every process have.
 
         Raises:
             RuntimeError: the model's logits are not finite.
         """
-        scheduler = plan.build_scheduler()
         is_streamed = self.gatherer.is_streamed
-
-        def start() -> TextGeneration:
-            step = self.steps.for_rollout(plan, kv, is_streamed)
-            lag = 0 if is_streamed else self.lag
-            return TextGeneration(self.model, scheduler, step, self.layers, lag)
-
         meets_others = is_streamed or self.model.parallel.size > 1
-        strategy = self.partners.agree(start) if meets_others else start()
+        strategy = self.partners.agree(lambda: self.start(plan, kv)) if meets_others else self.start(plan, kv)
         if is_streamed:
             self._turn_together(strategy)
         while strategy.has_work:
@@ -167,7 +165,7 @@ class NativeBackend:
             output if plan.options.return_dict else output.sequences,
             num_samples=len(own),
             generated_tokens=sum(len(sequence.tokens) for sequence in own),
-            preemptions=scheduler.num_preemptions,
+            preemptions=strategy.scheduler.num_preemptions,
             prefill_seconds=strategy.prefill_time.seconds(),
             decode_seconds=strategy.decode_time.seconds(),
             captures=self.steps.stats,

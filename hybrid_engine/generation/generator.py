@@ -124,6 +124,8 @@ class Generator:
         self.model: InferenceModel | None = None
         self.fallback_reason: str | None = None
         self.native: NativeBackend | None = None
+        self.is_live = False
+        """Whether a live batch has the workspace."""
         self.own = ModuleBackend(module, self.gatherer)
         # Beside GenerationConfig's fields: what transformers' generate() and the model's forward take by name.
         functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
@@ -293,8 +295,8 @@ class Generator:
             options=None if wishes is None else wishes.options,
             of_prompts=wishes.of_prompts if wishes is not None and is_native else [],
             is_native=is_native,
-            training_bytes=self._training_bytes,
-            spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self._bytes_to_gather),
+            training_bytes=self.training_bytes,
+            spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self.bytes_to_gather),
         )
         shares = self.group.gather_objects(share)
         plan = None
@@ -338,13 +340,13 @@ class Generator:
             sequence.key = key
 
     @property
-    def _bytes_to_gather(self) -> int:
+    def bytes_to_gather(self) -> int:
         """Memory of weights and fused adapters that is taken before the KV workspace."""
         buffers = 0 if self.model is None else self.model.buffer_bytes(self.gatherer.is_streamed)
         return self.gatherer.resident_bytes + buffers
 
     @property
-    def _training_bytes(self) -> int:
+    def training_bytes(self) -> int:
         """What training will take while there is a KV workspace; nothing where that is given back before."""
         if self.training is None or self.config.release_inference_cache:
             return 0
@@ -397,6 +399,8 @@ class Generator:
         seed: int | None,
         kwargs: dict[str, Any],
     ) -> Wishes:
+        if self.is_live:
+            raise ValueError("generate(): the model is being served; ask the server, or wait until serving ends")
         if input_ids is None:
             raise ValueError(
                 "generate(): input_ids is missing; pass the prompts' token ids [batch, prompt length], also beside "

@@ -187,7 +187,7 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
         check_integer("min_length", min_length, 0)
         check_integer("max_new_tokens", max_new_tokens, 1)
         min_new_tokens = min(max(0, min_length - prompt_width), max_new_tokens)
-    eos_token_ids = _token_ids("eos_token_id", values["eos_token_id"], vocab_size)
+    eos_token_ids = token_ids("eos_token_id", values["eos_token_id"], vocab_size)
     pad = values["pad_token_id"]
     if pad is not None:
         check_integer("pad_token_id", pad, 0, vocab_size - 1)
@@ -209,7 +209,7 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
     )
 
 
-def _token_ids(option: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+def token_ids(option: str, value: Any, vocab_size: int) -> tuple[int, ...]:
     """One id, a list or a tensor of ids as a tuple, without those beyond the vocabulary, which cannot be drawn."""
     if value is None:
         return ()

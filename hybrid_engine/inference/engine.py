@@ -6,19 +6,21 @@
 B rows, P their padded length, N real tokens, V vocabulary.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
 from hybrid_engine.containers import InferenceEncoder, InferenceModel
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.live import live_batch
 from hybrid_engine.generation.memory.usage import format_bytes, num_bytes
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.options import merge_options
@@ -29,6 +31,7 @@ from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
 from hybrid_engine.ops import PrefillBatch
+from hybrid_engine.serving import import_serving
 
 
 class InferenceEngine(nn.Module):
@@ -173,6 +176,28 @@ class InferenceEngine(nn.Module):
             with ExitStack() as release:
                 kv = self.generator.gather(request, release)
                 return self.generator.run(request, kv, held).output
+
+    @contextmanager
+    def serving(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        longest: int | None = None,
+        max_running: int | None = None,
+        model_name: str | None = None,
+        **options: Any,
+    ) -> Iterator[Any]:
+        """Inside, the model answers at an OpenAI-compatible address, as `HybridEngine.serving` says it.
+
+        Raises:
+            ValueError: for a model without `generate()` or containers, and for wrong options.
+        """
+        if self.generator is None:
+            raise ValueError(f"serving(): {type(self.module).__name__} does not generate; call forward()")
+        build_server = import_serving()
+        opening = partial(live_batch, self.generator, longest, max_running)
+        with build_server(self.module, opening, tokenizer, model_name, **options) as server:
+            yield server
 
     def _prompts(
         self,

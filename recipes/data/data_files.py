@@ -17,6 +17,8 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
+from hybrid_engine.recipes.runs.checks import flag
+
 Rows = Iterator[tuple[str, Any]]
 """Where each row stands in its file, such as "line 3", and the row."""
 BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
@@ -34,13 +36,13 @@ class Table:
     """Every column that any row has, sorted."""
 
 
-def read_table(dataset: str, split: str | None = None) -> Table:
+def read_table(dataset: str, split: str | None = None, option: str = "dataset") -> Table:
     """The rows of `--dataset`, in their order; of several splits those of `--split`, or of `train`.
 
     Raises:
         ValueError: nothing can be read, with the line or row; there is no such split, with those that there are.
     """
-    source, path = f"--dataset={dataset!r}", Path(dataset)
+    source, path = f"{flag(option)}={dataset!r}", Path(dataset)
     try:
         is_file = path.is_file()
     except OSError as error:  # a name that is too long

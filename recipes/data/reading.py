@@ -24,19 +24,20 @@ LABELS = {True: True, False: False, "true": True, "false": False, "True": True, 
 """What a label may be; a CSV file holds text. 1 and 0 equal True and False."""
 
 
-def read_prompt_rows(dataset: str, split: str | None = None) -> list[PromptRow]:
+def read_prompt_rows(dataset: str, split: str | None = None, option: str = "dataset") -> list[PromptRow]:
     """The rows of a data set with a column `prompt`; whatever other columns it has are kept beside it.
 
     Args:
         dataset: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder (saved with `save_to_disk`, or of data files)
             or a name on the Hugging Face hub.
         split: which one is read of several; None: `train`.
+        option: how the user named it, for errors.
 
     Raises:
         ValueError: nothing can be read, there is no such column, or a value is empty or no text and no conversation;
             it names the data set, the row and the remedy. So do all functions of this file.
     """
-    table = read_table(dataset, split)
+    table = read_table(dataset, split, option)
     _check_columns(table, {"prompt"}, "rename the column that holds the prompts")
     return _each(
         table, lambda place, row: PromptRow(prompt=_turns(place, "prompt", row), **_rest(place, row, "prompt"))

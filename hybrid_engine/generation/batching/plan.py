@@ -39,11 +39,13 @@ class Plan:
     num_blocks: int
     block_size: int
     max_running: int
+    longest_later: int = 1
+    """Tokens that are fed of the longest sequence that is added later."""
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that is fed."""
-        return max((sequence.most_fed for sequence in self.sequences), default=1)
+        return max((sequence.most_fed for sequence in self.sequences), default=self.longest_later)
 
     @property
     def sampling(self) -> SamplingOptions:
@@ -63,6 +65,7 @@ class Plan:
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             max_prefill_tokens=MAX_PREFILL_TOKENS,
+            longest=self.longest,
         )
 
 

@@ -66,19 +66,34 @@ class Scheduler:
         num_blocks: int,
         block_size: int,
         max_prefill_tokens: int,
+        longest: int | None = None,
     ):
-        self.waiting = deque(sequences)
-        for sequence in self.waiting:
-            sequence.prompt.num_waiting += 1
+        """`longest`: tokens that are fed of the longest sequence; None: of `sequences`, and no longer one is added."""
+        self.waiting: deque[Sequence] = deque()
+        for sequence in sequences:
+            self.add(sequence)
         self.running: list[Sequence] = []  # oldest first
         self.kept_prompts: list[Prompt] = []  # prefilled, with samples still waiting
         self.pool = BlockPool(num_blocks)
         self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
-        longest = max((sequence.most_fed for sequence in self.waiting), default=0)
+        if longest is None:
+            longest = max((sequence.most_fed for sequence in self.waiting), default=0)
         self.is_contiguous = longest <= block_size  # every sequence fits one block
         self.free_slots = list(range(max_running))
         self.changed: list[Sequence] = []  # started, or whose blocks changed, since somebody emptied the list
         self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a sequence at the end of the line."""
+        sequence.prompt.num_waiting += 1
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Takes out a sequence that waits or runs, which then counts as finished."""
+        if sequence.slot < 0:
+            self.waiting.remove(sequence)
+            sequence.prompt.num_waiting -= 0 if sequence.tokens else 1
+        self.finish(sequence, "cancelled")
 
     @property
     def has_work(self) -> bool:

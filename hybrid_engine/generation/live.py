@@ -1,0 +1,141 @@
+"""A batch that sequences join and leave while it runs, one turn at a time."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from hybrid_engine.config.checks import check_integer
+from hybrid_engine.generation.batching.plan import MAX_RUNNING, Plan, plan_rollout, workspace_bytes
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.batching.strategy import TextGeneration
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.options import GenerationOptions
+
+
+class Progress(NamedTuple):
+    """What a turn brought for one sequence."""
+
+    sequence: Sequence
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    """None: more is to come. "error": the model's logits are not finite, or the batch came to its end."""
+
+
+class LiveBatch:
+    """Takes turns for whoever is in it. One thread owns it.
+
+    Args:
+        strategy: takes the turns, over a scheduler that may be empty.
+        longest: tokens of the longest sequence that fits, the last one drawn included.
+    """
+
+    def __init__(self, strategy: TextGeneration, longest: int):
+        self.strategy, self.scheduler, self.longest = strategy, strategy.scheduler, longest
+        self._num_told: dict[Sequence, int] = {}  # of each unfinished sequence, the tokens that were handed on
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would bring something."""
+        return self.strategy.has_work
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that decode now."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not begun, or begin again."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """All that something is still to come for."""
+        return list(self._num_told)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Lets `sequences` wait for a place. Each must fit: its prompt and answer within `longest` tokens."""
+        for sequence in sequences:
+            self._num_told[sequence] = 0
+            self.scheduler.add(sequence)
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """Takes `sequences` out at once, whether they run or wait; those that have finished stay as they are."""
+        for sequence in sequences:
+            if self._num_told.pop(sequence, None) is not None and sequence.finish_reason is None:
+                self.scheduler.cancel(sequence)
+
+    def turn(self) -> list[Progress]:
+        """One pass over the layers; what it brought, in the order in which the sequences were added."""
+        self.strategy.turn()
+        progress = [told for sequence in list(self._num_told) if (told := self._tell(sequence)) is not None]
+        for told in progress:
+            if told.finish_reason is not None:
+                del self._num_told[told.sequence]
+        return progress
+
+    def _tell(self, sequence: Sequence) -> Progress | None:
+        first, known = self._num_told[sequence], len(sequence.logprobs)
+        # A sequence that ran out of new tokens has finished before its last tokens came back from the device.
+        is_complete = sequence.finish_reason is not None and known == len(sequence.tokens)
+        if known == first and not is_complete:
+            return None
+        tokens, logprobs = sequence.tokens[first:known], sequence.logprobs[first:known]
+        if not all(map(math.isfinite, logprobs)):
+            self.scheduler.cancel(sequence)
+            return Progress(sequence, [], [], "error")
+        self._num_told[sequence] = known
+        return Progress(sequence, tokens, logprobs, sequence.finish_reason if is_complete else None)
+
+
+@contextmanager
+def live_batch(generator: Generator, longest: int | None = None, max_running: int | None = None) -> Iterator[LiveBatch]:
+    """Inside, the weights are gathered, LoRA fused and the KV workspace taken for a batch that is empty at first.
+
+    Collective where weights are sharded: each process has a batch of its own.
+
+    Args:
+        generator: whose module is in eval mode.
+        longest: tokens of prompt and answer together; None: as many as the model and `max_out_tokens` allow.
+        max_running: sequences that decode at once; None: as many as in a rollout.
+
+    Raises:
+        ValueError: the model has no containers, its layers are streamed or it is shared by several processes; or
+            there is no memory for one sequence.
+    """
+    partners = generator.partners
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
+        plan = partners.agree(lambda: _plan(generator, longest, max_running))
+        native = generator.native
+        assert native is not None
+        kv = partners.agree(lambda: native.gather(plan, release))
+        generator.is_live = True
+        release.callback(setattr, generator, "is_live", False)
+        yield LiveBatch(native.start(plan, kv), plan.longest + 1)
+
+
+def _plan(generator: Generator, longest: int | None, max_running: int | None) -> Plan:
+    """A KV workspace for `max_running` sequences of `longest` tokens, or for as many as there is memory for."""
+    config, model, native = generator.config, generator.model, generator.native
+    if generator.is_live:
+        raise ValueError("serving: the model is served already; wait until that ends")
+    if model is None or native is None:
+        raise ValueError(f"serving: {generator.fallback_reason}; only models with containers are served")
+    if generator.gatherer.is_streamed or generator.group.size > 1:
+        what = "layers are gathered one by one" if generator.gatherer.is_streamed else "processes share the model"
+        raise ValueError(f"serving: {what}, and requests come to one process alone; serve from a process with room")
+    limit = min(config.max_out_tokens, (model.max_positions or config.max_out_tokens) + 1)
+    longest = limit if longest is None else longest
+    check_integer("longest", longest, 2, limit)
+    rows = config.max_running or MAX_RUNNING.get(generator.device.type, 256) if max_running is None else max_running
+    check_integer("max_running", rows, 1)
+    spare = workspace_bytes(generator.device, generator.workspace.allocated_bytes, generator.bytes_to_gather)
+    options = GenerationOptions(max_new_tokens=longest - 1)
+    shapes = [Sequence(Prompt([0]), row, options) for row in range(rows)]
+    plan = plan_rollout(model, shapes, options, config, spare, native.num_reserved_blocks, generator.training_bytes)
+    return replace(plan, sequences=[], own=slice(0), longest_later=plan.longest)

@@ -1,0 +1,259 @@
+"""The web application: paths, keys, limits, and answers whole or streamed."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from hybrid_engine.generation.live import Progress
+from hybrid_engine.serving.answers import ChatWriter, CompletionWriter, Writer
+from hybrid_engine.serving.asked import ServedModel, chat_tokens, read_chat, read_completion
+from hybrid_engine.serving.errors import RequestError, wrong_body
+from hybrid_engine.serving.listening import Listening
+from hybrid_engine.serving.metrics import Metrics
+from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
+from hybrid_engine.serving.sessions import Recorder, Sessions, recorder_of_chat, recorder_of_tokens
+from hybrid_engine.serving.worker import Worker
+
+MAX_BODY_BYTES = 4 * 2**20
+
+
+class App:
+    """Answers for one model.
+
+    Args:
+        api_key: what clients must send; None: nothing.
+        max_body_bytes: of a request.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        worker: Worker,
+        listening: Listening,
+        sessions: Sessions,
+        *,
+        api_key: str | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ):
+        self.model, self.worker, self.listening, self.sessions = model, worker, listening, sessions
+        self.api_key, self.max_body_bytes = api_key, max_body_bytes
+        self.metrics = Metrics(lambda: worker.num_running, lambda: worker.num_waiting)
+        self.asgi = Starlette(
+            routes=[
+                Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
+                Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+                Route("/v1/models", self._guarded(self.models)),
+                Route("/v1/models/{name:path}", self._guarded(self.one_model)),
+                Route("/health", self.health),
+                Route("/metrics", self._guarded(self.read_metrics)),
+            ],
+            exception_handlers={404: _not_found, 405: _not_found},
+        )
+
+    def _guarded(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
+        """`handler` behind the key; its errors become OpenAI's, and every answer is counted."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                response = await handler(request)
+            except RequestError as error:
+                response = JSONResponse(error.body, error.status, error.headers)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            self.metrics.requests.labels(request.scope["route"].path, response.status_code).inc()
+            return response
+
+        return handle
+
+    def _check_key(self, request: Request) -> None:
+        if self.api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.api_key.encode()):
+            raise RequestError(
+                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                status=401,
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+
+    async def completions(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        body = await self._body(request, CompletionRequest)
+        asked = read_completion(body, self.model)
+        record = None
+        if (session_id := _session_id(request, body)) is not None:
+            record = recorder_of_tokens(self.sessions, session_id, asked)
+        return await self._answer(request, CompletionWriter(asked, self.model), record)
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        body = await self._body(request, ChatRequest)
+        if (session_id := _session_id(request, body)) is None:
+            asked = read_chat(body, self.model, chat_tokens(body, self.model))
+            return await self._answer(request, ChatWriter(asked, self.model), None)
+        prompt, node = self.sessions.find_chat(session_id, body)
+        asked = read_chat(body, self.model, prompt)
+        record = recorder_of_chat(self.sessions, session_id, body, node)
+        return await self._answer(request, ChatWriter(asked, self.model), record)
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        """`GET /v1/models/NAME`."""
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model_card())
+
+    async def health(self, request: Request) -> Response:
+        """`GET /health`: 503 once the model has failed."""
+        if self.worker.error is not None:
+            return JSONResponse({"status": "failed", "reason": str(self.worker.error)}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def read_metrics(self, request: Request) -> Response:
+        """`GET /metrics`."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    def _model_card(self) -> dict[str, Any]:
+        card = {"id": self.model.name, "object": "model", "created": self.model.created, "owned_by": "hybrid-engine"}
+        return card | {"max_model_len": self.model.longest}
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model.name:
+            raise RequestError(
+                f"model {name!r} is not served here; there is {self.model.name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def _body(self, request: Request, kind: type[BaseModel]) -> Any:
+        """The body as a `kind`; raises RequestError where it is too large, no JSON or not as it should be."""
+        raw = b""
+        async for part in request.stream():
+            raw += part
+            if len(raw) > self.max_body_bytes:
+                raise RequestError(
+                    f"the body is larger than {self.max_body_bytes:,} bytes", status=413, code="body_too_large"
+                )
+        try:
+            values = json.loads(raw, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from error
+        if not isinstance(values, dict):
+            raise RequestError(f"the body is a {type(values).__name__}; send a JSON object", code="invalid_json")
+        try:
+            body = kind.model_validate(values)
+        except ValidationError as error:
+            raise wrong_body(error) from error
+        self._check_model(body.model)  # type: ignore[attr-defined]
+        return body
+
+    async def _answer(self, request: Request, writer: Writer, record: Recorder | None) -> Response:
+        asked = writer.asked
+        self.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
+        progress = self._measured(self.listening.run(self.worker, asked.sequences))
+        if asked.request.stream:
+            # The first of it decides whether there is an error to answer with, which a stream has no place for.
+            first = await anext(progress, None)
+            stream = self._stream(first, progress, writer, record)
+            return StreamingResponse(stream, media_type="text/event-stream")
+        collecting = asyncio.ensure_future(self._collect(progress, writer))
+        leaving = asyncio.ensure_future(_until_gone(request))
+        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        leaving.cancel()
+        if not collecting.done():
+            collecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await collecting
+            self.metrics.cancelled.inc()
+            raise ClientDisconnect
+        collecting.result()
+        if record is not None:
+            record(writer.choices)
+        return JSONResponse(writer.whole())
+
+    async def _collect(self, progress: AsyncIterator[Progress], writer: Writer) -> None:
+        async with contextlib.aclosing(progress):  # type: ignore[type-var]
+            async for told in progress:
+                writer.add(told)
+
+    async def _stream(
+        self, first: Progress | None, progress: AsyncIterator[Progress], writer: Writer, record: Recorder | None
+    ) -> AsyncIterator[str]:
+        """Server-sent events; whoever stops reading ends the request."""
+        is_complete = False
+        try:
+            async with contextlib.aclosing(progress):  # type: ignore[type-var]
+                for event in writer.opening():
+                    yield _event(event)
+                if first is not None:
+                    yield _event(writer.chunk(*writer.add(first)))
+                async for told in progress:
+                    index, piece = writer.add(told)
+                    if piece.text or piece.finish_reason or piece.tokens:
+                        yield _event(writer.chunk(index, piece))
+            if record is not None:
+                record(writer.choices)
+            options = writer.request.stream_options
+            if options is not None and options.include_usage:
+                yield _event(writer.usage_chunk())
+            yield "data: [DONE]\n\n"
+            is_complete = True
+        except RequestError as error:
+            yield _event(error.body)
+            is_complete = True
+        finally:
+            if not is_complete:
+                self.metrics.cancelled.inc()
+
+    async def _measured(self, progress: AsyncIterator[Progress]) -> AsyncIterator[Progress]:
+        """The same, counted and timed."""
+        begin, latest = time.perf_counter(), {}  # type: ignore[var-annotated]
+        async with contextlib.aclosing(progress):  # type: ignore[type-var]
+            async for told in progress:
+                now = time.perf_counter()
+                if told.sequence not in latest:
+                    self.metrics.first_token.observe(now - begin)
+                elif told.tokens:
+                    self.metrics.between_tokens.observe((now - latest[told.sequence]) / len(told.tokens))
+                latest[told.sequence] = now
+                self.metrics.generated_tokens.inc(len(told.tokens))
+                yield told
+
+
+def _session_id(request: Request, body: Any) -> str | None:
+    """The conversation that a request says it belongs to: in its body, or in a header."""
+    return body.session_id or request.headers.get("x-session-id") or None
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    missing = RequestError(f"{request.method} {request.url.path} is not served", status=status, code="unknown_url")
+    return JSONResponse(missing.body, status)

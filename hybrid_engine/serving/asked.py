@@ -1,0 +1,141 @@
+"""From a checked body to sequences: prompts as token ids, options in the engine's words, names for the noise."""
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.options import GenerationOptions, read_options
+from hybrid_engine.serving.errors import RequestError
+from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields
+
+UNSERVED = ("stop", "presence_penalty", "frequency_penalty", "logit_bias", "num_top_logprobs")
+"""Fields that are known and not served."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """What a request needs to know of the model."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int
+    longest: int
+    """Tokens of prompt and answer together."""
+    end_tokens: list[int]
+    created: int
+    """Unix time."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that can be run: `n` sequences for each prompt, in the order of OpenAI's `index`."""
+
+    request: SamplingFields
+    prompts: list[list[int]]
+    sequences: list[Sequence] = field(default_factory=list)
+
+
+def read_completion(request: CompletionRequest, model: ServedModel) -> Asked:
+    """Raises RequestError for what this model cannot run."""
+    prompts = [_tokens(prompt, model) for prompt in request.prompts]
+    longest = 16 if request.max_tokens is None else request.max_tokens
+    return _asked(request, prompts, longest, model)
+
+
+def read_chat(request: ChatRequest, model: ServedModel, prompt: list[int]) -> Asked:
+    """`prompt`: the conversation's token ids. Raises RequestError for what this model cannot run."""
+    longest = request.longest_answer
+    return _asked(request, [prompt], max(1, model.longest - len(prompt)) if longest is None else longest, model)
+
+
+def chat_tokens(request: ChatRequest, model: ServedModel) -> list[int]:
+    """The conversation as its chat template writes it, up to where the assistant's turn begins."""
+    return model.tokenizer.encode(chat_text(request, model, request.template_messages), add_special_tokens=False)
+
+
+def chat_text(
+    request: ChatRequest, model: ServedModel, messages: list[dict[str, Any]], *, begins_answer: bool = True
+) -> str:
+    """What the chat template makes of `messages`; raises RequestError where it has none or fails."""
+    if model.tokenizer.chat_template is None:
+        raise RequestError(
+            f"{model.name} has no chat template; use /v1/completions, or start the server with --chat-template",
+            param="messages",
+            code="no_chat_template",
+        )
+    try:
+        return model.tokenizer.apply_chat_template(
+            messages,
+            tools=None if request.tool_choice == "none" else request.tools,
+            add_generation_prompt=begins_answer,
+            tokenize=False,
+            **request.chat_template_kwargs,
+        )
+    except Exception as error:  # a template is a program of the model's, and may fail in any way
+        raise RequestError(
+            f"messages: the chat template of {model.name} refuses them: {error}", param="messages", code="template"
+        ) from error
+
+
+def _tokens(prompt: str | list[int], model: ServedModel) -> list[int]:
+    if isinstance(prompt, str):
+        tokens = model.tokenizer.encode(prompt)
+        if not tokens:
+            raise RequestError("prompt is empty and the model has no token to begin with; send text", param="prompt")
+        return tokens
+    beyond = [token for token in prompt if token >= model.vocab_size]
+    if beyond:
+        raise RequestError(
+            f"prompt: token id {beyond[0]} is outside the vocabulary 0..{model.vocab_size - 1}", param="prompt"
+        )
+    return prompt
+
+
+def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, model: ServedModel) -> Asked:
+    total = max(map(len, prompts)) + num_new
+    if total > model.longest:
+        raise RequestError(
+            f"a prompt of {max(map(len, prompts))} tokens and {num_new} new ones make {total}, and this server fits "
+            f"{model.longest}; shorten the prompt or lower max_tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if num_new == 0:
+        return Asked(request, prompts)
+    seed = secrets.randbits(62) if request.seed is None else request.seed
+    keys = sample_keys(seed, [prompt_digest(prompt) for prompt in prompts], [], request.n)
+    sequences = []
+    for prompt, tokens in enumerate(prompts):
+        shared = Prompt(tokens)
+        sequences += [
+            Sequence(shared, row, _options(request, num_new, len(tokens), model), keys[row])
+            for row in range(prompt * request.n, (prompt + 1) * request.n)
+        ]
+    return Asked(request, prompts, sequences)
+
+
+def _options(request: SamplingFields, num_new: int, prompt_length: int, model: ServedModel) -> GenerationOptions:
+    """The engine's options; raises RequestError for the first it refuses."""
+    for name in UNSERVED:
+        if getattr(request, name):
+            raise RequestError(f"{name} is not served; leave it out", param=name, code="unsupported")
+    ends = [] if request.ignore_eos else model.end_tokens
+    is_sampled = request.temperature > 0
+    named: dict[str, Any] = {
+        "max_new_tokens": num_new,
+        "min_new_tokens": min(request.min_tokens, num_new),
+        "do_sample": is_sampled,
+        "repetition_penalty": request.repetition_penalty,
+        "eos_token_id": [*ends, *request.stop_token_ids] or None,
+    }
+    if is_sampled:
+        named |= {"temperature": request.temperature, "top_p": request.top_p, "min_p": request.min_p}
+        named["top_k"] = max(0, request.top_k)
+    try:
+        return read_options(named, prompt_length, model.vocab_size)
+    except ValueError as error:
+        raise RequestError(str(error), code="invalid_value") from error

@@ -1,0 +1,58 @@
+"""From the worker's thread into the event loop: each request hears of its own sequences."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.generation.live import Progress
+from hybrid_engine.serving.errors import RequestError
+from hybrid_engine.serving.worker import Worker
+
+
+class Listening:
+    """Runs requests on a worker and hands every one its progress, in the event loop that it is used in."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Sequence, asyncio.Queue[Progress]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def tell(self, progress: list[Progress]) -> None:
+        """Called on the worker's thread; wakes the event loop once for all of a turn."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._put, progress)
+
+    def _put(self, progress: list[Progress]) -> None:
+        for told in progress:
+            if (queue := self._queues.get(told.sequence)) is not None:
+                queue.put_nowait(told)
+
+    async def run(self, worker: Worker, sequences: list[Sequence]) -> AsyncIterator[Progress]:
+        """What comes for `sequences`, until all have finished. Whoever stops listening takes them out of the batch.
+
+        Raises:
+            RequestError: too many wait, or the model failed.
+        """
+        self._loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Progress] = asyncio.Queue()
+        self._queues |= dict.fromkeys(sequences, queue)
+        left = set(sequences)
+        try:
+            worker.submit(sequences)
+            while left:
+                told = await queue.get()
+                if told.finish_reason == "error":
+                    left.discard(told.sequence)
+                    raise RequestError(
+                        "the model's logits are not finite, or the server is ending; nothing more comes of this answer",
+                        status=500,
+                        kind="server_error",
+                        code="generation_failed",
+                    )
+                if told.finish_reason is not None:
+                    left.discard(told.sequence)
+                yield told
+        finally:
+            for sequence in sequences:
+                del self._queues[sequence]
+            if left:
+                worker.cancel(list(left))

@@ -1,0 +1,52 @@
+"""A server for the model of an engine: its name, tokenizer and end tokens, found where the model came from."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from hybrid_engine.generation.live import LiveBatch
+from hybrid_engine.generation.options import token_ids
+from hybrid_engine.serving.server import Server
+
+
+def build_server(
+    module: nn.Module,
+    opening: Callable[[], AbstractContextManager[LiveBatch]],
+    tokenizer: PreTrainedTokenizerBase | None,
+    model_name: str | None,
+    **options: Any,
+) -> Server:
+    """A Server that `start()` begins; `options` are its own.
+
+    Args:
+        module: the model, unmodified, of transformers.
+        tokenizer: None loads the one from the folder or hub name that the model was loaded from.
+        model_name: None takes the last part of that name, or "policy".
+
+    Raises:
+        ValueError: there is no tokenizer, or an option is out of range.
+    """
+    source = str(getattr(module.config, "name_or_path", "") or "")
+    vocab_size = module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    return Server(
+        opening,
+        name=model_name or Path(source).name or "policy",
+        tokenizer=load_tokenizer(source) if tokenizer is None else tokenizer,
+        vocab_size=vocab_size,
+        end_tokens=list(token_ids("eos_token_id", module.generation_config.eos_token_id, vocab_size)),  # type: ignore[union-attr]
+        **options,
+    )
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """Raises ValueError where `source`, a folder or hub name, has none."""
+    if not source:
+        raise ValueError("serving(): the model was not loaded from a folder or name; pass tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"serving(): {source} has no tokenizer that loads ({error}); pass tokenizer") from error

@@ -1,0 +1,163 @@
+"""A server that runs beside the thread that started it."""
+
+import importlib
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.config.checks import check_integer
+from hybrid_engine.generation.live import LiveBatch
+from hybrid_engine.serving.app import App
+from hybrid_engine.serving.asked import ServedModel
+from hybrid_engine.serving.listening import Listening
+from hybrid_engine.serving.sessions import Sessions, Trajectory
+from hybrid_engine.serving.worker import Worker
+
+MAX_WAITING = 1024
+"""Sequences that may wait to begin unless told otherwise."""
+POLL_SECONDS = 0.5
+MAX_SESSIONS = 100_000
+"""Conversations that are remembered unless told otherwise."""
+
+
+class Server:
+    """Serves a model's live batch from `start()` to `close()`; a context manager does both.
+
+    Args:
+        opening: opens the batch on the server's own thread.
+        name, tokenizer, vocab_size, end_tokens: of the model.
+        host, port: where it listens; port 0 takes a free one.
+        api_key: what clients must send. Needed for every address that others can reach.
+        max_waiting: sequences that may wait to begin; more are answered with 429.
+        max_sessions: conversations that are remembered; the oldest are forgotten.
+        version: of the weights, with which tokens are stamped.
+    """
+
+    def __init__(
+        self,
+        opening: Callable[[], AbstractContextManager[LiveBatch]],
+        *,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        end_tokens: list[int],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        api_key: str | None = None,
+        max_waiting: int = MAX_WAITING,
+        max_sessions: int = MAX_SESSIONS,
+        version: int = 0,
+    ):
+        check_integer("port", port, 0, 65535)
+        check_integer("max_waiting", max_waiting, 1)
+        check_integer("max_sessions", max_sessions, 1)
+        check_address(host, api_key)
+        self.host, self.port, self.api_key = host, port, api_key
+        self.version, self.max_sessions = version, max_sessions
+        self._facts = {"name": name, "tokenizer": tokenizer, "vocab_size": vocab_size, "end_tokens": end_tokens}
+        self.listening = Listening()
+        self.worker = Worker(opening, self.listening.tell, max_waiting)
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """What the `openai` client takes as `base_url`."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/v1"
+
+    def start(self) -> "Server":
+        """Binds the address, opens the batch, answers requests; raises what prevents it."""
+        listener = _bind(self.host, self.port)
+        try:
+            self.port = listener.getsockname()[1]
+            self.worker.start()
+        except BaseException:
+            listener.close()
+            raise
+        assert self.worker.batch is not None
+        model = ServedModel(longest=self.worker.batch.longest, created=int(time.time()), **self._facts)  # type: ignore[arg-type]
+        self.sessions = Sessions(model, self.version, self.max_sessions)
+        self.app = App(model, self.worker, self.listening, self.sessions, api_key=self.api_key)
+        config = uvicorn.Config(self.app.asgi, log_level="warning", access_log=False, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [listener]}, name="hybrid-engine-http", daemon=True
+        )
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.001)
+        return self
+
+    def trajectories(self) -> list[Trajectory]:
+        """The conversations so far, for training; also after `close()`."""
+        return self.sessions.trajectories()
+
+    def client(self) -> Any:
+        """An `openai.OpenAI` that talks to this server; ValueError where the package is not installed."""
+        try:
+            openai = importlib.import_module("openai")
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "client(): openai is not installed; install the extra: pip install 'hybrid-engine[agents]'"
+            ) from error
+        return openai.OpenAI(base_url=self.url, api_key=self.api_key or "none", max_retries=0)
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return str(self._facts["name"])
+
+    def wait(self, ending: threading.Event) -> None:
+        """Returns when `ending` is set, or the model has failed."""
+        while not ending.wait(POLL_SECONDS) and self.worker.error is None:
+            pass
+
+    def close(self) -> None:
+        """Takes no new requests, finishes those that run, and gives everything back."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join()
+        self.worker.close()
+
+    def __enter__(self) -> "Server":
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_address(host: str, api_key: str | None) -> None:
+    """Raises ValueError for an address that others can reach without a key, or an empty key."""
+    if api_key is not None and not api_key.strip():
+        raise ValueError("api_key is empty; pass a secret, or none where only this machine connects")
+    try:
+        is_own = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_own = False
+    if not is_own and api_key is None:
+        raise ValueError(
+            f"host={host!r} can be reached by other machines and there is no api_key; pass api_key, or 127.0.0.1"
+        )
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"host={host!r}, port={port}: {error.strerror or error}; choose another") from error
+    return listener

@@ -1,0 +1,143 @@
+"""Conversations as their token ids: what the policy wrote stays the tokens that it wrote.
+
+A session is a tree. Every answer is a node: the tokens up to its end, which of them the policy wrote, their
+log-probabilities and the version of the weights. A request that goes on where a node ended takes that node's token ids
+as they are, and only what is new is tokenised: text that is decoded and tokenised again may come out as other tokens,
+with other log-probabilities, than those that were drawn. Requests that do not go on from a node begin a new branch.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid_engine.serving.answers import Choice
+from hybrid_engine.serving.asked import Asked, ServedModel, chat_text, chat_tokens
+from hybrid_engine.serving.protocol import ChatRequest
+
+# Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
+_PLACEHOLDER = "ANSWERa8f31c94d07e"
+
+
+@dataclass(eq=False)
+class Trajectory:
+    """One conversation from its first token to the end of an answer; lists of one length T."""
+
+    session_id: str
+    tokens: list[int]
+    written: list[bool]
+    """True for tokens that the policy drew; False for prompts, users and tool results."""
+    logprobs: list[float]
+    """As the sampler recorded them; 0 where nothing was drawn."""
+    versions: list[int]
+    """Of the weights that drew the token; -1 where nothing was drawn."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """As the client has them, the answer included; empty for `/v1/completions`."""
+    finish_reason: str | None = None
+
+
+class Sessions:
+    """The conversations of a server. Event loop and other threads may use it at once.
+
+    Args:
+        version: of the weights that answer.
+        max_sessions: the oldest is forgotten when there are more.
+    """
+
+    def __init__(self, model: ServedModel, version: int, max_sessions: int):
+        self.model, self.version, self.max_sessions = model, version, max_sessions
+        self._nodes: dict[str, list[Trajectory]] = {}  # by session, in the order in which they came
+        self._continued: set[Trajectory] = set()
+        self._lock = threading.Lock()
+
+    def find_chat(self, session_id: str, request: ChatRequest) -> tuple[list[int], Trajectory | None]:
+        """The prompt's token ids, and the node that it goes on from; None where it begins a branch."""
+        messages = [_comparable(message) for message in request.template_messages]
+        node = self._longest(session_id, lambda node: _begins_with(messages, node.messages))
+        if node is not None and (rest := self._rest(request, node)) is not None:
+            return node.tokens + rest, node
+        return chat_tokens(request, self.model), None
+
+    def find_tokens(self, session_id: str, prompt: list[int]) -> Trajectory | None:
+        """The node that `prompt` goes on from."""
+        return self._longest(session_id, lambda node: _begins_with(prompt, node.tokens))
+
+    def _longest(self, session_id: str, fits: Any) -> Trajectory | None:
+        with self._lock:
+            nodes = [node for node in self._nodes.get(session_id, ()) if fits(node)]
+        return max(nodes, key=lambda node: len(node.tokens), default=None)
+
+    def _rest(self, request: ChatRequest, node: Trajectory) -> list[int] | None:
+        """The tokens that follow `node`; None where the template does not show its answer as it was."""
+        messages = request.template_messages
+        place = len(node.messages) - 1
+        shown = [*messages[:place], messages[place] | {"content": _PLACEHOLDER}, *messages[place + 1 :]]
+        before, found, rest = chat_text(request, self.model, shown).rpartition(_PLACEHOLDER)
+        if not found or _PLACEHOLDER in before:
+            return None
+        last = node.tokens[-1]
+        if last in self.model.end_tokens:  # the answer brought its own end
+            rest = rest.removeprefix(self.model.tokenizer.decode([last]))
+        return self.model.tokenizer.encode(rest, add_special_tokens=False)
+
+    def record(self, session_id: str, node: Trajectory | None, choice: Choice, messages: list[dict[str, Any]]) -> None:
+        """Keeps an answer that goes on from `node`, or begins a branch; `messages` as the client has them now."""
+        tokens, num_drawn = choice.prompt + choice.tokens, len(choice.tokens)
+        num_known = 0 if node is None else len(node.tokens)
+        num_new = len(choice.prompt) - num_known
+        new = Trajectory(
+            session_id,
+            tokens,
+            ([] if node is None else node.written) + [False] * num_new + [True] * num_drawn,
+            ([] if node is None else node.logprobs) + [0.0] * num_new + choice.logprobs,
+            ([] if node is None else node.versions) + [-1] * num_new + [self.version] * num_drawn,
+            [_comparable(message) for message in messages],
+            choice.finish_reason,
+        )
+        with self._lock:
+            self._nodes.setdefault(session_id, []).append(new)
+            if node is not None:
+                self._continued.add(node)
+            while len(self._nodes) > self.max_sessions:
+                self._continued -= set(self._nodes.pop(next(iter(self._nodes))))
+
+    def trajectories(self) -> list[Trajectory]:
+        """The conversations that nothing went on from, sessions in the order of their first answers."""
+        with self._lock:
+            nodes = [node for nodes in self._nodes.values() for node in nodes]
+            return [node for node in nodes if node not in self._continued]
+
+
+def _begins_with(whole: list[Any], start: list[Any]) -> bool:
+    return 0 < len(start) < len(whole) and whole[: len(start)] == start
+
+
+def _comparable(message: dict[str, Any]) -> dict[str, Any]:
+    """Clients send fields back that are empty."""
+    return {name: value for name, value in message.items() if value not in (None, [], {})}
+
+
+Recorder = Callable[[Sequence[Choice]], None]
+"""Keeps the finished choices of a request."""
+
+
+def recorder_of_chat(sessions: Sessions, session_id: str, request: ChatRequest, node: Trajectory | None) -> Recorder:
+    """Of a chat whose prompt goes on from `node`."""
+
+    def record(choices: Sequence[Choice]) -> None:
+        for choice in choices:
+            answer = {"role": "assistant", "content": choice.text}
+            sessions.record(session_id, node, choice, [*request.template_messages, answer])
+
+    return record
+
+
+def recorder_of_tokens(sessions: Sessions, session_id: str, asked: Asked) -> Recorder:
+    """Of completions, which go on from where their prompts say."""
+    nodes = [sessions.find_tokens(session_id, prompt) for prompt in asked.prompts]
+
+    def record(choices: Sequence[Choice]) -> None:
+        for place, choice in enumerate(choices):
+            sessions.record(session_id, nodes[place * len(nodes) // len(choices)], choice, [])
+
+    return record

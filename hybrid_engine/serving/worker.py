@@ -1,0 +1,136 @@
+"""The thread that owns the model: takes what was asked for into the running batch, turn by turn.
+
+Other threads only leave notes for it. Between two turns it reads them: who joins, whose client went away, whether to
+end. What a turn brought is handed on once a turn, to whoever listens.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.generation.live import LiveBatch, Progress
+from hybrid_engine.serving.errors import RequestError, overloaded
+
+Listener = Callable[[list[Progress]], None]
+"""Called on the worker's thread with what a turn brought."""
+
+
+@dataclass
+class _Notes:
+    """What other threads want, read between two turns."""
+
+    joining: list[Sequence] = field(default_factory=list)
+    leaving: list[Sequence] = field(default_factory=list)
+    is_closing: bool = False
+
+
+class Worker:
+    """Runs a LiveBatch in a thread of its own, from `start()` to `close()`.
+
+    Args:
+        opening: opens the batch; entered and left on the worker's thread.
+        listener: gets every turn's progress; must not wait.
+        max_waiting: sequences that may wait to begin, beyond those that run.
+    """
+
+    def __init__(self, opening: Callable[[], AbstractContextManager[LiveBatch]], listener: Listener, max_waiting: int):
+        self._opening, self._listener, self.max_waiting = opening, listener, max_waiting
+        self._notes, self._changed = _Notes(), threading.Condition()
+        self._opened = threading.Event()
+        self._num_waiting = 0
+        self._thread = threading.Thread(target=self._run, name="hybrid-engine-serving", daemon=True)
+        self.batch: LiveBatch | None = None
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Opens the batch; raises what that raises."""
+        self._thread.start()
+        self._opened.wait()
+        if self.error is not None:
+            self._thread.join()
+            raise self.error
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Lets `sequences` join, which together are one request.
+
+        Raises:
+            RequestError: too many wait, or the server is ending.
+        """
+        with self._changed:
+            if self._notes.is_closing or self.error is not None:
+                raise RequestError("the server is ending", status=503, kind="server_error", code="unavailable")
+            if self._num_waiting + len(sequences) > self.max_waiting and self.num_waiting > 0:
+                raise overloaded(self.num_waiting, self.max_waiting)
+            self._notes.joining += sequences
+            self._num_waiting += len(sequences)
+            self._changed.notify()
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """Takes out what nobody waits for any more; one that has finished stays as it is."""
+        with self._changed:
+            self._notes.leaving += sequences
+            self._changed.notify()
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have not begun."""
+        return self._num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences in the batch now."""
+        return 0 if self.batch is None else self.batch.num_running
+
+    def close(self) -> None:
+        """Waits for everything that was asked for, then gives back what the batch holds.
+
+        Raises what ended the thread, if something did.
+        """
+        with self._changed:
+            self._notes.is_closing = True
+            self._changed.notify()
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            with self._opening() as self.batch:
+                self._opened.set()
+                self._serve(self.batch)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._opened.set()
+            self._tell_of_the_end()
+
+    def _serve(self, batch: LiveBatch) -> None:
+        while True:
+            with self._changed:
+                while not (self._has_notes or batch.has_work):
+                    self._changed.wait()
+                notes, self._notes = self._notes, _Notes(is_closing=self._notes.is_closing)
+            if notes.is_closing and not notes.joining and not batch.has_work:
+                return
+            batch.add(notes.joining)
+            batch.cancel(notes.leaving)
+            progress = batch.turn()
+            self._num_waiting = batch.num_waiting + len(self._notes.joining)
+            if progress:
+                self._listener(progress)
+
+    @property
+    def _has_notes(self) -> bool:
+        return bool(self._notes.joining or self._notes.leaving or self._notes.is_closing)
+
+    def _tell_of_the_end(self) -> None:
+        """Nobody waits for what will not come."""
+        with self._changed:
+            self._notes.is_closing = True
+            left = list(self._notes.joining)
+        if self.batch is not None:
+            left += self.batch.unfinished
+        if left:
+            self._listener([Progress(sequence, [], [], "error") for sequence in left])

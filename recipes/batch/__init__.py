@@ -1,0 +1,1 @@
+"""Answering prompts from files, without training."""

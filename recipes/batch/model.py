@@ -1,0 +1,60 @@
+"""The model that `generate` and `serve` answer with: a folder or hub name, an adapter fused, no training."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+import hybrid_engine
+from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
+from hybrid_engine.recipes.runs.checks import check_one_of
+from hybrid_engine.recipes.runs.stages import explained, load_model, load_tokenizer
+
+DTYPES = ("auto", "fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model answers."""
+
+    model: str | None = None
+    """Hugging Face name or folder of the model"""
+    adapter: str | None = None
+    """folder of a peft adapter, which is fused into the weights"""
+    chat_template: str | None = None
+    """a .jinja file that takes the place of the tokenizer's chat template"""
+    dtype: str = "auto"
+    """what the model computes in: fp32, bf16, fp16, or auto: fp32 on a CPU, bf16 on a GPU"""
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ValueError("--model is missing; say which model to answer with")
+        check_one_of("dtype", self.dtype, DTYPES)
+
+
+def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:
+    """An InferenceEngine and the tokenizer; ValueError, naming the option, for what does not load."""
+    tokenizer = load_tokenizer(str(config.model))
+    if config.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(config.chat_template).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--chat-template={config.chat_template!r} cannot be read: {error}") from error
+    model = load_model(AutoModelForCausalLM, str(config.model))
+    if config.adapter is not None:
+        model = _with_adapter(model, config.adapter)
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bf16" if torch.cuda.is_available() else "fp32"
+    return hybrid_engine.init_inference(model.eval(), dtype=dtype), tokenizer
+
+
+def _with_adapter(model: nn.Module, folder: str) -> nn.Module:
+    if not (Path(folder) / "adapter_config.json").exists():
+        raise ValueError(f"--adapter={folder!r} has no adapter_config.json; name a folder that peft wrote")
+    with without_renamed_attribute_warning(), explained("adapter", folder):
+        return PeftModel.from_pretrained(model, folder)

@@ -1,0 +1,196 @@
+"""Answers prompts: a file of them into a file, or line by line in the terminal.
+
+    hybrid-engine generate --model runs/sums/actor --prompts problems.jsonl --out answers.jsonl
+    echo "Once upon a time" | hybrid-engine generate --model gpt2 --prompts - --out -
+
+All rows go through one continuously refilled batch. What is finished is written down at once: after a kill the same
+command goes on with the rows that are left, and the file is what it would have been.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.live import LiveBatch, live_batch
+from hybrid_engine.generation.options import GenerationOptions, read_options
+from hybrid_engine.recipes.batch.journal import Journal
+from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
+from hybrid_engine.recipes.batch.terminal import TERMINAL, opened, read_rows, write_answer
+from hybrid_engine.recipes.data.encoding import encode_prompt
+from hybrid_engine.recipes.data.reading import read_prompt_rows
+from hybrid_engine.recipes.data.rows import PromptRow
+from hybrid_engine.recipes.runs.checks import LARGEST_SEED, check_at_least, check_between
+from hybrid_engine.recipes.runs.run_log import say
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelOptions):
+    """Answers prompts, from a file into a file or in the terminal.
+
+        hybrid-engine generate --model runs/sums/actor --prompts problems.jsonl --out answers.jsonl
+        hybrid-engine generate --model Qwen/Qwen3-0.6B --prompts - --out -
+
+    --out gets a line for each prompt, in their order: its columns and "responses". The same command goes on after a
+    kill, without answering twice. At the end it says how many tokens came in a second.
+    """
+
+    prompts: str | None = None
+    """a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" of texts or conversations;
+    - reads one prompt a line from the terminal"""
+    split: str | None = None
+    """which split of --prompts is answered, where it has several; default: train"""
+    out: str | None = None
+    """the .jsonl file for the answers; - writes them to the terminal as they come"""
+    num_samples: int = 1
+    """answers to each prompt"""
+    max_new_tokens: int = 256
+    """longest answer"""
+    temperature: float = 1.0
+    """of sampling; 0 takes the likeliest token"""
+    top_k: int = 0
+    """sample from the likeliest so many tokens; 0: from all"""
+    top_p: float = 1.0
+    """sample from the likeliest tokens that have this probability together"""
+    seed: int = 0
+    """seed of the samples; an answer depends on it, its prompt and its number alone"""
+    max_running: int | None = None
+    """answers at once; default: as many as in a rollout"""
+    restart: bool = False
+    """move an earlier result aside and begin again"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("prompts", "out"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is missing; name a file, or - for the terminal")
+        for name in ("num_samples", "max_new_tokens"):
+            check_at_least(name, getattr(self, name), 1)
+        check_at_least("temperature", self.temperature, 0)
+        check_between("seed", self.seed, 0, LARGEST_SEED)
+        if self.max_running is not None:
+            check_at_least("max_running", self.max_running, 1)
+
+
+def run(config: Config) -> Path | None:
+    """Answers all prompts; returns the file of the answers, None where they went to the terminal."""
+    if TERMINAL in (config.prompts, config.out):
+        answer_in_terminal(config)
+        return None
+    rows = read_prompt_rows(str(config.prompts), config.split, "prompts")
+    out = Path(str(config.out))
+    journal = Journal(out, identity_of(config, rows), config.restart)
+    left = [number for number in range(len(rows)) if number not in journal.finished]
+    if len(left) < len(rows):
+        say(f"{len(rows) - len(left)} of {len(rows)} rows are answered already")
+    begin, num_tokens = time.perf_counter(), 0
+    if left:
+        engine, tokenizer = load_answering(config)
+        sequences = build_sequences(config, engine, tokenizer, rows)
+        begin = time.perf_counter()
+        with live_batch(engine.generator, longest_of(sequences), config.max_running) as batch, progress_bar() as bar:
+            task = bar.add_task("rows", total=len(rows), completed=len(rows) - len(left))
+            batch.add([sequence for number in left for sequence in sequences[number]])
+            for number in finished_rows(batch, sequences):
+                journal.add(number, answer_of(rows[number], sequences[number], tokenizer))
+                num_tokens += sum(len(sequence.tokens) for sequence in sequences[number])
+                bar.advance(task)
+    journal.publish()
+    seconds = time.perf_counter() - begin
+    say(f"{len(rows)} rows in {out}; {num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens/s")
+    return out
+
+
+def identity_of(config: Config, rows: list[PromptRow]) -> dict[str, Any]:
+    """What the answers depend on."""
+    read = json.dumps([[row.prompt, dict(row.columns)] for row in rows], default=str).encode()
+    options = {name: value for name, value in asdict(config).items() if name not in ("out", "restart", "max_running")}
+    return options | {"rows": hashlib.sha256(read).hexdigest()}
+
+
+def read_sampling(config: Config, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> GenerationOptions:
+    """The engine's options; ValueError for one out of range."""
+    sampled = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    ends = {"max_new_tokens": config.max_new_tokens, "eos_token_id": tokenizer.eos_token_id}
+    return read_options(ends | (sampled if config.temperature > 0 else {}), 0, vocab_size)
+
+
+def build_sequences(
+    config: Config, engine: Any, tokenizer: PreTrainedTokenizerBase, rows: list[PromptRow]
+) -> list[list[Sequence]]:
+    """The answers of each row to come; which noise they get does not depend on what is answered already."""
+    options = read_sampling(config, engine.config.get_text_config().vocab_size, tokenizer)
+    prompts = [encode_prompt(tokenizer, row) for row in rows]
+    keys = sample_keys(config.seed, [prompt_digest(tokens) for tokens in prompts], [], config.num_samples)
+    sequences = []
+    for number, tokens in enumerate(prompts):
+        prompt = Prompt(tokens)
+        places = range(number * config.num_samples, (number + 1) * config.num_samples)
+        sequences.append([Sequence(prompt, place, options, keys[place]) for place in places])
+    return sequences
+
+
+def longest_of(sequences: list[list[Sequence]]) -> int:
+    """Tokens of the longest prompt with its answer."""
+    return max(len(s.prompt.tokens) + s.options.max_new_tokens for row in sequences for s in row)
+
+
+def finished_rows(batch: LiveBatch, sequences: list[list[Sequence]]) -> Iterator[int]:
+    """The rows in the order in which their last answers end; RuntimeError where the logits are not finite."""
+    row_of = {sequence: number for number, row in enumerate(sequences) for sequence in row}
+    num_left = [len(row) for row in sequences]
+    while batch.has_work:
+        for told in batch.turn():
+            number = row_of[told.sequence]
+            if told.finish_reason == "error":
+                raise RuntimeError(f"row {number + 1}: the model's logits are not finite; check the weights")
+            num_left[number] -= told.finish_reason is not None
+            if told.finish_reason is not None and num_left[number] == 0:
+                yield number
+
+
+def answer_of(row: PromptRow, sequences: list[Sequence], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A line of the result."""
+    return {
+        "prompt": row.prompt,
+        **row.columns,
+        "responses": [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in sequences],
+        "finish_reasons": [sequence.finish_reason for sequence in sequences],
+        "num_tokens": [len(sequence.tokens) for sequence in sequences],
+    }
+
+
+def answer_in_terminal(config: Config) -> None:
+    """Reads or writes the terminal, or both: one prompt after the other, text as it comes."""
+    engine, tokenizer = load_answering(config)
+    options = read_sampling(config, engine.config.get_text_config().vocab_size, tokenizer)
+    with opened(str(config.out)) as out, live_batch(engine.generator, None, config.max_running) as batch:
+        for number, row in enumerate(read_rows(str(config.prompts), config.split)):
+            tokens = encode_prompt(tokenizer, row)
+            check_fits(tokens, options, batch.longest, row.place)
+            for key in sample_keys(config.seed, [prompt_digest(tokens)], [], config.num_samples):
+                write_answer(batch, Sequence(Prompt(tokens), number, options, key), tokenizer, out)
+
+
+def check_fits(tokens: list[int], options: GenerationOptions, longest: int, place: str) -> None:
+    """ValueError for a prompt that leaves no room for its answer."""
+    if len(tokens) + options.max_new_tokens > longest:
+        raise ValueError(
+            f"{place}: a prompt of {len(tokens)} tokens and --max-new-tokens={options.max_new_tokens} exceed the "
+            f"{longest} that the model takes; shorten the prompt or lower --max-new-tokens"
+        )
+
+
+def progress_bar() -> Progress:
+    """Rows that are answered, and how long the others will take."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
+    )

@@ -1,0 +1,84 @@
+"""A model behind an OpenAI-compatible address, until Ctrl-C.
+
+hybrid-engine serve --model runs/sums/actor
+curl http://127.0.0.1:8000/v1/completions -d '{"model": "actor", "prompt": "12 + 30 =", "max_tokens": 20}'
+"""
+
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from types import FrameType
+
+from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
+from hybrid_engine.recipes.runs.checks import check_at_least, check_between
+from hybrid_engine.recipes.runs.run_log import say
+
+KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ModelOptions):
+    """Serves a model at an OpenAI-compatible address, until Ctrl-C or SIGTERM.
+
+        hybrid-engine serve --model runs/sums/actor
+        hybrid-engine serve --model Qwen/Qwen3-0.6B --adapter runs/mine/adapter --port 8001
+
+    /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics (docs/serving.md). What runs at the end
+    is finished first.
+    """
+
+    host: str = "127.0.0.1"
+    """address to listen at; any but this machine's own needs an API key"""
+    port: int = 8000
+    """port to listen at; 0 takes a free one"""
+    api_key: str | None = None
+    """what clients must send; better put into the environment as HYBRID_ENGINE_API_KEY, where no other user sees it"""
+    model_name: str | None = None
+    """what clients call the model; default: the last part of --model"""
+    longest: int | None = None
+    """tokens of a prompt and its answer together; default: as many as the model takes and memory holds"""
+    max_running: int | None = None
+    """answers at once; default: as many as in a rollout"""
+    max_waiting: int = 1024
+    """answers that may wait to begin; more are told to come again"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_between("port", self.port, 0, 65535)
+        check_at_least("max_waiting", self.max_waiting, 1)
+        for name in ("longest", "max_running"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)
+
+
+def run(config: Config) -> None:
+    """Serves until it is told to end."""
+    engine, tokenizer = load_answering(config)
+    say(engine.report())
+    with engine.serving(
+        tokenizer,
+        longest=config.longest,
+        max_running=config.max_running,
+        model_name=config.model_name,
+        host=config.host,
+        port=config.port,
+        api_key=config.api_key or os.environ.get(KEY_VARIABLE) or None,
+        max_waiting=config.max_waiting,
+    ) as server:
+        say(f"serving {server.name} at {server.url}; Ctrl-C ends it")
+        server.wait(told_to_end())
+        say(f"ending: {server.worker.num_running} answers are finished first; Ctrl-C again drops them")
+
+
+def told_to_end() -> threading.Event:
+    """Set by the first Ctrl-C or SIGTERM; the next one ends the process at once."""
+    ending = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ending.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    return ending

@@ -1,0 +1,189 @@
+"""`hybrid-engine generate`: prompts from files, whatever interrupts it."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from chat import build_chat_tokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hybrid_engine
+from hybrid_engine.command.cli import main
+from hybrid_engine.recipes import generate
+
+NUM_ROWS = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tokenizer = build_chat_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.3,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"row {number}", "answer": number} for number in range(NUM_ROWS - 2)]
+    rows += [{"prompt": "row 3", "answer": 0}]  # the same prompt again draws another sample
+    rows += [{"prompt": [{"role": "user", "content": "hi"}], "answer": 1}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(model, prompts, out, **options):
+    return generate.run(
+        generate.Config(
+            model=str(model), prompts=str(prompts), out=str(out), **({"max_new_tokens": 10, "seed": 5} | options)
+        )
+    )
+
+
+def test_rows_stand_in_their_order_with_what_generate_draws(model, prompts, tmp_path):
+    out = tmp_path / "answers.jsonl"
+    run(model, prompts, out, max_running=3, num_samples=2)
+    found = lines(out)
+    assert [row["answer"] for row in found] == [row["answer"] for row in lines(prompts)]
+    engine = hybrid_engine.init_inference(LlamaForCausalLM.from_pretrained(model).eval())
+    tokenizer = build_chat_tokenizer()
+    for number in (0, 3):
+        ids = torch.tensor([tokenizer.encode(f"row {number}")])
+        sampled = engine.generate(
+            ids,
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=10,
+            num_return_sequences=2,
+            seed=5,
+            return_dict_in_generate=True,
+        )
+        texts = [
+            tokenizer.decode(row[ids.shape[1] :][:length], skip_special_tokens=True)
+            for row, length in zip(sampled.sequences, sampled.lengths, strict=True)
+        ]
+        assert found[number]["responses"] == texts
+    assert found[3]["responses"] != found[NUM_ROWS - 2]["responses"]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_after_a_kill_finished_rows_are_not_answered_again(model, prompts, tmp_path, monkeypatch):
+    whole = run(model, prompts, tmp_path / "whole.jsonl").read_bytes()
+    out = tmp_path / "answers.jsonl"
+
+    class Killed(BaseException):
+        pass
+
+    real, written = generate.Journal.add, []
+
+    def add(journal, row, answer):
+        if len(written) == 5:
+            raise Killed
+        written.append(row)
+        real(journal, row, answer)
+
+    monkeypatch.setattr(generate.Journal, "add", add)
+    with pytest.raises(Killed):
+        run(model, prompts, out)
+    part = out.with_name("answers.jsonl.part")
+    with part.open("a") as file:
+        file.write('{"row": 99, "resp')  # what a kill leaves of a line
+    again = []
+    monkeypatch.setattr(generate.Journal, "add", lambda *args: (again.append(args[1]), real(*args)))
+    run(model, prompts, out)
+    assert sorted(written + again) == list(range(NUM_ROWS))
+    assert out.read_bytes() == whole
+
+
+def test_a_process_that_is_killed_loses_nothing_that_was_finished(model, prompts, tmp_path):
+    whole = run(model, prompts, tmp_path / "whole.jsonl", max_new_tokens=200).read_bytes()
+    out = tmp_path / "answers.jsonl"
+    command = [sys.executable, "-m", "hybrid_engine.command.cli", "generate", "--model", str(model)]
+    command += ["--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "200", "--seed", "5"]
+    command += ["--max-running", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    part = out.with_name("answers.jsonl.part")
+    while process.poll() is None and not (part.exists() and part.read_bytes().count(b"\n") > 2):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    assert not out.exists()
+    finished = part.read_bytes()
+    run(model, prompts, out, max_new_tokens=200)
+    assert out.read_bytes() == whole
+    assert finished.count(b"\n") > 2
+
+
+def test_an_adapter_answers_as_peft_does(model, prompts, tmp_path):
+    torch.manual_seed(1)
+    adapted = get_peft_model(LlamaForCausalLM.from_pretrained(model), LoraConfig(r=4, target_modules="all-linear"))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    adapted.save_pretrained(tmp_path / "adapter")
+    out = run(model, prompts, tmp_path / "out.jsonl", adapter=str(tmp_path / "adapter"), temperature=0)
+    tokenizer = build_chat_tokenizer()
+    ids = torch.tensor([tokenizer.encode("row 0")])
+    expected = adapted.eval().generate(input_ids=ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :]
+    assert lines(out)[0]["responses"] == [tokenizer.decode(expected, skip_special_tokens=True)]
+
+
+def test_the_terminal_gets_answers_as_they_come(model, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("row 0\n\nrow 1\n"))
+    assert main(["generate", "--model", str(model), "--prompts", "-", "--out", "-", "--max-new-tokens", "5"]) == 0
+    assert capsys.readouterr().out.count("\n") >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"model": None}, "--model"),
+        ({"prompts": None}, "--prompts"),
+        ({"out": None}, "--out"),
+        ({"prompts": "nothing.jsonl"}, "nothing.jsonl"),
+        ({"num_samples": 0}, "--num-samples"),
+        ({"max_new_tokens": 0}, "--max-new-tokens"),
+        ({"max_new_tokens": 10**7}, "max_new_tokens|longest"),
+        ({"temperature": -1.0}, "--temperature"),
+        ({"top_p": 2.0}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"adapter": "nothing"}, "--adapter"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"seed": -1}, "--seed"),
+    ],
+)
+def test_wrong_options_are_refused_and_nothing_is_written(model, prompts, tmp_path, options, word):
+    given = {"model": str(model), "prompts": str(prompts), "out": str(tmp_path / "x" / "out.jsonl")} | options
+    with pytest.raises(ValueError, match=word):
+        generate.run(generate.Config(**given))
+    assert not (tmp_path / "x" / "out.jsonl").exists()
+
+
+def test_an_earlier_result_stays_and_a_journal_of_other_options_is_refused(model, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine\n")
+    with pytest.raises(ValueError, match="--restart"):
+        run(model, prompts, out)
+    assert out.read_text() == "mine\n"
+    run(model, prompts, out, restart=True)
+    assert (tmp_path / "previous-1" / "out.jsonl").read_text() == "mine\n"
+    other = tmp_path / "other.jsonl"
+    other.with_name("other.jsonl.part").write_text(json.dumps({"model": "another"}) + "\n")
+    with pytest.raises(ValueError, match="differs"):
+        run(model, prompts, other)

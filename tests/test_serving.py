@@ -1,0 +1,399 @@
+"""The server: answers are those of `generate()`, whatever else it does at the same time."""
+
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+import torch
+from chat import build_chat_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hybrid_engine
+
+LONGEST = 160
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_chat_tokenizer()
+
+
+def build(tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.3,  # confident enough that rounding tips no token
+    )
+    return hybrid_engine.init_inference(LlamaForCausalLM(config).eval())
+
+
+@pytest.fixture(scope="module")
+def engine(tokenizer):
+    """What the server's answers are compared with; another of the same weights is served."""
+    return build(tokenizer)
+
+
+@pytest.fixture
+def served(tokenizer):
+    return build(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    with build(tokenizer).serving(
+        tokenizer, model_name="tiny", longest=LONGEST, max_running=8, max_waiting=200
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+
+def generated(engine, tokenizer, prompt, **options):
+    """Token ids and log-probabilities of each answer, by the engine itself."""
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    output = engine.generate(
+        torch.tensor([ids]), return_dict_in_generate=True, **({"top_k": 0, "do_sample": True} | options)
+    )
+    rows = zip(output.sequences[:, len(ids) :].tolist(), output.logprobs.tolist(), output.lengths.tolist(), strict=True)
+    return [(tokens[:length], logprobs[:length]) for tokens, logprobs, length in rows]
+
+
+def ask(client, **fields):
+    return client.completions.create(
+        **{"model": "tiny", "prompt": "hello", "max_tokens": 12, "seed": 3, "extra_body": {"return_token_ids": True}}
+        | fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"temperature": 0}, {"do_sample": False}),
+        ({"temperature": 0.7, "top_p": 0.8}, {"temperature": 0.7, "top_p": 0.8}),
+        ({"n": 3}, {"num_return_sequences": 3}),
+        ({"prompt": [5, 6, 7, 8]}, {}),
+    ],
+)
+def test_answers_are_those_of_generate_for_the_same_seed(client, engine, tokenizer, fields, options):
+    answer = ask(client, logprobs=0, **fields)
+    expected = generated(engine, tokenizer, fields.get("prompt", "hello"), max_new_tokens=12, seed=3, **options)
+    assert len(answer.choices) == len(expected)
+    for choice, (tokens, logprobs) in zip(answer.choices, expected, strict=True):
+        assert choice.token_ids == tokens
+        assert choice.text == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert choice.finish_reason == ("stop" if tokens[-1] == tokenizer.eos_token_id else "length")
+        torch.testing.assert_close(choice.logprobs.token_logprobs, logprobs, rtol=0, atol=1e-5)
+    assert answer.usage.completion_tokens == sum(len(tokens) for tokens, _ in expected)
+
+
+def test_a_stream_brings_what_a_whole_answer_has(client):
+    whole = ask(client, n=2, logprobs=0, max_tokens=20)
+    texts, tokens, ends = ["", ""], [[], []], [None, None]
+    for event in ask(client, n=2, logprobs=0, max_tokens=20, stream=True, stream_options={"include_usage": True}):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.token_ids
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+        usage = event.usage
+    assert texts == [choice.text for choice in whole.choices]
+    assert tokens == [choice.token_ids for choice in whole.choices]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+
+
+def test_a_chat_is_what_its_template_writes(client, engine, tokenizer):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say hi"}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=15, seed=1, logprobs=True,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ((tokens, logprobs),) = generated(engine, tokenizer, prompt, max_new_tokens=15, seed=1)
+    (choice,) = answer.choices
+    assert (choice.token_ids, choice.prompt_token_ids) == (tokens, prompt)
+    assert choice.message.content == tokenizer.decode(tokens, skip_special_tokens=True)
+    torch.testing.assert_close([t.logprob for t in choice.logprobs.content], logprobs, rtol=0, atol=1e-5)
+    pieces = client.chat.completions.create(model="tiny", messages=messages, max_tokens=15, seed=1, stream=True)
+    deltas = [event.choices[0].delta for event in pieces]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+
+
+def test_many_clients_at_once_get_what_each_gets_alone(client, engine, tokenizer):
+    def one(number):
+        fields = {"prompt": "x" * (1 + number % 7), "max_tokens": 3 + number % 40, "seed": number}
+        fields |= {"temperature": 0 if number % 3 == 0 else 1, "stream": number % 2 == 0}
+        answer = ask(client, **fields)
+        if not fields["stream"]:
+            return answer.choices[0].token_ids
+        return [token for event in answer for token in event.choices[0].token_ids]
+
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(one, range(64)))
+    for number, tokens in enumerate(answers):
+        options = {"do_sample": number % 3 != 0, "max_new_tokens": 3 + number % 40, "seed": number}
+        ((expected, _),) = generated(engine, tokenizer, "x" * (1 + number % 7), **options)
+        assert tokens == expected, number
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.005)
+
+
+def test_clients_that_vanish_free_their_rows_and_harm_nobody(server, client, engine, tokenizer):
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 120, "ignore_eos": True, "stream": True, "n": 4}
+    with httpx.Client() as web, web.stream("POST", f"{server.url}/completions", json=body) as response:
+        next(response.iter_lines())
+        kept = threading.Thread(target=lambda: answers.append(ask(client, max_tokens=40)))
+        answers = []
+        kept.start()
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.05) as web:
+        web.post(f"{server.url}/completions", json=body | {"stream": False})
+    kept.join()
+    until(lambda: server.worker.num_running == 0 and server.worker.num_waiting == 0)
+    assert len(server.worker.batch.scheduler.pool.free) == server.worker.batch.scheduler.pool.num_blocks
+    ((tokens, _),) = generated(engine, tokenizer, "hello", max_new_tokens=40, seed=3)
+    assert answers[0].choices[0].token_ids == tokens
+
+
+GOOD = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "changes", "status", "word"),
+    [
+        ("completions", {"model": "other"}, 404, "tiny"),
+        ("completions", {"prompt": None}, 400, "prompt"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": [1.5]}, 400, "prompt"),
+        ("completions", {"prompt": [10**6]}, 400, "vocabulary"),
+        ("completions", {"prompt": {"a": 1}}, 400, "prompt"),
+        ("completions", {"prompt": ""}, 400, "empty"),
+        ("completions", {"prompt": "x" * 500}, 400, "max_tokens"),
+        ("completions", {"max_tokens": 10**9}, 400, "max_tokens"),
+        ("completions", {"max_tokens": -1}, 400, "max_tokens"),
+        ("completions", {"max_tokens": "two"}, 400, "max_tokens"),
+        ("completions", {"max_tokens": True}, 400, "max_tokens"),
+        ("completions", {"temperature": -1}, 400, "temperature"),
+        ("completions", {"temperature": "hot"}, 400, "temperature"),
+        ("completions", {"top_p": 0}, 400, "top_p"),
+        ("completions", {"top_p": 1.5}, 400, "top_p"),
+        ("completions", {"n": 0}, 400, "n"),
+        ("completions", {"n": 10**6}, 400, "n"),
+        ("completions", {"stop": ""}, 400, "stop"),
+        ("completions", {"stop": ["a", ""]}, 400, "stop"),
+        ("completions", {"stop": [1]}, 400, "stop"),
+        ("completions", {"logprobs": 99}, 400, "logprobs"),
+        ("completions", {"best_of": 4}, 400, "best_of"),
+        ("completions", {"suffix": "end"}, 400, "suffix"),
+        ("completions", {"seed": 2**70}, 400, "seed"),
+        ("completions", {"presence_penalty": 3}, 400, "presence_penalty"),
+        ("completions", {"logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ("completions", {"logit_bias": {"5": 101}}, 400, "logit_bias"),
+        ("completions", {"temprature": 1}, 400, "temprature"),
+        ("completions", {"stream_options": {"include_usage": True}}, 400, "stream"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": "hi"}, 400, "messages"),
+        ("chat/completions", {"messages": [{"content": "hi"}]}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+        ("chat/completions", {"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "template"),
+        ("chat/completions", {"top_logprobs": 3}, 400, "logprobs"),
+        ("chat/completions", {"response_format": {"type": "tune"}}, 400, "response_format"),
+    ],
+)
+def test_a_wrong_field_is_answered_with_its_name_and_the_server_goes_on(server, client, path, changes, status, word):
+    body = (GOOD if path == "completions" else CHAT) | changes
+    answer = httpx.post(f"{server.url}/{path}", json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert word in error["message"] and error["type"] and "code" in error and "param" in error
+    assert ask(client, max_tokens=1).choices
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'"text"', b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b'{"model": "tiny"}']
+)
+def test_a_body_that_is_no_request_is_refused(server, content):
+    for path in ("completions", "chat/completions"):
+        answer = httpx.post(f"{server.url}/{path}", content=content)
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_are_not_there(server):
+    assert httpx.get(f"{server.url}/nothing").status_code == 404
+    assert httpx.get(f"{server.url}/completions").status_code == 405
+    assert httpx.post(f"{server.url}/completions", content=b"x" * (5 * 2**20)).status_code == 413
+
+
+def test_models_health_and_metrics(server, client):
+    (model,) = client.models.list().data
+    assert (model.id, model.max_model_len) == ("tiny", LONGEST)
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    base = server.url.removesuffix("/v1")
+    assert httpx.get(f"{base}/health").json() == {"status": "ok"}
+    before = httpx.get(f"{base}/metrics").text
+    ask(client, max_tokens=5, extra_body={"ignore_eos": True})
+    after = httpx.get(f"{base}/metrics").text
+
+    def value(text, name):
+        return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+    name = "hybrid_engine_generated_tokens_total"
+    assert value(after, name) == value(before, name) + 5
+    assert value(after, "hybrid_engine_running_sequences") == 0
+
+
+def test_a_conversation_goes_on_by_its_tokens(server, client, tokenizer):
+    session = {"session_id": "talk", "return_token_ids": True}
+    messages = [{"role": "user", "content": "begin"}]
+    written = []
+    for turn in range(3):
+        answer = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=9, seed=turn, extra_body=session
+        )
+        (choice,) = answer.choices
+        written.append((choice.prompt_token_ids, choice.token_ids))
+        messages += [choice.message.model_dump(), {"role": "user", "content": f"and {turn}"}]
+    (trajectory,) = [t for t in server.trajectories() if t.session_id == "talk"]
+    assert trajectory.tokens == written[-1][0] + written[-1][1]
+    for prompt, tokens in written:  # each answer stands where it was drawn, as it was drawn
+        assert trajectory.tokens[: len(prompt) + len(tokens)] == prompt + tokens
+        assert trajectory.written[len(prompt) : len(prompt) + len(tokens)] == [True] * len(tokens)
+    assert sum(trajectory.written) == sum(len(tokens) for _, tokens in written)
+    assert all(lp < 0 for lp, is_drawn in zip(trajectory.logprobs, trajectory.written, strict=True) if is_drawn)
+    assert {version for version, drawn in zip(trajectory.versions, trajectory.written, strict=True) if drawn} == {0}
+    # What the policy did not write is what the template writes around it.
+    text = tokenizer.decode(trajectory.tokens)
+    assert text.startswith("<start>user\nbegin<eos>\n<start>assistant\n")
+    assert "<eos>\n<start>user\nand 1<eos>\n<start>assistant\n" in text
+
+
+def test_a_conversation_that_was_changed_begins_a_branch(server, client):
+    def say(*contents):
+        messages = [{"role": "user", "content": "q"}]
+        for content in contents:
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "more"}]
+        extra = {"session_id": "branches"}
+        answer = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=4, seed=len(contents), extra_body=extra
+        )
+        return answer.choices[0].message.content
+
+    first = say()
+    say(first)
+    say("something that the policy never said")
+    branches = [t for t in server.trajectories() if t.session_id == "branches"]
+    assert len(branches) == 2
+    assert sum(branches[0].written) > sum(branches[1].written) > 0
+
+
+def test_a_key_guards_everything_but_health(served, tokenizer):
+    with served.serving(tokenizer, model_name="tiny", api_key="secret", max_running=2) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            answer = httpx.post(f"{server.url}/completions", json=GOOD, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        base = server.url.removesuffix("/v1")
+        assert httpx.get(f"{base}/health").status_code == 200
+        assert httpx.get(f"{base}/metrics").status_code == 401
+        assert openai.OpenAI(base_url=server.url, api_key="secret").models.list().data[0].id == "tiny"
+
+
+def test_too_many_that_wait_are_told_to_come_again(served, tokenizer):
+    with served.serving(tokenizer, model_name="tiny", max_running=1, max_waiting=2, longest=LONGEST) as server:
+        long = {"model": "tiny", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
+        with ThreadPoolExecutor(12) as pool:
+            answers = list(pool.map(lambda _: httpx.post(f"{server.url}/completions", json=long), range(12)))
+        codes = {answer.status_code for answer in answers}
+        assert codes == {200, 429}
+        refused = next(answer for answer in answers if answer.status_code == 429)
+        assert int(refused.headers["Retry-After"]) >= 1 and refused.json()["error"]["code"] == "overloaded"
+
+
+def test_the_end_of_serving_waits_for_what_runs(served, tokenizer):
+    answers = []
+    with served.serving(tokenizer, model_name="tiny", max_running=2, longest=LONGEST) as server:
+        long = {"model": "tiny", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
+        thread = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{server.url}/completions", json=long, timeout=30))
+        )
+        thread.start()
+        until(lambda: server.worker.num_running == 1)
+    thread.join()
+    assert json.loads(answers[0].text)["usage"]["completion_tokens"] == 150
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/models")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"host": "0.0.0.0"}, "api_key"),
+        ({"api_key": " "}, "api_key"),
+        ({"port": -1}, "port"),
+        ({"port": 99999}, "port"),
+        ({"longest": 10**9}, "longest"),
+        ({"longest": 1}, "longest"),
+        ({"max_running": 0}, "max_running"),
+        ({"max_waiting": 0}, "max_waiting"),
+        ({"host": "256.1.1.1", "api_key": "k"}, "host"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_listens(served, tokenizer, options, word):
+    with pytest.raises(ValueError, match=word), served.serving(tokenizer, **options):
+        pass
+    assert served.generate(torch.tensor([[5, 6]]), max_new_tokens=2).shape == (1, 4)
+
+
+def test_a_model_without_tokenizer_says_what_to_pass(served):
+    with pytest.raises(ValueError, match="tokenizer"), served.serving():
+        pass
+
+
+def test_the_policy_is_served_between_training_steps_and_stays_as_it_was(tokenizer, engine):
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    policy, *_ = hybrid_engine.initialize(
+        model=LlamaForCausalLM(engine.module.config), config=config | {"hybrid_engine": {"enabled": True}}
+    )
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    stamps = []
+    for step in range(2):
+        policy.eval()
+        before = [parameter.clone() for parameter in policy.module.parameters()]
+        with policy.serving(tokenizer, model_name="tiny") as server:
+            for refused in (policy.train, policy.step, lambda: policy.generate(ids)):
+                with pytest.raises(ValueError, match="serving"):
+                    refused()
+            client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+            answer = ask(client, extra_body={"return_token_ids": True, "session_id": str(step)})
+        (trajectory,) = server.trajectories()
+        stamps.append(trajectory.versions[-1])
+        assert all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+        ((expected, _),) = generated(policy, tokenizer, "hello", max_new_tokens=12, seed=3)
+        assert answer.choices[0].token_ids == expected
+        policy.train()
+        policy.backward(policy(input_ids=ids, labels=ids).loss)
+        policy.step()
+    assert stamps == [0, 1]
