@@ -1,8 +1,9 @@
-"""Which of an op's two forms runs, the Triton kernel or the torch reference, and how kernels are started.
+"""Which of an op's forms runs, the Triton kernel or the torch reference, and how kernels are started.
 
 Kernels run on CUDA tensors; with `TRITON_INTERPRET=1` set before the import they run on the CPU through
 Triton's interpreter, slowly, which is how they are tested without a GPU. `HYBRID_ENGINE_FALLBACK=1` forces
-the references everywhere. Where Triton is not installed `triton` and `tl` are stand-ins that let the
+the references everywhere. On a CPU some ops have a third, compiled form, which `cpu_kernels.use_compiled` chooses where
+no kernel runs. Where Triton is not installed `triton` and `tl` are stand-ins that let the
 kernels be defined and never run.
 """
 
@@ -37,7 +38,7 @@ def fallback_forced() -> bool:
     """Whether the environment asks for references everywhere; ValueError for a value that is neither 0 nor 1."""
     value = os.environ.get(SWITCH, "0")
     if value not in ("", "0", "1"):
-        raise ValueError(f"{SWITCH}={value!r} must be 0 or 1; 1 runs the torch references instead of Triton kernels")
+        raise ValueError(f"{SWITCH}={value!r} must be 0 or 1; 1 runs the torch references instead of kernels")
     return value == "1"
 
 

@@ -9,7 +9,7 @@ elements, does about 10 N I operations.
 
 import torch
 
-from hybrid_engine.ops import dispatch
+from hybrid_engine.ops import cpu_kernels, dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
 
@@ -77,6 +77,15 @@ def gated_activation(
         num_warps=4,
     )
     return output
+
+
+def activate_and_multiply(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`act(gate) * up` of two `[N, I]`, in whichever form can take them."""
+    if use_triton(gate):  # on a CPU, where kernels are interpreted, products may lie by columns
+        return gated_activation(gate.contiguous(), up.contiguous(), None, None, activation)
+    if gate.numel() and cpu_kernels.use_compiled(gate, up):
+        return cpu_kernels.gated_activation(gate, up, activation)
+    return ACTIVATIONS[activation](gate) * up
 
 
 class GatedActivationOp:

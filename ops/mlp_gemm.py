@@ -19,7 +19,7 @@ from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
 from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
-from hybrid_engine.ops.gated_activation import gated_activation
+from hybrid_engine.ops.gated_activation import activate_and_multiply
 from hybrid_engine.ops.norm import NORM_OPS, NormOp, check_norm_weights
 from hybrid_engine.ops.skinny_gemm import (
     NO_NORM,
@@ -132,9 +132,7 @@ class MLPGemmOp:
         beta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`input [N, E]`, `residual [N, E]` or None (nothing to add) -> output and the residual stream, `[N, E]`."""
-        if not use_triton(input):
-            return self.reference(input, residual, gate, up, down, gamma, beta)
-        if residual is None and input.shape[0] <= NORM_ROWS:
+        if use_triton(input) and residual is None and input.shape[0] <= NORM_ROWS:
             inner, residual_add = up_product(input, gate, up, self.activation_name, self.norm, gamma, beta), input
         else:
             normed, residual_add = self._add_and_norm(input, residual, gamma, beta)
@@ -173,11 +171,9 @@ class MLPGemmOp:
         return self.norm.add_and_norm(input, residual, gamma, beta)
 
     def _inner(self, normed: torch.Tensor, gate: Linear | None, up: Linear) -> torch.Tensor:
-        if takes_rows(normed):
+        if use_triton(normed) and takes_rows(normed):
             return up_product(normed, gate, up, self.activation_name)
         inner = linear_transposed(normed, *up)
         if gate is None:
             return self.activation(inner)
-        outer = linear_transposed(normed, *gate)
-        # On a CPU, where kernels are interpreted, products may lie by columns.
-        return gated_activation(outer.contiguous(), inner.contiguous(), None, None, self.activation_name)
+        return activate_and_multiply(linear_transposed(normed, *gate), inner, self.activation_name)

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from hybrid_engine.ops import dispatch
+from hybrid_engine.ops import cpu_kernels, dispatch
 from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, tl, triton, use_triton
 
 # A row lies in one program's registers: 64 fp32 values per thread at 16 warps.
@@ -129,9 +129,11 @@ class NormOp:
         self.formula = partial(_FORMULAS[kind], eps=eps)
 
     def __call__(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
-        if not self._takes(input):
-            return self.reference(input, gamma, beta)
-        return self._launch(input, None, gamma, beta)[0]
+        if self._takes(input):
+            return self._launch(input, None, gamma, beta)[0]
+        if cpu_kernels.can_norm(input, None, gamma, beta):
+            return cpu_kernels.norm(input, None, gamma, beta, self.kind, self.eps)[0]
+        return self.reference(input, gamma, beta)
 
     def reference(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
         """The same function in plain torch."""
@@ -143,6 +145,8 @@ class NormOp:
         """`(norm(input + residual), input + residual)`, the sum rounded to the dtype before it is normed."""
         if self._takes(input):
             return self._launch(input, residual, gamma, beta)
+        if cpu_kernels.can_norm(input, residual, gamma, beta):
+            return cpu_kernels.norm(input, residual, gamma, beta, self.kind, self.eps)
         residual_add = input + residual
         return self.reference(residual_add, gamma, beta), residual_add
 

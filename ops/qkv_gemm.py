@@ -120,12 +120,10 @@ class QKVGemmOp:
 
         Returns q `[N, K, G, D]`, k and v `[N, K, D]`, views that may share a buffer, and the normed input `[N, E]`.
         """
-        if not use_triton(input):
-            return self.reference(input, weights, biases, gamma, beta)
-        if input.shape[0] <= NORM_ROWS:
+        if use_triton(input) and input.shape[0] <= NORM_ROWS:
             return self._launch(input, weights, biases, gamma, beta)
         normed = input if self.norm is None else self.norm(input, gamma, beta)
-        if takes_rows(input):
+        if use_triton(input) and takes_rows(input):
             return self._launch(normed, weights, biases, None, None)[0], normed
         return self._project(normed, weights, biases), normed
 

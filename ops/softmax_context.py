@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops import softmax_context_kernels as kernels
 from hybrid_engine.ops.batch import Batch, DecodeBatch, EncoderBatch, PrefillBatch, write_rows
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, say_once, use_triton
@@ -80,6 +81,9 @@ class SoftmaxContextOp:
         self.norm_kind, self.qk_norm_eps = qk_norm, qk_norm_eps
         self.qk_norm = None if qk_norm is None else NORM_OPS[qk_norm](qk_norm_eps)
         self.is_interleaved = is_interleaved
+        self._numbers = cpu_kernels.AttentionNumbers(
+            num_kv_heads, num_heads // num_kv_heads, head_dim, window or 0, is_interleaved, scale, softcap or 0.0
+        )
 
     def __call__(
         self,
@@ -105,8 +109,13 @@ class SoftmaxContextOp:
             sinks: `[H]`, a further logit of each head that draws attention to nothing.
             alibi: `[H]` fp32 slopes.
         """
-        run = self._launch if self._has_kernel(q) else self.reference
-        return run(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
+        if self._has_kernel(q):
+            return self._launch(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
+        if isinstance(batch, DecodeBatch) and not (self.alibi_rounds and alibi is not None):
+            tensors = (q, k, v, rotary, keys, values, batch, sinks, alibi)
+            if cpu_kernels.can_attend(*tensors):
+                return self._decode_compiled(*tensors, q_gamma, k_gamma)
+        return self.reference(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
 
     def _has_kernel(self, q: torch.Tensor) -> bool:
         if not use_triton(q):
@@ -121,6 +130,26 @@ class SoftmaxContextOp:
             say_once(f"attention: no kernel for q/k norm {self.norm_kind!r}; in torch")
             return False
         return True
+
+    def _decode_compiled(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor] | None,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: DecodeBatch,
+        sinks: torch.Tensor | None,
+        alibi: torch.Tensor | None,
+        q_gamma: torch.Tensor | None,
+        k_gamma: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The norms, then one call of a compiled function."""
+        if self.qk_norm is not None:
+            assert q_gamma is not None and k_gamma is not None
+            q, k = self.qk_norm(q, q_gamma), self.qk_norm(k, k_gamma)
+        return cpu_kernels.decode_attention(self._numbers, q, k, v, rotary, keys, values, batch, sinks, alibi)
 
     def reference(
         self,

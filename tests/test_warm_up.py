@@ -14,11 +14,12 @@ from hybrid_engine.generation.probing import cache, probe
 from hybrid_engine.generation.probing.own_error import widened
 from hybrid_engine.generation.probing.probe import probe_containers, probe_widely
 from hybrid_engine.ops import PrefillBatch
+from hybrid_engine.ops.cache_folder import VARIABLE
 
 
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
     return tmp_path / "probes"
 
 

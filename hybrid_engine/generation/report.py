@@ -1,10 +1,13 @@
 """How an engine generates, in words."""
 
+import torch
+
 from hybrid_engine.containers.linear import is_adapted
 from hybrid_engine.generation.backend import NativeBackend
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.usage import format_bytes
 from hybrid_engine.generation.probing.agreement import LogprobDifference
+from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
 
 
@@ -69,6 +72,8 @@ def _decoding(generator: Generator, native: NativeBackend) -> str:
     weight = native.model.embedding.weight
     if use_triton(weight):
         ops = "Triton kernels"
+    elif weight.is_cpu and use_compiled(torch.empty(0, dtype=weight.dtype)):
+        ops = "compiled functions between torch's products"
     else:
         why = "HYBRID_ENGINE_FALLBACK=1" if fallback_forced() else f"the weights are on {weight.device.type}"
         ops = f"torch references, because {why}"

@@ -20,9 +20,9 @@ from torch import nn
 import hybrid_engine.containers
 import hybrid_engine.ops
 from hybrid_engine.generation.probing.agreement import LogprobDifference
+from hybrid_engine.ops.cache_folder import cache_folder
+from hybrid_engine.ops.cpu_kernels import use_compiled
 
-VARIABLE = "HYBRID_ENGINE_CACHE"
-"""Environment variable: the folder, by default `hybrid-engine` in $XDG_CACHE_HOME or ~/.cache."""
 PACKAGES = ("torch", "triton", "transformers", "peft", "hybrid-engine")
 NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")
 """Entries of a config that say nothing of what is computed."""
@@ -33,7 +33,9 @@ def cache_key(module: nn.Module, device: torch.device, dtype: torch.dtype, **oth
     structure = [(name, type(part).__qualname__) for name, part in module.named_modules()]
     shapes = [(name, list(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     config = {name: value for name, value in module.config.to_dict().items() if name not in NOT_OF_THE_MODEL}
+    is_compiled = device.type == "cpu" and use_compiled(torch.empty(0, dtype=dtype))
     depends = [structure, shapes, config, _device_name(device), str(dtype), _versions(), _source_hash(), others]
+    depends.append(is_compiled)
     return hashlib.sha256(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -56,8 +58,7 @@ def keep_verdict(key: str, difference: LogprobDifference) -> None:
 
 
 def _path(key: str) -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hybrid-engine"
-    return Path(os.environ.get(VARIABLE) or base) / "probes" / f"{key}.json"
+    return cache_folder("probes") / f"{key}.json"
 
 
 def _device_name(device: torch.device) -> str:
@@ -77,5 +78,5 @@ def _versions() -> dict[str, str]:
 def _source_hash() -> str:
     """Of containers and ops: a kernel that was edited is probed again."""
     folders = [Path(part.__file__ or "").parent for part in (hybrid_engine.containers, hybrid_engine.ops)]
-    files = [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    files = [path for folder in folders for path in sorted((*folder.glob("*.py"), *folder.glob("*.c")))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -1,0 +1,403 @@
+/* The small operations of a decode step on a CPU; ops/cpu_kernels.py compiles this file and says what each computes.
+
+Values are fp32, or bf16 with fp32 arithmetic inside, rounded where the torch reference rounds. A function spreads its
+rows, or its rows and key/value heads, over `threads` of the OpenMP pool that torch uses too. Strides count elements.
+
+N rows, E width, H query heads, K key/value heads, G = H / K, D head dimension. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+
+typedef struct {  /* [N, E] */
+    void *data;
+    int64_t row, column;
+} Matrix;
+
+typedef struct {  /* [N, K, G, D]; G is 1 for keys and values */
+    const void *data;
+    int64_t row, head, query, dim;
+} Heads;
+
+typedef struct {  /* of an attention, the same in every step */
+    int64_t num_kv_heads, num_queries, head_dim;
+    int64_t window;          /* tokens, the query's own included; 0: all */
+    int64_t is_interleaved;  /* rotary pairs are neighbours */
+    double scale, softcap;   /* softcap 0: none */
+} Attention;
+
+typedef struct {  /* keys and values [num_blocks, K, block_size, D], which share their strides, and where rows stand */
+    void *keys, *values;
+    int64_t block, head, place, block_size, num_blocks;
+    const int64_t *positions;  /* [N] */
+    const int64_t *tables;     /* [N, n] */
+    int64_t table_row, reach;  /* no row has more tokens than `reach`, its new one included */
+} Workspace;
+
+typedef struct {  /* rows of signed rotations [N, R], and what a head adds; NULL: none */
+    const void *cos, *sin;
+    int64_t row, width;
+    const void *sinks;   /* [H] */
+    const float *alibi;  /* [H] */
+} Extras;
+
+enum { NO_MEMORY = 1, BAD_PLACE };  /* what a function returns beside 0 */
+enum { LAYER, RMS, RMS_FP32, RMS_OFFSET };
+enum { SILU, RELU, RELU2, GELU, GELU_TANH, QUICK_GELU };
+
+static inline float float_of(uint32_t bits) {
+    float y;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+static inline float widen(bf16 x) { return float_of((uint32_t)x << 16); }
+
+static inline bf16 narrow(float x) {  /* to the nearest, ties to even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return x != x ? 0x7fc0 : (bf16)rounded;
+}
+
+static inline float round_to(float x, int is_bf16) { return is_bf16 ? widen(narrow(x)) : x; }
+
+static inline float value(const void *data, int64_t index, int is_bf16) {
+    return is_bf16 ? widen(((const bf16 *)data)[index]) : ((const float *)data)[index];
+}
+
+static void load(float *to, const void *from, int64_t start, int64_t stride, int64_t count, int is_bf16) {
+    if (is_bf16) {
+        const bf16 *x = (const bf16 *)from + start;
+        if (stride == 1) for (int64_t i = 0; i < count; i++) to[i] = widen(x[i]);
+        else for (int64_t i = 0; i < count; i++) to[i] = widen(x[i * stride]);
+    } else {
+        const float *x = (const float *)from + start;
+        if (stride == 1) memcpy(to, x, count * sizeof(float));
+        else for (int64_t i = 0; i < count; i++) to[i] = x[i * stride];
+    }
+}
+
+static void store(void *to, int64_t start, int64_t stride, const float *from, int64_t count, int is_bf16) {
+    if (is_bf16) {
+        bf16 *y = (bf16 *)to + start;
+        if (stride == 1) for (int64_t i = 0; i < count; i++) y[i] = narrow(from[i]);
+        else for (int64_t i = 0; i < count; i++) y[i * stride] = narrow(from[i]);
+    } else {
+        float *y = (float *)to + start;
+        if (stride == 1) memcpy(y, from, count * sizeof(float));
+        else for (int64_t i = 0; i < count; i++) y[i * stride] = from[i];
+    }
+}
+
+/* exp to 2 units in the last place: 2^n times a polynomial (Cephes, expf.c). Below -87.3 it is 0, above 88.7 inf. */
+static inline float fast_exp(float x) {
+    float clamped = x < -87.3f ? -87.3f : x > 88.7f ? 88.7f : x;
+    float n = rintf(clamped * 1.44269504f);
+    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t half = (int32_t)n >> 1, rest = (int32_t)n - half;  /* in two halves: 2^128 is no float */
+    float y = p * float_of((half + 127) << 23) * float_of((rest + 127) << 23);
+    y = x < -87.3f ? 0.0f : x > 88.7f ? INFINITY : y;
+    return x != x ? x : y;
+}
+
+static inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
+
+static float dot(const float *a, const float *b, int64_t count) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < count; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* In lanes, because a maximum that may meet NaN, which it passes over, is not spread over a vector by itself. */
+static float largest(const float *x, int64_t count) {
+    float lanes[64], top = -INFINITY;
+    int64_t whole = count / 64 * 64;
+    for (int l = 0; l < 64; l++) lanes[l] = -INFINITY;
+    for (int64_t i = 0; i < whole; i += 64)
+        for (int l = 0; l < 64; l++) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
+    for (int64_t i = whole; i < count; i++) top = x[i] > top ? x[i] : top;
+    for (int l = 0; l < 64; l++) top = lanes[l] > top ? lanes[l] : top;
+    return top;
+}
+
+/* Norms one row in place. */
+static void norm_row(float *x, const float *gamma, const float *beta, int64_t width, int kind, float eps, int is_bf16) {
+    float mean = 0.0f;
+    if (kind == LAYER) {
+        for (int64_t i = 0; i < width; i++) mean += x[i];
+        mean /= width;
+    }
+    float squares = 0.0f;
+    for (int64_t i = 0; i < width; i++) squares += (x[i] - mean) * (x[i] - mean);
+    float rstd = 1.0f / sqrtf(squares / width + eps);
+    float offset = kind == RMS_OFFSET ? 1.0f : 0.0f;
+    int rounds_first = is_bf16 && kind == RMS;
+    if (rounds_first) for (int64_t i = 0; i < width; i++) x[i] = widen(narrow(x[i] * rstd)) * gamma[i];
+    else if (gamma) for (int64_t i = 0; i < width; i++) x[i] = (x[i] - mean) * rstd * (offset + gamma[i]);
+    else for (int64_t i = 0; i < width; i++) x[i] = (x[i] - mean) * rstd;
+    if (beta) for (int64_t i = 0; i < width; i++) x[i] += beta[i];
+}
+
+/* output = norm(input + residual), sum = input + residual; residual and sum are both there or both NULL. */
+int norm(const Matrix *input, const Matrix *residual, const void *gamma, const void *beta, const Matrix *output,
+         const Matrix *sum, int64_t num_rows, int64_t width, int64_t kind, double eps, int64_t is_bf16,
+         int64_t threads) {
+    float *weights = malloc((2 + 2 * threads) * width * sizeof(float));
+    if (!weights) return NO_MEMORY;
+    load(weights, gamma, 0, 1, width, is_bf16);
+    if (beta) load(weights + width, beta, 0, 1, width, is_bf16);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t thread = 0; thread < threads; thread++) {
+        float *x = weights + (2 + 2 * thread) * width, *added = x + width;
+        for (int64_t n = thread * num_rows / threads; n < (thread + 1) * num_rows / threads; n++) {
+            load(x, input->data, n * input->row, input->column, width, is_bf16);
+            if (residual) {
+                load(added, residual->data, n * residual->row, residual->column, width, is_bf16);
+                for (int64_t i = 0; i < width; i++) x[i] = round_to(x[i] + added[i], is_bf16);
+                store(sum->data, n * sum->row, sum->column, x, width, is_bf16);
+            }
+            norm_row(x, weights, beta ? weights + width : NULL, width, kind, eps, is_bf16);
+            store(output->data, n * output->row, output->column, x, width, is_bf16);
+        }
+    }
+    free(weights);
+    return 0;
+}
+
+/* erf to 1e-7 (rational approximation of Eigen, MathFunctionsImpl.h). */
+static inline float fast_erf(float x) {
+    x = x < -3.8325066f ? -3.8325066f : x > 3.8325066f ? 3.8325066f : x;
+    float s = x * x;
+    float p = -2.72614225801306e-10f;
+    p = p * s + 2.77068142495902e-08f;
+    p = p * s - 2.10102402082508e-06f;
+    p = p * s - 5.69250639462346e-05f;
+    p = p * s - 7.34990630326855e-04f;
+    p = p * s - 2.95459980854025e-03f;
+    p = p * s - 1.60960333262415e-02f;
+    float q = -1.45660718464996e-05f;
+    q = q * s - 2.13374055278905e-04f;
+    q = q * s - 1.68282697438203e-03f;
+    q = q * s - 7.37332916720468e-03f;
+    q = q * s - 1.42647390514189e-02f;
+    return x * p / q;
+}
+
+/* One case each, so that the loops inside hold no branch. */
+static void activate(float *x, int64_t count, int kind) {
+    switch (kind) {
+    case SILU: for (int64_t i = 0; i < count; i++) x[i] = x[i] * sigmoid(x[i]); break;
+    case RELU: for (int64_t i = 0; i < count; i++) x[i] = x[i] < 0.0f ? 0.0f : x[i]; break;
+    case RELU2: for (int64_t i = 0; i < count; i++) x[i] = x[i] < 0.0f ? 0.0f : x[i] * x[i]; break;
+    case GELU: for (int64_t i = 0; i < count; i++) x[i] = 0.5f * x[i] * (1.0f + fast_erf(x[i] * 0.70710678f)); break;
+    case GELU_TANH:
+        for (int64_t i = 0; i < count; i++)
+            x[i] = x[i] * sigmoid(1.59576912f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
+        break;
+    case QUICK_GELU: for (int64_t i = 0; i < count; i++) x[i] = x[i] * sigmoid(1.702f * x[i]); break;
+    }
+}
+
+enum { CHUNK = 512 };
+
+/* output = activation(gate) * up, or activation(gate) where up is NULL, of lines whose values are neighbours. */
+int gated_activation(const Matrix *gate, const Matrix *up, const Matrix *output, int64_t num_lines, int64_t width,
+                     int64_t kind, int64_t is_bf16, int64_t threads) {
+    int64_t chunks = (width + CHUNK - 1) / CHUNK;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t part = 0; part < num_lines * chunks; part++) {
+        int64_t line = part / chunks, start = part % chunks * CHUNK;
+        int64_t count = width - start < CHUNK ? width - start : CHUNK;
+        float x[CHUNK], factor[CHUNK];
+        load(x, gate->data, line * gate->row + start, 1, count, is_bf16);
+        activate(x, count, kind);
+        if (up) {
+            load(factor, up->data, line * up->row + start, 1, count, is_bf16);
+            for (int64_t i = 0; i < count; i++) x[i] = round_to(x[i], is_bf16) * factor[i];
+        }
+        store(output->data, line * output->row + start, 1, x, count, is_bf16);
+    }
+    return 0;
+}
+
+/* output [N, E], dense, of rows that lie by columns, in blocks that the first cache holds. */
+int by_rows(const Matrix *input, float *output, int64_t num_rows, int64_t width, int64_t threads) {
+    enum { BLOCK = 64 };
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t start = 0; start < width; start += BLOCK) {
+        int64_t end = start + BLOCK < width ? start + BLOCK : width;
+        for (int64_t n = 0; n < num_rows; n++)
+            for (int64_t i = start; i < end; i++)
+                output[n * width + i] = ((const float *)input->data)[n * input->row + i * input->column];
+    }
+    return 0;
+}
+
+/* Rotates the first `width` dimensions of x by signed rows; y = x cos + partner sin. */
+static void rotate(float *x, float *scratch, const float *cos, const float *sin, int64_t width, int is_interleaved) {
+    int64_t half = width / 2;
+    memcpy(scratch, x, width * sizeof(float));
+    if (is_interleaved) {
+        for (int64_t i = 0; i < half; i++) {
+            x[2 * i] = scratch[2 * i] * cos[2 * i] + scratch[2 * i + 1] * sin[2 * i];
+            x[2 * i + 1] = scratch[2 * i + 1] * cos[2 * i + 1] + scratch[2 * i] * sin[2 * i + 1];
+        }
+        return;
+    }
+    for (int64_t i = 0; i < half; i++) x[i] = scratch[i] * cos[i] + scratch[half + i] * sin[i];
+    for (int64_t i = 0; i < half; i++) x[half + i] = scratch[half + i] * cos[half + i] + scratch[i] * sin[half + i];
+}
+
+/* `count` rows of D as fp32: where they lie, or widened into `buffer`. */
+static const float *rows_of(const void *cache, int64_t start, int64_t count, int64_t place, int64_t dim, float *buffer,
+                            int is_bf16) {
+    if (!is_bf16) return (const float *)cache + start;
+    for (int64_t j = 0; j < count; j++) load(buffer + j * dim, cache, start + j * place, 1, dim, 1);
+    return buffer;
+}
+
+/* Turns scores [count] into weights in place and returns 1 / their sum, of `top`, the largest, and the sink. */
+static float weigh(float *scores, int64_t count, const float *sink) {
+    float top = largest(scores, count);
+    if (sink && *sink > top) top = *sink;
+    float sum = sink ? fast_exp(*sink - top) : 0.0f;
+    for (int64_t j = 0; j < count; j++) {
+        scores[j] = fast_exp(scores[j] - top);
+        sum += scores[j];
+    }
+    return 1.0f / sum;
+}
+
+static void adjust(float *scores, int64_t count, double softcap, const float *slope, int64_t distance) {
+    if (softcap > 0.0) for (int64_t j = 0; j < count; j++) scores[j] = tanhf(scores[j] / (float)softcap) * (float)softcap;
+    if (slope) for (int64_t j = 0; j < count; j++) scores[j] -= *slope * (distance - j);
+}
+
+/* Rows that are asked for ahead of time: 1.44 ms instead of 1.52 for 32 rows of 128 tokens and 6 heads of 64 in fp32,
+   not in the cache (one core of a Xeon with AVX-512). */
+enum { AHEAD = 16 };
+
+static inline void fetch(const float *x, int64_t count) {
+    for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
+}
+
+enum { TILE = 32 };  /* keys at once: of 64 dimensions in fp32 8 KiB, which the first cache holds beside the scores */
+
+/* G queries of one row and their key/value head: write key and value, attend. scratch: see decode_attention. */
+static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras *extras, const Workspace *kv,
+                   const Attention *a, void *output, int64_t n, int64_t h, float *scratch, int is_bf16) {
+    int64_t dim = a->head_dim, groups = a->num_queries, bytes = is_bf16 ? 2 : 4, reach = kv->reach;
+    float *queries = scratch, *context = queries + groups * dim, *tile = context + groups * dim;
+    float *cos = tile + TILE * dim, *sin = cos + dim, *row = sin + dim, *spare = row + dim, *scores = spare + dim;
+    int64_t position = kv->positions[n], width = extras->cos ? extras->width : 0;
+    const int64_t *table = kv->tables + n * kv->table_row;
+
+    if (width) {
+        load(cos, extras->cos, n * extras->row, 1, width, is_bf16);
+        load(sin, extras->sin, n * extras->row, 1, width, is_bf16);
+    }
+    for (int64_t g = 0; g < groups; g++) {
+        float *query = queries + g * dim;
+        load(query, q->data, n * q->row + h * q->head + g * q->query, q->dim, dim, is_bf16);
+        if (width) {
+            rotate(query, spare, cos, sin, width, a->is_interleaved);
+            for (int64_t i = 0; i < width; i++) query[i] = round_to(query[i], is_bf16);
+        }
+        for (int64_t i = 0; i < dim; i++) query[i] *= (float)a->scale;
+    }
+    int64_t here = table[position / kv->block_size] * kv->block + h * kv->head + position % kv->block_size * kv->place;
+    load(row, k->data, n * k->row + h * k->head, k->dim, dim, is_bf16);
+    if (width) rotate(row, spare, cos, sin, width, a->is_interleaved);
+    store(kv->keys, here, 1, row, dim, is_bf16);
+    load(row, v->data, n * v->row + h * v->head, v->dim, dim, is_bf16);
+    store(kv->values, here, 1, row, dim, is_bf16);
+
+    int64_t first = a->window > 0 && position >= a->window ? position - a->window + 1 : 0;
+    int64_t count = position + 1 - first;
+    for (int64_t j = first; j <= position;) {
+        int64_t place = j % kv->block_size, run = kv->block_size - place;
+        if (run > TILE) run = TILE;
+        if (run > position + 1 - j) run = position + 1 - j;
+        int64_t start = table[j / kv->block_size] * kv->block + h * kv->head + place * kv->place;
+        const float *keys = rows_of(kv->keys, start, run, kv->place, dim, tile, is_bf16);
+        int64_t step = is_bf16 ? dim : kv->place;
+        for (int64_t t = 0; t < run; t++) {
+            fetch(keys + (t + AHEAD) * step, dim);
+            for (int64_t g = 0; g < groups; g++)
+                scores[g * reach + j - first + t] = dot(queries + g * dim, keys + t * step, dim);
+        }
+        j += run;
+    }
+    memset(context, 0, groups * dim * sizeof(float));
+    for (int64_t g = 0; g < groups; g++) {
+        int64_t head = h * groups + g;
+        float sink = extras->sinks ? value(extras->sinks, head, is_bf16) : 0.0f;
+        adjust(scores + g * reach, count, a->softcap, extras->alibi ? extras->alibi + head : NULL, position - first);
+        float share = weigh(scores + g * reach, count, extras->sinks ? &sink : NULL);
+        for (int64_t j = 0; j < count; j++) scores[g * reach + j] *= share;
+    }
+    for (int64_t j = first; j <= position;) {
+        int64_t place = j % kv->block_size, run = kv->block_size - place;
+        if (run > TILE) run = TILE;
+        if (run > position + 1 - j) run = position + 1 - j;
+        int64_t start = table[j / kv->block_size] * kv->block + h * kv->head + place * kv->place;
+        const float *values = rows_of(kv->values, start, run, kv->place, dim, tile, is_bf16);
+        int64_t step = is_bf16 ? dim : kv->place;
+        for (int64_t g = 0; g < groups; g++) {
+            const float *weights = scores + g * reach + j - first;
+            float *sum = context + g * dim;
+            int64_t t = 0;
+            for (; t + 4 <= run; t += 4) {
+                const float *x0 = values + t * step, *x1 = x0 + step, *x2 = x1 + step, *x3 = x2 + step;
+                float w0 = weights[t], w1 = weights[t + 1], w2 = weights[t + 2], w3 = weights[t + 3];
+                fetch(x0 + AHEAD * step, 4 * dim);
+                for (int64_t i = 0; i < dim; i++) sum[i] += w0 * x0[i] + w1 * x1[i] + w2 * x2[i] + w3 * x3[i];
+            }
+            for (; t < run; t++)
+                for (int64_t i = 0; i < dim; i++) sum[i] += weights[t] * values[t * step + i];
+        }
+        j += run;
+    }
+    store((char *)output + (n * a->num_kv_heads + h) * groups * dim * bytes, 0, 1, context, groups * dim, is_bf16);
+}
+
+/* Whether every row's tokens lie in blocks that there are. */
+static int fits(const Workspace *kv, int64_t num_rows) {
+    for (int64_t n = 0; n < num_rows; n++) {
+        if (kv->positions[n] < 0 || kv->positions[n] >= kv->reach) return 0;
+        for (int64_t b = 0; b <= kv->positions[n] / kv->block_size; b++) {
+            int64_t block = kv->tables[n * kv->table_row + b];
+            if (block < 0 || block >= kv->num_blocks) return 0;
+        }
+    }
+    return 1;
+}
+
+/* output [N, H D], dense, of one query a row. */
+int decode_attention(const Heads *q, const Heads *k, const Heads *v, const Extras *extras, const Workspace *kv,
+                     const Attention *attention, void *output, int64_t num_rows, int64_t is_bf16, int64_t threads) {
+    if (!fits(kv, num_rows)) return BAD_PLACE;
+    int64_t groups = attention->num_queries, dim = attention->head_dim;
+    int64_t needed = (2 * groups + TILE + 4) * dim + groups * kv->reach + 16;
+    float *scratch = malloc(threads * needed * sizeof(float));
+    if (!scratch) return NO_MEMORY;
+    int64_t num_parts = num_rows * attention->num_kv_heads;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t thread = 0; thread < threads; thread++)
+        for (int64_t part = thread * num_parts / threads; part < (thread + 1) * num_parts / threads; part++)
+            attend(q, k, v, extras, kv, attention, output, part / attention->num_kv_heads,
+                   part % attention->num_kv_heads, scratch + thread * needed, is_bf16);
+    free(scratch);
+    return 0;
+}

@@ -1,0 +1,245 @@
+"""The compiled form of a decode step's small operations on a CPU: what `cpu_kernels.c` computes, for torch tensors.
+
+A third implementation beside an op's torch reference and its Triton kernel, for fp32 and bf16. The products stay
+torch's. Eager torch takes ten to thirty operations of 5 to 20 us each where one of these functions takes one call.
+
+N rows, E width, H query heads, K key/value heads, G = H / K, D head dimension.
+"""
+
+from collections.abc import Callable
+from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from hybrid_engine.ops.batch import DecodeBatch
+from hybrid_engine.ops.cpu_library import load_library
+from hybrid_engine.ops.dispatch import fallback_forced, use_triton
+
+DTYPES = (torch.float32, torch.bfloat16)
+NORMS = {"layer": 0, "rms": 1, "rms_fp32": 2, "rms_offset": 3}
+ACTIVATIONS = {"silu": 0, "swish": 0, "relu": 1, "relu2": 2, "gelu": 3, "gelu_new": 4, "gelu_fast": 4,
+               "gelu_pytorch_tanh": 4, "quick_gelu": 5}  # fmt: skip
+# What C's functions return beside 0.
+NO_MEMORY, BAD_PLACE = 1, 2
+# Values below which a second thread costs more than it takes off.
+VALUES_OF_A_THREAD = 16384
+
+
+class _Matrix(Structure):
+    _fields_ = [("data", c_void_p), ("row", c_int64), ("column", c_int64)]
+
+
+class _Heads(Structure):
+    _fields_ = [("data", c_void_p), *((name, c_int64) for name in ("row", "head", "query", "dim"))]
+
+
+class AttentionNumbers(Structure):
+    """The numbers of an attention that are the same in every step; window and softcap are 0 where there is none."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_kv_heads", "num_queries", "head_dim", "window", "is_interleaved")),
+        *((name, c_double) for name in ("scale", "softcap")),
+    ]
+
+
+class _Workspace(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("keys", "values")),
+        *((name, c_int64) for name in ("block", "head", "place", "block_size", "num_blocks")),
+        *((name, c_void_p) for name in ("positions", "tables")),
+        *((name, c_int64) for name in ("table_row", "reach")),
+    ]
+
+
+class _Extras(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("cos", "sin")),
+        *((name, c_int64) for name in ("row", "width")),
+        *((name, c_void_p) for name in ("sinks", "alibi")),
+    ]
+
+
+_ARGUMENTS: dict[str, list[Any]] = {
+    "norm": [c_void_p] * 6 + [c_int64] * 3 + [c_double] + [c_int64] * 2,
+    "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
+    "by_rows": [c_void_p] * 2 + [c_int64] * 3,
+    "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
+}
+
+
+def use_compiled(*tensors: torch.Tensor | None) -> bool:
+    """True where compiled functions can take the tensors: plain ones of one dtype on a CPU, that nobody watches.
+
+    Whoever records operators, or wants gradients, gets torch's own.
+    """
+    first = tensors[0]
+    assert first is not None
+    dtype = first.dtype
+    if (
+        dtype not in DTYPES
+        or use_triton(first)
+        or torch._C._len_torch_dispatch_stack()
+        or torch.compiler.is_compiling()
+    ):
+        return False
+    if not all(tensor is None or _is_plain(tensor, dtype) for tensor in tensors):
+        return False
+    if torch.is_autocast_enabled("cpu") or fallback_forced():
+        return False
+    return load_library() is not None
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype != dtype or not tensor.is_cpu:
+        return False
+    return not (tensor.requires_grad and torch.is_grad_enabled())
+
+
+def _call(name: str, *arguments: Any) -> None:
+    library = load_library()
+    assert library is not None
+    function: Callable[..., int] = getattr(library, name)
+    if function.argtypes is None:  # type: ignore[attr-defined]
+        function.argtypes = _ARGUMENTS[name]  # type: ignore[attr-defined]
+    status = function(*arguments)
+    if status == NO_MEMORY:
+        raise MemoryError(f"{name}: no memory for its scratch")
+    if status == BAD_PLACE:
+        raise ValueError(f"{name}: a row's position lies beyond its context or blocks")
+
+
+def _matrix(tensor: torch.Tensor) -> Any:
+    return byref(_Matrix(tensor.data_ptr(), tensor.stride(0), tensor.stride(1)))
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _threads(num_values: int) -> int:
+    return max(1, min(torch.get_num_threads(), num_values // VALUES_OF_A_THREAD))
+
+
+def can_norm(
+    input: torch.Tensor, residual: torch.Tensor | None, gamma: torch.Tensor, beta: torch.Tensor | None
+) -> bool:
+    """Whether `norm` takes these tensors."""
+    if not use_compiled(input, residual, gamma, beta) or not input.numel():
+        return False
+    weights = [weight for weight in (gamma, beta) if weight is not None]
+    fits = all(weight.shape == input.shape[-1:] and weight.is_contiguous() for weight in weights)
+    return fits and (residual is None or residual.shape == input.shape)
+
+
+def norm(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+    kind: str,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(norm(input + residual), input + residual)` of `[..., E]`; without residual the second is `input`."""
+    width = input.shape[-1]
+    rows = input if input.dim() == 2 else input.reshape(-1, width)
+    output = torch.empty(rows.shape, dtype=input.dtype)
+    added, residual_add = None, rows
+    if residual is not None:
+        added, residual_add = residual.reshape(-1, width), torch.empty_like(output)
+    _call(
+        "norm", _matrix(rows), added if added is None else _matrix(added), gamma.data_ptr(), _pointer(beta),
+        _matrix(output), added if added is None else _matrix(residual_add), len(rows), width,
+        NORMS[kind], eps, input.dtype == torch.bfloat16, _threads(rows.numel()),
+    )  # fmt: skip
+    return output.view(input.shape), residual_add.view(input.shape) if residual is not None else input
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`act(gate) * up` of two `[N, I]`, in the order of memory that `gate` has."""
+    output = torch.empty_like(gate)
+    order = (0, 1) if output.stride(1) == 1 else (1, 0)
+    lines = [x.permute(order) for x in (gate, up, output)]
+    lines = [x if x.stride(1) == 1 else x.contiguous() for x in lines]
+    num_lines, width = lines[2].shape
+    if all(x.is_contiguous() for x in lines):
+        num_lines, width = 1, num_lines * width
+    _call(
+        "gated_activation", *map(_matrix, lines), num_lines, width,
+        ACTIVATIONS[activation], gate.dtype == torch.bfloat16, _threads(gate.numel()),
+    )  # fmt: skip
+    return output
+
+
+def by_rows(input: torch.Tensor) -> torch.Tensor:
+    """fp32 `[N, E]` in dense rows: where it lies by columns, a copy that takes a seventh of torch's time."""
+    if input.is_contiguous() or not input.is_cpu or input.dtype != torch.float32 or not use_compiled(input):
+        return input.contiguous()
+    output = torch.empty(input.shape, dtype=input.dtype)
+    _call("by_rows", _matrix(input), output.data_ptr(), *input.shape, _threads(input.numel()))
+    return output
+
+
+def can_attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: DecodeBatch,
+    sinks: torch.Tensor | None,
+    alibi: torch.Tensor | None,
+) -> bool:
+    """Whether `decode_attention` takes these tensors, which must lie in memory as it reads them."""
+    if not len(q) or not use_compiled(q, k, v, keys, values, *(rotary or ()), sinks):
+        return False
+    dense: list[torch.Tensor] = [x for x in (keys, values, sinks, alibi, batch.positions) if x is not None]
+    dense += rotary or ()
+    integers = (batch.positions, batch.block_tables)
+    return (
+        all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in dense)
+        and keys.stride() == values.stride()
+        and (rotary is None or (rotary[0].stride() == rotary[1].stride() and rotary[0].shape[1] <= keys.shape[3]))
+        and (batch.block_tables.stride(1) == 1 or batch.block_tables.shape[1] == 1)
+        and all(x.dtype == torch.int64 and x.is_cpu for x in integers)
+        and (alibi is None or (alibi.dtype == torch.float32 and alibi.is_cpu))
+    )
+
+
+def decode_attention(
+    numbers: AttentionNumbers,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: DecodeBatch,
+    sinks: torch.Tensor | None,
+    alibi: torch.Tensor | None,
+) -> torch.Tensor:
+    """Rotates, writes the new keys and values and attends, as `SoftmaxContextOp` does without norms: `[N, H*D]`.
+
+    Raises:
+        ValueError: a row is longer than `batch.context` or its table names a block that is not there.
+    """
+    num_rows, num_heads = len(q), numbers.num_kv_heads * numbers.num_queries
+    output = torch.empty(num_rows, num_heads * numbers.head_dim, dtype=q.dtype)
+    rotated: tuple[Any, ...] = (None, None, 0, 0)
+    if rotary is not None:
+        cos, sin = rotary
+        rotated = (cos.data_ptr(), sin.data_ptr(), cos.stride(0), cos.shape[1])
+    reach = min(batch.context, batch.block_tables.shape[1] * keys.shape[2])
+    workspace = _Workspace(
+        keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], keys.shape[2], len(keys),
+        batch.positions.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0), reach,
+    )  # fmt: skip
+    heads = [_Heads(q.data_ptr(), *q.stride())]
+    heads += [_Heads(x.data_ptr(), x.stride(0), x.stride(1), 0, x.stride(2)) for x in (k, v)]
+    _call(
+        "decode_attention", *map(byref, heads), byref(_Extras(*rotated, _pointer(sinks), _pointer(alibi))),
+        byref(workspace), byref(numbers), output.data_ptr(), num_rows, q.dtype == torch.bfloat16,
+        _threads(num_rows * num_heads * numbers.head_dim * batch.context),
+    )  # fmt: skip
+    return output

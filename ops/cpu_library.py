@@ -1,0 +1,168 @@
+"""Compiles `cpu_kernels.c` with the user's own C compiler at its first use, and loads it.
+
+The library is kept in the user's cache folder under a name that says what it was made of: source, compiler, options
+and processor. A file there ends with the SHA-256 of what comes before it, which the loader of the operating system
+does not read; what does not fit is compiled again. It comes into place whole, by a rename. Since it is code, it is
+loaded only from a folder that belongs to this user and that nobody else can write to, else compiled for this process
+alone.
+
+It is linked to the OpenMP runtime that torch has loaded, so that both have one pool of threads.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from hybrid_engine.ops.cache_folder import cache_folder
+from hybrid_engine.ops.dispatch import say_once
+
+SOURCE = Path(__file__).with_name("cpu_kernels.c")
+# Sums may be reordered and spread over a vector; NaN and infinity stay what they are, unlike under -ffast-math.
+OPTIONS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"]
+OPTIONS += ["-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"]
+X86_OPTIONS = ["-march=native", "-mprefer-vector-width=512"]
+OTHER_OPTIONS = ["-mcpu=native"]
+DIGEST_BYTES = 32
+COMPILE_SECONDS = 120
+# A compilation that takes longer was killed, and its file may go.
+STALE_SECONDS = 3600
+
+
+class NotBuilt(Exception):
+    """Why there is no library."""
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """The library; None, said once, where it cannot be made."""
+    try:
+        return _find_or_build()
+    except (NotBuilt, OSError) as error:
+        say_once(f"operations on the CPU run one by one in torch, more slowly: {error}")
+        return None
+
+
+def _find_or_build() -> ctypes.CDLL:
+    command = compile_command()
+    folder = cache_folder("compiled")
+    if not make_private(folder):
+        with tempfile.TemporaryDirectory() as temporary:
+            return ctypes.CDLL(str(build(command, Path(temporary) / "kernels.so")))
+    path = folder / f"{library_name(command)}.so"
+    if not is_whole(path):
+        build(command, path)
+        remove_stale(folder)
+    return ctypes.CDLL(str(path))
+
+
+def compile_command() -> list[str]:
+    """Compiler, options, source and libraries, without the output. NotBuilt where there is no compiler."""
+    if os.name != "posix":
+        raise NotBuilt(f"they are compiled on POSIX systems, and this is {platform.system()}")
+    wanted = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    compiler = shutil.which(wanted[0])
+    if compiler is None:
+        raise NotBuilt(f"there is no C compiler {wanted[0]!r}; install one, such as gcc, or name it by CC")
+    native = X86_OPTIONS if platform.machine().lower() in ("x86_64", "amd64") else OTHER_OPTIONS
+    runtime = openmp_runtime()
+    # Named before -fopenmp's own, which then is not needed.
+    libraries = ["-Wl,--as-needed", str(runtime)] if runtime else []
+    return [compiler, *wanted[1:], *OPTIONS, *native, str(SOURCE), *libraries, "-lm"]
+
+
+def openmp_runtime() -> Path | None:
+    """The OpenMP runtime in this process, torch's own where there are several; None where none is seen."""
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = set(re.findall(r"(/\S*/lib(?:gomp|iomp5|omp)[-.]\S*)$", mapped, re.MULTILINE))
+    return Path(min(found, key=lambda path: ("/torch" not in path, path))) if found else None
+
+
+def library_name(command: list[str]) -> str:
+    """The hash of everything that the library depends on."""
+    compiler = Path(command[0]).resolve()
+    status = compiler.stat()
+    made_of = [SOURCE.read_bytes(), *command, str(compiler), status.st_size, status.st_mtime_ns, _processor()]
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()
+
+
+def _processor() -> list[str]:
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        return [line for line in lines if line.startswith(("vendor_id", "cpu family", "model", "flags", "Features"))]
+    return [platform.machine(), platform.processor()]
+
+
+def make_private(folder: Path) -> bool:
+    """Makes the folder; whether it is this user's and no other can write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return False
+    is_closed = not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and is_closed and os.access(folder, os.W_OK)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a library of this user lies at `path` and has the bytes that were compiled."""
+    try:
+        status, content = path.lstat(), path.read_bytes()
+    except OSError:
+        return False
+    library, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    is_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
+    return is_file and hashlib.sha256(library).digest() == digest
+
+
+def build(command: list[str], path: Path) -> Path:
+    """Compiles to `path`, which holds a whole library or what it held before; several processes may at once.
+
+    Raises:
+        NotBuilt: the compiler failed, with the first line of its errors.
+    """
+    handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        _compile([*command, "-o", name])
+        with temporary.open("ab") as file:
+            file.write(hashlib.sha256(temporary.read_bytes()).digest())
+        temporary.chmod(0o700)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        result = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=COMPILE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise NotBuilt(f"{command[0]} took more than {COMPILE_SECONDS} seconds") from None
+    if result.returncode != 0:
+        errors = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+        raise NotBuilt(f"{command[0]} failed: {errors[0] if errors else f'exit status {result.returncode}'}")
+
+
+def remove_stale(folder: Path) -> None:
+    """Removes what killed compilations left."""
+    for path in folder.glob("*.part"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                path.unlink()
