@@ -1,5 +1,6 @@
 """The server: answers are those of `generate()`, whatever else it does at the same time."""
 
+import copy
 import json
 import threading
 import time
@@ -289,6 +290,49 @@ def test_a_conversation_goes_on_by_its_tokens(server, client, tokenizer):
     text = tokenizer.decode(trajectory.tokens)
     assert text.startswith("<start>user\nbegin<eos>\n<start>assistant\n")
     assert "<eos>\n<start>user\nand 1<eos>\n<start>assistant\n" in text
+
+
+def test_a_conversation_feeds_only_what_is_new(tokenizer, engine, monkeypatch):
+    """Where there is room: what was fed in earlier turns is in the workspace; answers are those of a new prefill."""
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    config["hybrid_engine"] = {"enabled": True, "kv_block_size": 16, "max_running": 2}
+    policy, *_ = hybrid_engine.initialize(model=copy.deepcopy(engine.module), config=config)
+    fed, forward = [], type(policy.generator.model).forward
+
+    def counted(model, batch, *args):
+        fed.append((type(batch).__name__, len(batch.tokens)))
+        return forward(model, batch, *args)
+
+    monkeypatch.setattr(type(policy.generator.model), "forward", counted)
+    with policy.eval().serving(tokenizer, model_name="tiny") as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+
+        def turns(session, count):
+            messages = [{"role": "user", "content": "begin"}]
+            for turn in range(count):
+                fed.clear()
+                answer = client.chat.completions.create(
+                    model="tiny", messages=messages, max_tokens=20, seed=turn,
+                    extra_body={"session_id": session, "return_token_ids": True},
+                )  # fmt: skip
+                (choice,) = answer.choices
+                messages += [choice.message.model_dump(), {"role": "user", "content": f"and {turn}" + "x" * 70 * turn}]
+                yield choice.prompt_token_ids, choice.token_ids, choice.logprobs
+
+        spoken, prefilled = [], []
+        for prompt, tokens, _ in turns("long", 4):
+            spoken.append((prompt, tokens))
+            prefilled.append(sum(size for kind, size in fed if kind == "PrefillBatch"))
+            if len(spoken) > 1:
+                num_known = sum(map(len, spoken[-2])) - 1  # the last token was drawn and not fed
+                assert sum(size for _, size in fed) == len(prompt) - num_known + len(tokens) - 1
+        assert prefilled[0] == len(spoken[0][0]) and prefilled[1:] == [0, 0, 0]
+        for number in range(12):  # others take the room: the oldest contexts go, nobody waits
+            list(turns(f"other {number}", 1))
+        assert len(server.worker.batch.scheduler.kept_sequences) > 1
+    for turn, (prompt, tokens) in enumerate(spoken):
+        ((expected, _),) = generated(engine, tokenizer, prompt, max_new_tokens=20, seed=turn)
+        assert tokens == expected
 
 
 def test_a_conversation_that_was_changed_begins_a_branch(server, client):

@@ -61,6 +61,8 @@ class LiveBatch:
     def add(self, sequences: list[Sequence]) -> None:
         """Lets `sequences` wait for a place. Each must fit: its prompt and answer within `longest` tokens."""
         for sequence in sequences:
+            if self.strategy.model.trained_length is not None:  # keys belong to other frequencies in a longer sequence
+                sequence.is_kept = False
             self._num_told[sequence] = 0
             self.scheduler.add(sequence)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.generation.live import Progress
 from hybrid_engine.serving.asked import Asked, ServedModel
@@ -27,6 +28,8 @@ class Choice:
 
     prompt: list[int]
     detokenizer: IncrementalDetokenizer
+    sequence: Sequence | None = None
+    """What draws it; None where no tokens were asked for."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -58,11 +61,10 @@ class Writer:
     def __init__(self, asked: Asked, model: ServedModel):
         self.asked, self.model, self.request = asked, model, asked.request
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
-        num = max(1, len(asked.sequences) // max(1, len(asked.prompts)))
+        drawn: list[tuple[list[int], Sequence | None]] = [(row.prompt.tokens, row) for row in asked.sequences]
         self.choices = [
-            Choice(prompt, IncrementalDetokenizer(model.tokenizer, asked.request.stops))
-            for prompt in asked.prompts
-            for _ in range(num)
+            Choice(prompt, IncrementalDetokenizer(model.tokenizer, asked.request.stops), sequence)
+            for prompt, sequence in drawn or [(prompt, None) for prompt in asked.prompts]
         ]
         self._index = {sequence: index for index, sequence in enumerate(asked.sequences)}
 

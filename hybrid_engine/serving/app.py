@@ -105,7 +105,7 @@ class App:
             return await self._answer(request, ChatWriter(asked, self.model), None)
         prompt, node = self.sessions.find_chat(session_id, body)
         asked = read_chat(body, self.model, prompt)
-        record = recorder_of_chat(self.sessions, session_id, body, node)
+        record = recorder_of_chat(self.sessions, session_id, asked, node)
         return await self._answer(request, ChatWriter(asked, self.model), record)
 
     async def models(self, request: Request) -> Response:

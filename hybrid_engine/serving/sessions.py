@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybrid_engine.generation.batching.sequence import Sequence as BatchSequence
 from hybrid_engine.serving.answers import Choice
 from hybrid_engine.serving.asked import Asked, ServedModel, chat_text, chat_tokens
 from hybrid_engine.serving.protocol import ChatRequest
@@ -34,6 +35,8 @@ class Trajectory:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """As the client has them, the answer included; empty for `/v1/completions`."""
     finish_reason: str | None = None
+    sequence: BatchSequence | None = None
+    """What drew the last answer; its keys and values may still be there."""
 
 
 class Sessions:
@@ -93,6 +96,7 @@ class Sessions:
             ([] if node is None else node.versions) + [-1] * num_new + [self.version] * num_drawn,
             [_comparable(message) for message in messages],
             choice.finish_reason,
+            choice.sequence,
         )
         with self._lock:
             self._nodes.setdefault(session_id, []).append(new)
@@ -121,8 +125,11 @@ Recorder = Callable[[Sequence[Choice]], None]
 """Keeps the finished choices of a request."""
 
 
-def recorder_of_chat(sessions: Sessions, session_id: str, request: ChatRequest, node: Trajectory | None) -> Recorder:
+def recorder_of_chat(sessions: Sessions, session_id: str, asked: Asked, node: Trajectory | None) -> Recorder:
     """Of a chat whose prompt goes on from `node`."""
+    keep_context(asked, [node])
+    request = asked.request
+    assert isinstance(request, ChatRequest)
 
     def record(choices: Sequence[Choice]) -> None:
         for choice in choices:
@@ -135,9 +142,18 @@ def recorder_of_chat(sessions: Sessions, session_id: str, request: ChatRequest, 
 def recorder_of_tokens(sessions: Sessions, session_id: str, asked: Asked) -> Recorder:
     """Of completions, which go on from where their prompts say."""
     nodes = [sessions.find_tokens(session_id, prompt) for prompt in asked.prompts]
+    keep_context(asked, nodes)
 
     def record(choices: Sequence[Choice]) -> None:
         for place, choice in enumerate(choices):
             sessions.record(session_id, nodes[place * len(nodes) // len(choices)], choice, [])
 
     return record
+
+
+def keep_context(asked: Asked, nodes: list[Trajectory | None]) -> None:
+    """Lets answers begin from the keys and values of what they go on from, and leave theirs for what comes next."""
+    for place, sequence in enumerate(asked.sequences):
+        node = nodes[place * len(nodes) // len(asked.sequences)]
+        sequence.is_kept = True
+        sequence.begins_from = None if node is None else node.sequence

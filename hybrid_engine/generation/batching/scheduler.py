@@ -46,11 +46,20 @@ class Prefill:
         return self.owner if isinstance(self.owner, Prompt) else self.owner.prompt
 
 
+@dataclass(frozen=True)
+class Extension:
+    """A sequence that goes on from the blocks of a finished one: its prompt is fed from token `first` on."""
+
+    sequence: Sequence
+    first: int
+
+
 @dataclass
 class Admission:
-    """What enters now. Prefills come first, then the copies, then every sequence draws its next token."""
+    """What enters now. Prefills and extensions come first, then copies, then every sequence draws its next token."""
 
     prefills: list[Prefill] = field(default_factory=list)
+    extensions: list[Extension] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
 
@@ -74,6 +83,7 @@ class Scheduler:
             self.add(sequence)
         self.running: list[Sequence] = []  # oldest first
         self.kept_prompts: list[Prompt] = []  # prefilled, with samples still waiting
+        self.kept_sequences: dict[Sequence, None] = {}  # finished, with their blocks; the oldest first
         self.pool = BlockPool(num_blocks)
         self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
         if longest is None:
@@ -145,12 +155,32 @@ class Scheduler:
     def _can_admit(self, sequence: Sequence) -> bool:
         can_grow = self.num_blocks_for(sequence.most_fed) > self.num_blocks_for(len(sequence))
         spare = 1 if self.running and can_grow else 0  # without it a newcomer would be the next to be preempted
-        return self._num_blocks_to_start(sequence, bool(sequence.prompt.blocks)) + spare <= len(self.pool.free)
+        while self._num_blocks_to_start(sequence, bool(sequence.prompt.blocks)) + spare > len(self.pool.free):
+            if not self._drop_kept_sequence(sequence.begins_from):
+                return False
+        return True
+
+    def _drop_kept_sequence(self, wanted: Sequence | None = None) -> bool:
+        """Gives the blocks of the oldest kept sequence back, `wanted` last; False if there is none."""
+        if not self.kept_sequences:
+            return False
+        oldest = min(self.kept_sequences, key=lambda kept: kept is wanted)
+        del self.kept_sequences[oldest]
+        self.pool.release(oldest.blocks)
+        return True
+
+    def _kept_beginning(self, sequence: Sequence) -> Sequence | None:
+        """The finished sequence that a waiting one goes on from, if its blocks are still there."""
+        beginning = sequence.begins_from
+        is_there = beginning in self.kept_sequences and self._is_alone(sequence) and not sequence.tokens
+        return beginning if is_there else None
 
     def _num_blocks_to_start(self, sequence: Sequence, is_kept: bool) -> int:
         """Blocks that a waiting sequence takes when it starts; with `is_kept` its prompt has some already."""
         if self._is_alone(sequence):
-            return self.num_blocks_for(len(sequence))
+            kept_sequence = self._kept_beginning(sequence)
+            there = 0 if kept_sequence is None else len(kept_sequence.blocks)
+            return max(0, self.num_blocks_for(len(sequence)) - there)
         prompt_length = len(sequence.prompt.tokens)
         kept = 0 if is_kept else self.num_blocks_for(prompt_length)
         return kept + (1 if prompt_length % self.block_size else 0)
@@ -162,7 +192,9 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, admission: Admission) -> None:
         prompt = sequence.prompt
-        if self._is_alone(sequence):
+        if (beginning := self._kept_beginning(sequence)) is not None:
+            self._extend(sequence, beginning, admission)
+        elif self._is_alone(sequence):
             sequence.blocks = self.pool.allocate(self.num_blocks_for(len(sequence)))
             tokens = sequence.prompt.tokens + sequence.tokens
             admission.prefills.append(Prefill(tokens, list(sequence.blocks), sequence))
@@ -177,6 +209,13 @@ class Scheduler:
         self.running.append(sequence)
         sequence.slot = self.free_slots.pop(0)
         self.changed.append(sequence)
+
+    def _extend(self, sequence: Sequence, beginning: Sequence, admission: Admission) -> None:
+        """Takes over the blocks of a kept sequence."""
+        del self.kept_sequences[beginning]
+        sequence.blocks, beginning.blocks = beginning.blocks, []
+        sequence.blocks += self.pool.allocate(max(0, self.num_blocks_for(len(sequence)) - len(sequence.blocks)))
+        admission.extensions.append(Extension(sequence, beginning.num_fed))
 
     def _fork(self, sequence: Sequence, admission: Admission) -> None:
         """Shares the prompt's full blocks and copies the last partial one."""
@@ -196,6 +235,8 @@ class Scheduler:
         """Gives every running sequence a place for its newest token, preempting the newest where needed."""
         for sequence in self.short_of_blocks():
             while not self.pool.free and sequence in self.running:
+                if self._drop_kept_sequence():
+                    continue
                 if self.kept_prompts:
                     self._drop(self.kept_prompts[-1])
                 else:
@@ -237,14 +278,20 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """Notes why a sequence finished; takes it out and frees its blocks if it still runs."""
+        """Notes why a sequence finished; takes it out and frees its blocks if it still runs, unless they are kept.
+
+        Where a sequence is one block they never are: rows would have to move out of their places for them.
+        """
         sequence.finish_reason = reason
         if sequence.slot >= 0:
+            if sequence.is_kept and not self.is_contiguous and reason != "cancelled":
+                self.kept_sequences[sequence] = None
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pool.release(sequence.blocks)
+        if sequence not in self.kept_sequences:
+            self.pool.release(sequence.blocks)
         insort(self.free_slots, sequence.slot)
         sequence.slot = -1
 

@@ -33,6 +33,8 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)  # its block table, in order
     slot: int = -1  # its row in the tables of the device while it runs; -1: it does not run
+    is_kept: bool = False  # its blocks stay when it finishes, as long as nobody needs them
+    begins_from: "Sequence | None" = None  # a kept one, whose tokens its prompt begins with
     finish_reason: str | None = None  # "stop": drew an end-of-sequence token; "length": ran out of new tokens
 
     def __len__(self) -> int:
@@ -43,3 +45,8 @@ class Sequence:
     def most_fed(self) -> int:
         """Tokens that the model is fed where it gets all its new tokens; the last one drawn never is."""
         return len(self.prompt.tokens) + self.options.max_new_tokens - 1
+
+    @property
+    def num_fed(self) -> int:
+        """Tokens whose keys and values are there when it has finished: the last one drawn was never needed."""
+        return len(self) - 1

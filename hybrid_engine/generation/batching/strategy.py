@@ -16,11 +16,14 @@ import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.batching.scheduler import Admission, Copy, Prefill, Scheduler
+from hybrid_engine.generation.batching.scheduler import Admission, Copy, Extension, Prefill, Scheduler
 from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
 from hybrid_engine.generation.batching.stopwatch import Stopwatch
 from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, send_to_device
-from hybrid_engine.ops import BlockCopyOp, PrefillBatch
+from hybrid_engine.ops import BlockCopyOp, DecodeBatch, PrefillBatch
+
+# Tokens of a prompt's new part that are fed at once: each has its logits, which are many with a large vocabulary.
+TOKENS_PER_EXTENSION = 64
 
 
 class TextGeneration:
@@ -55,7 +58,7 @@ class TextGeneration:
         """One pass over the layers; an empty one when there is nothing to do."""
         self._recompute()
         admission = self.scheduler.admit()
-        if admission.prefills:
+        if admission.prefills or admission.extensions:
             with self.prefill_time.measure():
                 self._prefill(admission)
                 self._read(self.lag)
@@ -83,15 +86,40 @@ class TextGeneration:
             pass
 
     def _prefill(self, admission: Admission) -> None:
-        batch = self._prefill_batch(admission.prefills)
-        logits = self.model.forward(batch, self.kv, self.layers())
-        own: dict[Sequence, torch.Tensor] = {}
+        own = self._extend(admission.extensions)
+        logits = []
+        if admission.prefills:
+            logits = self.model.forward(self._prefill_batch(admission.prefills), self.kv, self.layers())
         for prefill, row in zip(admission.prefills, logits, strict=True):
             if isinstance(prefill.owner, Prompt):
                 prefill.owner.logits = row.clone()  # a view would keep all rows alive
             else:
                 own[prefill.owner] = row
         self._enter(admission, own)
+
+    def _extend(self, extensions: list[Extension]) -> dict[Sequence, torch.Tensor]:
+        """Feeds what is new of prompts whose beginnings are in the workspace; the logits after each.
+
+        A token is a row of a decode step: it writes its key and value before any looks, and sees what stands before it.
+        """
+        own: dict[Sequence, torch.Tensor] = {}
+        for extension in extensions:
+            sequence, tokens = extension.sequence, extension.sequence.prompt.tokens
+            table = torch.tensor(sequence.blocks)
+            for first in range(extension.first, len(tokens), TOKENS_PER_EXTENSION):
+                last = min(first + TOKENS_PER_EXTENSION, len(tokens))
+                numbers = torch.stack((torch.tensor(tokens[first:last]), torch.arange(first, last)))
+                fed, positions = send_to_device(numbers, self.kv.device)
+                batch = DecodeBatch(
+                    tokens=fed,
+                    positions=positions,
+                    block_tables=send_to_device(table.expand(last - first, -1).contiguous(), self.kv.device),
+                    context=last,
+                    is_identity=False,
+                )
+                logits = self.model.forward(batch, self.kv, self.layers())
+            own[sequence] = logits[-1]
+        return own
 
     def _enter(self, admission: Admission, own: dict[Sequence, torch.Tensor] | None = None) -> None:
         """Forks what was admitted and draws its next token, from its own logits or from its prompt's."""
