@@ -68,11 +68,14 @@ def _addmm(
 
 
 def _bmm(function: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """One product a term needs no order; one matrix is a product like any other."""
+    """One product a term needs no order; one matrix, also for the whole batch, is a product like any other.
+
+    The latter is what torch makes of a linear whose weight is frozen and whose input is not contiguous.
+    """
     if left.shape[2] == 1:
         return function(left, right)
-    if left.shape[0] == 1:
-        return product(left[0], right[0])[None]
+    if left.shape[0] == 1 or right.stride(0) == 0:
+        return product(left.reshape(-1, left.shape[2]), right[0]).unflatten(0, left.shape[:2])
     shapes = f"{list(left.shape)} and {list(right.shape)}"
     raise NotExactError(f"a batch of products of {shapes} is not known to be exact; attention is in fixed_attention.py")
 

@@ -164,7 +164,7 @@ def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[Pr
             f"--dataset={config.dataset!r}: {len(rows)} prompts are fewer than the {get_world_size()} processes; give "
             "more prompts, or start fewer processes"
         )
-    rewards.check_columns(set.intersection(*(set(row.columns) for row in rows)))
+    rewards.check_rows(rows)
     longest = max(len(encode_prompt(tokenizer, row)) for row in rows)
     limit = num_positions(load_config(str(config.model)))
     check_positions(config, longest, f"--model={config.model!r}", limit)

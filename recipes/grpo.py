@@ -37,7 +37,7 @@ from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_finite
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions, RewardOptions, RolloutOptions, suitable_rate
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
@@ -114,6 +114,7 @@ class Config(RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
         for name in ("steps", "rollout_size", "group_size", "minibatch_size", "micro_batch_size", "epochs"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("eval_samples", self.eval_samples, 1)
+        check_finite("pass_score", self.pass_score)
         for name in ("lora_rank", "eval_every"):
             check_at_least(name, getattr(self, name), 0)
         check_above("learning_rate", self.learning_rate, 0)
@@ -207,9 +208,8 @@ def train_loop(
                 carried = carried._replace(best=best)
             log.write(step, groups.figures | figures | actor.latency_stats(), SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:
-                folder = Path(config.out) / CHECKPOINTS
                 state = carried._asdict() | {"best": tuple(carried.best)}
-                save_checkpoints({"actor": actor}, folder, step + 1, config, state)
+                save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config, state)
     return carried
 
 

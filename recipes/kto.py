@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_completion
-from hybrid_engine.recipes.data.held_out import hold_out
+from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
 from hybrid_engine.recipes.data.rows import LabelledRow
@@ -51,7 +51,13 @@ from hybrid_engine.recipes.preference.first_actor import (
     find_first_actor,
     keep_what_fits,
 )
-from hybrid_engine.recipes.preference.labelled import LabelledAnswer, labels_of, refer, reference_logprobs
+from hybrid_engine.recipes.preference.labelled import (
+    LabelledAnswer,
+    check_several_prompts,
+    labels_of,
+    refer,
+    reference_logprobs,
+)
 from hybrid_engine.recipes.preference.options import PreferenceOptions
 from hybrid_engine.recipes.runs.best import Best, keep_lowest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
@@ -175,6 +181,8 @@ def load_answers(config: Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
     random.Random(config.seed).shuffle(train)
     train = train[: config.max_answers or None]
     check_enough(config, len(train), len(held_out), "answers")
+    for rows, what in ((train, "train on"), (held_out[: config.eval_rows], "measure on")):
+        check_several_prompts([prompt_text(row.prompt) for row in rows], what)
     return train, held_out[: config.eval_rows]
 
 

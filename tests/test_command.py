@@ -141,6 +141,7 @@ def test_options_come_from_a_file_and_those_of_the_command_line_win(tmp_path, mo
         ("model: 3", "model=3 must be of type str; write it in quotes"),
         ("steps", "must hold options as `name: value` lines"),
         ("a: [", "must be a YAML file that can be read"),
+        ("kl-coef: 1\nkl_coef: 2", "gives kl_coef 2 times; leave one of them"),
     ],
 )
 def test_a_config_file_with_a_fault_is_refused_with_its_name_and_the_fault(content, message, tmp_path, capsys):

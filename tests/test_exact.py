@@ -119,6 +119,11 @@ def test_adapters_and_training_steps_keep_the_bits():
         assert engine.observe_logprobs(output.logprobs, logprobs, logprobs != 0).max == 0.0
         assert first is None or not torch.equal(output.logprobs, first)  # there was a step in between
         first = output.logprobs
+        with torch.no_grad():  # the head's weight is frozen and what it reads a view: torch makes a batch of it
+            last, whole = (
+                engine(input_ids=output.sequences, **keep).logits[:, -4:] for keep in ({"logits_to_keep": 4}, {})
+            )
+        assert torch.equal(last, whole)
         engine.backward(-logprobs.mean())
         engine.step()
 

@@ -241,6 +241,7 @@ def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_log
         ("--reward exact --reward-weights 1 2", "must be 1 numbers, one for each --reward"),
         ("--reward number:column=solution", "reads the column 'solution'"),
         ("--learning-rate 0", "--learning-rate=0.0 must be above 0"),
+        ("--pass-score nan", "--pass-score=nan must be finite"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_made(options, message, tmp_path, capsys):
@@ -303,3 +304,22 @@ def test_a_process_rewards_steps_are_learned_from_and_choices_about_whole_answer
     for name, value in (("baseline", "leave-one-out"), ("scale", "batch-std"), ("overlong_buffer", 0.5)):
         with pytest.raises(ValueError, match=f"{value} is about whole answers, and a --reward gives numbers"):
             grpo.run(tiny(name, steps=1, eval_every=0, reward=("steps:score",), algorithm=Algorithm(**{name: value})))
+
+
+def test_two_processes_learn_from_steps_as_one_does_also_where_only_one_draws_again(tiny, tmp_path, monkeypatch):
+    (tmp_path / "halves.py").write_text(
+        "def score(prompts, response_ids):\n"
+        "    is_told = [int(prompt.split('+')[0]) % 2 for prompt in prompts]\n"
+        "    return [[float(told and token % 3) for token in ids] for told, ids in zip(is_told, response_ids)]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    algorithm = Algorithm(dynamic_sampling=3, kl_place="token-reward", kl_coef=0.05, kl_estimator="k1")
+    config = tiny("steps-1", steps=2, eval_every=0, reward=("halves:score",), algorithm=algorithm)
+    grpo.run(config)
+    run_distributed(run_with_adapter_and_without, 2, [replace(config, out=str(tmp_path / "steps-2"), zero_stage=3)])
+    one, two = (read_metrics(tmp_path / f"steps-{number}" / "metrics.jsonl") for number in (1, 2))
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours["prompts_drawn"] > 4
+        for figure in (FIGURES - {"reward_regex"}) | {"reward_score", "prompts_drawn"}:
+            assert ours[figure] == pytest.approx(theirs[figure], rel=1e-3, abs=1e-4), figure

@@ -233,7 +233,7 @@ def test_prompts_of_every_kind_of_file_are_the_same(tmp_path):
         ("a.json", b'[{"prompt": "a"}', "is not JSON"),
         ("a.csv", b'prompt\na\n"b\n', "is not CSV"),
         ("a.csv", b"prompt;id\na;1\n", "has the columns 'prompt;id' and must have 'prompt'"),
-        ("a.csv", b"", "has the columns none and must have 'prompt'"),
+        ("a.csv", b"", "has no rows; give a data set with some"),
         ("a.parquet", b"not one", "must be a file"),
         ("a.txt", b"prompt", "ends in '.txt'; a file must end in .jsonl, .json, .csv, .parquet"),
         ("a.jsonl", None, "must be an existing file"),

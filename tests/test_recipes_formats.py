@@ -183,6 +183,11 @@ BAD = [
     (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": NO}, "text in one of chosen and rejected"),
     (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "line 2 has margin='x'; it"),
     (read_preference_rows, {"prompt": "a", "chosen": "b", "rejected": "c", "margin": None}, "has margin=None; it must"),
+    (
+        read_preference_rows,
+        {"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1e300},
+        "finite number, of at most 1e+12",
+    ),
     (read_labelled_rows, {"prompt": "a", "completion": "b", "label": "good"}, "line 2 has label='good'; it must be"),
     (read_labelled_rows, {"prompt": "a", "completion": "b", "label": 2}, "line 2 has label=2; it must be true for"),
     (read_labelled_rows, {"prompt": "a", "completion": "b"}, "line 2 has label=None; it must be true"),
@@ -227,6 +232,38 @@ def test_a_bad_value_is_named_with_its_row_and_column(tmp_path, read, columns, m
 def test_a_data_set_of_another_format_is_refused_with_the_remedy(tmp_path, read, columns, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         read(write(tmp_path / "data.jsonl", [columns]))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.csv",
+            "prompt,answer\na,1\nb,2,3\n",
+            "line 3 has 3 values for 2 columns; mend it, and put what holds a comma",
+        ),
+        ("a.csv", "prompt,answer\na\n", "line 2 has 1 values for 2 columns"),
+        ("a.csv", "prompt,prompt\na,b\n", "line 1 names the column 'prompt' 2 times; rename the others"),
+        ("a.csv", "prompt,answer\n", "has no rows; give a data set with some"),
+        ("a.jsonl", "\n\n", "has no rows; give a data set with some"),
+        ("a.json", "[]", "has no rows; give a data set with some"),
+    ],
+)
+def test_a_file_whose_rows_are_not_what_they_seem_is_refused(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"^--dataset='.*{name}'.*{re.escape(message)}"):
+        read_prompt_rows(str(tmp_path / name))
+
+
+def test_the_ending_of_a_file_may_be_in_capitals_and_an_empty_line_is_no_row(tmp_path):
+    (tmp_path / "a.CSV").write_text("prompt,answer\n\na,1\n\n")
+    assert [row.prompt for row in read_prompt_rows(str(tmp_path / "a.CSV"))] == ["a"]
+
+
+def test_a_label_may_be_a_number(tmp_path):
+    rows = [{"prompt": "a", "completion": "b", "label": label} for label in (1.0, 0.0, 1, 0)]
+    found = read_labelled_rows(write(tmp_path / "data.jsonl", rows))
+    assert [row.label for row in found] == [True, False, True, False]
 
 
 def test_a_data_set_without_rows_is_refused(tmp_path):
@@ -350,6 +387,10 @@ def test_the_prompt_of_a_pair_ends_where_a_template_opens_its_two_answers_otherw
     assert pair_texts(tokenizer, pair) == (OPENED, "<think>hm</think>blue<eos>", "green<eos>")
 
 
+def variables(given):
+    return PromptRow(prompt=QUESTION, columns={"chat_template_kwargs": given})
+
+
 def test_tools_of_a_row_reach_the_template():
     tokenizer = build_chat_tokenizer("{% if tools %}{{ tools[0]['name'] }}{% endif %}" + PLAIN_TEMPLATE)
     row = PromptRow(prompt=QUESTION, columns={"tools": [{"name": "look"}]})
@@ -374,6 +415,12 @@ def test_tools_of_a_row_reach_the_template():
             "renders the prompt otherwise once an answer follows",
         ),
         (PLAIN_TEMPLATE, PromptRow(prompt=""), "has text without tokens"),
+        (PLAIN_TEMPLATE, variables("no"), "has chat_template_kwargs='no'; it must be an object of variables"),
+        (
+            PLAIN_TEMPLATE,
+            variables({"tokenize": False}),
+            "it must be an object of variables of the chat template, with",
+        ),
     ],
 )
 def test_what_cannot_be_encoded_is_named_with_its_row(template, row, message):

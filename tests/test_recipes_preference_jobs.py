@@ -1,6 +1,7 @@
 """DPO and KTO end to end with tiny sizes: what they write, how they stop and go on, what they refuse."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import dpo, kto, sft
+from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.runs.answers_log import read_answers
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
@@ -186,6 +188,26 @@ def test_rows_that_do_not_fit_the_model_are_left_out_if_asked(recipe, tmp_path, 
     assert f"{recipe.upper()}: {num_trained} " in shown
     with pytest.raises(ValueError, match=r"--batch-size=\d+ must not exceed the \d+ (pairs|answers) to train on"):
         RECIPES[recipe].run(replace(config, out=str(tmp_path / "few"), batch_size=num_trained + num_rows))
+
+
+def test_labelled_answers_to_one_held_out_prompt_are_refused_before_anything_is_loaded(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(kto, "find_first_actor", None)
+    kept = [prompt for prompt in (f"g{n}(x)\n" for n in range(40)) if not is_held_out(prompt)]
+    rows = [{"prompt": prompt, "completion": "a", "label": True} for prompt in kept]
+    held_out = next(prompt for prompt in map(str, range(99)) if is_held_out(prompt))
+    rows += [{"prompt": held_out, "completion": answer, "label": False} for answer in "bc"]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="--dataset has a single prompt to measure on, and KTO compares answers"):
+        kto.run(tiny("kto", tmp_path / "run", model, str(tmp_path / "data.jsonl")))
+
+
+def test_what_restart_would_move_aside_is_no_source_of_the_run(tmp_path, model, pairs):
+    out = tmp_path / "run"
+    shutil.copytree(model, out / "actor")
+    config = tiny("dpo", out, str(out / "actor"), pairs, restart=True)
+    with pytest.raises(ValueError, match=r"--model='.*actor' lies in '.*actor', which --restart moves aside; copy it"):
+        dpo.run(config)
+    assert (out / "actor" / "config.json").exists()
 
 
 def test_a_row_that_does_not_fit_the_model_is_named(tmp_path, model, pairs):

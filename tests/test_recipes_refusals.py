@@ -10,6 +10,8 @@ import torch
 from answers import answers_of
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
@@ -23,6 +25,7 @@ from hybrid_engine.recipes import ppo, reward, sft
 from hybrid_engine.recipes.experience.start import Start
 from hybrid_engine.recipes.rewards.learned import LearnedReward, build_critic, load_value_model
 from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.runs.stages import load_model
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 
@@ -200,6 +203,24 @@ def test_a_reward_model_reads_a_conversation_by_its_chat_template_and_needs_one(
     tokens = tokenizer("user: Which?<eos>assistant: This one.<eos>", return_tensors="pt", add_special_tokens=False)
     expected = model(input_ids=tokens["input_ids"]).logits.item()
     assert load_rewards([str(tmp_path)])(answers).total == pytest.approx([expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("damage", ["lacking", "not finite"])
+def test_a_model_with_a_layer_that_is_missing_or_not_finite_is_refused(damage, sources, tmp_path):
+    model = GPT2LMHeadModel.from_pretrained(sources / "actor")
+    weights, name = model.state_dict(), "transformer.h.0.mlp.c_fc.weight"
+    if damage == "lacking":
+        del weights[name]
+        rule = f"lacks weights of {name}; save the model anew"
+    else:
+        weights[name][0, 0] = NAN
+        rule = f"has weights that are not finite in {name}; save the model anew"
+    model.save_pretrained(tmp_path / "model", state_dict=weights)
+    for auto_class, options in ((AutoModelForCausalLM, {}), (AutoModelForSequenceClassification, {"num_labels": 1})):
+        with pytest.raises(ValueError, match=re.escape(f"--model='{tmp_path / 'model'}' {rule}")):
+            load_model(auto_class, tmp_path / "model", has_new_head=bool(options), **options)
+    with pytest.raises(ValueError, match=re.escape(f"--reward='{sources / 'actor'}' lacks weights of score.weight")):
+        load_model(AutoModelForSequenceClassification, sources / "actor", "reward", num_labels=1)
 
 
 def test_a_reward_model_is_not_trained_on_a_body_without_a_score_head(sources, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from answers import answers_of
 
+from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.critic_experience import reward_tokens
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN, last_number
@@ -128,11 +129,40 @@ def test_a_time_limit_must_be_above_0():
 def test_columns_that_a_reward_cannot_do_without_are_asked_for_before_any_work(module):
     name = module("def score(responses, level, bonus=0, *, kind, **others): return [0.0 for _ in responses]")
     rewards = load_rewards(["number:column=solution", f"{name}:score"])
-    rewards.check_columns(["solution", "level", "kind"])
+    rewards.check_rows(rows_with(["solution", "level", "kind"]))
     with pytest.raises(ValueError, match=r"'number:column=solution' reads the column 'solution', and the data has 'an"):
-        rewards.check_columns(["answer"])
+        rewards.check_rows(rows_with(["answer"]))
     with pytest.raises(ValueError, match=r"score' reads the column 'kind', and the data has 'solution'"):
-        rewards.check_columns(["solution"])
+        rewards.check_rows(rows_with(["solution"]))
+    with pytest.raises(
+        ValueError, match=r"^line 2 has no 'level', which other rows have and --reward=.* reads; mend the row"
+    ):
+        rewards.check_rows(rows_with(["solution", "level", "kind"], ["solution", "kind"]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "rule"),
+    [
+        ("exact", None, "which is no answer"),
+        ("exact:after=####", "steps ####", "which is no answer"),
+        ("number", "none", "which has no number in it"),
+    ],
+)
+def test_a_reference_that_a_rule_cannot_read_is_named_with_its_row_before_any_work(spec, value, rule):
+    rows = [
+        PromptRow(prompt="p", columns={"answer": answer}, place=f"line {n}") for n, answer in enumerate(("1", value))
+    ]
+    with pytest.raises(ValueError, match=f"^line 1 has answer={value!r}, {rule} for --reward={spec!r}; mend it"):
+        load_rewards([spec]).check_rows(rows)
+    load_rewards([spec]).check_rows(rows[:1])
+
+
+def rows_with(*columns):
+    """A row with each of these sets of columns."""
+    return [
+        PromptRow(prompt="p", columns=dict.fromkeys(names, "1"), place=f"line {number}")
+        for number, names in enumerate(columns, start=1)
+    ]
 
 
 def test_several_rewards_are_added_by_their_weights():

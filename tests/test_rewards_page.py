@@ -29,7 +29,7 @@ def example(tmp_path, monkeypatch):
 def test_the_session_prints_what_the_page_says(example):
     test = doctest.DocTestParser().get_doctest(example, {}, "docs/rewards.md", None, 0)
     report = []
-    assert len(test.examples) == 8
+    assert len(test.examples) == 7
     assert doctest.DocTestRunner(verbose=False).run(test, out=report.append).failed == 0, "".join(report)
 
 

@@ -1,6 +1,7 @@
 """`--config file.yaml`: the options of a recipe from a file, each by its name; options on the command line win."""
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,21 @@ def read_config_file(path: str, options: Sequence[Option]) -> dict[str, Any]:
     """The options that the file gives, by name; `kl-coef` and `kl_coef` are the same.
 
     Raises:
-        ValueError: the file cannot be read as YAML, is no mapping, names an option that the recipe has not, or gives
-            a value of the wrong type.
+        ValueError: the file cannot be read as YAML, is no mapping, names an option that the recipe has not or twice, or
+            gives a value of the wrong type.
     """
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"--config={path!r} must be a YAML file that can be read: {reason}") from error
     if not isinstance(content, Mapping):
         raise ValueError(f"--config={path!r} must hold options as `name: value` lines, and holds {content!r}")
+    names = [str(key.value).replace("-", "_") for key, _ in yaml.compose(text, yaml.SafeLoader).value]
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"--config={path!r} gives {name} {count} times; leave one of them")
     by_name = {option.name: option for option in options}
     return dict(_read_entry(path, str(key), value, by_name) for key, value in content.items())
 

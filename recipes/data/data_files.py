@@ -8,6 +8,7 @@ import codecs
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,10 +48,12 @@ def read_table(dataset: str, split: str | None = None, option: str = "dataset") 
         is_file = path.is_file()
     except OSError as error:  # a name that is too long
         raise ValueError(f"{source} must be a file, a folder or a hub name: {error}") from error
-    is_file = is_file or path.suffix in READERS
+    is_file = is_file or path.suffix.lower() in READERS
     if is_file and split is not None:
         raise ValueError(f"--split={split!r}: {source} is a file, which has no splits; leave the option out")
     rows = list(_read_file(source, path) if is_file else _rows_of(_load_table(source, dataset, split)))
+    if not rows:
+        raise ValueError(f"{source} has no rows; give a data set with some")
     columns = sorted({str(name) for _, row in rows for name in row})
     return Table(source=source, rows=[(f"{source}: {place}", row) for place, row in rows], columns=columns)
 
@@ -58,11 +61,11 @@ def read_table(dataset: str, split: str | None = None, option: str = "dataset") 
 def _read_file(source: str, path: Path) -> Rows:
     if not path.is_file():
         raise ValueError(f"{source} must be an existing file; check the path")
-    if path.suffix not in READERS:
+    if path.suffix.lower() not in READERS:
         raise ValueError(
             f"{source} ends in {path.suffix!r}; a file must end in {', '.join(READERS)}: convert it, or rename it"
         )
-    return READERS[path.suffix](source, path)
+    return READERS[path.suffix.lower()](source, path)
 
 
 def _read_text(source: str, path: Path) -> str:
@@ -116,10 +119,19 @@ def _read_json(source: str, path: Path) -> Rows:
 
 def _read_csv(source: str, path: Path) -> Rows:
     """The first line names the columns; every value is text."""
-    reader = csv.DictReader(io.StringIO(_read_text(source, path), newline=""), restkey="", strict=True)
+    reader = csv.reader(io.StringIO(_read_text(source, path), newline=""), strict=True)
     try:
-        for row in reader:
-            yield f"line {reader.line_num}", row
+        names = next(reader, [])
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ValueError(f"{source}: line 1 names the column {name!r} {count} times; rename the others")
+        for values in filter(None, reader):
+            if len(values) != len(names):
+                raise ValueError(
+                    f"{source}: line {reader.line_num} has {len(values)} values for {len(names)} columns; mend it, and "
+                    "put what holds a comma in double quotes"
+                )
+            yield f"line {reader.line_num}", dict(zip(names, values, strict=True))
     except csv.Error as error:
         raise ValueError(f"{source}: line {reader.line_num} is not CSV ({error}); mend the file") from error
 

@@ -4,6 +4,7 @@ Text is encoded prompt and answer apart, so that the prompt's tokens are those t
 ends with the end-of-sequence token. A conversation is rendered as a whole, and split where it goes on from its prompt.
 """
 
+import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from hybrid_engine.recipes.data.rows import (
 )
 from hybrid_engine.recipes.runs.checks import flag
 
+RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
+"""What a row's `chat_template_kwargs` may not say: how a conversation becomes tokens is not its business."""
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -255,6 +258,17 @@ def _until_end(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int]) -> 
     return ids
 
 
+def _template_options(row: Row) -> dict[str, Any]:
+    """The row's own variables of the template; ValueError for what is none, or is not for a row to say."""
+    given = row.columns.get("chat_template_kwargs") or {}
+    if not isinstance(given, dict) or RESERVED & given.keys():
+        raise ValueError(
+            f"{row.place} has chat_template_kwargs={given!r}; it must be an object of variables of the chat template, "
+            f"without {', '.join(sorted(RESERVED))}: mend the row"
+        )
+    return dict(given)
+
+
 def _render(
     tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], **opening: bool
 ) -> tuple[list[int], list[bool] | None]:
@@ -269,7 +283,7 @@ def _render(
             "answers as text"
         ) from error
     is_marked = not opening and _GENERATION_MARK.search(template) is not None
-    options: dict[str, Any] = {**(row.columns.get("chat_template_kwargs") or {}), **opening}
+    options = _template_options(row) | opening
     try:
         rendered = tokenizer.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=is_marked, **options

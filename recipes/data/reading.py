@@ -21,7 +21,8 @@ from hybrid_engine.recipes.data.rows import (
 
 R = TypeVar("R")
 LABELS = {True: True, False: False, "true": True, "false": False, "True": True, "False": False, "1": True, "0": False}
-"""What a label may be; a CSV file holds text. 1 and 0 equal True and False."""
+"""What a label may be; a CSV file holds text. 1, 1.0, 0 and 0.0 equal True and False."""
+LARGEST_NUMBER = 1e12
 
 
 def read_prompt_rows(dataset: str, split: str | None = None, option: str = "dataset") -> list[PromptRow]:
@@ -119,7 +120,7 @@ def _completion_row(place: str, row: dict[str, Any]) -> CompletionRow:
 
 def _labelled_row(place: str, row: dict[str, Any]) -> LabelledRow:
     answer, label = _completion_row(place, row), row.get("label")
-    if not isinstance(label, (bool, int, str)) or label not in LABELS:
+    if not isinstance(label, (bool, int, float, str)) or label not in LABELS:
         raise ValueError(f"{place} has label={reprlib.repr(label)}; it must be true for a good answer, false for a bad")
     return LabelledRow(
         prompt=answer.prompt,
@@ -221,6 +222,9 @@ def _number(place: str, name: str, value: Any) -> float:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{place} has {name}={reprlib.repr(value)}; it must be a finite number: mend the row")
+    if not abs(number) <= LARGEST_NUMBER:
+        raise ValueError(
+            f"{place} has {name}={reprlib.repr(value)}; it must be a finite number, of at most {LARGEST_NUMBER:g} "
+            "either way: mend the row"
+        )
     return number

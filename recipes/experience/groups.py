@@ -77,7 +77,10 @@ class GroupSource:
             found = torch.tensor(scored.total, dtype=torch.float32).view(-1, self.options.num_samples)  # [B, G]
             found_steps = steps_on_tokens(scored, rollout)  # [B * G, T]
             has_steps |= any(gather_objects(scored.per_token is not None))
-            is_varied = has_variance(found_steps.view(len(found), -1) if has_steps else found)
+            of_steps = found_steps.unflatten(0, found.shape).flatten(
+                1
+            )  # [B, G * T], which a process without B has none of
+            is_varied = has_variance(of_steps if has_steps and len(found) else found)
             num_worthless += sum(gather_objects(int((~is_varied).sum())))
             is_kept = is_varied if round_number < max_redraws else torch.ones_like(is_varied)
             if is_kept.any():

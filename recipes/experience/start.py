@@ -72,7 +72,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
             f"number of processes, {get_world_size()}; raise it, or give more prompts"
         )
     if rewards is not None:
-        rewards.check_columns(set.intersection(*(set(row.columns) for row in rows)))
+        rewards.check_rows(rows)
     check_prompts(config, source, rows, specs if has_critic else ())
 
     if config.restart:

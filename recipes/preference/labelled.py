@@ -46,6 +46,14 @@ def mismatch(answers: Sequence[Encoded], seed: int) -> list[Encoded]:
     return [replace(chosen[index], prompt_ids=answer.prompt_ids) for index, answer in enumerate(answers)]
 
 
+def check_several_prompts(prompts: Sequence[str], what: str) -> None:
+    """ValueError where all answers to `what`, such as "train on", belong to one prompt."""
+    if len(set(prompts)) < 2:
+        raise ValueError(
+            f"--dataset has a single prompt to {what}, and KTO compares answers to several; give rows of more prompts"
+        )
+
+
 def refer(
     reference: Any, answers: Sequence[Encoded], labels: Sequence[bool], seed: int, reading: Reading
 ) -> list[LabelledAnswer]:

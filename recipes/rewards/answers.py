@@ -78,6 +78,8 @@ class Reward:
     """Gives one `Value` for each answer; what it really returned is checked by who calls it."""
     columns: frozenset[str] = frozenset()
     """The columns of the data that it cannot do without."""
+    check: Callable[[Mapping[str, Any]], None] | None = None
+    """Raises ValueError, in words that follow the place of a row, for columns whose values it cannot read."""
 
 
 class UnusableReference(ValueError):

@@ -13,7 +13,7 @@ follows the last TEXT, as `exact:after=####`; a response without it has no answe
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ class Rule:
     judge: Callable[[Answers], list[float]]
     columns: frozenset[str] = frozenset()
     """The columns of the data that it reads."""
+    check: Callable[[Mapping[str, Any]], None] | None = None
+    """Of `Reward`."""
 
 
 def build_exact(spec: str, given: str) -> Rule:
@@ -119,7 +121,15 @@ def _compare(spec: str, options: SpecOptions, is_right: Callable[[str, str], boo
                 ) from error
         return scores
 
-    return Rule(judge=judge, columns=frozenset({column}))
+    def check(columns: Mapping[str, Any]) -> None:
+        try:
+            is_right("", _reference(columns[column], after))
+        except ValueError as error:
+            raise ValueError(
+                f"has {column}={columns[column]!r}, which {error} for --reward={spec!r}; mend it"
+            ) from error
+
+    return Rule(judge=judge, columns=frozenset({column}), check=check)
 
 
 def _is_right_answer(is_right: Callable[[str, str], bool], response: str, reference: str, after: str) -> bool:

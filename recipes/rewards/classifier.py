@@ -41,7 +41,7 @@ def build_classifier(source: str, tokenizer: PreTrainedTokenizerBase) -> nn.Modu
     The head's initialisation is that of Stiennon et al., arXiv 2009.01325 (after Huang et al., "N implementation
     details", item 3).
     """
-    model = load_model(AutoModelForSequenceClassification, source, num_labels=1)
+    model = load_model(AutoModelForSequenceClassification, source, has_new_head=True, num_labels=1)
     model.config.pad_token_id = tokenizer.pad_token_id
     head = score_head(model, "model", source)
     torch.nn.init.normal_(head.weight, std=(head.in_features + 1) ** -0.5)

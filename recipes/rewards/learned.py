@@ -13,7 +13,7 @@ from hybrid_engine.recipes.data.rows import CompletionRow, Turns
 from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences, last_token_scores
 from hybrid_engine.recipes.rewards.answers import Answers, UnusableReference
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN
-from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer, num_positions, score_head
+from hybrid_engine.recipes.runs.stages import load_config, load_model, load_tokenizer, num_positions, score_head
 
 ROWS_PER_PASS = 64
 
@@ -87,12 +87,13 @@ def load_value_model(folder: str) -> ValueModel:
     Raises:
         ValueError: `folder`, which the option `reward` named, has not exactly one label or no head named `score`.
     """
-    classifier = load_model(AutoModelForSequenceClassification, folder, "reward")
-    if classifier.config.num_labels != 1:
+    num_labels = load_config(folder, "reward").num_labels
+    if num_labels != 1:
         raise ValueError(
-            f"--reward={folder!r} must be a sequence classifier with one label, the score, and has "
-            f"{classifier.config.num_labels}; train one, for example with `hybrid-engine reward`"
+            f"--reward={folder!r} must be a sequence classifier with one label, the score, and has {num_labels}; "
+            "train one, for example with `hybrid-engine reward`"
         )
+    classifier = load_model(AutoModelForSequenceClassification, folder, "reward")
     score = score_head(classifier, "reward", folder)
     mean = getattr(classifier.config, "score_mean", 0.0)
     std = getattr(classifier.config, "score_std", 1.0)

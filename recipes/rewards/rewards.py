@@ -1,15 +1,16 @@
 """The rewards of a run: they score answers, and what one of them does wrong names it and the prompt.
 
-rewards.check_columns(data_columns)
+rewards.check_rows(rows)
 scores = rewards(answers)
 """
 
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.recipes.data.rows import Row
 from hybrid_engine.recipes.rewards.answers import Answers, Reward, RewardError, UnusableReference, Value
 from hybrid_engine.recipes.rewards.scores import Scores, WrongCount, combine, read_values
 from hybrid_engine.recipes.rewards.time_limit import OutOfTime, within
@@ -31,15 +32,18 @@ class Rewards:
         """What each reward was named by."""
         return [reward.spec for reward in self.rewards]
 
-    def check_columns(self, columns: Collection[str]) -> None:
-        """ValueError unless the data has every column that a reward reads; to be asked before any work."""
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        """ValueError unless every row has what the rewards read, and they can read it; to be asked before any work."""
+        found = set().union(*(row.columns for row in rows))
         for reward in self.rewards:
-            for column in sorted(reward.columns - set(columns)):
+            for column in sorted(reward.columns - found):
                 raise ValueError(
                     f"--reward={reward.spec!r} reads the column {column!r}, and the data has "
-                    f"{', '.join(map(repr, sorted(columns))) or 'no other columns'}; rename a column, or name "
+                    f"{', '.join(map(repr, sorted(found))) or 'no other columns'}; rename a column, or name "
                     "another in the reward (docs/rewards.md)"
                 )
+            for row in rows:
+                check_row(reward, row)
 
     def __call__(self, answers: Answers) -> Scores:
         """The scores of this process's answers; collective: an error of one process is raised on all.
@@ -56,6 +60,19 @@ class Rewards:
     def _score(self, answers: Answers) -> Scores:
         values = [judge(reward, answers, self.time_limit_seconds) if len(answers) else [] for reward in self.rewards]
         return combine(self.rewards, values, answers)
+
+
+def check_row(reward: Reward, row: Row) -> None:
+    """ValueError, with the place of `row`, where it lacks a column of the reward's or has one that it cannot read."""
+    for column in sorted(reward.columns - set(row.columns)):
+        raise ValueError(
+            f"{row.place} has no {column!r}, which other rows have and --reward={reward.spec!r} reads; mend the row"
+        )
+    if reward.check is not None:
+        try:
+            reward.check(row.columns)
+        except ValueError as error:
+            raise ValueError(f"{row.place} {error}") from error
 
 
 def judge(reward: Reward, answers: Answers, seconds: float) -> list[Value]:

@@ -53,8 +53,15 @@ def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: A
             )
     weights = [reward.weight for reward in rewards]
     is_process = any(isinstance(value, list) for column in values for value in column)
+    total = [_weighted(weights, row) for row in zip(*sums, strict=True)]
+    for index, number in enumerate(total):
+        if not abs(number) <= LARGEST_SCORE:
+            raise ValueError(
+                f"--reward-weights: the weighted sum for the answer to the prompt {answers.shown_prompt(index)} is "
+                f"{number}, and must be at most {LARGEST_SCORE:g} either way; lower them"
+            )
     return Scores(
-        total=[_weighted(weights, row) for row in zip(*sums, strict=True)],
+        total=total,
         by_name={reward.name: column for reward, column in zip(rewards, sums, strict=True)},
         per_token=_per_token(rewards, values, answers, weights) if is_process else None,
         is_step=_is_step(rewards, values, answers) if is_process else None,

@@ -1,12 +1,13 @@
 """What is checked of a run before a model loads, whatever it trains: its folder, its model, its earlier stages."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from hybrid_engine.distributed.processes import get_world_size
 from hybrid_engine.recipes.runs.adapters import check_adapter
 from hybrid_engine.recipes.runs.checkpoints import check_resume
-from hybrid_engine.recipes.runs.run_folder import check_nothing_is_lost, check_out
+from hybrid_engine.recipes.runs.run_folder import RUN_RESULTS, check_nothing_is_lost, check_out
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer
 
 
@@ -14,8 +15,23 @@ def check_folder(folder: Path, config: Any) -> None:
     """Whether the run may write to `folder`, and goes on with what is in it or moves it aside; for one process."""
     check_out(config.out)
     check_resume(folder, config, "ppo")
+    if config.restart:
+        check_sources_stay(folder, config)
     if not config.resume and not config.restart:
         check_nothing_is_lost(folder)
+
+
+def check_sources_stay(folder: Path, config: Any) -> None:
+    """ValueError where `--restart` would move aside what the run is to begin with."""
+    sources = [("model", config.model), ("dataset", config.dataset)]
+    sources += [("reward", spec) for spec in getattr(config, "reward", ())]
+    for name, source in sources:
+        for moved in RUN_RESULTS:
+            if source and Path(os.path.abspath(source)).is_relative_to(os.path.abspath(folder / moved)):
+                raise ValueError(
+                    f"--{name}={source!r} lies in {str(folder / moved)!r}, which --restart moves aside; copy it to a "
+                    "place of its own, or choose another --out"
+                )
 
 
 def check_model(source: str, lora_rank: int) -> None:

@@ -103,20 +103,38 @@ def explained(option: str, source: str | Path) -> Iterator[None]:
         ) from error
 
 
-def load_model(auto_class: Any, source: str | Path, option: str = "model", **options: Any) -> nn.Module:
+def load_model(
+    auto_class: Any, source: str | Path, option: str = "model", *, has_new_head: bool = False, **options: Any
+) -> nn.Module:
     """`auto_class.from_pretrained(source)` in fp32 with every dropout probability of its config set to 0.
 
     Dropout would make the log-probabilities of two passes over the same weights differ.
 
+    Args:
+        auto_class: of transformers.
+        source: Hugging Face name or folder.
+        option: that named it.
+        has_new_head: whether what stands on the model's body may be missing, and is then random.
+        options: for the model's config.
+
     Raises:
-        ValueError: naming `option`, nothing loads.
+        ValueError: naming `option`: nothing loads, weights are missing or not finite.
     """
     config = load_config(source, option, **options)
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     with explained(option, source):
-        return auto_class.from_pretrained(source, config=config, dtype=torch.float32)
+        loading = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+        model, info = auto_class.from_pretrained(source, **loading)
+    body = f"{model.base_model_prefix}."
+    missing = [name for name in sorted(info["missing_keys"]) if not has_new_head or name.startswith(body)]
+    wrong = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
+    for names, problem in ((missing, "lacks weights of"), (wrong, "has weights that are not finite in")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(f"{flag(option)}={str(source)!r} {problem} {names[0]}{more}; save the model anew")
+    return model
 
 
 def score_head(classifier: nn.Module, option: str, source: str | Path) -> nn.Linear:
