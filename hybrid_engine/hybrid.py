@@ -188,6 +188,19 @@ class HybridEngine(ZeroEngine):
         with self._generating(), build_server(self.module, opening, tokenizer, model_name, **options) as server:
             yield server
 
+    @contextmanager
+    def reading_weights(self) -> Iterator[None]:
+        """Inside, containers and the module's forward find whole weights, adapters fused; train() is refused.
+
+        Collective. Raises ValueError where `generate()` would for the engine's mode or state.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            self.backward_hooks.recover()
+            if self.generator.begin(self._check_can_generate):
+                self.create_inference_containers()
+            with self._generating(), self.generator.readable(self.generator.model):
+                yield
+
     def warm_up(self, num_prompts: int | None = None, prompt_length: int | None = None, **options: Any) -> WarmUp:
         """Probes, compiles and records before the first rollout what it would wait for; prints how long it took.
 

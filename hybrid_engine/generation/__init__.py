@@ -1,1 +1,27 @@
-"""Generation: a backend runs a strategy over a wrapped model; the scheduler says who runs, the workspace holds KV."""
+"""Generation in three levels, each to be customised alone (`levels/`), over one engine (the rest of this room).
+
+A backend runs a strategy over a wrapped model; below, the scheduler says who runs and the workspace holds KV.
+"""
+
+from hybrid_engine.generation.levels.backends import (
+    AbstractBackend,
+    NativeBackend,
+    TransformersBackend,
+    choose_backend,
+    common_generate,
+)
+from hybrid_engine.generation.levels.parameters import CommonInferenceParams
+from hybrid_engine.generation.levels.strategy import SimpleTextGenerationStrategy
+from hybrid_engine.generation.levels.wrapped_model import AbstractModelInferenceWrapper, GPTInferenceWrapper
+
+__all__ = [
+    "AbstractBackend",
+    "AbstractModelInferenceWrapper",
+    "CommonInferenceParams",
+    "GPTInferenceWrapper",
+    "NativeBackend",
+    "SimpleTextGenerationStrategy",
+    "TransformersBackend",
+    "choose_backend",
+    "common_generate",
+]

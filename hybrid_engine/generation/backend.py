@@ -1,4 +1,4 @@
-"""The two ways to generate: natively on inference containers, or by the model's own `generate()`.
+"""The two ways to run a rollout: on inference containers, or by the model's own `generate()`.
 
 Each prepares a rollout (every check, nothing changed), gathers for it, runs it. What gathering takes it
 puts on an ExitStack, which gives it back in the opposite order, also when the run raises.
@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, bound_to_copies, pass_over_layers
 from hybrid_engine.generation.decoding.graph import CaptureStats, CudaGraphs
+from hybrid_engine.generation.decoding.open_step import Choice, OpenStep
 from hybrid_engine.generation.decoding.steps import DecodeSteps
 from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.options import GenerationOptions
@@ -59,7 +61,7 @@ class RolloutResult:
     captures: CaptureStats = field(default_factory=CaptureStats)
 
 
-class NativeBackend:
+class ContainerRollouts:
     """Runs rollouts on containers: paged KV, continuous batching, one pass over the layers per turn."""
 
     def __init__(
@@ -138,21 +140,26 @@ class NativeBackend:
         """One pass over the layers."""
         return pass_over_layers(self.model, self.gatherer)
 
-    def start(self, plan: Plan, kv: torch.Tensor) -> TextGeneration:
-        """What takes the turns of `plan`, none taken yet."""
+    def start(self, plan: Plan, kv: torch.Tensor, choice: Choice | None = None) -> TextGeneration:
+        """What takes the turns of `plan`, none taken yet; `choice` as `run` takes it."""
+        if choice is not None:
+            return TextGeneration(self.model, plan.build_scheduler(), OpenStep(self.model, kv, choice), self.layers)
         step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed)
         lag = 0 if self.gatherer.is_streamed else self.lag
         return TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag)
 
-    def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor) -> RolloutResult:
+    def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor, choice: Choice | None = None) -> RolloutResult:
         """Takes turns until every sequence has finished; streamed, until those of every process have.
+
+        `choice` draws the tokens and says which rows end; without it the options of each sequence do.
 
         Raises:
             RuntimeError: the model's logits are not finite.
         """
         is_streamed = self.gatherer.is_streamed
         meets_others = is_streamed or self.model.parallel.size > 1
-        strategy = self.partners.agree(lambda: self.start(plan, kv)) if meets_others else self.start(plan, kv)
+        start = partial(self.start, plan, kv, choice)
+        strategy = self.partners.agree(start) if meets_others else start()
         if is_streamed:
             self._turn_together(strategy)
         while strategy.has_work:
@@ -196,7 +203,7 @@ class NativeBackend:
         return error
 
 
-class ModuleBackend:
+class ModuleRollouts:
     """Runs rollouts through the model's own `generate()`, in its own padded batches."""
 
     def __init__(self, module: nn.Module, gatherer: WeightGatherer):

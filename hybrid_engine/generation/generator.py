@@ -6,7 +6,7 @@ with a verdict of all processes, so that an error of one is raised on all.
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,10 +20,11 @@ from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import HeldInterrupts
 from hybrid_engine.distributed.verdict import Partners, attempt, describe_error
-from hybrid_engine.generation.backend import ModuleBackend, NativeBackend, RolloutResult
+from hybrid_engine.generation.backend import ContainerRollouts, ModuleRollouts, RolloutResult
 from hybrid_engine.generation.batching.noise import prompt_digest, rank_seed
 from hybrid_engine.generation.batching.plan import (
     BLOCK_SIZE,
@@ -35,6 +36,7 @@ from hybrid_engine.generation.batching.plan import (
     workspace_bytes,
 )
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, pass_over_layers
+from hybrid_engine.generation.decoding.open_step import Choice
 from hybrid_engine.generation.exact import ExactModel
 from hybrid_engine.generation.memory.training import TrainingMemory
 from hybrid_engine.generation.memory.usage import free_and_total_bytes, usable_memory_bytes
@@ -123,10 +125,11 @@ class Generator:
         self.lasting = LastingWeights(self.group.parallel.read)
         self.model: InferenceModel | None = None
         self.fallback_reason: str | None = None
-        self.native: NativeBackend | None = None
+        self.native: ContainerRollouts | None = None
         self.is_live = False
         """Whether a live batch has the workspace."""
-        self.own = ModuleBackend(module, self.gatherer)
+        self.own = ModuleRollouts(module, self.gatherer)
+        self._choice: Choice | None = None  # what draws the tokens of the rollouts now
         # Beside GenerationConfig's fields: what transformers' generate() and the model's forward take by name.
         functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
         self._accepted = [name for function in functions for name in inspect.signature(function).parameters]
@@ -186,7 +189,7 @@ class Generator:
         self.model, self.native, self.fallback_reason = None, None, reason
 
     def _probe(self, model: InferenceModel) -> LogprobDifference:
-        with self._readable(model):
+        with self.readable(model):
             layers = partial(pass_over_layers, model, self.gatherer)
             if isinstance(model, ExactModel):
                 return probe_bits(self.module, model, layers, model.run_trainer, self.sharding.world_size)
@@ -214,7 +217,7 @@ class Generator:
         return True
 
     def _probe_widely(self, model: InferenceModel, block_size: int, recorder: Any) -> LogprobDifference:
-        with self._readable(model):
+        with self.readable(model):
             layers = partial(pass_over_layers, model, self.gatherer)
             return probe_widely(self.module, model, layers, block_size, recorder, self.sharding.world_size)
 
@@ -235,13 +238,20 @@ class Generator:
             say_once("the whole weights do not fit into the free memory: layers are gathered one by one on every pass")
 
     @contextmanager
-    def _readable(self, model: InferenceModel) -> Iterator[None]:
-        """Inside, containers and the module's forward pass both find their weights; no autocast changes dtypes."""
+    def readable(self, model: InferenceModel | None) -> Iterator[None]:
+        """Inside, containers, if any, and the module's forward both find their weights; no autocast changes dtypes."""
         # With parts of the weights read, the module's forward gathers its layers one by one.
         is_shared = self.group.slices is not None
         gathered = self.gatherer.gathered() if is_shared else self.gatherer.gathered_for_forward()
-        with torch.autocast(self.device.type, enabled=False), gathered, bound(model, self.gatherer):
+        with torch.autocast(self.device.type, enabled=False), gathered, ExitStack() as stack:
+            if model is not None:
+                stack.enter_context(bound(model, self.gatherer))
             yield
+
+    def layers(self) -> Iterable[InferenceLayer]:
+        """One pass over the containers' layers, where their weights are readable."""
+        assert self.model is not None
+        return pass_over_layers(self.model, self.gatherer)
 
     def has_other_modules(self) -> bool:
         """Whether modules were put into the module, taken out or exchanged since `build_containers()`."""
@@ -251,7 +261,7 @@ class Generator:
     def use_containers(self, model: InferenceModel) -> None:
         """Generates on `model` from now on; its weights must be bound, or have been."""
         self.model, self.fallback_reason = model, None
-        self.native = NativeBackend(model, self.gatherer, self.lasting, self.workspace, self.config, self.partners)
+        self.native = ContainerRollouts(model, self.gatherer, self.lasting, self.workspace, self.config, self.partners)
 
     def begin(self, check: Callable[[], None]) -> bool:
         """Before a rollout, on the engine's side: raises an error of `check` on all processes; collective.
@@ -474,7 +484,16 @@ class Generator:
             if request.plan is None:
                 return self.own.run(wishes.input_ids, wishes.mask, wishes.options, request.seed, wishes.kwargs)
             assert self.native is not None and kv is not None
-            return self.native.run(request.plan, kv, wishes.input_ids)
+            return self.native.run(request.plan, kv, wishes.input_ids, self._choice)
+
+    @contextmanager
+    def choosing_by(self, choice: Choice | None) -> Iterator[None]:
+        """Inside, `choice` draws every token of rollouts on containers and says which rows end; None: options do."""
+        self._choice = choice
+        try:
+            yield
+        finally:
+            self._choice = None
 
     def _reason_to_fall_back(self, merged: dict[str, Any]) -> str | None:
         if self.fallback_reason is not None:

@@ -3,7 +3,7 @@
 import torch
 
 from hybrid_engine.containers.linear import is_adapted
-from hybrid_engine.generation.backend import NativeBackend
+from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.usage import format_bytes
 from hybrid_engine.generation.probing.agreement import LogprobDifference
@@ -66,7 +66,7 @@ def _gathering(generator: Generator) -> str:
     return f"gathering: all layers once per rollout; {format_bytes(gatherer.resident_bytes)} gathered"
 
 
-def _decoding(generator: Generator, native: NativeBackend) -> str:
+def _decoding(generator: Generator, native: ContainerRollouts) -> str:
     if generator.exact is not None:
         return "decoding: the module's forward in pieces of fixed shapes; each step by itself"
     weight = native.model.embedding.weight

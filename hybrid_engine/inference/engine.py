@@ -199,6 +199,16 @@ class InferenceEngine(nn.Module):
         with build_server(self.module, opening, tokenizer, model_name, **options) as server:
             yield server
 
+    @contextmanager
+    def reading_weights(self) -> Iterator[None]:
+        """Inside, containers find their weights, adapters fused, and there are no gradients; for several passes."""
+        if self.generator is None:
+            raise ValueError(f"{type(self.module).__name__} does not generate; call forward()")
+        if self.generator.is_live:  # at the end adapters are unfused, which the batch still reads
+            raise ValueError("the model is being served; wait until that ends, or send requests to the server")
+        with torch.inference_mode(False), torch.no_grad(), self.generator.readable(self.generator.model):
+            yield
+
     def _prompts(
         self,
         input_ids: torch.Tensor | None,

@@ -1,4 +1,4 @@
-"""The text-generation strategy: turns waiting sequences into finished ones, one model pass per turn.
+"""Continuous batching: turns waiting sequences into finished ones, one model pass per turn.
 
 A turn is either a prefill of what was just admitted or a decode of everything that runs. That every turn
 passes once over the layers is what lets processes whose weights are streamed layer by layer stay in step
@@ -20,6 +20,7 @@ from hybrid_engine.generation.batching.scheduler import Admission, Copy, Extensi
 from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
 from hybrid_engine.generation.batching.stopwatch import Stopwatch
 from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, send_to_device
+from hybrid_engine.generation.decoding.open_step import OpenStep
 from hybrid_engine.ops import BlockCopyOp, DecodeBatch, PrefillBatch
 
 # Tokens of a prompt's new part that are fed at once: each has its logits, which are many with a large vocabulary.
@@ -39,7 +40,7 @@ class TextGeneration:
         self,
         model: InferenceModel,
         scheduler: Scheduler,
-        step: DecodeStep,
+        step: DecodeStep | OpenStep,
         layers: Callable[[], Iterable[InferenceLayer]],
         lag: int = 0,
     ):

@@ -1,0 +1,1 @@
+"""The three levels at which people customise generation: backend, text-generation strategy, wrapped model."""

@@ -1,0 +1,63 @@
+"""What a caller of `common_generate` asks for. Interface: Megatron Core's `inference/common_inference_params.py`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_engine.config.checks import check_flag, check_integer, check_number
+
+
+@dataclass
+class CommonInferenceParams:
+    """How prompts are continued, the same for all of them."""
+
+    use_greedy: bool = False
+    """Takes the likeliest token, whatever the fields below say of drawing."""
+    temperature: float = 1.0
+    """The logits are divided by it before anything is left out; above 0."""
+    top_k: int = 0
+    """Draws among so many of the likeliest tokens; 1 is greedy, 0 is off. Not together with `top_p`."""
+    top_p: float = 0.0
+    """Draws among the likeliest tokens that together have this probability; 0 is off."""
+    return_log_probs: bool = False
+    """Whether the result has `output_log_probs`."""
+    num_tokens_to_generate: int = 30
+    """The most tokens that a prompt is continued by, the end token included; 0 gives the prompts back."""
+
+    def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
+        """Sets attributes by their names, those above or others that a method of one's own reads."""
+        for name, value in attribute_value_pair.items():
+            setattr(self, name, value)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.use_greedy or self.top_k == 1
+
+    def check(self) -> None:
+        """Raises ValueError for the first field that is out of range."""
+        check_flag("use_greedy", self.use_greedy)
+        check_flag("return_log_probs", self.return_log_probs)
+        check_integer("num_tokens_to_generate", self.num_tokens_to_generate, 0)
+        check_integer("top_k", self.top_k, 0)
+        check_filters(self)
+        if not self.is_greedy:
+            check_number("temperature", self.temperature, 0)
+            if self.temperature == 0:
+                raise ValueError("temperature=0 must be above 0; for greedy decoding set use_greedy=True")
+
+
+def check_filters(params: CommonInferenceParams, num_logits: int | None = None, vocab_size: int | None = None) -> None:
+    """Raises ValueError, in the words that callers of the interface know, for filters that cannot work.
+
+    `num_logits` and `vocab_size` bound `top_k` where they are given.
+    """
+    if params.top_k > 0 and params.top_p > 0:
+        raise ValueError("Cannot have top-p and top-k both greater than zero")
+    if not 0 <= params.top_p <= 1:
+        raise ValueError("top-p should be in (0,1]")
+    if params.is_greedy:
+        return
+    if num_logits is not None and params.top_k > num_logits:
+        raise ValueError("top-k is larger than logit size.")
+    if vocab_size is not None and params.top_k > vocab_size:
+        raise ValueError("top-k is larger than vocab size.")

@@ -1,0 +1,234 @@
+"""The lowest level: a model, wrapped so that a strategy can feed it tokens window by window.
+
+Interface: Megatron Core's `inference/model_inference_wrappers/`. b rows, S columns, n columns of a window, V logits.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hybrid_engine.containers import InferenceModel
+from hybrid_engine.distributed.verdict import Partners, everyone
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.memory.usage import usable_memory_bytes
+from hybrid_engine.ops import DecodeBatch, PrefillBatch
+from hybrid_engine.ops.dispatch import use_triton
+
+# Rows of a decode pass that feeds several positions of a window: each reads its row's keys anew.
+MAX_ROWS = 64
+
+
+class AbstractModelInferenceWrapper(ABC):
+    """A model that gives logits for windows of columns of a batch of tokens.
+
+    A strategy calls `prep_model_for_inference` once for a batch, and then each window in turn, from the first column:
+    `wrapper(wrapper.get_batch_for_context_window(start, end))`.
+    """
+
+    @abstractmethod
+    def prep_model_for_inference(self, prompts_tokens: torch.Tensor) -> None:
+        """Gets ready for `prompts_tokens [b, S]`, which are kept: new tokens are written into them."""
+
+    @abstractmethod
+    def get_batch_for_context_window(self, context_start_position: int, context_end_position: int) -> list[Any]:
+        """What `__call__` takes for columns from start to below end; those before start have been fed."""
+
+    @abstractmethod
+    def __call__(self, inference_input: list[Any]) -> torch.Tensor:
+        """Logits `[b, n, V]` of the window; collective where processes share the model."""
+
+    @property
+    def partners(self) -> Partners:
+        """The processes that generate together."""
+        return everyone()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's tokens belong."""
+        return torch.device("cpu")
+
+    def release(self) -> None:  # noqa: B027
+        """Forgets the batch, where something is kept of it."""
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, the model's weights stay where forward passes find them; windows outside of it fetch them each."""
+        yield
+
+
+class GPTInferenceWrapper(AbstractModelInferenceWrapper):
+    """A causal model of an engine: its containers, or the model's own forward where it has none.
+
+    Keys and values are kept for all rows from `prep_model_for_inference` to `release`.
+    """
+
+    def __init__(self, model: Any, args: Any = None):
+        """Wraps what `initialize` or `init_inference` returned; `args`, Megatron's options, are the model's own here.
+
+        Raises ValueError for anything else.
+        """
+        if not isinstance(getattr(model, "generator", None), Generator):
+            raise ValueError(
+                f"model is a {type(model).__name__}, which generates by no engine; pass what hybrid_engine.initialize "
+                "(with hybrid_engine.enabled) or hybrid_engine.init_inference returns for it"
+            )
+        self.model, self.args = model, args
+        self.prompts_tokens = torch.empty(0, 0, dtype=torch.int64)
+        self._state: torch.Tensor | Any | None = None  # the containers' keys and values, or the module's own cache
+        self._num_fed = 0  # columns
+        self._is_reading = False
+
+    @property
+    def generator(self) -> Generator:
+        """What the engine generates by."""
+        return self.model.generator
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether none of the three methods is a subclass's, so that the engine may run its model without them."""
+        names = ("prep_model_for_inference", "get_batch_for_context_window", "__call__")
+        return all(getattr(type(self), name) is getattr(GPTInferenceWrapper, name) for name in names)
+
+    @property
+    def partners(self) -> Partners:
+        """The processes that generate together."""
+        return self.generator.partners
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's tokens belong."""
+        return self.generator.device
+
+    def prep_model_for_inference(self, prompts_tokens: torch.Tensor) -> None:
+        """Keeps `prompts_tokens [b, S]` int64 and forgets the keys and values of the batch before.
+
+        Raises ValueError where the model is in training mode, S is more than it can hold or memory does not suffice.
+        """
+        if self.generator.module.training:
+            raise ValueError("prep_model_for_inference(): the engine is in training mode; call engine.eval() first")
+        if prompts_tokens.dim() != 2 or 0 in prompts_tokens.shape:
+            raise ValueError(f"prompts_tokens has shape {list(prompts_tokens.shape)}; pass [rows, tokens], none empty")
+        containers = self.generator.model
+        longest = None if containers is None else containers.max_positions
+        if longest is not None and prompts_tokens.shape[1] > longest + 1:  # the last one need not be fed
+            raise ValueError(
+                f"prompts_tokens has {prompts_tokens.shape[1]} columns and the model {longest} positions; shorten the "
+                "prompts or lower num_tokens_to_generate"
+            )
+        self.release()
+        if containers is not None:
+            _check_memory(containers, prompts_tokens)
+        self.prompts_tokens = prompts_tokens
+
+    def release(self) -> None:
+        """Forgets the batch, and gives the memory of its keys and values back."""
+        self.prompts_tokens = self.prompts_tokens.new_empty(0, 0)
+        self._state, self._num_fed = None, 0
+
+    def get_batch_for_context_window(self, context_start_position: int, context_end_position: int) -> list[Any]:
+        """Tokens and positions of the window, `[b, n]` int64 each.
+
+        Raises ValueError for an empty window, or one that leaves tokens out.
+        """
+        start, end, width = context_start_position, context_end_position, self.prompts_tokens.shape[1]
+        if not 0 <= start < end <= width:
+            raise ValueError(f"the window from {start} to {end} must lie in 0..{width} and hold a token")
+        tokens = self.prompts_tokens[:, start:end]
+        positions = torch.arange(start, end, device=tokens.device).expand(len(tokens), -1)
+        return [tokens, positions]
+
+    def __call__(self, inference_input: list[Any]) -> torch.Tensor:
+        """Logits `[b, n, V]` fp32 for what `get_batch_for_context_window` gave; collective as `generate()` is.
+
+        Raises ValueError for a window that does not begin where the last one ended.
+        """
+        tokens, positions = inference_input
+        start, end = int(positions[0, 0]), int(positions[0, -1]) + 1
+        if start != self._num_fed and start > 0:
+            raise ValueError(
+                f"the window begins at {start} and the last one ended at {self._num_fed}; feed all in turn"
+            )
+        with self.reading():
+            containers = self.generator.model
+            if containers is None:
+                logits = self._run_module(tokens, start)
+            elif start == 0:
+                logits = self._prefill(containers, tokens)
+            else:
+                logits = self._feed(containers, tokens, start)
+        self._num_fed = end
+        return logits
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, the weights stay gathered and adapters fused for any number of windows; collective."""
+        if self._is_reading:
+            yield
+            return
+        with self.model.reading_weights():
+            self._is_reading = True
+            try:
+                yield
+            finally:
+                self._is_reading = False
+
+    def _run_module(self, tokens: torch.Tensor, start: int) -> torch.Tensor:
+        cache = None if start == 0 else self._state
+        output = self.generator.module(input_ids=tokens, past_key_values=cache, use_cache=True)
+        self._state = output.past_key_values
+        return output.logits.float()
+
+    def _prefill(self, model: InferenceModel, tokens: torch.Tensor) -> torch.Tensor:
+        """The first window: whole rows one after the other, row r in block r."""
+        (num_rows, length), device = tokens.shape, tokens.device
+        width = self.prompts_tokens.shape[1]
+        model.prepare_positions(width)
+        self._state = torch.zeros(model.kv_shape(num_rows, width), dtype=model.dtype, device=device)
+        positions = torch.arange(length, device=device).repeat(num_rows)
+        batch = PrefillBatch(
+            tokens=tokens.reshape(-1),
+            positions=positions,
+            write_blocks=torch.arange(num_rows, device=device).repeat_interleave(length),
+            write_offsets=positions,
+            lengths=(length,) * num_rows,
+            starts=(torch.arange(num_rows + 1, device=device) * length).int(),
+            wanted=torch.arange(num_rows * length, device=device),
+            row_lengths=torch.full_like(positions, length),
+        )
+        return model.forward(batch, self._state, self.generator.layers()).unflatten(0, (num_rows, length))
+
+    def _feed(self, model: InferenceModel, tokens: torch.Tensor, start: int) -> torch.Tensor:
+        """A later window, a few columns at a time: each token is a row of a decode step, on the block of its own row.
+
+        A kernel's rows do not see what others of the same step write, so there each step feeds one column.
+        """
+        assert self._state is not None
+        num_rows, num_columns = tokens.shape
+        columns_at_once = 1 if use_triton(model.embedding.weight) else max(1, MAX_ROWS // num_rows)
+        blocks = torch.arange(num_rows, device=tokens.device)[:, None]
+        logits = []
+        for first in range(0, num_columns, columns_at_once):
+            fed = tokens[:, first : first + columns_at_once]
+            positions = torch.arange(start + first, start + first + fed.shape[1], device=fed.device)
+            batch = DecodeBatch(
+                tokens=fed.reshape(-1),
+                positions=positions.repeat(num_rows),
+                block_tables=blocks.repeat_interleave(fed.shape[1], 0),
+                context=start + first + fed.shape[1],
+                is_identity=fed.shape[1] == 1,
+            )
+            logits.append(model.forward(batch, self._state, self.generator.layers()).unflatten(0, fed.shape))
+        return torch.cat(logits, dim=1)
+
+
+def _check_memory(model: InferenceModel, tokens: torch.Tensor) -> None:
+    wanted = torch.Size(model.kv_shape(*tokens.shape)).numel() * model.dtype.itemsize
+    free = usable_memory_bytes(model.device)
+    if wanted > free:
+        raise ValueError(
+            f"prompts_tokens {list(tokens.shape)}: keys and values of all of them take {wanted:,} bytes, and {free:,} "
+            "are free; pass fewer rows at a time"
+        )
