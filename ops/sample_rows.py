@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.ops.sample import SamplingOptions, keyed_uniform, penalize_repetition
 from hybrid_engine.ops.sample_filters import keep_from, kth_largest_by_row, nucleus_threshold
 from hybrid_engine.ops.vocabulary import first_above, first_largest
@@ -96,17 +95,24 @@ def _early_ends(options: list[SamplingOptions], device: torch.device) -> EarlyEn
 
 
 def adjust_rows(
-    logits: torch.Tensor, options: RowOptions, draws: torch.Tensor, seen: torch.Tensor | None
+    logits: torch.Tensor,
+    options: RowOptions,
+    draws: torch.Tensor,
+    seen: torch.Tensor | None,
+    penalties: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What is drawn from, before temperature and filters; `logits [S, V]` fp32 stay as they are.
 
     Args:
         draws: `[S]` int64, tokens that each row has drawn so far.
-        seen: `[S, V]` bool, tokens that the penalty is for; unused without one.
+        seen: `[S, V]` bool, tokens that the repetition penalty is for; unused without one.
+        penalties: `[S, V]` fp32, taken off after that one.
     """
     if options.repetition_penalty is not None:
         assert seen is not None
         logits = penalize_repetition(logits, seen, options.repetition_penalty)
+    if penalties is not None:
+        logits = logits - penalties
     if options.early_ends is None:
         return logits
     rows, tokens, least = options.early_ends
@@ -114,8 +120,29 @@ def adjust_rows(
     return logits.index_put((rows, tokens), kept)
 
 
-def filter_rows(logits: torch.Tensor, options: RowOptions) -> torch.Tensor:
-    """-inf for what each row's filters leave out of `logits [n, V]` of the sampled rows; as `filter_logits`."""
+def count_penalties(
+    counts: torch.Tensor, presence: torch.Tensor | None, frequency: torch.Tensor | None
+) -> torch.Tensor:
+    """`[S, V]` fp32: what OpenAI's penalties take off, frequency * count + presence * (count > 0).
+
+    `counts [S, V]` are of the tokens of each response; `presence` and `frequency` are `[S, 1]` fp32, None where off.
+    Source: OpenAI's API reference, "Frequency and presence penalties".
+    """
+    penalties = torch.zeros(counts.shape, dtype=torch.float32, device=counts.device)
+    if frequency is not None:
+        penalties = penalties + frequency * counts
+    if presence is not None:
+        penalties = penalties + presence * (counts > 0)
+    return penalties
+
+
+def filter_rows(adjusted: torch.Tensor, options: RowOptions) -> torch.Tensor:
+    """`[n, V]`: what the sampled rows of `adjusted [S, V]` draw from; -inf for what their filters leave out."""
+    if options.sampled is None:
+        return adjusted[:0]
+    logits = adjusted if options.temperature is None else adjusted / options.temperature
+    if len(options.sampled) < len(adjusted):
+        logits = logits[options.sampled]
     if options.top_k is not None:
         rows, top_k = options.top_k
         logits = _keep_rows_from(rows, kth_largest_by_row(logits[rows], top_k), logits)
@@ -133,20 +160,18 @@ def _keep_rows_from(rows: torch.Tensor, threshold: torch.Tensor, logits: torch.T
     return keep_from(torch.full_like(logits[:, :1], -math.inf).index_copy_(0, rows, threshold), logits)
 
 
-def draw_rows(adjusted: torch.Tensor, options: RowOptions, keys: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """`[S]` int64: one token for each row of `adjusted [S, V]` fp32; `keys` and `draws` name the noise, `[S]` int64."""
+def pick_rows(
+    adjusted: torch.Tensor, scores: torch.Tensor, options: RowOptions, keys: torch.Tensor, draws: torch.Tensor
+) -> torch.Tensor:
+    """`[S]` int64: a token of `scores [n, V]` for each sampled row, for the others the largest of `adjusted [S, V]`.
+
+    `keys` and `draws` name the noise, `[S]` int64.
+    """
     rows = options.sampled
     if rows is None:
         return first_largest(adjusted)
-    scaled = adjusted if options.temperature is None else adjusted / options.temperature
     is_mixed = len(rows) < len(adjusted)
     if is_mixed:
-        scaled, keys, draws = scaled[rows], keys[rows], draws[rows]
-    probs = filter_rows(scaled, options).softmax(-1)
-    tokens = first_above(probs, keyed_uniform(keys, draws).float()[:, None]).squeeze(1)
+        keys, draws = keys[rows], draws[rows]
+    tokens = first_above(scores.softmax(-1), keyed_uniform(keys, draws).float()[:, None]).squeeze(1)
     return first_largest(adjusted).index_copy_(0, rows, tokens) if is_mixed else tokens
-
-
-def scaled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, options: RowOptions) -> torch.Tensor:
-    """`[S]` fp32: log-probabilities of `tokens [S]` under softmax(logits / temperature) of each row, unfiltered."""
-    return token_logprobs(logits if options.temperature is None else logits / options.temperature, tokens)

@@ -244,7 +244,7 @@ def test_modes_are_refused_where_they_make_no_sense(engine):
     )
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[5]]}], ids=str)
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"encoder_no_repeat_ngram_size": 2}], ids=str)
 def test_what_is_not_native_goes_to_the_models_own_generate_with_one_line(engine, caplog, options):
     input_ids, mask = padded_prompts()
     merged = GREEDY | options
@@ -260,7 +260,7 @@ def test_the_models_own_generate_is_measured_like_a_native_one(engine):
     native = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
     # A bound no 12 tokens reach: the option is foreign and changes nothing.
     own = engine.generate(
-        input_ids, attention_mask=mask, return_dict_in_generate=True, no_repeat_ngram_size=500, **GREEDY
+        input_ids, attention_mask=mask, return_dict_in_generate=True, encoder_no_repeat_ngram_size=500, **GREEDY
     )
     assert torch.equal(own.sequences, native.sequences) and torch.equal(own.lengths, native.lengths)
     assert own.finish_reason == native.finish_reason
@@ -336,7 +336,7 @@ def test_arguments_of_the_wrong_kind_are_refused(engine, kwargs, told):
 
 def test_a_seed_holds_for_the_models_own_generate_too(engine):
     input_ids, mask = padded_prompts()
-    own = {"do_sample": True, "max_new_tokens": 8, "no_repeat_ngram_size": 500}
+    own = {"do_sample": True, "max_new_tokens": 8, "encoder_no_repeat_ngram_size": 500}
     outputs = [engine.generate(input_ids, attention_mask=mask, seed=seed, **own) for seed in (5, 5, 6)]
     assert torch.equal(outputs[0], outputs[1])
     assert outputs[0].shape != outputs[2].shape or not torch.equal(outputs[0], outputs[2])
@@ -360,7 +360,7 @@ def test_tokens_of_the_models_own_generate_are_counted(engine):
     input_ids, mask = padded_prompts()
     native = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY)
     engine.eval()
-    engine.generate(input_ids, attention_mask=mask, no_repeat_ngram_size=500, **GREEDY)
+    engine.generate(input_ids, attention_mask=mask, encoder_no_repeat_ngram_size=500, **GREEDY)
     assert engine.latency_stats()["generated_tokens"] == int(native.lengths.sum())
 
 

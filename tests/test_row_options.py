@@ -9,7 +9,7 @@ from models import PAD, VOCAB, build_model, padded_prompts
 import hybrid_engine
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.sampling.rows import MixedRows
+from hybrid_engine.generation.sampling.rows import MixedRows, RowState
 from hybrid_engine.ops import SampleOp
 
 COMMON = {"do_sample": True, "top_k": 0, "max_new_tokens": 6, "pad_token_id": PAD, "return_dict_in_generate": True}
@@ -56,7 +56,7 @@ def test_a_rows_draw_has_the_bits_it_has_where_all_rows_share_its_options(seed):
     seen = torch.rand(len(options), vocab) < 0.3
     rows = [Sequence(Prompt([1]), row, of_row) for row, of_row in enumerate(options)]
     before = logits.clone()
-    drawn = MixedRows(rows, vocab, logits.device).draw(logits, keys, draws, seen)
+    drawn = MixedRows(rows, vocab, logits.device).draw(logits, RowState(keys, draws, seen, None))
     assert torch.equal(logits, before)
     for row, of_row in enumerate(options):
         tokens, logprobs = SampleOp(of_row.sampling)(logits, keys, draws, seen, torch.arange(len(options)))

@@ -43,10 +43,12 @@ from hybrid_engine.generation.memory.usage import free_and_total_bytes, usable_m
 from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.options import (
+    OWN_OPTIONS,
     GenerationOptions,
     check_names,
     foreign_options,
     merge_options,
+    own_options,
     read_options,
 )
 from hybrid_engine.generation.probing.agreement import LogprobDifference
@@ -448,6 +450,7 @@ class Generator:
                 f"generate(): {reason}, and this process holds only its part of the model; leave the option out or "
                 f"set {self.group.parallel.option}=1"
             )
+        kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
         kwargs = {"generation_config": generation_config, **kwargs}
         return Wishes(
             input_ids=input_ids,
@@ -455,7 +458,7 @@ class Generator:
             prompts=prompts,
             options=options,
             of_prompts=of_prompts,
-            only_native=None if row_options is None else "row_options",
+            only_native="row_options" if row_options is not None else next(iter(own_options(merged)), None),
             fallback=reason,
             kwargs=kwargs,
         )

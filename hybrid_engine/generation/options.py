@@ -12,6 +12,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hybrid_engine.config.checks import check_flag, check_integer, check_number
+from hybrid_engine.generation.sampling.rules import NO_RULES, RULE_DEFAULTS, Rules, is_on, read_rules
 from hybrid_engine.ops import SamplingOptions
 
 # Served by the native backend, with transformers' defaults (`GenerationConfig._get_default_generation_params`).
@@ -30,6 +31,7 @@ NATIVE_DEFAULTS: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
     "return_dict_in_generate": False,
+    **RULE_DEFAULTS,
 }
 # Of no consequence here: caching, compiling and batching are the engine's own business.
 WITHOUT_EFFECT = {
@@ -43,18 +45,19 @@ WITHOUT_EFFECT = {
     "length_penalty",
     "prefill_chunk_size",
     "remove_invalid_values",
+    "renormalize_logits",
     "synced_gpus",
+    "tokenizer",
     "transformers_version",
     "use_cache",
     "use_model_defaults",
 }
 # What transformers' generate() has not.
-OWN_OPTIONS = ("row_options",)
+OWN_OPTIONS = {"row_options", *RULE_DEFAULTS} - set(vars(GenerationConfig()))
 # Settings of decoding strategies that nothing selects unless another option does; and the neutral values.
 NEUTRAL_VALUES: dict[str, Any] = {
     "num_beams": 1,
     "num_beam_groups": 1,
-    "typical_p": 1.0,
     "top_h": 1.0,
     "encoder_repetition_penalty": 1.0,
     "guidance_scale": 1.0,
@@ -84,6 +87,7 @@ class GenerationOptions:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int = 0
     return_dict: bool = False
+    rules: Rules = NO_RULES
 
     def __post_init__(self) -> None:
         check_integer("max_new_tokens", self.max_new_tokens, 1)
@@ -105,6 +109,11 @@ class GenerationOptions:
         many = self.num_return_sequences
         differ = many == 1 or self.do_sample or self.num_beams > 1
         _check(differ, "num_return_sequences", many, "be 1 with do_sample=False", "pass do_sample=True")
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether `sampling` says all of how tokens are drawn and reported."""
+        return not self.rules.shapes_draws
 
     @cached_property
     def sampling(self) -> SamplingOptions:
@@ -162,6 +171,11 @@ def foreign_options(merged: dict[str, Any]) -> list[str]:
     return [name for name, value in merged.items() if not is_off(name, value)]
 
 
+def own_options(merged: dict[str, Any]) -> list[str]:
+    """Names of the options that transformers has not, where they are on."""
+    return [name for name in RULE_DEFAULTS if name in OWN_OPTIONS and is_on(name, merged.get(name))]
+
+
 def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> GenerationOptions:
     """The native options of `merged`; raises ValueError for the first that is out of range.
 
@@ -206,6 +220,7 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
         eos_token_ids=eos_token_ids,
         pad_token_id=pad_token_id,
         return_dict=values["return_dict_in_generate"],
+        rules=read_rules(merged, prompt_width, vocab_size),
     )
 
 

@@ -7,6 +7,7 @@ from transformers.utils import ModelOutput
 
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.sampling.stops import num_before_stop
 from hybrid_engine.ops import token_logprobs
 
 
@@ -17,16 +18,28 @@ class GenerateOutput(ModelOutput):
     sequences: torch.Tensor | None = None
     """`[B*G, P+T]` int64: the padded prompt, the response, then `pad_token_id`."""
     logprobs: torch.Tensor | None = None
-    """`[B*G, T]` fp32 of the sampled tokens under softmax(logits / temperature), unfiltered; 0 after the response."""
+    """`[B*G, T]` fp32 of the sampled tokens; 0 after the response.
+
+    By default under softmax(logits / temperature) of the logits as the model gave them, whatever filters, penalties or
+    rules chose the token: what a trainer computes again. Under `logprobs="raw"` not divided by the temperature; under
+    `"processed"` of what the token was drawn from, with all rules and filters."""
     lengths: torch.Tensor | None = None
     """`[B*G]` int64: tokens of the response, the end-of-sequence token included."""
     finish_reason: list[str] | None = None
-    """"stop" after an end-of-sequence token, "length" after `max_new_tokens`."""
+    """"stop" after what ends a row (an end-of-sequence token, a stop sequence or string, a complete guide), "length"
+    after `max_new_tokens`."""
+    top_tokens: torch.Tensor | None = None
+    """`[B*G, T, n]` int64 under `top_logprobs=n`: the likeliest tokens at each position, the likeliest first."""
+    top_logprobs: torch.Tensor | None = None
+    """`[B*G, T, n]` fp32: their log-probabilities, of the same distribution as `logprobs`; 0 after the response."""
 
 
 def collect_output(input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions) -> GenerateOutput:
     """The finished `sequences`, in the order of their rows, beside their prompts `input_ids [B, P]`."""
     rows = sorted(sequences, key=lambda sequence: sequence.row)
+    for row in rows:
+        if row.options.rules.trim_stop:
+            _cut(row, num_before_stop(row))
     width = max((len(row.tokens) for row in rows), default=0)
     tokens = torch.tensor([row.tokens + [options.pad_token_id] * (width - len(row.tokens)) for row in rows])
     logprobs = torch.tensor([row.logprobs + [0.0] * (width - len(row.logprobs)) for row in rows], dtype=torch.float32)
@@ -38,7 +51,26 @@ def collect_output(input_ids: torch.Tensor, sequences: list[Sequence], options: 
         logprobs=logprobs.to(device),
         lengths=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
         finish_reason=[str(row.finish_reason) for row in rows],
+        **_tops(rows, width, options.pad_token_id, device),
     )
+
+
+def _cut(row: Sequence, length: int) -> None:
+    del row.tokens[length:], row.logprobs[length:], row.tops[length:]
+
+
+def _tops(rows: list[Sequence], width: int, pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+    num_tops = max((row.options.rules.top_logprobs for row in rows), default=0)
+    if num_tops == 0:
+        return {}
+    values = torch.zeros(len(rows), width, num_tops, 2, dtype=torch.float64)
+    values[..., 0] = pad
+    for index, row in enumerate(rows):
+        wanted = row.options.rules.top_logprobs
+        if wanted and row.tops:
+            found = torch.tensor(row.tops, dtype=torch.float64)
+            values[index, : len(row.tops), : found.shape[1]] = found
+    return {"top_tokens": values[..., 0].long().to(device), "top_logprobs": values[..., 1].float().to(device)}
 
 
 def response_lengths(responses: torch.Tensor, eos_token_ids: tuple[int, ...]) -> torch.Tensor:

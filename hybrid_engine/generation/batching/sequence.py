@@ -35,7 +35,9 @@ class Sequence:
     slot: int = -1  # its row in the tables of the device while it runs; -1: it does not run
     is_kept: bool = False  # its blocks stay when it finishes, as long as nobody needs them
     begins_from: "Sequence | None" = None  # a kept one, whose tokens its prompt begins with
-    finish_reason: str | None = None  # "stop": drew an end-of-sequence token; "length": ran out of new tokens
+    processors: Any = None  # of its logits, where its rules read its tokens; made when it is first drawn for
+    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens at each position, where wanted
+    finish_reason: str | None = None  # "stop": drew what ends it; "length": ran out of new tokens
 
     def __len__(self) -> int:
         """Tokens of prompt and response."""

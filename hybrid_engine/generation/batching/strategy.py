@@ -21,6 +21,7 @@ from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
 from hybrid_engine.generation.batching.stopwatch import Stopwatch
 from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, send_to_device
 from hybrid_engine.generation.decoding.open_step import OpenStep
+from hybrid_engine.generation.sampling.stops import is_ended
 from hybrid_engine.ops import BlockCopyOp, DecodeBatch, PrefillBatch
 
 # Tokens of a prompt's new part that are fed at once: each has its logits, which are many with a large vocabulary.
@@ -136,6 +137,8 @@ class TextGeneration:
     def _decode(self) -> None:
         if self.scheduler.must_preempt:
             self._read(0)  # some may have finished; a preempted one is recomputed from its tokens
+        elif self._under_way and any(row.options.rules.changes_by_tokens for row in self.scheduler.running):
+            self._read(0)  # what they may draw depends on what they drew
         self.scheduler.grow()
         self._copy(self.scheduler.close_gaps())
         rows = self.scheduler.rows
@@ -156,13 +159,20 @@ class TextGeneration:
         """Fills in the tokens of all turns but the last `lag`; those leave that drew an end of sequence."""
         while len(self._under_way) > lag:
             rows, draw = self._under_way.popleft()
-            tokens, logprobs, ends = draw.read()
-            for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-                if row.finish_reason != "stop":  # else drawn after the end
+            tokens, logprobs, ends, tops = draw.read()
+            going_on = [row.finish_reason != "stop" for row in rows]  # others drew after their end
+            for row, token, logprob, goes_on in zip(rows, tokens, logprobs, going_on, strict=True):
+                if goes_on:
                     known = row.logprobs
                     row.tokens[len(known)] = token
                     known.append(logprob)
-            for row in [rows[index] for index in ends]:
+            if tops is not None:
+                for row, likeliest, goes_on in zip(rows, tops, going_on, strict=True):
+                    if goes_on and row.options.rules.top_logprobs:
+                        row.tops.append(likeliest[: row.options.rules.top_logprobs])
+            ended = [rows[index] for index in ends]
+            ended += [row for row in rows if row.options.rules.has_ends and is_ended(row, self.model.vocab_size)]
+            for row in ended:
                 if row.finish_reason != "stop":
                     del row.tokens[len(row.logprobs) :]
                     self.scheduler.finish(row, "stop")

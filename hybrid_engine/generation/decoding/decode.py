@@ -7,6 +7,7 @@ is told only which slots its rows are:
     blocks   [C+1, n]   block table
     tokens   [C+1]      the token drawn last, which only the device knows
     seen     [C+1, V]   tokens of prompt and response; there once a sequence has a repetition penalty
+    counts   [C+1, V]   tokens of the response; there once a sequence has a penalty on their number
 
 The step advances positions by itself, and the host its image of them, so while the same rows run on the same blocks
 the host sends nothing; else one copy carries which rows decode and the cells of the slots that changed. Rows leave
@@ -31,7 +32,7 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.decoding.graph import StepGraphs, batch_bucket, context_bucket
-from hybrid_engine.generation.sampling.rows import DrawnRows, MixedRows
+from hybrid_engine.generation.sampling.rows import DrawnRows, MixedRows, RowState
 from hybrid_engine.ops import DecodeBatch, SampleOp
 
 _POSITION, _DRAW, _KEY, _LIVE = range(4)
@@ -67,6 +68,7 @@ class SlotTables:
         self._slots: np.ndarray = np.zeros(0, dtype=np.int64)  # the same
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.seen: torch.Tensor | None = None
+        self.counts: torch.Tensor | None = None
 
     def send(self, sequences: list[Sequence], changed: list[Sequence]) -> bool:
         """Makes `sequences` the rows of the next step, in this order; one copy, or none when nothing changed.
@@ -120,7 +122,13 @@ class SlotTables:
         self.seen = torch.zeros(self.num_slots + 1, self.vocab, dtype=torch.bool, device=self.tokens.device)
 
     def enter(self, sequence: Sequence) -> None:
-        """Marks what a sequence that starts has seen; its first token follows by a draw."""
+        """Marks what a sequence that starts has seen and said; its first token follows by a draw."""
+        rules = sequence.options.rules
+        if self.counts is None and (rules.presence_penalty or rules.frequency_penalty):
+            self.counts = torch.zeros(self.num_slots + 1, self.vocab, dtype=torch.int32, device=self.tokens.device)
+        if self.counts is not None:
+            said = send_to_device(torch.tensor(sequence.tokens, dtype=torch.int64), self.counts.device)
+            self.counts[sequence.slot] = torch.bincount(said, minlength=self.vocab)
         if self.seen is None and sequence.options.repetition_penalty != 1.0:
             self.note_seen()
         if self.seen is not None:
@@ -147,6 +155,7 @@ class Drawn(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     ends: list[int]  # the rows whose token ends their sequence
+    tops: list[list[tuple[int, float]]] | None  # likeliest tokens of each row; None where no row wants any
 
 
 @dataclass(frozen=True)
@@ -156,12 +165,17 @@ class Draw:
     read: Callable[[], Drawn]
 
 
-def send_to_host(results: torch.Tensor) -> Draw:
-    """A Draw of `results [3, S]` fp64; the device goes on meanwhile and may overwrite them."""
+def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None) -> Draw:
+    """A Draw of `results [3, S]` fp64, and of `tops [2, S, k]`; the device goes on meanwhile and may overwrite them."""
 
     def drawn(values: torch.Tensor) -> Drawn:
         tokens, logprobs, ends = values.numpy()
-        return Drawn(tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist())
+        likeliest = None
+        if tops is not None:
+            ids, of_ids = tops.cpu()
+            pairs = zip(ids.long().tolist(), of_ids.tolist(), strict=True)
+            likeliest = [list(zip(*row, strict=True)) for row in pairs]
+        return Drawn(tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist(), likeliest)
 
     if not results.is_cuda:
         copied = results.clone()
@@ -201,6 +215,7 @@ class DecodeStep:
             tables.note_seen()  # before a graph holds the address
         self._mixed: MixedRows | None = None  # the rows of the last step, where they differ from `sample`
         self._logits = torch.empty(0)  # what they are drawn from
+        self._tops: torch.Tensor | None = None  # of the last draw
 
     def run(
         self, sequences: list[Sequence], changed: list[Sequence], layers: Callable[[], Iterable[InferenceLayer]]
@@ -229,7 +244,7 @@ class DecodeStep:
             numbers = tables.numbers.index_select(1, slots)
             drawn_before = numbers[_DRAW] - 1
             self._draw_mixed(self._mixed, self._logits[: len(sequences)], slots, numbers[_KEY], drawn_before)
-        return send_to_host(self._results[:, : len(sequences)])
+        return send_to_host(self._results[:, : len(sequences)], None if self._mixed is None else self._tops)
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
         """Draws the first token of sequences that start, from `logits [S, V]` fp32 of a prefill."""
@@ -242,12 +257,12 @@ class DecodeStep:
             self._draw(logits, slots, keys, draws)
         else:
             self._draw_mixed(mixed, logits, slots, keys, draws)
-        return send_to_host(self._results[:, : len(sequences)])
+        return send_to_host(self._results[:, : len(sequences)], self._tops)
 
     def _mix(self, sequences: list[Sequence]) -> MixedRows | None:
         """None where all sequences have the options of `sample`."""
         kinds = {id(sequence.options): sequence.options for sequence in sequences}
-        if all(options.sampling == self.sample.options for options in kinds.values()):
+        if all(options.is_plain and options.sampling == self.sample.options for options in kinds.values()):
             return None
         return MixedRows(sequences, self.model.vocab_size, self.kv.device)
 
@@ -304,15 +319,18 @@ class DecodeStep:
     def _draw_mixed(
         self, mixed: MixedRows, logits: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor
     ) -> None:
-        seen = None if self.tables.seen is None else self.tables.seen[slots]
-        self._note(slots, mixed.draw(logits, keys, draws, seen))
+        seen, counts = (None if table is None else table[slots] for table in (self.tables.seen, self.tables.counts))
+        self._note(slots, mixed.draw(logits, RowState(keys, draws, seen, counts)))
 
     def _note(self, slots: torch.Tensor, drawn: DrawnRows) -> None:
         self.tables.tokens[slots] = drawn.tokens
         if self.tables.seen is not None:
             # A plain True would be copied from the host, which a graph cannot hold.
             self.tables.seen[slots, drawn.tokens] = torch.ones_like(drawn.tokens, dtype=torch.bool)
-        for row, values in enumerate(drawn):
+        if self.tables.counts is not None:
+            self.tables.counts[slots, drawn.tokens] += 1
+        self._tops = drawn.tops
+        for row, values in enumerate(drawn[:3]):
             self._results[row, : len(slots)] = values
 
     def record(

@@ -1,0 +1,110 @@
+"""Text that must be one of some strings, or follow a regular expression or a JSON schema: by the library llguidance.
+
+It says after every token which ones may come next; the others' logits become -inf.
+"""
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+LIBRARY = "llguidance"
+
+
+def read_guide(option: str, value: Any) -> tuple[str, str]:
+    """Kind and content of `guided_choice`, `guided_regex` or `guided_json`; raises ValueError where it is none."""
+    kind = option.removeprefix("guided_")
+    if kind == "choice":
+        is_list = isinstance(value, list | tuple) and len(value) > 0
+        if not is_list or not all(isinstance(choice, str) and choice for choice in value):
+            raise ValueError(f"{option}={value!r} must be a list of strings, none of them empty")
+    elif kind == "regex" and not isinstance(value, str):
+        raise ValueError(f"{option}={value!r} must be a string with a regular expression")
+    elif kind == "json":
+        value = _schema(option, value)
+    guide = kind, json.dumps(value)
+    problem = _library(option).LLMatcher.validate_grammar(_grammar(option, guide), None)
+    if problem:
+        raise ValueError(f"{option}={value!r} cannot guide: {problem.strip().splitlines()[0]}")
+    return guide
+
+
+def _schema(option: str, value: Any) -> Any:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{option}={value!r} is no JSON ({error}); pass a JSON schema as a dict or a string"
+            ) from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option}={value!r} must be a JSON schema: a dict, or a string that holds one")
+    return value
+
+
+def _library(option: str) -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError(
+            f"{option} needs the library {LIBRARY}, which is not installed ({error}); install it with "
+            "pip install 'hybrid-engine[guided]'"
+        ) from error
+    return llguidance
+
+
+def _grammar(option: str, guide: tuple[str, str]) -> str:
+    kind, content = guide
+    matcher = _library(option).LLMatcher
+    if kind == "choice":
+        return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in json.loads(content)))
+    if kind == "regex":
+        return matcher.grammar_from_regex(json.loads(content))
+    return matcher.grammar_from_json_schema(content)
+
+
+@lru_cache(maxsize=8)  # reading a tokenizer takes about a second
+def _read_tokenizer(tokenizer: Any, vocab: int, ends: tuple[int, ...]) -> Any:
+    from llguidance.hf import from_tokenizer
+
+    return from_tokenizer(tokenizer, n_vocab=max(vocab, len(tokenizer)), eos_token=list(ends) or None)
+
+
+class GuidedTokens:
+    """Lets only tokens through that continue the guide; a logits processor of one row.
+
+    Args:
+        guide: as `read_guide` gives it.
+        tokenizer: transformers', a fast one.
+        ends: the row's end-of-sequence tokens, which may come where the text is complete.
+        prompt_length: tokens of the row that are not guided.
+    """
+
+    def __init__(self, guide: tuple[str, str], tokenizer: Any, ends: tuple[int, ...], prompt_length: int):
+        self.guide, self.tokenizer, self.ends, self.prompt_length = guide, tokenizer, ends, prompt_length
+        self._matcher: Any = None
+        self._num_read = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """`scores [1, V]` after the tokens `input_ids [1, L]`, prompt included."""
+        self._follow(input_ids[0, self.prompt_length :].tolist(), scores.shape[1])
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, count=scores.shape[1], bitorder="little").astype(bool))
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def is_complete(self, tokens: list[int], vocab: int) -> bool:
+        """Whether the response `tokens` is complete and nothing may follow but an end of sequence."""
+        self._follow(tokens, vocab)
+        return self._matcher.is_stopped()
+
+    def _follow(self, tokens: list[int], vocab: int) -> None:
+        if self._matcher is None:
+            option = f"guided_{self.guide[0]}"
+            known = _read_tokenizer(self.tokenizer, vocab, self.ends)
+            self._matcher = _library(option).LLMatcher(known, _grammar(option, self.guide))
+        for token in tokens[self._num_read :]:
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
+        self._num_read = len(tokens)
