@@ -155,7 +155,7 @@ class Drawn(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     ends: list[int]  # the rows whose token ends their sequence
-    tops: list[list[tuple[int, float]]] | None  # likeliest tokens of each row; None where no row wants any
+    tops: list[list[tuple[int, float]]] | None = None  # likeliest tokens of each row; None where no row wants any
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,8 @@ def read_rules(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> Ru
     if guide is not None:
         values["guide"] = guide
     if guide is not None or "stop_strings" in values:
-        values["tokenizer"] = _tokenizer(merged, "stop_strings" if "stop_strings" in values else f"guided_{guide[0]}")
+        named = "stop_strings" if guide is None else f"guided_{guide[0]}"
+        values["tokenizer"] = _tokenizer(merged, named)
     return Rules(**values)
 
 
