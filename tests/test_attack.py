@@ -1,7 +1,7 @@
 """The attacks of `tests/attack/` in a quick form; `make attack` runs them in their long one."""
 
 import pytest
-from attack import bad_calls, bad_commands, bad_config, bad_inputs, interrupts, kills, leaks
+from attack import bad_calls, bad_commands, bad_config, bad_inputs, interrupts, kills, leaks, recipe_kills
 
 BUILDERS = {
     "config": (bad_config.build_config_calls, 12),
@@ -15,6 +15,11 @@ def test_a_training_that_is_killed_loses_nothing_and_ends_with_the_same_numbers(
     outcome = kills.attack(kills.JOBS["one process, bf16, one tag replaced"], num_kills=5)
     assert outcome.num_kills == 5
     assert not (outcome.lost or outcome.different or outcome.errors)
+
+
+def test_a_recipe_that_is_stopped_and_resumed_leaves_what_one_leaves_that_never_was():
+    outcome = recipe_kills.attack("kto", num_stops=2)
+    assert outcome.num_stops == 2 and not outcome.failures
 
 
 @pytest.mark.parametrize(("name", "offset"), [("bf16, LoRA, workspace released", 17), ("fp16, accumulating", 140)])

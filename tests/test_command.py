@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+from types import SimpleNamespace
 from typing import get_args, get_origin, get_type_hints
 
 import fresh_python
@@ -130,6 +131,17 @@ def test_options_come_from_a_file_and_those_of_the_command_line_win(tmp_path, mo
     (tmp_path / "run.yaml").write_text("steps: 7\nkl-coef: 1e-2\nmodel: 'here'\nreward: null\nexact: true\n")
     assert cli.main(["ppo", "--config", str(tmp_path / "run.yaml"), "--steps", "3"]) == 0
     assert seen == [ppo.Config(steps=3, kl_coef=0.01, model="here", exact=True)]
+
+
+@pytest.mark.parametrize("command", ["dpo --steps", "report run"])
+def test_ctrl_c_before_a_recipe_begins_is_one_line(command, monkeypatch, capsys):
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "build_parser", interrupt)
+    monkeypatch.setitem(cli.OTHERS, "report", SimpleNamespace(main=interrupt))
+    assert cli.main(command.split()) == 130
+    assert capsys.readouterr().err == "hybrid-engine: interrupted\n"
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reward or data.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if arguments and arguments[0] in OTHERS:
-        return run_other(arguments[0], arguments[1:])
+    try:
+        return run_other(arguments[0], arguments[1:]) if arguments and arguments[0] in OTHERS else run(arguments)
+    except KeyboardInterrupt:  # in a command that is no recipe, or before a recipe began
+        print("hybrid-engine: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the recipe that `arguments` name; returns the exit status. What it raises, `main` says."""
     given = vars(build_parser().parse_args(arguments))
     name = given.pop("recipe")
     options = read_recipe_help(name).options

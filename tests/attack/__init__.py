@@ -1,6 +1,6 @@
 """Attacks on the engine: kills, Ctrl-C, bad inputs and leaks, each a script of its own.
 
-    python -m tests.attack.interrupts        one of them, in its long form
+    python -m tests.attack.recipe_kills      one of them, in its long form
     make attack                              all, and the page docs/robustness.md
 
 The test suite runs them in a quick form (`tests/test_attack.py`).

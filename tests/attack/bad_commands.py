@@ -11,7 +11,7 @@ from typing import Any
 
 from hybrid_engine.command import cli, launcher
 from hybrid_engine.distributed.environment import describe_process
-from hybrid_engine.recipes import ppo, reward, sft
+from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
 
 from .bad_config import type_name
 from .bad_inputs import Call
@@ -22,9 +22,10 @@ def build_command_calls() -> list[Call]:
     return [*_of_recipes(), *_of_the_command(), *of_the_launcher(), *of_environments()]
 
 
+RECIPES = (sft, reward, ppo, grpo, dpo, kto, online_dpo)
 MEASURED = ("evaluate", "--model", "model", "--dataset", "data.jsonl")
 TEXTS = ("out", "model", "dataset", "reward")
-MAY_BE = {"missing_eos_score": (-1, -1.5), "seed": ()}
+MAY_BE = {"missing_eos_score": (-1, -1.5), "pass_score": (-1.5,), "seed": ()}
 VALUES: dict[str, tuple[Any, ...]] = {"int": (-1, -(10**12)), "float": (math.nan, math.inf, -math.inf, -1.5)}
 LARGE = {
     "seed": (2**64,),
@@ -37,15 +38,20 @@ LARGE = {
 
 
 def _of_recipes() -> Iterator[Call]:
-    for recipe in (sft, reward, ppo):
+    for recipe in RECIPES:
         for entry in fields(recipe.Config):
             for value in (*VALUES.get(type_name(entry), ()), *LARGE.get(entry.name, ())):
                 if value in MAY_BE.get(entry.name, ()):
                     continue
-                name = recipe.__name__.rpartition(".")[2]
+                name = command_of(recipe)
                 run = functools.partial(recipe.Config, **{entry.name: value})
                 words = (entry.name.replace("_", "-"), str(value))
                 yield Call("recipes", f"{name} {entry.name} = {value!r}", run, words)
+
+
+def command_of(recipe: Any) -> str:
+    """The name under which the command knows a recipe."""
+    return recipe.__name__.rpartition(".")[2].replace("_", "-")
 
 
 def command(*arguments: str) -> None:
@@ -93,8 +99,8 @@ def _of_the_command() -> Iterator[Call]:
         ((*MEASURED, "--reward", "exact", "-k", "0"), ("--k", "0")),
         (("launch", "--num_gpus", "1", "/missing.py"), ("/missing.py",)),
     ]
-    for recipe in (sft, reward, ppo):
-        name = recipe.__name__.rpartition(".")[2]
+    for recipe in RECIPES:
+        name = command_of(recipe)
         for entry in fields(recipe.Config):
             if type_name(entry) in ("int", "float"):
                 flag = "--" + entry.name.replace("_", "-")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from . import bad_inputs, interrupts, kills, leaks
+from . import bad_inputs, interrupts, kills, leaks, recipe_kills
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "robustness.md"
@@ -22,8 +22,8 @@ What each of them does, and what counts as a failure, stands at the top of its f
 
 """
 FORM = {
-    "long": {"kills": 300, "every": 3, "calls": 1, "cycles": 1000},
-    "quick": {"kills": 15, "every": 150, "calls": 10, "cycles": 20},
+    "long": {"kills": 300, "stops": 30, "every": 3, "calls": 1, "cycles": 1000},
+    "quick": {"kills": 15, "stops": 2, "every": 150, "calls": 10, "cycles": 20},
 }
 
 
@@ -54,6 +54,21 @@ def write_kills(num_kills: int) -> tuple[str, bool]:
         f"{table(headings, rows)}\n"
     )
     failures = [failure for each in outcomes.values() for failure in (*each.lost, *each.different, *each.errors)]
+    return text + listed(failures), not failures
+
+
+def write_recipe_kills(num_stops: int) -> tuple[str, bool]:
+    """Stops of whole recipes."""
+    outcomes = recipe_kills.attack_all(num_stops)
+    rows = [(f"`{name}`", each.num_runs, each.num_stops, len(each.failures)) for name, each in outcomes.items()]
+    text = (
+        "## Recipes that are stopped\n\nRuns of four steps, each with a checkpoint and an evaluation, stopped by "
+        "SIGKILL, SIGTERM or SIGINT at random moments and resumed until they end. *Failures*: a figure, an answer or a "
+        "weight of the last or the best model that is not, to the bit, that of the run left alone; a file too many; an "
+        "error.\n\n"
+        f"{table(('recipe', 'runs', 'stops', 'failures'), rows)}\n"
+    )
+    failures = [failure for each in outcomes.values() for failure in each.failures]
     return text + listed(failures), not failures
 
 
@@ -131,6 +146,7 @@ def main() -> int:
     start = time.monotonic()
     parts = [
         write_kills(form["kills"]),  # first: it forks, which this process can as long as it has not computed
+        write_recipe_kills(form["stops"]),
         write_bad_inputs(form["calls"]),
         write_interrupts(form["every"]),
         write_leaks(form["cycles"]),
