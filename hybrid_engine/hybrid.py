@@ -27,6 +27,7 @@ from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine import ZeroEngine
+from hybrid_engine.generation.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.backend import RolloutResult
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live import live_batch
@@ -150,6 +151,40 @@ class HybridEngine(ZeroEngine):
                     result = self.generator.run(request, kv, held)
                 self._count(result)
         return result.output
+
+    @contextmanager
+    def generate_async(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        carried: Carried | None = None,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> Iterator[AsyncRollout]:
+        """Inside, an iterable of groups of answers, in the order in which they finish; others decode meanwhile.
+
+        Leaving ends what runs. `rollout.carried` then has what is unfinished, for the next call to go on with, under
+        the weights of then; each token is stamped with `global_steps` of the weights that drew it. Arguments are those
+        of `generate()`; collective where weights are sharded, each process with prompts of its own.
+
+        Args:
+            input_ids: None where `carried` is to be finished alone.
+            attention_mask, generation_config, seed, **kwargs: as in `generate()`, for the new prompts.
+            carried: what the rollout before left, with its own options and noise.
+
+        Raises:
+            ValueError: as `generate()` does, and for a model without containers, streamed or shared.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            if self.generator.begin(self._check_can_generate):
+                self.create_inference_containers()
+            rollout = start_async(
+                self.generator, input_ids, attention_mask, generation_config, seed, kwargs, carried, self.global_steps
+            )
+        with self._generating(), rollout:
+            yield rollout
 
     @contextmanager
     def serving(

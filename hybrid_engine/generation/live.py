@@ -63,7 +63,7 @@ class LiveBatch:
         for sequence in sequences:
             if self.strategy.model.trained_length is not None:  # keys belong to other frequencies in a longer sequence
                 sequence.is_kept = False
-            self._num_told[sequence] = 0
+            self._num_told[sequence] = len(sequence.tokens)  # one that goes on has some already
             self.scheduler.add(sequence)
 
     def cancel(self, sequences: list[Sequence]) -> None:
@@ -72,9 +72,22 @@ class LiveBatch:
             if self._num_told.pop(sequence, None) is not None and sequence.finish_reason is None:
                 self.scheduler.cancel(sequence)
 
+    def take_out(self) -> tuple[list[Sequence], list[Progress]]:
+        """Takes everything out, for another batch to go on with; and what was drawn and not handed on yet."""
+        self.strategy.read_all()
+        progress = self._tell_all()
+        left = self.unfinished
+        self.cancel(left)
+        for sequence in left:
+            sequence.finish_reason = None
+        return left, progress
+
     def turn(self) -> list[Progress]:
         """One pass over the layers; what it brought, in the order in which the sequences were added."""
         self.strategy.turn()
+        return self._tell_all()
+
+    def _tell_all(self) -> list[Progress]:
         progress = [told for sequence in list(self._num_told) if (told := self._tell(sequence)) is not None]
         for told in progress:
             if told.finish_reason is not None:

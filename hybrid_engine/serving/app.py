@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from hybrid_engine.generation.live import Progress
+from hybrid_engine.generation.live_thread import LiveThread
 from hybrid_engine.serving.answers import ChatWriter, CompletionWriter, Writer
 from hybrid_engine.serving.asked import ServedModel, chat_tokens, read_chat, read_completion
 from hybrid_engine.serving.errors import RequestError, wrong_body
@@ -22,7 +23,6 @@ from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.metrics import Metrics
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 from hybrid_engine.serving.sessions import Recorder, Sessions, recorder_of_chat, recorder_of_tokens
-from hybrid_engine.serving.worker import Worker
 
 MAX_BODY_BYTES = 4 * 2**20
 
@@ -38,7 +38,7 @@ class App:
     def __init__(
         self,
         model: ServedModel,
-        worker: Worker,
+        worker: LiveThread,
         listening: Listening,
         sessions: Sessions,
         *,

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.live import Progress
-from hybrid_engine.serving.errors import RequestError
-from hybrid_engine.serving.worker import Worker
+from hybrid_engine.generation.live_thread import EndedError, LiveThread, TooManyWaitError
+from hybrid_engine.serving.errors import RequestError, overloaded
 
 
 class Listening:
@@ -26,7 +26,7 @@ class Listening:
             if (queue := self._queues.get(told.sequence)) is not None:
                 queue.put_nowait(told)
 
-    async def run(self, worker: Worker, sequences: list[Sequence]) -> AsyncIterator[Progress]:
+    async def run(self, worker: LiveThread, sequences: list[Sequence]) -> AsyncIterator[Progress]:
         """What comes for `sequences`, until all have finished. Whoever stops listening takes them out of the batch.
 
         Raises:
@@ -37,7 +37,13 @@ class Listening:
         self._queues |= dict.fromkeys(sequences, queue)
         left = set(sequences)
         try:
-            worker.submit(sequences)
+            try:
+                worker.submit(sequences)
+            except TooManyWaitError as error:
+                raise overloaded(worker.num_waiting, worker.max_waiting) from error
+            except EndedError as error:
+                reason = "the server is ending; nothing was begun"
+                raise RequestError(reason, status=503, kind="server_error", code="unavailable") from error
             while left:
                 told = await queue.get()
                 if told.finish_reason == "error":

@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.generation.live import LiveBatch
+from hybrid_engine.generation.live_thread import LiveThread
 from hybrid_engine.serving.app import App
 from hybrid_engine.serving.asked import ServedModel
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.sessions import Sessions, Trajectory
-from hybrid_engine.serving.worker import Worker
 
 MAX_WAITING = 1024
 """Sequences that may wait to begin unless told otherwise."""
@@ -64,7 +64,7 @@ class Server:
         self.version, self.max_sessions = version, max_sessions
         self._facts = {"name": name, "tokenizer": tokenizer, "vocab_size": vocab_size, "end_tokens": end_tokens}
         self.listening = Listening()
-        self.worker = Worker(opening, self.listening.tell, max_waiting)
+        self.worker = LiveThread(opening, self.listening.tell, max_waiting)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 

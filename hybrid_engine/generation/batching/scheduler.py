@@ -94,8 +94,8 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Puts a sequence at the end of the line."""
-        sequence.prompt.num_waiting += 1
+        """Puts a sequence at the end of the line; one that has tokens already goes on from them."""
+        sequence.prompt.num_waiting += 0 if sequence.tokens else 1
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:

@@ -177,6 +177,10 @@ class TextGeneration:
                     del row.tokens[len(row.logprobs) :]
                     self.scheduler.finish(row, "stop")
 
+    def read_all(self) -> None:
+        """Waits for every token that was drawn."""
+        self._read(0)
+
     def _copy(self, copies: list[Copy]) -> None:
         if copies:
             numbers = [[copy.source for copy in copies], [copy.target for copy in copies]]

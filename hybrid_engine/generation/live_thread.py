@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.live import LiveBatch, Progress
-from hybrid_engine.serving.errors import RequestError, overloaded
 
 Listener = Callable[[list[Progress]], None]
 """Called on the worker's thread with what a turn brought."""
+
+
+class TooManyWaitError(Exception):
+    """As many sequences wait to begin as may."""
+
+
+class EndedError(Exception):
+    """The batch has ended, or is about to."""
 
 
 @dataclass
@@ -24,9 +31,10 @@ class _Notes:
     joining: list[Sequence] = field(default_factory=list)
     leaving: list[Sequence] = field(default_factory=list)
     is_closing: bool = False
+    is_stopping: bool = False
 
 
-class Worker:
+class LiveThread:
     """Runs a LiveBatch in a thread of its own, from `start()` to `close()`.
 
     Args:
@@ -40,9 +48,11 @@ class Worker:
         self._notes, self._changed = _Notes(), threading.Condition()
         self._opened = threading.Event()
         self._num_waiting = 0
-        self._thread = threading.Thread(target=self._run, name="hybrid-engine-serving", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="hybrid-engine-live", daemon=True)
         self.batch: LiveBatch | None = None
         self.error: BaseException | None = None
+        self.left: list[Sequence] = []
+        """After `stop()`: what is unfinished."""
 
     def start(self) -> None:
         """Opens the batch; raises what that raises."""
@@ -56,13 +66,14 @@ class Worker:
         """Lets `sequences` join, which together are one request.
 
         Raises:
-            RequestError: too many wait, or the server is ending.
+            TooManyWaitError: nothing joined; some of those that wait have to begin first.
+            EndedError: the batch has ended, or is about to.
         """
         with self._changed:
             if self._notes.is_closing or self.error is not None:
-                raise RequestError("the server is ending", status=503, kind="server_error", code="unavailable")
+                raise EndedError
             if self._num_waiting + len(sequences) > self.max_waiting and self.num_waiting > 0:
-                raise overloaded(self.num_waiting, self.max_waiting)
+                raise TooManyWaitError
             self._notes.joining += sequences
             self._num_waiting += len(sequences)
             self._changed.notify()
@@ -82,6 +93,19 @@ class Worker:
     def num_running(self) -> int:
         """Sequences in the batch now."""
         return 0 if self.batch is None else self.batch.num_running
+
+    def stop(self) -> list[Sequence]:
+        """Ends at once; returns what is unfinished, with the tokens that it has, in the order in which it joined.
+
+        Raises what ended the thread, if something did.
+        """
+        with self._changed:
+            self._notes.is_stopping = self._notes.is_closing = True
+            self._changed.notify()
+        self._thread.join()
+        if self.error is not None:
+            raise self.error
+        return self.left
 
     def close(self) -> None:
         """Waits for everything that was asked for, then gives back what the batch holds.
@@ -112,6 +136,11 @@ class Worker:
                 while not (self._has_notes or batch.has_work):
                     self._changed.wait()
                 notes, self._notes = self._notes, _Notes(is_closing=self._notes.is_closing)
+            if notes.is_stopping:
+                batch.add(notes.joining)
+                self.left, progress = batch.take_out()
+                self._listener(progress)
+                return
             if notes.is_closing and not notes.joining and not batch.has_work:
                 return
             batch.add(notes.joining)
