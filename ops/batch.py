@@ -29,13 +29,14 @@ class PrefillBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBatch:
-    """One new token for each of S running rows."""
+    """One token for each of S rows: the newest of a sequence each, or several tokens of one where `rows_meet`."""
 
     tokens: torch.Tensor  # [S] int64
     positions: torch.Tensor  # [S] int64: index of each token in its sequence
     block_tables: torch.Tensor  # [S, n] int64, rows padded with any valid block
     context: int  # no sequence is longer, new tokens included
     is_identity: bool  # row i owns block i and nothing else
+    rows_meet: bool = False  # several rows are tokens of one sequence: what all write is there before any looks
     made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
 
     def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -109,6 +109,9 @@ class SoftmaxContextOp:
             sinks: `[H]`, a further logit of each head that draws attention to nothing.
             alibi: `[H]` fp32 slopes.
         """
+        if isinstance(batch, DecodeBatch) and batch.rows_meet:
+            # Kernels and the compiled function write and look row by row, several rows at a time.
+            return self.reference(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
         if self._has_kernel(q):
             return self._launch(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
         if isinstance(batch, DecodeBatch) and not (self.alibi_rounds and alibi is not None):

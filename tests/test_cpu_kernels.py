@@ -139,6 +139,32 @@ def attention_case(dtype, heads=(4, 4), head_dim=16, rotary_dim=16, has_sinks=Fa
 
 
 @needs_compiler
+def test_rows_of_one_sequence_see_each_other_whichever_is_computed_first(compiled):
+    """Tokens that are fed together, the newest first: each must find the keys of those before it."""
+    op, (q, k, v, _, keys, values, *rest) = attention_case(torch.float32, rotary_dim=None)
+    table = torch.tensor([[3, 9, 4]])
+
+    def attended(places, **meeting):
+        positions = torch.tensor(places)
+        batch = DecodeBatch(
+            tokens=positions,
+            positions=positions,
+            block_tables=table.expand(len(places), -1).contiguous(),
+            context=max(places) + 1,
+            is_identity=False,
+            **meeting,
+        )
+        rows = [14 - place for place in places]
+        return op(q[rows], k[rows], v[rows], None, own_keys, own_values, batch, *rest[1:])
+
+    own_keys, own_values = keys.clone(), values.clone()
+    one_by_one = [attended([place]) for place in (10, 11, 12, 13, 14)]
+    own_keys, own_values = keys.clone(), values.clone()
+    together = attended([14, 13, 12, 11, 10], rows_meet=True)
+    torch.testing.assert_close(together, torch.cat(one_by_one[::-1]))
+
+
+@needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FEATURES)
 def test_decode_attention_equals_its_reference_and_writes_the_same_keys(compiled, threads, name, dtype, monkeypatch):

@@ -102,7 +102,7 @@ class TextGeneration:
     def _extend(self, extensions: list[Extension]) -> dict[Sequence, torch.Tensor]:
         """Feeds what is new of prompts whose beginnings are in the workspace; the logits after each.
 
-        A token is a row of a decode step: it writes its key and value before any looks, and sees what stands before it.
+        A token is a row of a decode step, and sees what stands before it.
         """
         own: dict[Sequence, torch.Tensor] = {}
         for extension in extensions:
@@ -118,6 +118,7 @@ class TextGeneration:
                     block_tables=send_to_device(table.expand(last - first, -1).contiguous(), self.kv.device),
                     context=last,
                     is_identity=False,
+                    rows_meet=True,
                 )
                 logits = self.model.forward(batch, self.kv, self.layers())
             own[sequence] = logits[-1]

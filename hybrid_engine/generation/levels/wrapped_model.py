@@ -15,7 +15,6 @@ from hybrid_engine.distributed.verdict import Partners, everyone
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.usage import usable_memory_bytes
 from hybrid_engine.ops import DecodeBatch, PrefillBatch
-from hybrid_engine.ops.dispatch import use_triton
 
 # Rows of a decode pass that feeds several positions of a window: each reads its row's keys anew.
 MAX_ROWS = 64
@@ -201,13 +200,10 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
         return model.forward(batch, self._state, self.generator.layers()).unflatten(0, (num_rows, length))
 
     def _feed(self, model: InferenceModel, tokens: torch.Tensor, start: int) -> torch.Tensor:
-        """A later window, a few columns at a time: each token is a row of a decode step, on the block of its own row.
-
-        A kernel's rows do not see what others of the same step write, so there each step feeds one column.
-        """
+        """A later window, a few columns at a time: each token is a row of a decode step, on its row's block."""
         assert self._state is not None
         num_rows, num_columns = tokens.shape
-        columns_at_once = 1 if use_triton(model.embedding.weight) else max(1, MAX_ROWS // num_rows)
+        columns_at_once = max(1, MAX_ROWS // num_rows)
         blocks = torch.arange(num_rows, device=tokens.device)[:, None]
         logits = []
         for first in range(0, num_columns, columns_at_once):
@@ -219,6 +215,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
                 block_tables=blocks.repeat_interleave(fed.shape[1], 0),
                 context=start + first + fed.shape[1],
                 is_identity=fed.shape[1] == 1,
+                rows_meet=fed.shape[1] > 1,
             )
             logits.append(model.forward(batch, self._state, self.generator.layers()).unflatten(0, fed.shape))
         return torch.cat(logits, dim=1)
