@@ -113,12 +113,6 @@ static inline float fast_exp(float x) {
 
 static inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
 
-static float dot(const float *a, const float *b, int64_t count) {
-    float sum = 0.0f;
-    for (int64_t i = 0; i < count; i++) sum += a[i] * b[i];
-    return sum;
-}
-
 /* In lanes, because a maximum that may meet NaN, which it passes over, is not spread over a vector by itself. */
 static float largest(const float *x, int64_t count) {
     float lanes[64], top = -INFINITY;
@@ -292,7 +286,73 @@ static inline void fetch(const float *x, int64_t count) {
     for (int64_t i = 0; i < count; i += 16) __builtin_prefetch(x + i);
 }
 
+/* scores[t] = query . keys[t], four keys at once: one waits for the sum of its vector while the others multiply. */
+static inline __attribute__((always_inline)) void score_keys_of(const float *query, const float *keys, int64_t step,
+                                                                int64_t count, int64_t dim, float *scores) {
+    int64_t t = 0;
+    for (; t + 4 <= count; t += 4) {
+        const float *k0 = keys + t * step, *k1 = k0 + step, *k2 = k1 + step, *k3 = k2 + step;
+        float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
+        fetch(k0 + AHEAD * step, 4 * dim);
+        for (int64_t i = 0; i < dim; i++) {
+            s0 += query[i] * k0[i];
+            s1 += query[i] * k1[i];
+            s2 += query[i] * k2[i];
+            s3 += query[i] * k3[i];
+        }
+        scores[t] = s0, scores[t + 1] = s1, scores[t + 2] = s2, scores[t + 3] = s3;
+    }
+    for (; t < count; t++) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < dim; i++) sum += query[i] * keys[t * step + i];
+        scores[t] = sum;
+    }
+}
+
+/* sum += weights[t] values[t], four values at once. */
+static inline __attribute__((always_inline)) void add_values_of(float *restrict sum, const float *weights,
+                                                                const float *values, int64_t step, int64_t count,
+                                                                int64_t dim) {
+    int64_t t = 0;
+    for (; t + 4 <= count; t += 4) {
+        const float *x0 = values + t * step, *x1 = x0 + step, *x2 = x1 + step, *x3 = x2 + step;
+        float w0 = weights[t], w1 = weights[t + 1], w2 = weights[t + 2], w3 = weights[t + 3];
+        fetch(x0 + AHEAD * step, 4 * dim);
+        for (int64_t i = 0; i < dim; i++) sum[i] += w0 * x0[i] + w1 * x1[i] + w2 * x2[i] + w3 * x3[i];
+    }
+    for (; t < count; t++)
+        for (int64_t i = 0; i < dim; i++) sum[i] += weights[t] * values[t * step + i];
+}
+
+/* The usual dimensions are constants in loops of their own. */
+static void score_keys(const float *query, const float *keys, int64_t step, int64_t count, int64_t dim,
+                       float *scores) {
+    if (dim == 64) score_keys_of(query, keys, step, count, 64, scores);
+    else if (dim == 128) score_keys_of(query, keys, step, count, 128, scores);
+    else score_keys_of(query, keys, step, count, dim, scores);
+}
+
+static void add_values(float *sum, const float *weights, const float *values, int64_t step, int64_t count,
+                       int64_t dim) {
+    if (dim == 64) add_values_of(sum, weights, values, step, count, 64);
+    else if (dim == 128) add_values_of(sum, weights, values, step, count, 128);
+    else add_values_of(sum, weights, values, step, count, dim);
+}
+
 enum { TILE = 32 };  /* keys at once: of 64 dimensions in fp32 8 KiB, which the first cache holds beside the scores */
+
+/* Where the key and the value of row n's token j lie, of one head. */
+static int64_t place_of(const Workspace *kv, int64_t n, int64_t h, int64_t j) {
+    int64_t block = kv->tables[n * kv->table_row + j / kv->block_size];
+    return block * kv->block + h * kv->head + j % kv->block_size * kv->place;
+}
+
+/* Tokens from j on to the last one that lie side by side in a block, at most a tile of them. */
+static int64_t run_from(const Workspace *kv, int64_t j, int64_t last) {
+    int64_t run = kv->block_size - j % kv->block_size;
+    if (run > TILE) run = TILE;
+    return run > last + 1 - j ? last + 1 - j : run;
+}
 
 /* G queries of one row and their key/value head: write key and value, attend. scratch: see decode_attention. */
 static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras *extras, const Workspace *kv,
@@ -301,7 +361,7 @@ static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras 
     float *queries = scratch, *context = queries + groups * dim, *tile = context + groups * dim;
     float *cos = tile + TILE * dim, *sin = cos + dim, *row = sin + dim, *spare = row + dim, *scores = spare + dim;
     int64_t position = kv->positions[n], width = extras->cos ? extras->width : 0;
-    const int64_t *table = kv->tables + n * kv->table_row;
+    int64_t step = is_bf16 ? dim : kv->place;  /* from one key to the next, where `rows_of` leaves them */
 
     if (width) {
         load(cos, extras->cos, n * extras->row, 1, width, is_bf16);
@@ -316,7 +376,7 @@ static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras 
         }
         for (int64_t i = 0; i < dim; i++) query[i] *= (float)a->scale;
     }
-    int64_t here = table[position / kv->block_size] * kv->block + h * kv->head + position % kv->block_size * kv->place;
+    int64_t here = place_of(kv, n, h, position);
     load(row, k->data, n * k->row + h * k->head, k->dim, dim, is_bf16);
     if (width) rotate(row, spare, cos, sin, width, a->is_interleaved);
     store(kv->keys, here, 1, row, dim, is_bf16);
@@ -326,17 +386,10 @@ static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras 
     int64_t first = a->window > 0 && position >= a->window ? position - a->window + 1 : 0;
     int64_t count = position + 1 - first;
     for (int64_t j = first; j <= position;) {
-        int64_t place = j % kv->block_size, run = kv->block_size - place;
-        if (run > TILE) run = TILE;
-        if (run > position + 1 - j) run = position + 1 - j;
-        int64_t start = table[j / kv->block_size] * kv->block + h * kv->head + place * kv->place;
-        const float *keys = rows_of(kv->keys, start, run, kv->place, dim, tile, is_bf16);
-        int64_t step = is_bf16 ? dim : kv->place;
-        for (int64_t t = 0; t < run; t++) {
-            fetch(keys + (t + AHEAD) * step, dim);
-            for (int64_t g = 0; g < groups; g++)
-                scores[g * reach + j - first + t] = dot(queries + g * dim, keys + t * step, dim);
-        }
+        int64_t run = run_from(kv, j, position);
+        const float *keys = rows_of(kv->keys, place_of(kv, n, h, j), run, kv->place, dim, tile, is_bf16);
+        for (int64_t g = 0; g < groups; g++)
+            score_keys(queries + g * dim, keys, step, run, dim, scores + g * reach + j - first);
         j += run;
     }
     memset(context, 0, groups * dim * sizeof(float));
@@ -348,25 +401,10 @@ static void attend(const Heads *q, const Heads *k, const Heads *v, const Extras 
         for (int64_t j = 0; j < count; j++) scores[g * reach + j] *= share;
     }
     for (int64_t j = first; j <= position;) {
-        int64_t place = j % kv->block_size, run = kv->block_size - place;
-        if (run > TILE) run = TILE;
-        if (run > position + 1 - j) run = position + 1 - j;
-        int64_t start = table[j / kv->block_size] * kv->block + h * kv->head + place * kv->place;
-        const float *values = rows_of(kv->values, start, run, kv->place, dim, tile, is_bf16);
-        int64_t step = is_bf16 ? dim : kv->place;
-        for (int64_t g = 0; g < groups; g++) {
-            const float *weights = scores + g * reach + j - first;
-            float *sum = context + g * dim;
-            int64_t t = 0;
-            for (; t + 4 <= run; t += 4) {
-                const float *x0 = values + t * step, *x1 = x0 + step, *x2 = x1 + step, *x3 = x2 + step;
-                float w0 = weights[t], w1 = weights[t + 1], w2 = weights[t + 2], w3 = weights[t + 3];
-                fetch(x0 + AHEAD * step, 4 * dim);
-                for (int64_t i = 0; i < dim; i++) sum[i] += w0 * x0[i] + w1 * x1[i] + w2 * x2[i] + w3 * x3[i];
-            }
-            for (; t < run; t++)
-                for (int64_t i = 0; i < dim; i++) sum[i] += weights[t] * values[t * step + i];
-        }
+        int64_t run = run_from(kv, j, position);
+        const float *values = rows_of(kv->values, place_of(kv, n, h, j), run, kv->place, dim, tile, is_bf16);
+        for (int64_t g = 0; g < groups; g++)
+            add_values(context + g * dim, scores + g * reach + j - first, values, step, run, dim);
         j += run;
     }
     store((char *)output + (n * a->num_kv_heads + h) * groups * dim * bytes, 0, 1, context, groups * dim, is_bf16);
