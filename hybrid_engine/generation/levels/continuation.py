@@ -48,14 +48,14 @@ def roll_out(
     first, last = bounds[partners.rank]
     rows = [tokens[row, : lengths[row]] for row in range(first, last)]
     status = choice = None
-    if _needs_turns(strategy, generator):
+    if any(map(strategy.is_overridden, PER_TURN)):
         status = BatchStatus(strategy, tokens, lengths, params)
         group = Partners(
             size=generator.group.size, rank=generator.group.parallel.rank, group=generator.group.process_group
         )
         choice = StrategyChoice(strategy, params, status, bounds[partners.rank - group.rank][0], group)
     input_ids, mask = pad_left(rows, tokens, strategy.tokenizing.end)
-    options = rollout_options(generator.module.generation_config, params, strategy.tokenizing.end)
+    options = rollout_options(strategy, generator, params)
     with generator.choosing_by(choice):
         output = wrapper.model.generate(input_ids, attention_mask=mask, **options)
     responses = output.sequences[:, input_ids.shape[1] :]
@@ -86,9 +86,7 @@ def call_transformers(
             f"{generator.group.parallel.option}=1"
         )
     input_ids, mask = pad_left([row[:length] for row, length in zip(tokens, lengths, strict=True)], tokens, end)
-    options = rollout_options(generator.module.generation_config, params, end)
-    padding = range(strategy.tokenizing.vocab_size, generator.module.config.get_text_config().vocab_size)
-    options["suppress_tokens"] = list(padding) or None
+    options = rollout_options(strategy, generator, params)
     # Each forward pass over streamed layers is collective, also where sampled rows end at different times.
     options["synced_gpus"] = generator.gatherer.is_streamed and generator.partners.size > 1
     with wrapper.reading():
@@ -118,13 +116,6 @@ def collect(
     return tokens, prompts_lengths + counted, log_probs
 
 
-def _needs_turns(strategy: "SimpleTextGenerationStrategy", generator: Generator) -> bool:
-    """Whether the strategy is asked at each turn: a method of it is overridden, or ids of the padding are masked."""
-    assert generator.model is not None
-    is_padded = strategy.tokenizing.vocab_size < generator.model.vocab_size
-    return is_padded or any(map(strategy.is_overridden, PER_TURN))
-
-
 def _row_bounds(num_rows: int, generator: Generator) -> list[tuple[int, int]]:
     """The first row and the one after the last that each process hands to `generate()`."""
     size = generator.partners.size
@@ -144,9 +135,16 @@ def pad_left(rows: list[torch.Tensor], like: torch.Tensor, end: int) -> tuple[to
     return input_ids, mask
 
 
-def rollout_options(model_config: Any, params: CommonInferenceParams, end: int) -> dict[str, Any]:
-    """Options of `generate()` that say what `params` say, with everything off that the model's own config sets."""
-    set_by_model = {name for name, value in model_config.to_dict().items() if value is not None}
+def rollout_options(
+    strategy: "SimpleTextGenerationStrategy", generator: Generator, params: CommonInferenceParams
+) -> dict[str, Any]:
+    """Options of `generate()` that say what `params` say, with everything off that the model's own config sets.
+
+    Ids that pad the model's vocabulary beyond the tokenizer's are never drawn.
+    """
+    module, end = generator.module, strategy.tokenizing.end
+    padding = range(strategy.tokenizing.vocab_size, module.config.get_text_config().vocab_size)
+    set_by_model = {name for name, value in module.generation_config.to_dict().items() if value is not None}
     off = {name: None for name in set_by_model - set(WITHOUT_EFFECT) if not name.startswith("_")}
     return {
         **off,
@@ -156,6 +154,7 @@ def rollout_options(model_config: Any, params: CommonInferenceParams, end: int) 
         "temperature": 1.0 if params.is_greedy else params.temperature,
         "top_k": 0 if params.is_greedy else params.top_k,
         "top_p": 1.0 if params.is_greedy else params.top_p or 1.0,
+        "suppress_tokens": list(padding) or None,
         "eos_token_id": end,
         "pad_token_id": end,
         "return_dict_in_generate": True,
