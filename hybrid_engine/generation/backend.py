@@ -28,6 +28,7 @@ from hybrid_engine.generation.decoding.steps import DecodeSteps
 from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
+from hybrid_engine.generation.sampling.in_step import GenerationInStep, InStep
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.zero.gathering import WeightGatherer
 
@@ -143,7 +144,8 @@ class ContainerRollouts:
     def start(self, plan: Plan, kv: torch.Tensor, choice: Choice | None = None) -> TextGeneration:
         """What takes the turns of `plan`, none taken yet; `choice` as `run` takes it."""
         if choice is not None:
-            return TextGeneration(self.model, plan.build_scheduler(), OpenStep(self.model, kv, choice), self.layers)
+            kind = GenerationInStep if isinstance(choice, InStep) else TextGeneration
+            return kind(self.model, plan.build_scheduler(), OpenStep(self.model, kv, choice), self.layers)
         step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed)
         lag = 0 if self.gatherer.is_streamed else self.lag
         return TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag)

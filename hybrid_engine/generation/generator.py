@@ -55,6 +55,8 @@ from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
 from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_widely
 from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
+from hybrid_engine.generation.sampling.in_step import NAMES as FUNCTIONS
+from hybrid_engine.generation.sampling.in_step import InStep, UserFunctions, read_functions
 from hybrid_engine.generation.sampling.row_options import read_row_options
 from hybrid_engine.generation.shares import (
     Bid,
@@ -88,6 +90,8 @@ class Wishes:
     """What holds for each prompt."""
     only_native: str | None
     """An option that only containers serve."""
+    functions: UserFunctions | None
+    """The user's, for which rows stay in step."""
     fallback: str | None
     """Why the model's own `generate()` would run; None where containers do."""
     kwargs: dict[str, Any]
@@ -395,12 +399,16 @@ class Generator:
             of_prompts = [options for share in shares for options in share.of_prompts]
             first = num_samples * sum(len(share.prompts) for share in shares[:rank])
             own = slice(first, first + num_samples * len(wishes.prompts))
-        sequences = build_sequences(prompts, of_prompts, num_samples)
+        is_in_step = wishes.functions is not None
+        if is_in_step:  # no sample waits for another, and each is prefilled for itself
+            prompts = [prompt for prompt in prompts for _ in range(num_samples)]
+            of_prompts = [options for options in of_prompts for _ in range(num_samples)]
+        sequences = build_sequences(prompts, of_prompts, 1 if is_in_step else num_samples)
         spare_bytes = min(share.spare_bytes for share in shares)
         training_bytes = max(share.training_bytes for share in shares)
         reserved = self.native.num_reserved_blocks
         return plan_rollout(
-            self.model, sequences, wishes.options, self.config, spare_bytes, reserved, training_bytes, own
+            self.model, sequences, wishes.options, self.config, spare_bytes, reserved, training_bytes, own, is_in_step
         )
 
     def _check(
@@ -442,7 +450,11 @@ class Generator:
         of_prompts = read_row_options(row_options, merged, len(prompts), width, model_config.vocab_size)
         check_lengths(prompts, of_prompts, self.config, longest if self.model is None else self.model.max_positions)
         check_result_fits(prompts, of_prompts)
-        reason = self._reason_to_fall_back(merged)
+        functions = read_functions(merged)
+        if functions is not None and row_options is not None:
+            raise ValueError("row_options cannot be passed beside functions that are asked for all rows at once")
+        num_rows = len(prompts) * options.num_return_sequences
+        reason = self._reason_to_fall_back(merged, functions, num_rows)
         if reason is not None and self.config.exact:
             raise ValueError(f"generate(): {reason}, and hybrid_engine.exact is on; leave one of them out")
         if reason is not None and not self.group.has_whole_module:
@@ -460,6 +472,7 @@ class Generator:
             of_prompts=of_prompts,
             only_native="row_options" if row_options is not None else next(iter(own_options(merged)), None),
             fallback=reason,
+            functions=functions,
             kwargs=kwargs,
         )
 
@@ -487,7 +500,21 @@ class Generator:
             if request.plan is None:
                 return self.own.run(wishes.input_ids, wishes.mask, wishes.options, request.seed, wishes.kwargs)
             assert self.native is not None and kv is not None
-            return self.native.run(request.plan, kv, wishes.input_ids, self._choice)
+            choice = self._choice if wishes.functions is None else self._stay_in_step(request.plan, wishes)
+            result = self.native.run(request.plan, kv, wishes.input_ids, choice)
+            if isinstance(choice, InStep):
+                choice.finish()
+            return result
+
+    def _stay_in_step(self, plan: Plan, wishes: Wishes) -> InStep | None:
+        assert self.model is not None and wishes.functions is not None
+        if not plan.sequences:
+            return None
+        num_samples, device = wishes.options.num_return_sequences, self.model.device
+        input_ids, mask = (
+            given.repeat_interleave(num_samples, 0).to(device) for given in (wishes.input_ids, wishes.mask)
+        )
+        return InStep(plan.sequences, input_ids, mask, wishes.functions, self.model.vocab_size)
 
     @contextmanager
     def choosing_by(self, choice: Choice | None) -> Iterator[None]:
@@ -498,10 +525,23 @@ class Generator:
         finally:
             self._choice = None
 
-    def _reason_to_fall_back(self, merged: dict[str, Any]) -> str | None:
+    def _reason_to_fall_back(
+        self, merged: dict[str, Any], functions: UserFunctions | None, num_rows: int
+    ) -> str | None:
         if self.fallback_reason is not None:
             return self.fallback_reason
-        foreign = foreign_options(merged)
+        foreign = [name for name in foreign_options(merged) if name not in FUNCTIONS]
         if foreign:
             return f"option {foreign[0]} is not served natively"
+        if functions is None:
+            return None
+        name = next(name for name in FUNCTIONS if merged.get(name))
+        if self.group.size > 1:
+            return f"option {name} is not served natively where processes share the model"
+        assert self.model is not None
+        if self.model.recompute_length is not None:
+            return f"option {name} is not served natively where rotary angles depend on how long a sequence becomes"
+        if 0 < self.config.max_running < num_rows:
+            most = self.config.max_running
+            return f"option {name} keeps {num_rows} rows in step, more than hybrid_engine.max_running={most}"
         return None

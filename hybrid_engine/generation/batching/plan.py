@@ -136,12 +136,14 @@ def plan_rollout(
     num_reserved: int = 0,
     training_bytes: int = 0,
     own: slice = slice(None),
+    is_in_step: bool = False,
 ) -> Plan:
     """Sizes the KV workspace from the demand of `sequences` and the memory for it, `spare_bytes`.
 
     `num_reserved` are blocks that the workspace has beside those that the plan may use; `own` are the sequences
-    that this process returns. `training_bytes` of the memory are left to training where that costs the rollout no more
-    than half of its blocks; otherwise the workspace is large, and must be given back before training.
+    that this process returns; `is_in_step`: all run at once. `training_bytes` of the memory are left to training where
+    that costs the rollout no more than half of its blocks; otherwise the workspace is large, and must be given back
+    before training.
 
     Raises:
         ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
@@ -152,7 +154,8 @@ def plan_rollout(
     longest = max((sequence.most_fed for sequence in sequences), default=1)
     automatic = -(-longest // BLOCK_GRAIN) * BLOCK_GRAIN if model.device.type == "cpu" else BLOCK_SIZE
     block_size = config.kv_block_size or automatic
-    max_running = min(config.max_running or MAX_RUNNING.get(model.device.type, 256), len(lengths))
+    most_running = len(lengths) if is_in_step else config.max_running or MAX_RUNNING.get(model.device.type, 256)
+    max_running = min(most_running, len(lengths))
     per_sequence = -(-longest // block_size)
     wanted = max_running * per_sequence
     kept = 0
@@ -165,11 +168,12 @@ def plan_rollout(
     if 2 * beside_training >= wanted + kept:
         affordable = beside_training
     num_blocks = min(wanted + kept, affordable, config.max_kv_blocks or affordable)
-    needed = per_sequence + (1 if kept else 0)
+    needed = wanted + kept if is_in_step else per_sequence + (1 if kept else 0)
     if num_blocks < needed:
         most_new = max((sequence.options.max_new_tokens for sequence in sequences), default=options.max_new_tokens)
         raise ValueError(
-            f"max_new_tokens={most_new}: a sequence of {longest} tokens needs {needed} KV blocks of "
+            f"max_new_tokens={most_new}: {f'{len(lengths)} sequences in step' if is_in_step else 'a sequence'} of "
+            f"{longest} tokens needs {needed} KV blocks of "
             f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks} ({spare_bytes:,} bytes "
             "are free); lower it, free memory or raise hybrid_engine.max_kv_blocks"
         )

@@ -49,11 +49,12 @@ class RowState(NamedTuple):
 class MixedRows:
     """Draws for `sequences`, in their order, from logits over `vocab` tokens on `device`."""
 
-    def __init__(self, sequences: list[Sequence], vocab: int, device: torch.device):
+    def __init__(self, sequences: list[Sequence], vocab: int, device: torch.device, asks_rows: bool = True):
+        """`asks_rows`: whether rules that read a row's tokens are asked here."""
         self.sequences, self.device = sequences, device
         self.options = build_row_options([sequence.options.sampling for sequence in sequences], vocab, device)
         rules = [sequence.options.rules for sequence in sequences]
-        self._ruled = [row for row, rule in enumerate(rules) if rule.changes_by_tokens]
+        self._ruled = [row for row, rule in enumerate(rules) if asks_rows and rule.changes_by_tokens]
         for row in self._ruled:
             self._build_processors(sequences[row])
         self._presence = self._column([rule.presence_penalty for rule in rules])
@@ -113,17 +114,21 @@ class MixedRows:
             before = self.sequences[row].processors.before
             if before:
                 adjusted = _with_row(adjusted, row, before(tokens, adjusted[row : row + 1]))
+        adjusted = self._penalise(adjusted, state)
+        for row, tokens in read.items():
+            after = self.sequences[row].processors.after
+            adjusted = _with_row(adjusted, row, after(tokens, adjusted[row : row + 1]))
+        return adjusted
+
+    def _penalise(self, adjusted: torch.Tensor, state: RowState) -> torch.Tensor:
+        """What works on single tokens, for all rows at once."""
         if self._biased is not None:
             rows, tokens, biases = self._biased
             adjusted = adjusted.index_put((rows, tokens), biases, accumulate=True)
         penalties = None
         if state.counts is not None and (self._presence is not None or self._frequency is not None):
             penalties = count_penalties(state.counts, self._presence, self._frequency)
-        adjusted = adjust_rows(adjusted, self.options, state.draws, state.seen, penalties)
-        for row, tokens in read.items():
-            after = self.sequences[row].processors.after
-            adjusted = _with_row(adjusted, row, after(tokens, adjusted[row : row + 1]))
-        return adjusted
+        return adjust_rows(adjusted, self.options, state.draws, state.seen, penalties)
 
     def _tokens(self, sequence: Sequence) -> torch.Tensor:
         return torch.tensor([sequence.prompt.tokens + sequence.tokens], device=self.device)
