@@ -169,3 +169,11 @@ def test_an_option_is_not_guessed_from_its_beginning(capsys):
             cli.main(line)
         assert stopped.value.code == 2
     assert "unrecognized arguments: --step 3" in capsys.readouterr().err
+
+
+def test_a_disk_that_takes_no_more_is_one_line(monkeypatch, capsys):
+    names = {"__name__": "hybrid_engine.recipes.full"}  # as if one of our modules had met it
+    exec("def run(config): raise OSError(28, 'No space left on device', config.out)", names)
+    monkeypatch.setattr(dpo, "run", names["run"])
+    assert cli.main(["dpo", "--out", "here"]) == 1
+    assert capsys.readouterr().err == "hybrid-engine: [Errno 28] No space left on device: 'here'\n"

@@ -12,6 +12,7 @@ import torch
 from distributed import run_distributed
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from hybrid_engine.checkpoint.lock import LOCK_FILE
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import ppo, sft
 from hybrid_engine.recipes.rewards.answers import RewardError
@@ -129,7 +130,8 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monk
 
 
 def files_in(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = (path for path in folder.rglob("*") if path.is_file() and path != folder / LOCK_FILE)
+    return {path.relative_to(folder): path.read_bytes() for path in files}
 
 
 def test_a_run_is_begun_again_only_when_asked_and_what_was_there_is_moved_aside(stages, tmp_path, capsys):

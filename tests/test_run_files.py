@@ -1,6 +1,7 @@
 """What a run leaves for others to read: its options, its figures by anybody's names, and what trackers get."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -15,7 +16,7 @@ from hybrid_engine.command import cli
 from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.recipe_options import read_recipe_help
 from hybrid_engine.observing.latency import Iteration
-from hybrid_engine.recipes import sft
+from hybrid_engine.recipes import dpo, sft
 from hybrid_engine.recipes.runs import metric_names, trackers
 from hybrid_engine.recipes.runs.answers_log import PromptAnswers, read_answers, write_answers
 from hybrid_engine.recipes.runs.config_files import flat_options, write_config
@@ -185,3 +186,34 @@ def test_every_figure_of_the_table_is_one_that_is_written_somewhere(name):
         if path.name != "metric_names.py"
     )
     assert any(f'"{name}"' in path.read_text() for path in sources)
+
+
+def test_a_folder_that_a_run_of_another_process_writes_into_is_left_alone(tmp_path):
+    config = dpo.Config(out=str(tmp_path))
+    with RunLog(tmp_path, "DPO", 2, config) as log:
+        log.write(0, {"loss": 1.0})
+        before = (tmp_path / "metrics.jsonl").read_text()
+        for options in ({}, {"resume": True}, {"restart": True}):
+            assert refusal_in_another_process(lambda given=options: dpo.run(replace(config, **given))).startswith(
+                f"--out: a run that still goes on writes into {str(tmp_path)!r}; wait for it or end it"
+            )
+        assert "still goes on" in refusal_in_another_process(lambda: RunLog(tmp_path, "DPO", 2, config))
+        assert (tmp_path / "metrics.jsonl").read_text() == before
+    del log
+    assert refusal_in_another_process(lambda: RunLog(tmp_path, "DPO", 2, config)) == ""
+
+
+def refusal_in_another_process(action) -> str:
+    """The ValueError of `action` in a fork of this process; empty without one."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            action()
+        except ValueError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with os.fdopen(reader) as file:
+        return file.read()

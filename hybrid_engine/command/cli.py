@@ -10,6 +10,7 @@ them (`--help`, an unknown option) is read from their source.
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -28,16 +29,17 @@ from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, r
 RECIPES = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "evaluate", "generate", "serve")
 OTHERS: dict[str, Any] = {"launch": launcher, "diff": difference, "report": page}
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
-REFUSED, INTERRUPTED = 2, 130
-"""Exit statuses: of input that is refused, and of Ctrl-C."""
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+"""Exit statuses: of a disk that takes no more, of input that is refused, and of Ctrl-C."""
+NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the recipe that `arguments` (default: the command line) name; returns the exit status.
 
     A ValueError that one of our modules raised, which is how they refuse bad input, becomes one line on stderr and the
-    status 2, Ctrl-C one line and the status 130. Any other error leaves with its traceback: it may be in the user's own
-    reward or data.
+    status 2, a disk that is full one line and the status 1, Ctrl-C one line and the status 130. Any other error leaves
+    with its traceback: it may be in the user's own reward or data.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
@@ -61,6 +63,11 @@ def run(arguments: Sequence[str]) -> int:
             raise
         print(f"hybrid-engine: {error}", file=sys.stderr)
         return REFUSED
+    except OSError as error:
+        if error.errno not in NO_PLACE or not is_ours(error):
+            raise
+        print(f"hybrid-engine: {error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             settled = {option.name: option.default for option in options} | given

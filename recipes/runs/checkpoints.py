@@ -21,7 +21,8 @@ from typing import Any
 from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.recipes.runs.checks import flag
-from hybrid_engine.recipes.runs.run_folder import LATEST, check_can_resume, checkpoints_of
+from hybrid_engine.recipes.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
+from hybrid_engine.recipes.runs.run_lock import check_not_running
 from hybrid_engine.recipes.runs.run_log import say
 
 OPTIONS = "options.json"
@@ -86,8 +87,10 @@ def check_resume(folder: Path, config: Any, recipe: str) -> None:
     """Whether `--resume` can go on with the run of `recipe` in `folder`; for one process.
 
     Raises:
-        ValueError: `--restart` is given too, there is no complete checkpoint, or it was written under other options.
+        ValueError: a run that still goes on writes there, `--restart` is given too, there is no complete checkpoint, or
+            it was written under other options.
     """
+    check_not_running(folder / f"{recipe}-log" if recipe in STAGES else folder)
     if config.resume and config.restart:
         raise ValueError("--resume goes on with a run and --restart begins it again; give one of them")
     if config.resume:

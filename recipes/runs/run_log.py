@@ -16,6 +16,7 @@ from hybrid_engine.recipes.runs.config_files import flat_options, write_config
 from hybrid_engine.recipes.runs.metric_names import TRACKER_PREFIX, to_framework
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import RunOptions
+from hybrid_engine.recipes.runs.run_lock import lock_run
 from hybrid_engine.recipes.runs.trackers import Trackers
 
 
@@ -29,7 +30,11 @@ class RunLog:
     """
 
     def __init__(self, folder: Path, title: str, num_steps: int, config: RunOptions, first_step: int = 0):
-        """Lines of steps from `first_step` on, left by a run that was interrupted later, are dropped."""
+        """Lines of steps from `first_step` on, left by a run that was interrupted later, are dropped.
+
+        Raises:
+            ValueError: a run of another process writes into `folder`.
+        """
         self._is_writer = get_rank() == 0
         self._title, self._num_steps, self._first_step = title, num_steps, first_step
         self._folder, self._path, self._config = folder, folder / METRICS, config
@@ -41,6 +46,8 @@ class RunLog:
         self._progress = Progress(*columns, figures, console=console, disable=not self._has_bar)
         self._task = self._progress.add_task(title, total=num_steps, completed=first_step, figures="")
         if self._is_writer:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = lock_run(folder)  # until nobody has this log any more
             kept = [line for line in read_metrics(self._path) if line["step"] < first_step]
             write_config(folder, config)
             self._path.write_text("".join(self._json_line(line) for line in kept))

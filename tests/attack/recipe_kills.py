@@ -26,6 +26,7 @@ import torch
 from chat import MARKED_TEMPLATE, build_chat_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hybrid_engine.checkpoint.lock import LOCK_FILE
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
 from hybrid_engine.recipes.reports.run_data import is_time
@@ -192,6 +193,8 @@ def left_by(recipe: str, out: Path) -> dict[str, Any]:
     left: dict[str, Any] = {}
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         name = str(path.relative_to(out))
+        if path.name == LOCK_FILE:
+            continue
         if name.startswith(("previous-", checkpoints_of(recipe), f".{checkpoints_of(recipe)}")):
             continue
         if path.name == "metrics.jsonl":
