@@ -566,6 +566,7 @@ def levels_on(rank, world_size):
             "plain": generate(engine, prompts=prompts, return_log_probs=True)[0],
             "sampled": generate(engine, prompts=prompts, use_greedy=False, temperature=1.5)[0],
             "second": generate(engine, Second, prompts=prompts)[0],
+            "fewer prompts than processes": generate(engine, Second, prompts=PROMPTS[:1])[0],
             "window": window_logits(engine),
         }
         torch.manual_seed(rank)
@@ -593,6 +594,7 @@ def test_two_processes_give_what_one_gives_on_rank_0_and_stop_together(engine):
         "plain": generate(engine, return_log_probs=True)[0],
         "sampled": generate(engine, use_greedy=False, temperature=1.5)[0],
         "second": generate(engine, Second)[0],
+        "fewer prompts than processes": generate(engine, Second, prompts=PROMPTS[:1])[0],
     }
     for name in ENGINES:
         for what, one in expected.items():
