@@ -118,6 +118,76 @@ def test_a_stream_brings_what_a_whole_answer_has(client):
     assert usage == whole.usage
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_answer_and_is_left_out(client, tokenizer, stream):
+    whole = ask(client, max_tokens=30).choices[0]
+    text = whole.text
+    assert len(text) > 12
+    stop = text[6:9]
+    answer = ask(client, max_tokens=30, stop=[stop, "never in it"], stream=stream)
+    if stream:
+        choices = [event.choices[0] for event in answer]
+        found, tokens = "".join(c.text for c in choices), [t for c in choices for t in c.token_ids]
+        reason = choices[-1].finish_reason
+    else:
+        (choice,) = answer.choices
+        found, tokens, reason = choice.text, choice.token_ids, choice.finish_reason
+    assert found == text[: text.find(stop)] and reason == "stop"
+    assert tokens == whole.token_ids[: len(tokens)] and tokenizer.decode(tokens).endswith(stop)
+
+
+def test_penalties_and_biases_are_those_of_generate(client, engine, tokenizer):
+    fields = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"40": 3.0, "41": -100.0}}
+    answer = ask(client, max_tokens=40, **fields)
+    ((expected, _),) = generated(engine, tokenizer, "hello", max_new_tokens=40, seed=3, **fields)
+    assert answer.choices[0].token_ids == expected != ask(client, max_tokens=40).choices[0].token_ids
+
+
+def test_likeliest_tokens_are_reported(client, tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=6, temperature=0, logprobs=True, top_logprobs=3
+    )
+    for place in answer.choices[0].logprobs.content:
+        assert len(place.top_logprobs) == 3
+        assert place.top_logprobs[0].token == place.token
+        assert place.top_logprobs[0].logprob == pytest.approx(place.logprob, abs=1e-5)
+    tops = ask(client, max_tokens=6, temperature=0, logprobs=2).choices[0].logprobs
+    for logprob, likeliest in zip(tops.token_logprobs, tops.top_logprobs, strict=True):
+        assert max(likeliest.values()) == pytest.approx(logprob, abs=1e-5)
+
+
+def test_an_answer_is_one_of_the_texts_or_fits_the_schema_that_it_must(client, tokenizer):
+    pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    answer = ask(client, max_tokens=12, n=4, extra_body={"guided_choice": ["yes", "no"]})
+    assert {choice.text for choice in answer.choices} <= {"yes", "no"}
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    messages = [{"role": "user", "content": "hi"}]
+    no_spaces = dict.fromkeys(map(str, tokenizer.encode(" \t\n\r")), -100)
+    said = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=60, response_format=format, logit_bias=no_spaces
+    )
+    assert json.loads(said.choices[0].message.content)["a"] in (1, 2)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 5])
+def test_an_echo_says_how_likely_the_prompt_was(client, engine, tokenizer, max_tokens):
+    answer = ask(client, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0)
+    (choice,) = answer.choices
+    ids = torch.tensor([tokenizer.encode("hello") + choice.token_ids])
+    with torch.no_grad():
+        logprobs = engine.module(ids).logits[0].double().log_softmax(-1)
+    expected = logprobs[:-1].gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+    assert choice.logprobs.token_logprobs[0] is None and len(choice.token_ids) == max_tokens
+    torch.testing.assert_close(choice.logprobs.token_logprobs[1:], expected, rtol=0, atol=1e-4)
+    best = max(choice.logprobs.top_logprobs[2].values())
+    assert best == pytest.approx(float(logprobs[1].max()), abs=1e-4)
+    assert choice.text.startswith("hello") and choice.logprobs.text_offset[:5] == [0, 1, 2, 3, 4]
+    plain = ask(client, max_tokens=3, echo=True).choices[0]
+    assert plain.text == "hello" + ask(client, max_tokens=3).choices[0].text
+
+
 def test_a_chat_is_what_its_template_writes(client, engine, tokenizer):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say hi"}]
     answer = client.chat.completions.create(
@@ -221,6 +291,10 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_t
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "template"),
         ("chat/completions", {"top_logprobs": 3}, 400, "logprobs"),
         ("chat/completions", {"response_format": {"type": "tune"}}, 400, "response_format"),
+        ("chat/completions", {"response_format": {"type": "json_schema"}}, 400, "json_schema"),
+        ("completions", {"guided_choice": []}, 400, "guided_choice"),
+        ("completions", {"guided_regex": "("}, 400, "guided_regex"),
+        ("completions", {"logit_bias": {"99999": 1}}, 400, "logit_bias"),
     ],
 )
 def test_a_wrong_field_is_answered_with_its_name_and_the_server_goes_on(server, client, path, changes, status, word):

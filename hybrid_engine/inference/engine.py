@@ -16,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
-from hybrid_engine.containers import InferenceEncoder, InferenceModel
+from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.generator import Generator
@@ -28,9 +28,9 @@ from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.prompts import check_prompts
 from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.generation.scoring import score_packed
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
-from hybrid_engine.ops import PrefillBatch
 from hybrid_engine.serving import import_serving
 
 
@@ -144,7 +144,7 @@ class InferenceEngine(nn.Module):
         model = self.generator.model
         mask = check_prompts(input_ids, attention_mask, model.vocab_size, None).to(model.device)
         with torch.autocast(model.device.type, enabled=False):
-            packed = score(model, input_ids.to(model.device)[mask], mask.sum(1).tolist())
+            packed = score_packed(model, input_ids.to(model.device)[mask], mask.sum(1).tolist())
         logits = packed.new_zeros(*mask.shape, packed.shape[-1])
         logits[mask] = packed
         return CausalLMOutput(logits=logits)
@@ -263,24 +263,3 @@ class InferenceEngine(nn.Module):
         here = [parameter for parameter in self.module.parameters() if parameter.device.type != "meta"]
         lines.append(f"{type(self.module).__name__} in {self.dtype}, {format_bytes(num_bytes(here))} in the module")
         return "\n".join(lines)
-
-
-def score(model: InferenceModel, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Logits `[N, V]` fp32 after every one of the packed `tokens [N]` of sequences of `lengths`."""
-    device, longest = model.device, max(lengths)
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    sizes = torch.tensor(lengths)
-    blocks = torch.arange(len(lengths)).repeat_interleave(sizes).to(device)
-    model.prepare_positions(longest)
-    batch = PrefillBatch(
-        tokens=tokens,
-        positions=positions,
-        write_blocks=blocks,
-        write_offsets=positions,
-        lengths=tuple(lengths),
-        starts=nn.functional.pad(sizes.cumsum(0), (1, 0)).int().to(device),
-        wanted=torch.arange(len(tokens), device=device),
-        row_lengths=sizes.repeat_interleave(sizes).to(device),
-    )
-    kv = torch.zeros(model.kv_shape(len(lengths), longest), dtype=model.dtype, device=device)
-    return model.forward(batch, kv, model.layers)

@@ -10,15 +10,21 @@ from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.generation.live import Progress
 from hybrid_engine.serving.asked import Asked, ServedModel
+from hybrid_engine.serving.protocol import CompletionRequest
+
+Tops = list[list[tuple[int, float]]]
+"""The likeliest tokens at each position with their log-probabilities."""
 
 
 @dataclass
 class Piece:
     """What some tokens added to a choice. A token whose text is held back is here before its text."""
 
+    index: int
     text: str
     tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[Any]
+    tops: Tops
     finish_reason: str | None
 
 
@@ -26,25 +32,43 @@ class Piece:
 class Choice:
     """One answer as far as it has come."""
 
+    index: int
     prompt: list[int]
     detokenizer: IncrementalDetokenizer
     sequence: Sequence | None = None
-    """What draws it; None where no tokens were asked for."""
+    """What draws it; None where nothing is drawn or scored."""
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    tops: Tops = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, told: Progress) -> Piece:
-        """Takes in what a turn brought, and says what it added."""
-        text = "".join(map(self.detokenizer.add, told.tokens))
+        """Takes in what a turn brought, up to a stop string, and says what it added."""
+        text, count = "", 0
+        for token in told.tokens:
+            text += self.detokenizer.add(token)
+            count += 1
+            if self.detokenizer.stopped is not None:
+                break
+        self.finish_reason = told.finish_reason
         if told.finish_reason is not None:
             text += self.detokenizer.finish()
-        self.text += text
-        self.tokens += told.tokens
-        self.logprobs += told.logprobs
-        self.finish_reason = told.finish_reason
-        return Piece(text, told.tokens, told.logprobs, told.finish_reason)
+        if self.detokenizer.stopped is not None:
+            self.finish_reason = "stop"
+        first = len(self.tokens)
+        tops = told.sequence.tops[first : first + count]
+        piece = Piece(self.index, text, told.tokens[:count], told.logprobs[:count], tops, self.finish_reason)
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.logprobs += piece.logprobs
+        self.tops += piece.tops
+        return piece
+
+    def keep_nothing(self, told: Progress) -> Piece:
+        """Passes over what a turn brought: only the prompt was to be scored."""
+        self.finish_reason = "length"
+        return Piece(self.index, "", [], [], [], "length")
 
 
 class Writer:
@@ -63,24 +87,24 @@ class Writer:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         drawn: list[tuple[list[int], Sequence | None]] = [(row.prompt.tokens, row) for row in asked.sequences]
         self.choices = [
-            Choice(prompt, IncrementalDetokenizer(model.tokenizer, asked.request.stops), sequence)
-            for prompt, sequence in drawn or [(prompt, None) for prompt in asked.prompts]
+            Choice(index, prompt, IncrementalDetokenizer(model.tokenizer, asked.request.stops), sequence)
+            for index, (prompt, sequence) in enumerate(drawn or [(prompt, None) for prompt in asked.prompts])
         ]
-        self._index = {sequence: index for index, sequence in enumerate(asked.sequences)}
+        self._choice_of = {choice.sequence: choice for choice in self.choices}
 
-    def add(self, told: Progress) -> tuple[int, Piece]:
-        """The choice that `told` belongs to, and what it adds."""
-        index = self._index[told.sequence]
-        return index, self.choices[index].add(told)
+    def add(self, told: Progress) -> Piece:
+        """What `told` adds to its choice."""
+        choice = self._choice_of[told.sequence]
+        return choice.add(told) if self.asked.num_new else choice.keep_nothing(told)
 
     def whole(self) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
-        choices = [self._whole_choice(index, choice) for index, choice in enumerate(self.choices)]
+        choices = [self._whole_choice(choice) for choice in self.choices]
         return self._body(self.object_name, choices) | {"usage": self.usage()}
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, piece: Piece) -> dict[str, Any]:
         """One event of a stream."""
-        return self._body(self.chunk_name, [self._chunk_choice(index, piece)])
+        return self._body(self.chunk_name, [self._chunk_choice(self.choices[piece.index], piece)])
 
     def opening(self) -> list[dict[str, Any]]:
         """The events before the first token."""
@@ -104,10 +128,10 @@ class Writer:
         """The token ids, where they were asked for; vLLM's names."""
         return {"token_ids": tokens, "prompt_token_ids": choice.prompt} if self.request.return_token_ids else {}
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _chunk_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _chunk_choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -115,34 +139,55 @@ class CompletionWriter(Writer):
     """`/v1/completions`."""
 
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    request: CompletionRequest
 
     def opening(self) -> list[dict[str, Any]]:
-        """The prompt, where it is echoed."""
-        if not self.request.echo:  # type: ignore[attr-defined]
+        """The prompts, where they are echoed."""
+        if not self.request.echo:
             return []
-        return [self.chunk(i, Piece(self._prompt_text(c), [], [], None)) for i, c in enumerate(self.choices)]
+        return [self._body(self.chunk_name, [self._choice(c, self._echo(c), None, 0)]) for c in self.choices]
 
-    def _prompt_text(self, choice: Choice) -> str:
-        return self.model.tokenizer.decode(choice.prompt, skip_special_tokens=True)
+    def _echo(self, choice: Choice) -> Piece:
+        """The prompt as a piece; before its first token there is nothing that could say how likely that was."""
+        text = self.model.tokenizer.decode(choice.prompt, skip_special_tokens=True)
+        scores = None if choice.sequence is None else choice.sequence.prompt.scores
+        if scores is None:
+            return Piece(choice.index, text, [], [], [], None)
+        return Piece(choice.index, text, choice.prompt, [None, *scores.logprobs], [[], *scores.tops], None)
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        echoed = self._prompt_text(choice) if self.request.echo else ""  # type: ignore[attr-defined]
-        shown = self._choice(index, echoed + choice.text, choice.tokens, choice.logprobs, len(echoed))
-        return shown | {"finish_reason": choice.finish_reason or "length"} | self._ids(choice, choice.tokens)
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        answer = Piece(choice.index, choice.text, choice.tokens, choice.logprobs, choice.tops, choice.finish_reason)
+        if not self.request.echo:
+            return self._choice(choice, answer, choice.finish_reason or "length", 0)
+        shown = self._choice(choice, self._echo(choice), choice.finish_reason or "length", 0)
+        rest = self._choice(choice, answer, None, len(shown["text"]))
+        shown["text"] += rest["text"]
+        if shown["logprobs"] is not None:
+            shown["logprobs"] = {name: part + rest["logprobs"][name] for name, part in shown["logprobs"].items()}
+        return shown | self._ids(choice, choice.tokens)
 
-    def _chunk_choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        choice = self.choices[index]
-        offset = len(choice.text) - len(piece.text)
-        shown = self._choice(index, piece.text, piece.tokens, piece.logprobs, offset)
-        return shown | {"finish_reason": piece.finish_reason} | self._ids(choice, piece.tokens)
+    def _chunk_choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        echoed = len(self._echo(choice).text) if self.request.echo else 0
+        return self._choice(choice, piece, piece.finish_reason, echoed + len(choice.text) - len(piece.text))
 
-    def _choice(self, index: int, text: str, tokens: list[int], logprobs: list[float], offset: int) -> dict[str, Any]:
-        shown = None
-        if self.request.logprobs is not None:  # type: ignore[attr-defined]
-            names = token_texts(self.model.tokenizer, tokens)
-            offsets = [offset + sum(map(len, names[:place])) for place in range(len(names))]
-            shown = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
-        return {"index": index, "text": text, "logprobs": shown}
+    def _choice(self, choice: Choice, piece: Piece, finish_reason: str | None, offset: int) -> dict[str, Any]:
+        shown = {"index": piece.index, "text": piece.text, "logprobs": self._logprobs(piece, offset)}
+        return shown | {"finish_reason": finish_reason} | self._ids(choice, piece.tokens)
+
+    def _logprobs(self, piece: Piece, offset: int) -> dict[str, Any] | None:
+        """`offset`: characters of the choice before the piece."""
+        if self.request.logprobs is None:
+            return None
+        tokenizer = self.model.tokenizer
+        names = token_texts(tokenizer, piece.tokens)
+        # Tokens may have one text, such as parts of characters: the likelier comes last and stays.
+        tops = [{tokenizer.decode([token]): value for token, value in reversed(found)} for found in piece.tops]
+        return {
+            "tokens": names,
+            "token_logprobs": piece.logprobs,
+            "text_offset": [offset + sum(map(len, names[:place])) for place in range(len(names))],
+            "top_logprobs": [tops[place] or None for place in range(len(tops))] or [None] * len(piece.tokens),
+        }
 
 
 class ChatWriter(Writer):
@@ -153,30 +198,33 @@ class ChatWriter(Writer):
     def opening(self) -> list[dict[str, Any]]:
         """Who speaks."""
         delta = {"role": "assistant", "content": ""}
-        choices = [
-            {"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(len(self.choices))
-        ]
-        return [self._body(self.chunk_name, [choice]) for choice in choices]
+        first = {"delta": delta, "logprobs": None, "finish_reason": None}
+        return [self._body(self.chunk_name, [{"index": index} | first]) for index in range(len(self.choices))]
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text}
-        shown = {"index": index, "message": message, "logprobs": self._logprobs(choice.tokens, choice.logprobs)}
+        logprobs = self._logprobs(choice.tokens, choice.logprobs, choice.tops)
+        shown = {"index": choice.index, "message": message, "logprobs": logprobs}
         return shown | {"finish_reason": choice.finish_reason or "length"} | self._ids(choice, choice.tokens)
 
-    def _chunk_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _chunk_choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
-        shown = {"index": index, "delta": delta, "logprobs": self._logprobs(piece.tokens, piece.logprobs)}
-        return shown | {"finish_reason": piece.finish_reason} | self._ids(self.choices[index], piece.tokens)
+        logprobs = self._logprobs(piece.tokens, piece.logprobs, piece.tops)
+        shown = {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        return shown | self._ids(choice, piece.tokens)
 
-    def _logprobs(self, tokens: list[int], logprobs: list[float]) -> dict[str, Any] | None:
-        if not self.request.logprobs:  # type: ignore[attr-defined]
+    def _logprobs(self, tokens: list[int], logprobs: list[float], tops: Tops) -> dict[str, Any] | None:
+        if self.request.num_top_logprobs is None:
             return None
-        names = token_texts(self.model.tokenizer, tokens)
         content = [
-            {"token": name, "logprob": logprob, "bytes": list(name.encode()), "top_logprobs": []}
-            for name, logprob in zip(names, logprobs, strict=True)
+            self._shown(token, logprob) | {"top_logprobs": [self._shown(*pair) for pair in likeliest]}
+            for token, logprob, likeliest in zip(tokens, logprobs, tops or [[]] * len(tokens), strict=True)
         ]
         return {"content": content, "refusal": None}
+
+    def _shown(self, token: int, logprob: float) -> dict[str, Any]:
+        name = self.model.tokenizer.decode([token])
+        return {"token": name, "logprob": logprob, "bytes": list(name.encode())}
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:

@@ -14,9 +14,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from hybrid_engine.generation.live import Progress
 from hybrid_engine.generation.live_thread import LiveThread
-from hybrid_engine.serving.answers import ChatWriter, CompletionWriter, Writer
+from hybrid_engine.serving.answers import ChatWriter, CompletionWriter, Piece, Writer
 from hybrid_engine.serving.asked import ServedModel, chat_tokens, read_chat, read_completion
 from hybrid_engine.serving.errors import RequestError, wrong_body
 from hybrid_engine.serving.listening import Listening
@@ -165,13 +164,13 @@ class App:
     async def _answer(self, request: Request, writer: Writer, record: Recorder | None) -> Response:
         asked = writer.asked
         self.metrics.prompt_tokens.inc(sum(map(len, asked.prompts)))
-        progress = self._measured(self.listening.run(self.worker, asked.sequences))
+        progress = self._measured(self.listening.run(self.worker, asked.sequences, writer.add))
         if asked.request.stream:
             # The first of it decides whether there is an error to answer with, which a stream has no place for.
             first = await anext(progress, None)
             stream = self._stream(first, progress, writer, record)
             return StreamingResponse(stream, media_type="text/event-stream")
-        collecting = asyncio.ensure_future(self._collect(progress, writer))
+        collecting = asyncio.ensure_future(self._collect(progress))
         leaving = asyncio.ensure_future(_until_gone(request))
         await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
@@ -186,13 +185,13 @@ class App:
             record(writer.choices)
         return JSONResponse(writer.whole())
 
-    async def _collect(self, progress: AsyncIterator[Progress], writer: Writer) -> None:
+    async def _collect(self, progress: AsyncIterator[Piece]) -> None:
         async with contextlib.aclosing(progress):  # type: ignore[type-var]
-            async for told in progress:
-                writer.add(told)
+            async for _ in progress:
+                pass
 
     async def _stream(
-        self, first: Progress | None, progress: AsyncIterator[Progress], writer: Writer, record: Recorder | None
+        self, first: Piece | None, progress: AsyncIterator[Piece], writer: Writer, record: Recorder | None
     ) -> AsyncIterator[str]:
         """Server-sent events; whoever stops reading ends the request."""
         is_complete = False
@@ -201,11 +200,9 @@ class App:
                 for event in writer.opening():
                     yield _event(event)
                 if first is not None:
-                    yield _event(writer.chunk(*writer.add(first)))
-                async for told in progress:
-                    index, piece = writer.add(told)
-                    if piece.text or piece.finish_reason or piece.tokens:
-                        yield _event(writer.chunk(index, piece))
+                    yield _event(writer.chunk(first))
+                async for piece in progress:
+                    yield _event(writer.chunk(piece))
             if record is not None:
                 record(writer.choices)
             options = writer.request.stream_options
@@ -220,19 +217,20 @@ class App:
             if not is_complete:
                 self.metrics.cancelled.inc()
 
-    async def _measured(self, progress: AsyncIterator[Progress]) -> AsyncIterator[Progress]:
+    async def _measured(self, progress: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
         """The same, counted and timed."""
-        begin, latest = time.perf_counter(), {}  # type: ignore[var-annotated]
+        begin = time.perf_counter()
+        latest: dict[int, float] = {}
         async with contextlib.aclosing(progress):  # type: ignore[type-var]
-            async for told in progress:
+            async for piece in progress:
                 now = time.perf_counter()
-                if told.sequence not in latest:
+                if piece.index not in latest:
                     self.metrics.first_token.observe(now - begin)
-                elif told.tokens:
-                    self.metrics.between_tokens.observe((now - latest[told.sequence]) / len(told.tokens))
-                latest[told.sequence] = now
-                self.metrics.generated_tokens.inc(len(told.tokens))
-                yield told
+                elif piece.tokens:
+                    self.metrics.between_tokens.observe((now - latest[piece.index]) / len(piece.tokens))
+                latest[piece.index] = now
+                self.metrics.generated_tokens.inc(len(piece.tokens))
+                yield piece
 
 
 def _session_id(request: Request, body: Any) -> str | None:

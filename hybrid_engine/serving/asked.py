@@ -12,9 +12,6 @@ from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields
 
-UNSERVED = ("stop", "presence_penalty", "frequency_penalty", "logit_bias", "num_top_logprobs")
-"""Fields that are known and not served."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
@@ -36,6 +33,8 @@ class Asked:
 
     request: SamplingFields
     prompts: list[list[int]]
+    num_new: int
+    """Tokens that each answer may have."""
     sequences: list[Sequence] = field(default_factory=list)
 
 
@@ -104,25 +103,22 @@ def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
             param="max_tokens",
             code="context_length_exceeded",
         )
-    if num_new == 0:
-        return Asked(request, prompts)
+    is_scored = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    if num_new == 0 and not is_scored:
+        return Asked(request, prompts, 0)
     seed = secrets.randbits(62) if request.seed is None else request.seed
     keys = sample_keys(seed, [prompt_digest(prompt) for prompt in prompts], [], request.n)
     sequences = []
     for prompt, tokens in enumerate(prompts):
-        shared = Prompt(tokens)
-        sequences += [
-            Sequence(shared, row, _options(request, num_new, len(tokens), model), keys[row])
-            for row in range(prompt * request.n, (prompt + 1) * request.n)
-        ]
-    return Asked(request, prompts, sequences)
+        shared = Prompt(tokens, num_tops=request.num_top_logprobs if is_scored else None)
+        options = _options(request, max(1, num_new), len(tokens), model)
+        places = range(prompt * request.n, (prompt + 1) * request.n)
+        sequences += [Sequence(shared, row, options, keys[row]) for row in places]
+    return Asked(request, prompts, num_new, sequences)
 
 
 def _options(request: SamplingFields, num_new: int, prompt_length: int, model: ServedModel) -> GenerationOptions:
     """The engine's options; raises RequestError for the first it refuses."""
-    for name in UNSERVED:
-        if getattr(request, name):
-            raise RequestError(f"{name} is not served; leave it out", param=name, code="unsupported")
     ends = [] if request.ignore_eos else model.end_tokens
     is_sampled = request.temperature > 0
     named: dict[str, Any] = {
@@ -130,6 +126,12 @@ def _options(request: SamplingFields, num_new: int, prompt_length: int, model: S
         "min_new_tokens": min(request.min_tokens, num_new),
         "do_sample": is_sampled,
         "repetition_penalty": request.repetition_penalty,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "logit_bias": request.logit_bias,
+        "top_logprobs": request.num_top_logprobs or 0,
+        "tokenizer": model.tokenizer,
+        **request.guide,
         "eos_token_id": [*ends, *request.stop_token_ids] or None,
     }
     if is_sampled:

@@ -49,6 +49,16 @@ def overloaded(num_waiting: int, limit: int) -> RequestError:
     )
 
 
+def failed() -> RequestError:
+    """500: the model failed, or ended, in the middle of an answer."""
+    return RequestError(
+        "the model's logits are not finite, or the server is ending; nothing more comes of this answer",
+        status=500,
+        kind="server_error",
+        code="generation_failed",
+    )
+
+
 def wrong_body(error: ValidationError) -> RequestError:
     """The first thing that a body has wrong, by its field."""
     first = error.errors(include_url=False)[0]

@@ -1,12 +1,24 @@
 """From the worker's thread into the event loop: each request hears of its own sequences."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, TypeVar
 
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.live import Progress
 from hybrid_engine.generation.live_thread import EndedError, LiveThread, TooManyWaitError
-from hybrid_engine.serving.errors import RequestError, overloaded
+from hybrid_engine.serving.errors import RequestError, failed, overloaded
+
+
+class Finishing(Protocol):
+    """Anything that says whether a sequence is finished with it."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None: more is to come."""
+
+
+Heard = TypeVar("Heard", bound=Finishing)
 
 
 class Listening:
@@ -26,8 +38,13 @@ class Listening:
             if (queue := self._queues.get(told.sequence)) is not None:
                 queue.put_nowait(told)
 
-    async def run(self, worker: LiveThread, sequences: list[Sequence]) -> AsyncIterator[Progress]:
-        """What comes for `sequences`, until all have finished. Whoever stops listening takes them out of the batch.
+    async def run(
+        self, worker: LiveThread, sequences: list[Sequence], read: Callable[[Progress], Heard]
+    ) -> AsyncIterator[Heard]:
+        """What `read` makes of what comes for `sequences`, until all have finished.
+
+        `read` may find that a sequence is finished before the batch does: it is taken out then. Whoever stops listening
+        takes out all of them.
 
         Raises:
             RequestError: too many wait, or the model failed.
@@ -37,28 +54,32 @@ class Listening:
         self._queues |= dict.fromkeys(sequences, queue)
         left = set(sequences)
         try:
-            try:
-                worker.submit(sequences)
-            except TooManyWaitError as error:
-                raise overloaded(worker.num_waiting, worker.max_waiting) from error
-            except EndedError as error:
-                reason = "the server is ending; nothing was begun"
-                raise RequestError(reason, status=503, kind="server_error", code="unavailable") from error
+            _submit(worker, sequences)
             while left:
                 told = await queue.get()
                 if told.finish_reason == "error":
                     left.discard(told.sequence)
-                    raise RequestError(
-                        "the model's logits are not finite, or the server is ending; nothing more comes of this answer",
-                        status=500,
-                        kind="server_error",
-                        code="generation_failed",
-                    )
-                if told.finish_reason is not None:
+                    raise failed()
+                if told.sequence not in left:
+                    continue
+                heard = read(told)
+                if heard.finish_reason is not None:
                     left.discard(told.sequence)
-                yield told
+                    if told.finish_reason is None:
+                        worker.cancel([told.sequence])
+                yield heard
         finally:
             for sequence in sequences:
                 del self._queues[sequence]
             if left:
                 worker.cancel(list(left))
+
+
+def _submit(worker: LiveThread, sequences: list[Sequence]) -> None:
+    try:
+        worker.submit(sequences)
+    except TooManyWaitError as error:
+        raise overloaded(worker.num_waiting, worker.max_waiting) from error
+    except EndedError as error:
+        reason = "the server is ending; nothing was begun"
+        raise RequestError(reason, status=503, kind="server_error", code="unavailable") from error

@@ -56,6 +56,9 @@ class SamplingFields(BaseModel):
     stop_token_ids: list[TokenId] = []
     return_token_ids: StrictBool = False
     """The token ids of prompt and answer beside the text."""
+    guided_choice: list[StrictStr] | None = None
+    guided_regex: StrictStr | None = None
+    guided_json: dict[str, Any] | StrictStr | None = None
     session_id: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
     """The conversation that this request belongs to; the header `X-Session-Id` says the same."""
 
@@ -88,6 +91,17 @@ class SamplingFields(BaseModel):
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is given without stream; set stream to true or leave it out")
         return self
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Likeliest tokens reported at each position; None: no log-probabilities at all."""
+        raise NotImplementedError
+
+    @property
+    def guide(self) -> dict[str, Any]:
+        """What the text of the answer must be, by the engine's names."""
+        named = {name: getattr(self, name) for name in ("guided_choice", "guided_regex", "guided_json")}
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def stops(self) -> list[str]:
@@ -152,11 +166,25 @@ class Message(BaseModel):
         return "".join(part["text"] for part in content)
 
 
+class JsonSchema(BaseModel):
+    """A schema with its name."""
+
+    model_config = ConfigDict(extra="allow")
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
 class ResponseFormat(BaseModel):
     """What an answer must look like."""
 
-    model_config = ConfigDict(extra="allow")
-    type: Literal["text"]
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema; send both or neither")
+        return self
 
 
 class ChatRequest(SamplingFields):
@@ -185,6 +213,14 @@ class ChatRequest(SamplingFields):
     def num_top_logprobs(self) -> int | None:
         """None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def guide(self) -> dict[str, Any]:
+        """What the text of the answer must be, by the engine's names."""
+        if self.response_format is None or self.response_format.type == "text":
+            return super().guide
+        schema = self.response_format.json_schema
+        return super().guide | {"guided_json": {"type": "object"} if schema is None else schema.schema_}
 
     @property
     def longest_answer(self) -> int | None:

@@ -16,6 +16,8 @@ class Prompt:
     num_waiting: int = 0  # samples that have not started
     blocks: list[int] = field(default_factory=list)  # the prefilled blocks that samples fork from; empty: none
     logits: Any = None  # [V] next-token logits after the prompt, kept beside the blocks
+    num_tops: int | None = None  # likeliest tokens reported at each of its positions; None: it is not scored
+    scores: Any = None  # `TokenScores` of its tokens, where they are wanted
 
 
 @dataclass(eq=False)
