@@ -340,7 +340,7 @@ def failing(place, engine):
         owner, options = find(engine), {}
     else:  # an option that containers do not serve, and that changes nothing here
         decoder_layer = [module for module in engine.module.modules() if "DecoderLayer" in type(module).__name__][1]
-        owner, name, nth, options = decoder_layer, "forward", 3, {"no_repeat_ngram_size": 500}
+        owner, name, nth, options = decoder_layer, "forward", 3, {"encoder_no_repeat_ngram_size": 500}
     call = Failing(getattr(owner, name), nth)
     setattr(owner, name, call)
     try:
@@ -439,8 +439,8 @@ DRAWN = {
     "gathered": (3, {}, {}),
     "streamed": (3, {"pin_parameters": False}, {}),
     "shared": (3, {"inference_tp_size": 2}, {}),
-    "own": (0, {}, {"no_repeat_ngram_size": 500}),
-    "own, gathered": (3, {}, {"no_repeat_ngram_size": 500}),
+    "own": (0, {}, {"encoder_no_repeat_ngram_size": 500}),
+    "own, gathered": (3, {}, {"encoder_no_repeat_ngram_size": 500}),
 }
 
 

@@ -65,7 +65,7 @@ def rollouts(rank, world_size):
         engine.eval()
         result["trained"] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
         # A bound no 10 tokens reach: the option sends the same request to the model's own generate().
-        result["own"] = engine.generate(input_ids, attention_mask=mask, no_repeat_ngram_size=500, **GREEDY)
+        result["own"] = engine.generate(input_ids, attention_mask=mask, encoder_no_repeat_ngram_size=500, **GREEDY)
         results[stage, pinned] = result
     return results
 

@@ -20,7 +20,7 @@ from hybrid_engine.zero.sharding import full_tensor
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
 SETTINGS = [(0, True), (2, True), (3, True), (3, False)]
-BOUND = 500  # no 8 tokens reach it: as `no_repeat_ngram_size` it changes nothing and is not native
+BOUND = 500  # no 8 tokens reach it: as `encoder_no_repeat_ngram_size` it changes nothing and is not native
 
 
 def build_engine(model=None, *, stage=0, pinned=True, **config):
@@ -139,7 +139,7 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("more", [{}, {"no_repeat_ngram_size": BOUND}], ids=["native", "own"])
+@pytest.mark.parametrize("more", [{}, {"encoder_no_repeat_ngram_size": BOUND}], ids=["native", "own"])
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_tensors_made_inside_a_context_are_prompts_like_any_and_training_outside_goes_on(context, more):
     engine = build_engine().eval()
@@ -169,7 +169,7 @@ def test_gradient_checkpointing_changes_no_answer():
     engine = build_engine()
     engine.gradient_checkpointing_enable()
     engine.enable_input_require_grads()
-    for more in ({}, {"no_repeat_ngram_size": BOUND}):
+    for more in ({}, {"encoder_no_repeat_ngram_size": BOUND}):
         engine.eval()
         expected = own_answer(engine, input_ids, mask)
         assert torch.equal(engine.module.generate(input_ids, attention_mask=mask, **GREEDY, **more), expected)
@@ -323,7 +323,7 @@ def accumulated(stage, pinned, input_ids, mask, generates):
         loss = engine(input_ids=input_ids, attention_mask=mask, labels=input_ids).loss * (1 + micro_step)
         if generates:
             engine.eval()
-            for more in ({}, {"no_repeat_ngram_size": BOUND}):
+            for more in ({}, {"encoder_no_repeat_ngram_size": BOUND}):
                 engine.module.generate(input_ids, attention_mask=mask, **GREEDY, **more)
             engine.train()
         engine.backward(loss)
@@ -352,7 +352,7 @@ def on_two_ranks(rank, world_size):
             results[stage, pinned, "gathered"] = engine.module.generate(input_ids, attention_mask=mask, **GREEDY)
         # Rank 0's rows end after two tokens, rank 1's by length; nobody says synced_gpus.
         ends = own_answer(engine, input_ids, mask, eos_token_id=None)[:, 10].tolist()
-        options = {"eos_token_id": ends if rank == 0 else None, "no_repeat_ngram_size": BOUND}
+        options = {"eos_token_id": ends if rank == 0 else None, "encoder_no_repeat_ngram_size": BOUND}
         answer = engine.module.generate(input_ids, attention_mask=mask, **GREEDY | options)
         results[stage, pinned, "uneven"] = torch.equal(answer, own_answer(engine, input_ids, mask, **options))
         train_step(engine, input_ids, mask)

@@ -230,7 +230,7 @@ def test_a_second_engine_on_the_same_model_knows_nothing_of_the_first():
     first = build_engine(model, max_out_tokens=12).eval()
     second = build_engine(model).eval()
     input_ids, mask = padded_prompts()
-    foreign = {"do_sample": False, "max_new_tokens": 9, "no_repeat_ngram_size": 2}
+    foreign = {"do_sample": False, "max_new_tokens": 9, "encoder_no_repeat_ngram_size": 2}
     output = second.generate(input_ids, attention_mask=mask, **foreign)
     assert torch.equal(output, build_model().generate(input_ids, attention_mask=mask, **foreign))
     assert first.latency_stats()["num_samples"] == 0
@@ -241,8 +241,10 @@ def test_greedy_and_foreign_rollouts_do_not_move_torchs_generator():
     engine = build_engine().eval()
     state = torch.get_rng_state()
     engine.generate(input_ids, attention_mask=mask, do_sample=False, max_new_tokens=3)
-    engine.generate(input_ids, attention_mask=mask, do_sample=False, max_new_tokens=3, no_repeat_ngram_size=2)
-    engine.generate(input_ids, attention_mask=mask, do_sample=True, max_new_tokens=3, no_repeat_ngram_size=2, seed=3)
+    engine.generate(input_ids, attention_mask=mask, do_sample=False, max_new_tokens=3, encoder_no_repeat_ngram_size=2)
+    engine.generate(
+        input_ids, attention_mask=mask, do_sample=True, max_new_tokens=3, encoder_no_repeat_ngram_size=2, seed=3
+    )
     engine.generate(input_ids, attention_mask=mask, do_sample=True, max_new_tokens=3, seed=3)
     assert torch.equal(torch.get_rng_state(), state)
 

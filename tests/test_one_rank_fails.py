@@ -77,7 +77,7 @@ def different_wishes(rank, world_size):
             return engine.generate(prompts, attention_mask=mask, **{**GREEDY, **options})
 
         everyone = [generate(max_new_tokens=count) for count in (1, 3)]
-        own_way = generate(no_repeat_ngram_size=500)
+        own_way = generate(encoder_no_repeat_ngram_size=500)
         torch.manual_seed(rank)
         found = {"lengths": torch.equal(generate(max_new_tokens=(1, 3)[rank]), everyone[rank])}
         for who in range(world_size):
@@ -86,7 +86,7 @@ def different_wishes(rank, world_size):
             found["own", who] = fails or torch.equal(beams, own_way)
             found["sampled", who] = generate(**(SAMPLED if fails else {})).shape[0] == len(input_ids)
             parts = (input_ids[:0], mask[:0]) if fails else (input_ids, mask)
-            for way in ({}, {"no_repeat_ngram_size": 500}):
+            for way in ({}, {"encoder_no_repeat_ngram_size": 500}):
                 output = generate(*parts, return_dict_in_generate=True, **way)
                 rows = output.sequences
                 is_right = len(rows) == len(output.logprobs) == 0 if fails else torch.equal(rows, everyone[1])

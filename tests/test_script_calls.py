@@ -166,7 +166,7 @@ def uneven_ranks(rank, world_size):
         engine = build_engine(build_model(), zero_optimization={"stage": 3}, hybrid_engine=options)
         for turn in ("before", "after"):
             engine.eval()
-            for backend, more in (("native", {}), ("own", {"no_repeat_ngram_size": 500})):
+            for backend, more in (("native", {}), ("own", {"encoder_no_repeat_ngram_size": 500})):
                 answers = generate(engine, input_ids, mask, 30, eos_token_id=ends, synced_gpus=True, **more)
                 results[pinned, turn, backend] = answers
             engine.train()

@@ -141,7 +141,7 @@ def staged_rollouts(rank, world_size):
         engine.step()
         engine.eval()
         after = rollouts(engine, input_ids, mask)
-        own = engine.generate(input_ids, attention_mask=mask, no_repeat_ngram_size=500, **GREEDY)
+        own = engine.generate(input_ids, attention_mask=mask, encoder_no_repeat_ngram_size=500, **GREEDY)
         results[stage] = first, after, own, held
     return results
 
