@@ -30,7 +30,14 @@ ROOT = Path(__file__).parent.parent
 def test_the_written_options_of_a_recipe_give_the_same_config_again(name, tmp_path):
     config_class = import_module(f"hybrid_engine.recipes.{name.replace('-', '_')}").Config
     options = read_recipe_help(name).options
-    given = {"out": str(tmp_path / "a: b #c"), "seed": 7, "metric_names": "verl", "model": "on", "dataset": "1e-3"}
+    given = {
+        "out": str(tmp_path / "a: b #c"),
+        "seed": 7,
+        "metric_names": "verl",
+        "model": "on",
+        "dataset": "1e-3",
+        "prompts": "-",
+    }
     given |= {option.name: ("exact", "number") for option in options if option.name == "reward" and option.is_list}
     known = {option.name for option in options}
     config = cli.build_config(config_class, options, {name: given[name] for name in given.keys() & known})
