@@ -54,7 +54,6 @@ PLOT_PANELS = {
     "entropy (nats a token)": ["entropy_estimate"],
 }
 SHOWN = ["score", "groups_without_variance", "length", "e2e_seconds", "generate_seconds", "training_seconds"]
-"""What a step's line says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +197,8 @@ def train_loop(
             figures |= update(policy, experience, config, carried.kl_coef, seed=mix_seed(config.seed, step))
             kl_coef = next_kl_coef(config, carried.kl_coef, figures)
             carried = carried._replace(kl_coef=kl_coef, step=step + 1, num_drawn=groups.num_drawn)
-
+            # Before an evaluation, whose answers are no training's.
+            figures = groups.figures | figures | actor.latency_stats()
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 evaluation = evaluate_policy(policy, start.held_out, start.rewards, config)
                 keep_answers(Path(config.out), step + 1, evaluation, followed, policy)
@@ -206,7 +206,7 @@ def train_loop(
                 score = evaluation.figures["score"]
                 best = keep_highest(carried.best, score, step + 1, actor, policy.tokenizer, Path(config.out))
                 carried = carried._replace(best=best)
-            log.write(step, groups.figures | figures | actor.latency_stats(), SHOWN)
+            log.write(step, figures, SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:
                 state = carried._asdict() | {"best": tuple(carried.best)}
                 save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config, state)

@@ -168,11 +168,11 @@ def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_
             figures = groups.figures | global_means(sums)
             figures |= update_on_pairs(policy, choose_pairs(policy, groups, config), config)
 
+            figures |= actor.latency_stats()  # before an evaluation, whose answers are no training's
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 measured = evaluate_policy(policy, start, config).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
                 best = keep_highest(best, measured["score"], step + 1, actor, policy.tokenizer, Path(config.out))
-            figures |= actor.latency_stats()
             log.write(step, figures, [name for name in SHOWN if name in figures])
             if config.save_every and (step + 1) % config.save_every == 0:
                 folder = Path(config.out) / CHECKPOINTS

@@ -183,12 +183,13 @@ def train_loop(roles: Roles, start: Start, config: Config, log: RunLog, first_st
 
             experience, figures = build_experience(roles, rollout, config)
             figures |= update(roles, experience, config, seed)
+            figures |= actor.latency_stats()  # before an evaluation, whose answers are no training's
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 evaluation = evaluate_held_out(roles, start, config)
                 keep_answers(out, step + 1, evaluation)
                 figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}
                 best = keep_highest(best, evaluation.figures["score"], step + 1, actor, roles.policy.tokenizer, out)
-            log.write(step, figures | actor.latency_stats(), SHOWN)
+            log.write(step, figures, SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:
                 save_checkpoints(roles.engines, out / CHECKPOINTS, step + 1, config, best._asdict())
     return best

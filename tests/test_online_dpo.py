@@ -52,7 +52,11 @@ def test_a_run_learns_from_its_own_answers_and_keeps_the_best_weights(tiny, tmp_
     assert len(lines) == 8 and lines[-1]["score"] > lines[0]["score"] + 0.2
     for line in lines:
         assert line["pairs"] == pytest.approx(8 * (1 - line["groups_without_variance"]))
-        assert line["generate_seconds"] > 0 and {"reward_regex", "length", "entropy_estimate"} <= line.keys()
+        assert (
+            line["generate_seconds"] > 0
+            and line["training_seconds"] > 0
+            and {"reward_regex", "length", "entropy_estimate"} <= line.keys()
+        )
         assert line["pairs"] == 0 or {"loss", "accuracy", "reward_margin", "grad_norm"} <= line.keys()
     assert lines[0]["pairs"] > 0
     result = json.loads((tmp_path / "run" / "result.json").read_text())
