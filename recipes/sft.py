@@ -71,8 +71,8 @@ class Config(DataOptions, ResumeOptions):
     """examples: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: the standard library's
     signatures and summaries"""
     task: str = "docs"
-    """what is learned without --dataset: docs (signatures and summaries) or sums (additions by a pupil who forgets the
-    carry; without --model its tokens are characters)"""
+    """what is learned without --dataset: docs (signatures and summaries), sums (additions by a pupil who forgets the
+    carry) or calculator (conversations of a pupil who may ask one); the tokens of both are characters"""
     held_out_share: float = 0.1
     """share of the data set's prompts that are not trained on and measured; 0 measures nothing"""
     chat_template: str | None = None

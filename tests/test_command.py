@@ -12,7 +12,7 @@ import pytest
 from hybrid_engine.command import cli
 from hybrid_engine.command.field_meanings import field_meanings
 from hybrid_engine.command.recipe_options import read_recipe_help
-from hybrid_engine.recipes import dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
+from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
 
 RECIPES = {
     "sft": sft,
@@ -25,6 +25,7 @@ RECIPES = {
     "evaluate": evaluate,
     "generate": generate,
     "serve": serve,
+    "agent": agent,
 }
 
 

@@ -26,7 +26,7 @@ from hybrid_engine.command.recipe_options import Option, read_recipe_help
 from hybrid_engine.recipes.reports import difference, page
 from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
 
-RECIPES = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "evaluate", "generate", "serve")
+RECIPES = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "evaluate", "generate", "serve", "agent")
 OTHERS: dict[str, Any] = {"launch": launcher, "diff": difference, "report": page}
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130

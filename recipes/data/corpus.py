@@ -12,7 +12,7 @@ from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
 from hybrid_engine.recipes.data.reading import read_learned_rows
 from hybrid_engine.recipes.data.rows import LearnedRow, texts_of
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, num_positions
-from hybrid_engine.recipes.tasks import arithmetic
+from hybrid_engine.recipes.tasks import arithmetic, calculator
 from hybrid_engine.recipes.tasks.small_llama import MAX_POSITIONS, train_tokenizer
 from hybrid_engine.recipes.tasks.stdlib_docs import stdlib_rows
 
@@ -20,8 +20,11 @@ Rows = tuple[list[LearnedRow], list[LearnedRow]]
 TASKS: dict[str, Callable[[int], Rows]] = {
     "docs": lambda seed: stdlib_rows(),
     "sums": lambda seed: (arithmetic.training_rows(seed), arithmetic.held_out_work()),
+    "calculator": lambda seed: (calculator.training_rows(seed), calculator.held_out_work()),
 }
 """Training and held-out rows of the tasks that need no data set, by a seed."""
+TOKENIZERS = {"sums": arithmetic.build_tokenizer, "calculator": calculator.build_tokenizer}
+"""Of those whose tokens are characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,8 @@ def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
     train = train[: config.max_examples or None]
     if config.model:
         tokenizer, positions = load_tokenizer(config.model), num_positions(load_config(config.model))
-    elif config.task == "sums" and config.dataset is None:
-        tokenizer, positions = arithmetic.build_tokenizer(), MAX_POSITIONS
+    elif config.task in TOKENIZERS and config.dataset is None:
+        tokenizer, positions = TOKENIZERS[config.task](), MAX_POSITIONS
     else:
         texts = (text for row in train for text in texts_of(row))
         tokenizer, positions = train_tokenizer(texts, config.vocab_size), MAX_POSITIONS

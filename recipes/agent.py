@@ -1,0 +1,263 @@
+"""A model learns to use a calculator over several turns, in an environment that speaks OpenAI's protocol.
+
+    hybrid-engine agent
+
+For each step: problems -> engine.eval() -> engine.serving() -> the environment, a plain loop around the `openai` client
+(`solve`) -> the server's trajectories -> engine.train() -> advantages from groups of episodes -> updates. Nothing is
+tokenised twice: what the policy wrote are the tokens that it drew, and the old log-probabilities are the sampler's.
+
+N: episodes of a step, T: columns from the first answer to the last. Any other environment takes `solve`'s place.
+"""
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hybrid_engine
+from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.recipes.algorithms.advantages import compute_advantages
+from hybrid_engine.recipes.algorithms.choices import Algorithm
+from hybrid_engine.recipes.algorithms.describing import describe
+from hybrid_engine.recipes.algorithms.figures import policy_figures
+from hybrid_engine.recipes.algorithms.objective import PolicyBatch, policy_objective
+from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers, response_logprobs, split_by_length
+from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, global_means
+from hybrid_engine.recipes.experience.policy import Policy, build_policy
+from hybrid_engine.recipes.experience.policy_experience import Experience
+from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least
+from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.recipes.runs.options import ResumeOptions, RolloutOptions, stage_options, suitable_rate
+from hybrid_engine.recipes.runs.run_checks import check_folder
+from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.stages import mix_seed, move_aside, save_stage, seed_everything
+from hybrid_engine.recipes.tasks.calculator import MAX_TURNS, Problem, calculate, held_out_problems, is_right, problems
+from hybrid_engine.rl.aggregation import count_step
+from hybrid_engine.serving.sessions import Trajectory
+
+PLOT_PANELS = {
+    "success": ["success", "held_out_success"],
+    "answers of an episode": ["turns"],
+    "tokens that the policy wrote": ["length"],
+}
+SHOWN = ["success", "turns", "e2e_seconds", "episode_seconds", "training_seconds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RolloutOptions, ResumeOptions):
+    """Trains a language model in episodes of several turns: it learns to use a calculator.
+
+        hybrid-engine agent
+
+    Without --model a small one is made first that sometimes asks the calculator and often guesses. Left below --out:
+    config.yaml, metrics.jsonl (one line per step), plot.png, result.json and actor/, a Hugging Face folder.
+    """
+
+    out: str = "runs/agent"
+    model: str | None = None
+    """Hugging Face name or folder of the first actor; default: one trained on a pupil's conversations"""
+    steps: int = 20
+    """rounds of episodes, each followed by one update"""
+    num_problems: int = 32
+    """problems of a step"""
+    group_size: int = 8
+    """episodes of each problem"""
+    micro_batch_size: int = 64
+    """episodes of a forward pass, at most"""
+    num_clients: int = 32
+    """episodes at once"""
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 24
+    """longest answer of one turn"""
+    learning_rate: float | None = None
+    """peak of the linear schedule; default: 1.5e-3, with --model 1e-6, of an adapter 1e-5"""
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
+    eval_every: int = 10
+    """steps between evaluations on held-out problems; 0 evaluates only before and after"""
+    algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
+
+    def __post_init__(self) -> None:
+        ResumeOptions.__post_init__(self)
+        RolloutOptions.__post_init__(self)
+        for name in ("steps", "num_problems", "group_size", "micro_batch_size", "num_clients"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("lora_rank", "eval_every"):
+            check_at_least(name, getattr(self, name), 0)
+        if self.learning_rate is not None:
+            check_above("learning_rate", self.learning_rate, 0)
+        self.algorithm.check_group_size("group_size", self.group_size)
+        if self.algorithm.needs_reference:
+            raise ValueError("--kl-place: episodes are not compared with a reference; leave it at none")
+
+    @property
+    def minibatch_size(self) -> int:
+        """Episodes of an optimizer step."""
+        return self.num_problems * self.group_size
+
+
+@dataclass(frozen=True)
+class Episode:
+    """How one attempt at a problem went."""
+
+    trajectory: Trajectory
+    success: float
+    num_turns: int
+
+
+def run(config: Config) -> Path:
+    """Makes what is missing and trains; returns the folder of the final actor."""
+    out = Path(config.out)
+    hybrid_engine.init_distributed()
+    check_folder(out, config)
+    if config.restart:
+        move_aside(out, RUN_RESULTS)
+    source = config.model or str(sft_stage.run(first_actor(config)))
+    seed_everything(config.seed)
+    rate = config.learning_rate or suitable_rate(config, small=1.5e-3)
+    policy = build_policy(config, source, rate, config.steps, keeps_reference=False)
+    say(policy.actor.report())
+    say("\n".join(describe(config.algorithm)))
+    before = evaluate(policy, config)
+    started = time.perf_counter()
+    first_step = 0
+    if config.resume:
+        first_step = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config).step
+    train_loop(policy, config, RunLog(out, "agent", config.steps, config, first_step), first_step)
+    seconds = time.perf_counter() - started
+    after = evaluate(policy, config)
+    say(f"held-out problems solved: {before:.1%} before, {after:.1%} after")
+    write_json(out / "result.json", {"before": before, "after": after, "seconds": seconds})
+    plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
+    save_stage(policy.actor, policy.tokenizer, out / "actor")
+    return out / "actor"
+
+
+def first_actor(config: Config) -> sft_stage.Config:
+    """The stage that makes a model which sometimes asks the calculator and often guesses."""
+    return sft_stage.Config(
+        task="calculator",
+        epochs=1,
+        batch_size=64,
+        micro_batch_size=64,
+        learning_rate=3e-3,
+        hidden_size=128,
+        num_layers=2,
+        **stage_options(config),
+    )
+
+
+def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> None:
+    """Episodes, advantages, an update."""
+    asked = itertools.islice(problems(False, config.seed), first_step * config.num_problems, None)
+    with log:
+        for step in range(first_step, config.steps):
+            drawn = list(itertools.islice(asked, config.num_problems))
+            started = time.perf_counter()
+            episodes = play(policy, [p for p in drawn for _ in range(config.group_size)], config, seed=step)
+            seconds = time.perf_counter() - started
+            policy.actor.train()
+            figures = update(policy, episodes, config)
+            figures |= {"episode_seconds": seconds} | describe_episodes(episodes) | policy.actor.latency_stats()
+            if config.eval_every and (step + 1) % config.eval_every == 0:
+                figures["held_out_success"] = evaluate(policy, config)
+            log.write(step, figures, SHOWN)
+            if config.save_every and (step + 1) % config.save_every == 0:
+                save_checkpoints({"actor": policy.actor}, Path(config.out) / CHECKPOINTS, step + 1, config, {})
+
+
+def play(policy: Policy, drawn: list[Problem], config: Config, seed: int) -> list[Episode]:
+    """An episode for each problem, many at once, against the policy as it is now."""
+    policy.actor.eval()
+    with (
+        policy.actor.serving(policy.tokenizer, model_name="policy", max_sessions=len(drawn)) as server,
+        server.client() as client,
+        ThreadPoolExecutor(config.num_clients) as pool,
+    ):
+        seeds = [mix_seed(mix_seed(config.seed, seed), number) for number in range(len(drawn))]
+        ended = list(pool.map(lambda n: solve(client, drawn[n], str(n), config, seeds[n]), range(len(drawn))))
+        found = {trajectory.session_id: trajectory for trajectory in server.trajectories()}
+    return [Episode(found[str(number)], *outcome) for number, outcome in enumerate(ended)]
+
+
+def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: int) -> tuple[float, int]:
+    """One episode: whether the problem was solved, and in how many answers. Knows nothing but the protocol."""
+    messages: list[dict[str, str]] = [{"role": "user", "content": problem.text}]
+    for turn in range(1, MAX_TURNS + 1):
+        answer = client.chat.completions.create(
+            model="policy",
+            messages=messages,
+            max_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=seed + turn,
+            extra_body={"session_id": session_id},
+        )
+        said = answer.choices[0].message.content
+        if not said.startswith("?"):
+            return float(is_right(problem, said)), turn
+        messages += [{"role": "assistant", "content": said}, {"role": "tool", "content": calculate(said[1:])}]
+    return 0.0, MAX_TURNS
+
+
+def evaluate(policy: Policy, config: Config) -> float:
+    """The share of the held-out problems that are solved."""
+    episodes = play(policy, held_out_problems(), config, seed=EVALUATION_SEED)
+    return sum(episode.success for episode in episodes) / len(episodes)
+
+
+def describe_episodes(episodes: list[Episode]) -> dict[str, float]:
+    """Means over a step's episodes."""
+    count = len(episodes)
+    return {
+        "success": sum(episode.success for episode in episodes) / count,
+        "turns": sum(episode.num_turns for episode in episodes) / count,
+        "length": sum(sum(episode.trajectory.written) for episode in episodes) / count,
+    }
+
+
+def build_experience(policy: Policy, episodes: list[Episode], config: Config) -> Experience:
+    """Episodes as padded rows: what stands before the first answer is the prompt; what others wrote is not learned."""
+    device, rows = policy.actor.device, [episode.trajectory for episode in episodes]
+    begins = [row.written.index(True) for row in rows]
+    parts = list(zip(rows, begins, strict=True))
+    sequences = build_sequences(
+        [row.tokens[:begin] for row, begin in parts],
+        [row.tokens[begin:] for row, begin in parts],
+        policy.tokenizer.pad_token_id,
+        device,
+        [row.written[begin:] for row, begin in parts],
+    )
+    mask = sequences.response_mask
+    logprobs = pad_numbers([row.logprobs[begin:] for row, begin in parts], mask.shape[1], device)
+    scores = torch.tensor([episode.success for episode in episodes], device=device)
+    advantages = compute_advantages(config.algorithm, scores, config.group_size, logprobs, None, mask, 0.0, None)
+    return Experience(sequences, logprobs, PolicyBatch(logprobs, logprobs, advantages, mask, None, None))
+
+
+def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str, float]:
+    """One optimizer step on all episodes; means over the tokens that the policy wrote."""
+    actor, experience = policy.actor, build_experience(policy, episodes, config)
+    step = count_step(experience.batch.mask, config.max_new_tokens * MAX_TURNS, None)
+    sums: dict[str, list[float]] = {}
+    everything = torch.arange(len(episodes))
+    for rows in split_by_length(experience.sequences, everything, actor.train_micro_batch_size_per_gpu()):
+        part = experience.rows(rows)
+        logprobs = response_logprobs(actor, part.sequences, config.temperature)
+        actor.observe_logprobs(part.logprobs, logprobs, part.sequences.response_mask)
+        batch = part.batch._replace(logprobs=logprobs)
+        loss = policy_objective(config.algorithm, batch, step, 0.0)
+        actor.backward(loss * actor.gradient_accumulation_steps())
+        actor.step()
+        count = float(batch.mask.sum())
+        for name, mean in policy_figures(config.algorithm, batch).items():
+            total = sums.setdefault(name, [0.0, 0.0])
+            total[0] += mean.item() * count
+            total[1] += count
+    figures = global_means({name: (total, count) for name, (total, count) in sums.items()})
+    return figures | {"grad_norm": actor.get_global_grad_norm(), "learning_rate": actor.get_lr()[0]}

@@ -1,0 +1,150 @@
+"""Episodes of several turns: the task, the environment, and a run of them."""
+
+import itertools
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hybrid_engine.recipes import agent
+from hybrid_engine.recipes.experience.policy import build_policy
+from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.recipes.runs.stages import seed_everything
+from hybrid_engine.recipes.tasks import calculator
+from hybrid_engine.recipes.tasks.calculator import Problem, calculate, is_right
+from hybrid_engine.recipes.tasks.small_llama import build_small_llama
+
+PROBLEM = Problem(first=47, inner="+", second=38, outer="*", third=6)
+
+
+def test_the_calculator_does_one_operation_and_says_e_to_anything_else():
+    assert (calculate("47+38"), calculate("0085*6"), calculate("85-80")) == ("0085", "0510", "0005")
+    for request in ("", "47", "47+", "1+2+3", "__import__('os')", "4/2", "1 + 2", "9" * 9 + "*2"):
+        assert calculate(request) == "e"
+
+
+def test_a_pupil_who_asks_is_right_and_one_who_guesses_is_not():
+    endings = []
+    for problem in itertools.islice(calculator.problems(False, 0), 400):
+        messages = calculator.pupils_conversation(problem, random.Random(problem.text))
+        asked = [m["content"] for m in messages if m["content"].startswith("?")]
+        told = [m["content"] for m in messages if m["role"] == "tool"]
+        assert [calculate(request[1:]) for request in asked] == told
+        endings.append((len(asked), is_right(problem, messages[-1]["content"])))
+    assert {is_it for count, is_it in endings if count == 2} == {True}
+    assert {is_it for count, is_it in endings if count < 2} == {False}
+    share = sum(is_it for _, is_it in endings) / len(endings)
+    assert 0.3 < share < 0.55
+
+
+def test_held_out_problems_are_never_trained_on():
+    held_out = {problem.text for problem in calculator.held_out_problems()}
+    trained = {problem.text for problem in itertools.islice(calculator.problems(False, 3), 5000)}
+    assert len(held_out) == 128 and not held_out & trained
+
+
+def test_the_tokenizer_marks_what_the_assistant_says():
+    tokenizer = calculator.build_tokenizer()
+    messages = calculator.pupils_conversation(PROBLEM, random.Random(1))
+    encoded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+    learned = [t for t, is_it in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if is_it]
+    assert tokenizer.decode(learned) == "".join(m["content"] + "<eos>" for m in messages if m["role"] == "assistant")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder, tokenizer = tmp_path_factory.mktemp("model"), calculator.build_tokenizer()
+    torch.manual_seed(0)
+    build_small_llama(tokenizer, hidden_size=64, num_layers=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def tiny(model, tmp_path):
+    return agent.Config(
+        model=model, out=str(tmp_path / "run"), steps=2, num_problems=3, group_size=2, num_clients=4, eval_every=0,
+        max_new_tokens=6, save_every=1, learning_rate=1e-3,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def few_problems(monkeypatch):
+    monkeypatch.setattr(agent, "held_out_problems", lambda: [PROBLEM] * 4)
+
+
+def test_a_run_leaves_metrics_and_an_actor_and_goes_on_after_an_interruption(tiny, tmp_path, few_problems, monkeypatch):
+    update, updates = agent.update, []
+
+    def interrupted(*args):
+        updates.append(1)
+        if len(updates) == 2:
+            raise KeyboardInterrupt
+        return update(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(agent, "update", interrupted)
+        agent.run(tiny)
+    agent.run(replace(tiny, resume=True))
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1]
+    assert all(line["episode_seconds"] > 0 and line["length"] > 0 and line["grad_norm"] >= 0 for line in lines)
+    # The log-probabilities that the server recorded are the trainer's: the first ratio is 1.
+    assert lines[0]["ratio"] == pytest.approx(1, abs=1e-4)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert {"before", "after", "seconds"} <= result.keys()
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "run" / "actor")) == len(calculator.build_tokenizer())
+
+
+class Says:
+    """A stand-in for the `openai` client that answers from a list."""
+
+    def __init__(self, *answers):
+        self.answers, self.asked = list(answers), []
+        self.chat = self.completions = self
+
+    def create(self, messages, **_):
+        self.asked.append([dict(message) for message in messages])
+        message = type("Message", (), {"content": self.answers.pop(0)})
+        return type("Answer", (), {"choices": [type("Choice", (), {"message": message})]})
+
+
+def test_the_environment_answers_with_the_calculator_and_judges_the_last_answer(tiny):
+    client = Says("?47+38", "?0085*6", "=0510")
+    assert agent.solve(client, PROBLEM, "0", tiny, 0) == (1.0, 3)
+    assert [message["content"] for message in client.asked[-1]] == ["(47+38)*6", "?47+38", "0085", "?0085*6", "0510"]
+    assert agent.solve(Says("=0500"), PROBLEM, "0", tiny, 0) == (0.0, 1)
+    assert agent.solve(Says("?1+1", "?1+1", "?1+1"), PROBLEM, "0", tiny, 0) == (0.0, 3)
+
+
+def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
+    seed_everything(0)
+    policy = build_policy(tiny, tiny.model, 1e-3, 2, keeps_reference=False)
+    episodes = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
+    experience = agent.build_experience(policy, episodes, replace(tiny, group_size=4))
+    for row, episode in enumerate(episodes):
+        mask = experience.sequences.response_mask[row]
+        written = [t for t, is_it in zip(episode.trajectory.tokens, episode.trajectory.written, strict=True) if is_it]
+        assert experience.sequences.responses[row][mask].tolist() == written
+        assert len(written) == sum(episode.trajectory.written) > 0
+        logprobs = experience.logprobs[row][mask]
+        assert (logprobs < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"steps": 0}, "--steps"),
+        ({"num_clients": 0}, "--num-clients"),
+        ({"group_size": 1}, "--group-size"),
+        ({"learning_rate": -1.0}, "--learning-rate"),
+        ({"temperature": 0.0}, "--temperature"),
+        ({"algorithm": agent.Algorithm(kl_place="loss", kl_coef=0.1)}, "--kl-place"),
+    ],
+)
+def test_wrong_options_are_refused(tiny, options, word):
+    with pytest.raises(ValueError, match=word):
+        replace(tiny, **options)
