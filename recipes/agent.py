@@ -27,12 +27,13 @@ from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, policy_objective
 from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers, response_logprobs, split_by_length
 from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, global_means
+from hybrid_engine.recipes.experience.own_tasks import character_stage
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
 from hybrid_engine.recipes.experience.policy_experience import Experience
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import ResumeOptions, RolloutOptions, stage_options, suitable_rate
+from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, suitable_rate
 from hybrid_engine.recipes.runs.run_checks import check_folder
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
@@ -50,7 +51,7 @@ SHOWN = ["success", "turns", "e2e_seconds", "episode_seconds", "training_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RolloutOptions, ResumeOptions):
+class Config(LoopOptions, RolloutOptions, ResumeOptions):
     """Trains a language model in episodes of several turns: it learns to use a calculator.
 
         hybrid-engine agent
@@ -63,13 +64,10 @@ class Config(RolloutOptions, ResumeOptions):
     model: str | None = None
     """Hugging Face name or folder of the first actor; default: one trained on a pupil's conversations"""
     steps: int = 20
-    """rounds of episodes, each followed by one update"""
-    num_problems: int = 32
+    rollout_size: int = 32
     """problems of a step"""
     group_size: int = 8
     """episodes of each problem"""
-    micro_batch_size: int = 64
-    """episodes of a forward pass, at most"""
     num_clients: int = 32
     """episodes at once"""
     max_prompt_tokens: int = 256
@@ -77,19 +75,14 @@ class Config(RolloutOptions, ResumeOptions):
     """longest answer of one turn"""
     learning_rate: float | None = None
     """peak of the linear schedule; default: 1.5e-3, with --model 1e-6, of an adapter 1e-5"""
-    lora_rank: int = 0
-    """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
-    eval_every: int = 10
-    """steps between evaluations on held-out problems; 0 evaluates only before and after"""
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)
-        for name in ("steps", "num_problems", "group_size", "micro_batch_size", "num_clients"):
+        LoopOptions.__post_init__(self)
+        for name in ("group_size", "num_clients"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("lora_rank", "eval_every"):
-            check_at_least(name, getattr(self, name), 0)
         if self.learning_rate is not None:
             check_above("learning_rate", self.learning_rate, 0)
         self.algorithm.check_group_size("group_size", self.group_size)
@@ -99,7 +92,7 @@ class Config(RolloutOptions, ResumeOptions):
     @property
     def minibatch_size(self) -> int:
         """Episodes of an optimizer step."""
-        return self.num_problems * self.group_size
+        return self.rollout_size * self.group_size
 
 
 @dataclass(frozen=True)
@@ -118,7 +111,7 @@ def run(config: Config) -> Path:
     check_folder(out, config)
     if config.restart:
         move_aside(out, RUN_RESULTS)
-    source = config.model or str(sft_stage.run(first_actor(config)))
+    source = config.model or str(sft_stage.run(character_stage("calculator", config)))
     seed_everything(config.seed)
     rate = config.learning_rate or suitable_rate(config, small=1.5e-3)
     policy = build_policy(config, source, rate, config.steps, keeps_reference=False)
@@ -139,26 +132,12 @@ def run(config: Config) -> Path:
     return out / "actor"
 
 
-def first_actor(config: Config) -> sft_stage.Config:
-    """The stage that makes a model which sometimes asks the calculator and often guesses."""
-    return sft_stage.Config(
-        task="calculator",
-        epochs=1,
-        batch_size=64,
-        micro_batch_size=64,
-        learning_rate=3e-3,
-        hidden_size=128,
-        num_layers=2,
-        **stage_options(config),
-    )
-
-
 def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> None:
     """Episodes, advantages, an update."""
-    asked = itertools.islice(problems(False, config.seed), first_step * config.num_problems, None)
+    asked = itertools.islice(problems(False, config.seed), first_step * config.rollout_size, None)
     with log:
         for step in range(first_step, config.steps):
-            drawn = list(itertools.islice(asked, config.num_problems))
+            drawn = list(itertools.islice(asked, config.rollout_size))
             started = time.perf_counter()
             episodes = play(policy, [p for p in drawn for _ in range(config.group_size)], config, seed=step)
             seconds = time.perf_counter() - started

@@ -39,7 +39,14 @@ from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_finite
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions, RewardOptions, RolloutOptions, suitable_rate
+from hybrid_engine.recipes.runs.options import (
+    DataOptions,
+    LoopOptions,
+    ResumeOptions,
+    RewardOptions,
+    RolloutOptions,
+    suitable_rate,
+)
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
@@ -57,7 +64,7 @@ SHOWN = ["score", "groups_without_variance", "length", "e2e_seconds", "generate_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
+class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
     """Trains a language model by GRPO: it answers each prompt several times, and the better answers become likelier.
 
         hybrid-engine grpo
@@ -77,27 +84,17 @@ class Config(RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
     dataset: str | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the
     rewards read; default: sums"""
-    steps: int = 30
-    """rollouts, each followed by the updates on it"""
-    rollout_size: int = 64
-    """prompts of a step over all processes"""
     group_size: int = 8
     """answers to each prompt"""
     minibatch_size: int = 256
     """answers of an optimizer step over all processes"""
-    micro_batch_size: int = 64
-    """answers of a forward pass on one process, at most"""
     epochs: int = 1
     """passes over each rollout"""
     max_new_tokens: int = 48
     learning_rate: float | None = None
     """peak of the linear schedule; default: 7e-4, with --model 1e-6, of an adapter on it 1e-5"""
-    lora_rank: int = 0
-    """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
     measure_kl: bool = True
     """keep the first weights to report the KL to them, also where the algorithm has none (an adapter's are its base)"""
-    eval_every: int = 10
-    """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
     eval_prompts: int = 128
     eval_samples: int = 8
     """answers to each held-out prompt, the k of pass@k"""
@@ -110,12 +107,10 @@ class Config(RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
         RolloutOptions.__post_init__(self)
         RewardOptions.__post_init__(self)
         DataOptions.__post_init__(self)
-        for name in ("steps", "rollout_size", "group_size", "minibatch_size", "micro_batch_size", "epochs"):
+        LoopOptions.__post_init__(self)
+        for name in ("group_size", "minibatch_size", "epochs", "eval_samples"):
             check_at_least(name, getattr(self, name), 1)
-        check_at_least("eval_samples", self.eval_samples, 1)
         check_finite("pass_score", self.pass_score)
-        for name in ("lora_rank", "eval_every"):
-            check_at_least(name, getattr(self, name), 0)
         check_above("learning_rate", self.learning_rate, 0)
         self.algorithm.check_group_size("group_size", self.group_size)
         if self.rollout_size * self.group_size % self.minibatch_size:

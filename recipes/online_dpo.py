@@ -43,7 +43,14 @@ from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_divides
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import AnswerOptions, DataOptions, ResumeOptions, RewardOptions, suitable_rate
+from hybrid_engine.recipes.runs.options import (
+    AnswerOptions,
+    DataOptions,
+    LoopOptions,
+    ResumeOptions,
+    RewardOptions,
+    suitable_rate,
+)
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import save_stage, seed_everything
@@ -60,7 +67,7 @@ SHOWN = ["score", "groups_without_variance", "loss", "accuracy", "length", "e2e_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(PairLossOptions, RewardOptions, AnswerOptions, DataOptions, ResumeOptions):
+class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOptions, ResumeOptions):
     """Trains a language model by online DPO: of its own answers to a prompt the best becomes likelier than the worst.
 
         hybrid-engine online-dpo
@@ -83,9 +90,6 @@ class Config(PairLossOptions, RewardOptions, AnswerOptions, DataOptions, ResumeO
     beta: float = 0.1
     """how strongly the actor is held to the reference"""
     steps: int = 40
-    """rollouts, each followed by the updates on its pairs"""
-    rollout_size: int = 64
-    """prompts of a step over all processes"""
     group_size: int = 4
     """answers to each prompt, of which the best and the worst make a pair; at least 2"""
     minibatch_size: int = 64
@@ -94,13 +98,9 @@ class Config(PairLossOptions, RewardOptions, AnswerOptions, DataOptions, ResumeO
     """pairs of a forward pass on one process, at most"""
     learning_rate: float | None = None
     """peak of the linear schedule; default: 3e-4, with --model 1e-6, of an adapter on it 1e-5"""
-    lora_rank: int = 0
-    """train a LoRA adapter of this rank; 0 trains all weights"""
     max_new_tokens: int = 48
     exact: bool = False
     """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
-    eval_every: int = 10
-    """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
 
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
@@ -108,12 +108,10 @@ class Config(PairLossOptions, RewardOptions, AnswerOptions, DataOptions, ResumeO
         RewardOptions.__post_init__(self)
         DataOptions.__post_init__(self)
         PairLossOptions.__post_init__(self)
-        for name in ("steps", "minibatch_size", "micro_batch_size"):
-            check_at_least(name, getattr(self, name), 1)
+        LoopOptions.__post_init__(self)
+        check_at_least("minibatch_size", self.minibatch_size, 1)
         for name in ("beta", "learning_rate"):
             check_above(name, getattr(self, name), 0)
-        for name in ("lora_rank", "eval_every"):
-            check_at_least(name, getattr(self, name), 0)
         check_at_least("group_size", self.group_size, 2)
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
 

@@ -43,7 +43,14 @@ from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides, check_finite
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions, RewardOptions, RolloutOptions, suitable_rate
+from hybrid_engine.recipes.runs.options import (
+    DataOptions,
+    LoopOptions,
+    ResumeOptions,
+    RewardOptions,
+    RolloutOptions,
+    suitable_rate,
+)
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
@@ -62,7 +69,7 @@ SHOWN = ["score", "kl_per_sequence", "length", "e2e_seconds", "generate_seconds"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
+class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
     """Trains a language model by PPO: it answers prompts, the answers are scored, its weights follow the scores.
 
         hybrid-engine ppo --out runs/docs
@@ -79,14 +86,9 @@ class Config(RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
     dataset: str | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: the
     standard library's signatures"""
-    steps: int = 30
-    """PPO steps: rollouts, each followed by the updates on it"""
-    rollout_size: int = 64
-    """prompts of a step over all processes"""
     minibatch_size: int = 32
     """responses of an optimizer step over all processes"""
     micro_batch_size: int = 16
-    """responses of a forward pass on one process, at most"""
     ppo_epochs: int = 2
     """passes over each rollout"""
     temperature: float = 0.8
@@ -106,21 +108,18 @@ class Config(RewardOptions, RolloutOptions, DataOptions, ResumeOptions):
     """how far a value counts from the one at the rollout"""
     missing_eos_score: float = -3.0
     """score of a response that was cut off at max_new_tokens, in place of the reward"""
-    lora_rank: int = 0
-    """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
     kl_bound: float = 6.0
     """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
-    eval_every: int = 10
-    """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
 
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
         RolloutOptions.__post_init__(self)
         RewardOptions.__post_init__(self)
         DataOptions.__post_init__(self)
-        for name in ("steps", "minibatch_size", "micro_batch_size", "ppo_epochs"):
+        LoopOptions.__post_init__(self)
+        for name in ("minibatch_size", "ppo_epochs"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("kl_coef", "lora_rank", "kl_bound", "eval_every"):
+        for name in ("kl_coef", "kl_bound"):
             check_at_least(name, getattr(self, name), 0)
         for name in ("actor_lr", "critic_lr", "clip", "value_clip"):
             check_above(name, getattr(self, name), 0)

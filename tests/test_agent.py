@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
+from small_actors import save_small_actor
 from transformers import AutoTokenizer
 
 from hybrid_engine.recipes import agent
@@ -15,7 +15,6 @@ from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.stages import seed_everything
 from hybrid_engine.recipes.tasks import calculator
 from hybrid_engine.recipes.tasks.calculator import Problem, calculate, is_right
-from hybrid_engine.recipes.tasks.small_llama import build_small_llama
 
 PROBLEM = Problem(first=47, inner="+", second=38, outer="*", third=6)
 
@@ -56,17 +55,13 @@ def test_the_tokenizer_marks_what_the_assistant_says():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder, tokenizer = tmp_path_factory.mktemp("model"), calculator.build_tokenizer()
-    torch.manual_seed(0)
-    build_small_llama(tokenizer, hidden_size=64, num_layers=1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_small_actor(tmp_path_factory.mktemp("model"), calculator.build_tokenizer())
 
 
 @pytest.fixture
 def tiny(model, tmp_path):
     return agent.Config(
-        model=model, out=str(tmp_path / "run"), steps=2, num_problems=3, group_size=2, num_clients=4, eval_every=0,
+        model=model, out=str(tmp_path / "run"), steps=2, rollout_size=3, group_size=2, num_clients=4, eval_every=0,
         max_new_tokens=6, save_every=1, learning_rate=1e-3,
     )  # fmt: skip
 

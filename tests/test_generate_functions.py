@@ -129,7 +129,7 @@ def test_prompts_of_several_prefills_begin_together(monkeypatch):
         ({"streamer": 3}, "streamer=3 must have put() and end()"),
         ({"prefix_allowed_tokens_fn": allowed, "row_options": [{}] * 6}, "row_options cannot be passed beside"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_what_is_no_function_is_refused(options, told):
     engine = build_engine()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from distributed import run_distributed
+from small_actors import save_small_actor, save_sums
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_engine.command import cli
@@ -19,7 +20,6 @@ from hybrid_engine.recipes.runs.answers_log import read_answers
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
 from hybrid_engine.recipes.tasks import arithmetic
-from hybrid_engine.recipes.tasks.small_llama import build_small_llama
 
 SIZES = {
     "steps": 4,
@@ -43,19 +43,12 @@ FIGURES = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny model from nothing, whose tokens are characters."""
-    folder, tokenizer = tmp_path_factory.mktemp("model"), arithmetic.build_tokenizer()
-    torch.manual_seed(0)
-    build_small_llama(tokenizer, hidden_size=64, num_layers=1).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return save_small_actor(tmp_path_factory.mktemp("model"), arithmetic.build_tokenizer())
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n)}) + "\n" for n in range(80)))
-    return str(path)
+    return save_sums(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture

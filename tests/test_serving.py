@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 from chat import build_chat_tokenizer
+from distributed import run_distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
@@ -271,6 +272,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_t
         ("completions", {"top_p": 1.5}, 400, "top_p"),
         ("completions", {"n": 0}, 400, "n"),
         ("completions", {"n": 10**6}, 400, "n"),
+        ("completions", {"prompt": ["a"] * 20, "n": 100}, 400, "2000 answers"),
         ("completions", {"stop": ""}, 400, "stop"),
         ("completions", {"stop": ["a", ""]}, 400, "stop"),
         ("completions", {"stop": [1]}, 400, "stop"),
@@ -515,3 +517,36 @@ def test_the_policy_is_served_between_training_steps_and_stays_as_it_was(tokeniz
         policy.backward(policy(input_ids=ids, labels=ids).loss)
         policy.step()
     assert stamps == [0, 1]
+
+
+def serve_own_policy(rank, world_size):
+    """Each process serves the sharded policy at a port of its own, trains together, and serves again."""
+    tokenizer = build_chat_tokenizer()
+    config = {"train_batch_size": world_size, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    config |= {"zero_optimization": {"stage": 3}, "hybrid_engine": {"enabled": True}}
+    policy, *_ = hybrid_engine.initialize(model=build(tokenizer).module, config=config)
+    answers = []
+    for step in range(2):
+        with policy.eval().serving(tokenizer, model_name="tiny") as server:
+            client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+            # One has nothing to do while the other answers.
+            for _ in range(3 * rank + 1):
+                extra = {"return_token_ids": True, "session_id": str(step)}
+                answers.append(ask(client, extra_body=extra).choices[0].token_ids)
+            assert server.trajectories()[-1].versions[-1] == step
+        options = {"max_new_tokens": 4 + 9 * rank, "do_sample": False}
+        with policy.generate_async(torch.tensor([[5, 6 + rank]]), **options) as found:
+            answers.append(next(iter(found)).answers[0].tokens)
+        policy.train()
+        ids = torch.tensor([[5, 6, 7]])
+        policy.backward(policy(input_ids=ids, labels=ids).loss)
+        policy.step()
+    return answers
+
+
+def test_two_processes_serve_the_policy_that_they_share(tokenizer, engine):
+    first, second = run_distributed(serve_own_policy, world_size=2)
+    ((expected, _),) = generated(engine, tokenizer, "hello", max_new_tokens=12, seed=3)
+    assert first[0] == expected and second[:4] == [expected] * 4
+    assert first[2] != expected and second[5:9] == [first[2]] * 4  # after a step, the same on both
+    assert len(first[1]) == 4 < len(second[4])  # of prompts and lengths of their own

@@ -1,6 +1,7 @@
 """From the worker's thread into the event loop: each request hears of its own sequences."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, TypeVar
 
@@ -30,8 +31,9 @@ class Listening:
 
     def tell(self, progress: list[Progress]) -> None:
         """Called on the worker's thread; wakes the event loop once for all of a turn."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._put, progress)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens any more
+                self._loop.call_soon_threadsafe(self._put, progress)
 
     def _put(self, progress: list[Progress]) -> None:
         for told in progress:
@@ -76,6 +78,13 @@ class Listening:
 
 
 def _submit(worker: LiveThread, sequences: list[Sequence]) -> None:
+    if len(sequences) > worker.max_waiting:
+        raise RequestError(
+            f"{len(sequences)} answers are asked for at once, and at most {worker.max_waiting} may wait; send fewer "
+            "prompts, or lower n",
+            param="n",
+            code="too_many_answers",
+        )
     try:
         worker.submit(sequences)
     except TooManyWaitError as error:

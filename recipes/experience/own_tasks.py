@@ -38,10 +38,11 @@ SUMMARIES = OwnTask(
 )
 """Summary lines behind the signatures of the standard library's functions."""
 
-SUMS = OwnTask(
-    load_rows=arithmetic.prompt_rows,
-    actor_stage=lambda config: sft_stage.Config(
-        task="sums",
+
+def character_stage(task: str, config: RunOptions) -> sft_stage.Config:
+    """The stage that makes a small model of single characters, which learns from a pupil's work."""
+    return sft_stage.Config(
+        task=task,
         epochs=1,
         batch_size=64,
         micro_batch_size=64,
@@ -49,7 +50,12 @@ SUMS = OwnTask(
         hidden_size=128,
         num_layers=2,
         **stage_options(config),
-    ),
+    )
+
+
+SUMS = OwnTask(
+    load_rows=arithmetic.prompt_rows,
+    actor_stage=lambda config: character_stage("sums", config),
     reward=arithmetic.REWARD,
     serves_any_prompt=False,
 )

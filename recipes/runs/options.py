@@ -102,6 +102,28 @@ class RolloutOptions(AnswerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """A loop of rollouts and the updates on them: how many, how large, measured how often."""
+
+    steps: int = 30
+    """rollouts, each followed by the updates on it"""
+    rollout_size: int = 64
+    """prompts of a step over all processes"""
+    micro_batch_size: int = 64
+    """answers of a forward pass on one process, at most"""
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
+    eval_every: int = 10
+    """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "rollout_size", "micro_batch_size"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("lora_rank", "eval_every"):
+            check_at_least(name, getattr(self, name), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RewardOptions:
     """What judges answers."""
 
