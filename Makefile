@@ -16,7 +16,8 @@ VERSION_TESTS := tests/test_every_optimizer.py tests/test_zero_training.py tests
 QUICK := import_direction readme quick config recipes_refusals lr_schedules zero_loss_scaler optimizers zero_to_fp32 \
   waiting zero_dataloader decode_graph scheduler latency dispatch ops moe_block rotary vocabulary kernels_block_copy \
   rl_kl rl_losses rl_aggregation rl_advantages recipes_data recipes_sequences rollout_api uneven_gradients \
-  engine_training exclude_frozen checkpoint_folder checkpoint_hostile whole_values interrupts deepspeed_names
+  engine_training exclude_frozen checkpoint_folder checkpoint_hostile whole_values interrupts deepspeed_names \
+  detokenize serving_requests
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
 

@@ -6,17 +6,19 @@
 As many clients as prompts, each with one request: prompts of mixed lengths, answers of mixed lengths without an end. In
 each repeat every way runs once, in turn: all prompts in one `generate()` with a length for each row, then through the
 server whole, then streamed. Before anything is timed the server's tokens are compared with those of `generate()`.
-Needs the extra `agents`; clients and server share the machine, which is part of what is measured.
+Needs the extra `agents`. The clients are a process of their own on the same machine, which is part of what is measured.
 """
 
 import argparse
 import random
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
+import openai
 import torch
 from common import DTYPES, Shape, append_rows, base_parser, environment, llama_config, parse, timed
 from rich.console import Console
@@ -116,20 +118,23 @@ def ask(client: Any, work: Work, row: int, waits: Waits | None) -> list[int]:
     return tokens
 
 
-def serve(engine: Any, tokenizer: Any, work: Work, waits: Waits | None, is_checked: bool = False) -> float:
-    """Seconds from the first request to the last answer."""
-    with (
-        engine.serving(tokenizer, model_name="policy", max_waiting=len(work.prompts)) as server,
-        server.client() as client,
-        ThreadPoolExecutor(len(work.prompts)) as pool,
-    ):
+def ask_all(url: str, work: Work, is_streamed: bool) -> tuple[float, list[list[int]], Waits]:
+    """All clients at once: seconds from the first request to the last answer, the answers, and the waits."""
+    waits, rows = Waits(), range(len(work.prompts))
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(len(rows)) as pool:
         client.models.list()  # connects
         seconds, answers = timed(
-            lambda: list(pool.map(lambda row: ask(client, work, row, waits), range(len(work.prompts)))), "cpu"
+            lambda: list(pool.map(lambda row: ask(client, work, row, waits if is_streamed else None), rows)), "cpu"
         )
-    if is_checked and answers != generate(engine, work, str(engine.device)):
-        raise RuntimeError("the server's tokens are not those of generate()")
-    return seconds
+    return seconds, answers, waits
+
+
+def serve(
+    engine: Any, tokenizer: Any, work: Work, clients: ProcessPoolExecutor, is_streamed: bool
+) -> tuple[float, list[list[int]], Waits]:
+    """What the clients, which are another process, say of a server."""
+    with engine.serving(tokenizer, model_name="policy", max_waiting=len(work.prompts)) as server:
+        return clients.submit(ask_all, server.url, work, is_streamed).result()
 
 
 def main() -> None:
@@ -138,13 +143,19 @@ def main() -> None:
     args, shape = parse(parser, "serving")
     engine, work = build_engine(shape, args), build_work(shape)
     tokenizer = train_tokenizer(["text"], 300)
-    serve(engine, tokenizer, work, None, is_checked=args.dtype == "float32")
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     waits = Waits()
-    for _ in range(args.repeats):
-        seconds["generate"].append(timed(lambda: generate(engine, work, args.device), args.device)[0])
-        seconds["whole"].append(serve(engine, tokenizer, work, None))
-        seconds["streamed"].append(serve(engine, tokenizer, work, waits))
+    with ProcessPoolExecutor(1, get_context("spawn")) as clients:
+        answers = serve(engine, tokenizer, work, clients, False)[1]
+        if args.dtype == "float32" and answers != generate(engine, work, args.device):
+            raise RuntimeError("the server's tokens are not those of generate()")
+        for _ in range(args.repeats):
+            seconds["generate"].append(timed(lambda: generate(engine, work, args.device), args.device)[0])
+            seconds["whole"].append(serve(engine, tokenizer, work, clients, False)[0])
+            streamed, _, waited = serve(engine, tokenizer, work, clients, True)
+            seconds["streamed"].append(streamed)
+            waits.first += waited.first
+            waits.between += waited.between
     rates = {way: work.num_tokens / statistics.median(found) for way, found in seconds.items()}
     table = Table("way", "tokens/s", "of generate()", title=f"{shape.prompts} clients, {work.num_tokens} tokens")
     for way in WAYS:

@@ -1,0 +1,106 @@
+"""What the server makes of requests, without a server: bodies, addresses, conversations."""
+
+import pytest
+from chat import PLAIN_TEMPLATE, build_chat_tokenizer
+from pydantic import ValidationError
+
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer
+from hybrid_engine.serving.answers import Choice
+from hybrid_engine.serving.asked import ServedModel, read_completion
+from hybrid_engine.serving.errors import RequestError, wrong_body
+from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
+from hybrid_engine.serving.server import check_address
+from hybrid_engine.serving.sessions import Sessions
+
+
+def served(template=PLAIN_TEMPLATE):
+    tokenizer = build_chat_tokenizer(template)
+    return ServedModel(
+        name="tiny", tokenizer=tokenizer, vocab_size=len(tokenizer), longest=500,
+        end_tokens=[tokenizer.eos_token_id], created=0,
+    )  # fmt: skip
+
+
+def chat(*contents):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[place % 2], "content": content} for place, content in enumerate(contents)]
+    return ChatRequest(model="tiny", messages=messages)
+
+
+def answer(model, sessions, request, text, end="<eos>"):
+    """Records `text` as what the policy said to `request`; returns the node."""
+    prompt, node = sessions.find_chat("s", request)
+    tokens = model.tokenizer.encode(text + end, add_special_tokens=False)
+    choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, text, tokens, [-1.0] * len(tokens))
+    sessions.record("s", node, choice, [*request.template_messages, {"role": "assistant", "content": text}])
+    return sessions.trajectories()[-1]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.0.3"])
+def test_this_machines_own_addresses_need_no_key(host):
+    check_address(host, None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_others_can_reach_every_other_address_so_it_needs_one(host):
+    check_address(host, "key")
+    with pytest.raises(ValueError, match="api_key"):
+        check_address(host, None)
+    with pytest.raises(ValueError, match="empty"):
+        check_address(host, "  ")
+
+
+def test_an_error_names_the_field_its_value_and_the_rule():
+    with pytest.raises(ValidationError) as raised:
+        CompletionRequest.model_validate({"model": "tiny", "prompt": "x", "temperature": -1})
+    error = wrong_body(raised.value)
+    assert error.param == "temperature" and error.status == 400
+    assert "temperature=-1" in error.message and "greater than or equal to 0" in error.message
+
+
+def test_samples_of_a_prompt_share_it_and_draw_different_noise():
+    request = CompletionRequest(model="tiny", prompt=["ab", "cd"], n=3, seed=1)
+    asked = read_completion(request, served())
+    assert len({id(sequence.prompt) for sequence in asked.sequences}) == 2
+    assert len({sequence.key for sequence in asked.sequences}) == 6
+    again = read_completion(request, served())
+    assert [sequence.key for sequence in again.sequences] == [sequence.key for sequence in asked.sequences]
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers():
+    with pytest.raises(RequestError, match="496 tokens and 5 new ones make 501"):
+        read_completion(CompletionRequest(model="tiny", prompt=[5] * 496, max_tokens=5), served())
+
+
+@pytest.mark.parametrize("end", ["<eos>", ""])
+def test_a_conversation_goes_on_with_the_tokens_of_the_answer_however_it_ended(end):
+    model = served()
+    sessions = Sessions(model, 0, 10)
+    first = answer(model, sessions, chat("hi"), "there", end)
+    prompt, node = sessions.find_chat("s", chat("hi", "there", "more"))
+    assert node is first and prompt[: len(first.tokens)] == first.tokens
+    whole = "<start>user\nhi<eos>\n<start>assistant\nthere<eos>\n<start>user\nmore<eos>\n<start>assistant\n"
+    assert model.tokenizer.decode(prompt) == whole
+
+
+def test_a_template_that_hides_earlier_answers_begins_anew():
+    hides = PLAIN_TEMPLATE.replace("message['content']", "(message['content'] if loop.last else '...')")
+    model = served(hides)
+    sessions = Sessions(model, 0, 10)
+    answer(model, sessions, chat("hi"), "there")
+    prompt, node = sessions.find_chat("s", chat("hi", "there", "more"))
+    assert node is None and "there" not in model.tokenizer.decode(prompt)
+
+
+def test_the_oldest_sessions_are_forgotten_and_a_fork_has_two_ends():
+    model = served()
+    sessions = Sessions(model, 3, 1)
+    answer(model, sessions, chat("hi"), "there")
+    answer(model, sessions, chat("hi", "there", "a"), "x")
+    fork = answer(model, sessions, chat("hi", "there", "b"), "y")
+    assert [node.messages[-1]["content"] for node in sessions.trajectories()] == ["x", "y"]
+    assert {version for version, drawn in zip(fork.versions, fork.written, strict=True) if drawn} == {3}
+    prompt, _ = sessions.find_chat("other", chat("hi"))
+    choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, "z", [5], [-1.0])
+    sessions.record("other", None, choice, [])
+    assert [node.session_id for node in sessions.trajectories()] == ["other"]
