@@ -1,7 +1,7 @@
 """A model behind an OpenAI-compatible address, until Ctrl-C.
 
 hybrid-engine serve --model runs/sums/actor
-curl http://127.0.0.1:8000/v1/completions -d '{"model": "actor", "prompt": "12 + 30 =", "max_tokens": 20}'
+curl http://127.0.0.1:8000/v1/completions -d '{"model": "actor", "prompt": "384+697=", "max_tokens": 40}'
 """
 
 import os

@@ -76,15 +76,15 @@ class LiveBatch:
             if self._num_told.pop(sequence, None) is not None and sequence.finish_reason is None:
                 self.scheduler.cancel(sequence)
 
-    def take_out(self) -> tuple[list[Sequence], list[Progress]]:
-        """Takes everything out, for another batch to go on with; and what was drawn and not handed on yet."""
+    def take_out(self) -> list[Progress]:
+        """Takes everything out, for another batch to go on with; returns what was drawn and not handed on yet."""
         self.strategy.read_all()
         progress = self._tell_all()
         left = self.unfinished
         self.cancel(left)
         for sequence in left:
             sequence.finish_reason = None
-        return left, progress
+        return progress
 
     def turn(self) -> list[Progress]:
         """One pass over the layers; what it brought, in the order in which the sequences were added."""

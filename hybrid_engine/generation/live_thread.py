@@ -51,8 +51,6 @@ class LiveThread:
         self._thread = threading.Thread(target=self._run, name="hybrid-engine-live", daemon=True)
         self.batch: LiveBatch | None = None
         self.error: BaseException | None = None
-        self.left: list[Sequence] = []
-        """After `stop()`: what is unfinished."""
 
     def start(self) -> None:
         """Opens the batch; raises what that raises."""
@@ -94,8 +92,8 @@ class LiveThread:
         """Sequences in the batch now."""
         return 0 if self.batch is None else self.batch.num_running
 
-    def stop(self) -> list[Sequence]:
-        """Ends at once; returns what is unfinished, with the tokens that it has, in the order in which it joined.
+    def stop(self) -> None:
+        """Ends at once; what is unfinished keeps the tokens that it has, and may join another batch.
 
         Raises what ended the thread, if something did.
         """
@@ -105,7 +103,6 @@ class LiveThread:
         self._thread.join()
         if self.error is not None:
             raise self.error
-        return self.left
 
     def close(self) -> None:
         """Waits for everything that was asked for, then gives back what the batch holds.
@@ -138,8 +135,7 @@ class LiveThread:
                 notes, self._notes = self._notes, _Notes(is_closing=self._notes.is_closing)
             if notes.is_stopping:
                 batch.add(notes.joining)
-                self.left, progress = batch.take_out()
-                self._listener(progress)
+                self._listener(batch.take_out())
                 return
             if notes.is_closing and not notes.joining and not batch.has_work:
                 return
