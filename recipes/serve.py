@@ -56,6 +56,7 @@ def run(config: Config) -> None:
     """Serves until it is told to end."""
     engine, tokenizer = load_answering(config)
     say(engine.report())
+    ending = told_to_end()  # before anybody can see that it serves
     with engine.serving(
         tokenizer,
         longest=config.longest,
@@ -67,7 +68,7 @@ def run(config: Config) -> None:
         max_waiting=config.max_waiting,
     ) as server:
         say(f"serving {server.name} at {server.url}; Ctrl-C ends it")
-        server.wait(told_to_end())
+        server.wait(ending)
         say(f"ending: {server.worker.num_running} answers are finished first; Ctrl-C again drops them")
 
 
