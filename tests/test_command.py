@@ -1,7 +1,9 @@
 """The `hybrid-engine` command itself: what it says quickly, and how it ends."""
 
+import gc
 import subprocess
 import sys
+import traceback
 from dataclasses import fields, is_dataclass
 from types import SimpleNamespace
 from typing import get_args, get_origin, get_type_hints
@@ -178,3 +180,22 @@ def test_a_disk_that_takes_no_more_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(dpo, "run", names["run"])
     assert cli.main(["dpo", "--out", "here"]) == 1
     assert capsys.readouterr().err == "hybrid-engine: [Errno 28] No space left on device: 'here'\n"
+
+
+def test_options_are_read_while_a_finalizer_prints_a_traceback():
+    """Printing one parses source, and Python 3.11's parser fails where it is called in the midst of itself."""
+
+    def print_traceback(phase, info):
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            traceback.format_exc()
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(print_traceback)
+    gc.set_threshold(50)
+    try:
+        assert read_recipe_help("kto").options
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(print_traceback)

@@ -5,6 +5,8 @@ import inspect
 import textwrap
 from dataclasses import is_dataclass
 
+from hybrid_engine.command.source_tree import parse_source
+
 
 def field_meanings(config_class: type) -> dict[str, str]:
     """The string below each field of a dataclass and of those it derives from, by the field's name, from the source."""
@@ -13,7 +15,7 @@ def field_meanings(config_class: type) -> dict[str, str]:
 
 
 def _own_meanings(config_class: type) -> dict[str, str]:
-    definition = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body[0]
+    definition = parse_source(textwrap.dedent(inspect.getsource(config_class))).body[0]
     assert isinstance(definition, ast.ClassDef), config_class
     return {name: text for name, (_, text) in documented_fields(definition).items()}
 

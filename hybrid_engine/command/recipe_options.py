@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Any
 
 from hybrid_engine.command.field_meanings import documented_fields
+from hybrid_engine.command.source_tree import parse_source
 
 KINDS: dict[str, type] = {
     "bool": bool,
@@ -98,7 +99,7 @@ class _SourceClass:
     def _tree(self) -> ast.Module:
         file = self.module.removeprefix(f"{RECIPES_PACKAGE}.").replace(".", "/") + ".py"
         path = resources.files(RECIPES_PACKAGE).joinpath(file)
-        return ast.parse(path.read_text(encoding="utf-8"))
+        return parse_source(path.read_bytes())
 
     @cached_property
     def definition(self) -> ast.ClassDef:

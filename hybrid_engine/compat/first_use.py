@@ -20,6 +20,7 @@ WITHOUT_TORCH = frozenset(
         "hybrid_engine.command.field_meanings",
         "hybrid_engine.command.launcher",
         "hybrid_engine.command.recipe_options",
+        "hybrid_engine.command.source_tree",
         "hybrid_engine.compat",
         "hybrid_engine.compat.deepspeed_names",
         "hybrid_engine.compat.first_use",

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybrid_engine.command.source_tree import parse_source
 from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.data.rows import CompletionRow, LearnedRow
 
@@ -96,7 +97,7 @@ def _all_examples(root: Path) -> Iterator[DocExample]:
 
 def _examples_in_file(path: Path, module: str) -> Iterator[DocExample]:
     try:
-        tree = ast.parse(path.read_bytes())
+        tree = parse_source(path.read_bytes())
     except (SyntaxError, ValueError):  # lib2to3 keeps files in Python 2 and in broken encodings on purpose
         return
     yield from _examples_in_body(tree.body, module)
