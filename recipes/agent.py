@@ -31,7 +31,7 @@ from hybrid_engine.recipes.experience.own_tasks import character_stage
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
 from hybrid_engine.recipes.experience.policy_experience import Experience
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least
+from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, suitable_rate
 from hybrid_engine.recipes.runs.run_checks import check_folder
@@ -82,9 +82,10 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
         RolloutOptions.__post_init__(self)
         LoopOptions.__post_init__(self)
         for name in ("group_size", "num_clients"):
-            check_at_least(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name), 1)
         if self.learning_rate is not None:
             check_above("learning_rate", self.learning_rate, 0)
+        check_answers(self.rollout_size, self.group_size)
         self.algorithm.check_group_size("group_size", self.group_size)
         if self.algorithm.needs_reference:
             raise ValueError("--kl-place: episodes are not compared with a reference; leave it at none")

@@ -54,7 +54,7 @@ from hybrid_engine.recipes.preference.pairs import (
 )
 from hybrid_engine.recipes.runs.best import Best, keep_lowest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_at_least
+from hybrid_engine.recipes.runs.checks import check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
@@ -98,8 +98,8 @@ class Config(PairLossOptions, PreferenceOptions):
     def __post_init__(self) -> None:
         PreferenceOptions.__post_init__(self)
         PairLossOptions.__post_init__(self)
-        check_at_least("epochs", self.epochs, 1)
-        check_at_least("max_pairs", self.max_pairs, 0)
+        check_count("epochs", self.epochs, 1)
+        check_count("max_pairs", self.max_pairs, 0)
 
 
 def run(config: Config) -> Path:

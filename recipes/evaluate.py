@@ -26,8 +26,8 @@ from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import (
     LARGEST_SEED,
     check_above,
-    check_at_least,
     check_between,
+    check_count,
     check_finite,
     check_texts,
 )
@@ -94,9 +94,9 @@ class Config(RewardOptions, DataOptions):
         DataOptions.__post_init__(self)
         check_texts(self)
         for name in ("k", "max_prompt_tokens", "max_new_tokens"):
-            check_at_least(name, getattr(self, name), 1)
-        check_at_least("max_prompts", self.max_prompts, 1)
-        check_at_least("num_samples", self.num_samples, self.k)
+            check_count(name, getattr(self, name), 1)
+        check_count("max_prompts", self.max_prompts, 1)
+        check_count("num_samples", self.num_samples, self.k)
         check_above("temperature", self.temperature, 0)
         check_between("seed", self.seed, 0, LARGEST_SEED)
         check_finite("threshold", self.threshold)

@@ -28,7 +28,7 @@ from hybrid_engine.recipes.batch.terminal import TERMINAL, opened, read_rows, wr
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
-from hybrid_engine.recipes.runs.checks import LARGEST_SEED, check_at_least, check_between
+from hybrid_engine.recipes.runs.checks import LARGEST_SEED, check_at_least, check_between, check_count
 from hybrid_engine.recipes.runs.run_log import say
 
 
@@ -72,12 +72,11 @@ class Config(ModelOptions):
         for name in ("prompts", "out"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing; name a file, or - for the terminal")
-        for name in ("num_samples", "max_new_tokens"):
-            check_at_least(name, getattr(self, name), 1)
+        for name in ("num_samples", "max_new_tokens", "max_running"):
+            check_count(name, getattr(self, name), 1)
+        check_count("top_k", self.top_k, 0)
         check_at_least("temperature", self.temperature, 0)
         check_between("seed", self.seed, 0, LARGEST_SEED)
-        if self.max_running is not None:
-            check_at_least("max_running", self.max_running, 1)
 
 
 def run(config: Config) -> Path | None:

@@ -37,7 +37,7 @@ from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_finite
+from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count, check_finite
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import (
     DataOptions,
@@ -109,9 +109,10 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
         DataOptions.__post_init__(self)
         LoopOptions.__post_init__(self)
         for name in ("group_size", "minibatch_size", "epochs", "eval_samples"):
-            check_at_least(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name), 1)
         check_finite("pass_score", self.pass_score)
         check_above("learning_rate", self.learning_rate, 0)
+        check_answers(self.rollout_size, self.group_size)
         self.algorithm.check_group_size("group_size", self.group_size)
         if self.rollout_size * self.group_size % self.minibatch_size:
             raise ValueError(

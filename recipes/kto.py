@@ -61,7 +61,7 @@ from hybrid_engine.recipes.preference.labelled import (
 from hybrid_engine.recipes.preference.options import PreferenceOptions
 from hybrid_engine.recipes.runs.best import Best, keep_lowest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least
+from hybrid_engine.recipes.runs.checks import check_above, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
@@ -111,8 +111,8 @@ class Config(PreferenceOptions):
         super().__post_init__()
         for name in ("desirable_weight", "undesirable_weight"):
             check_above(name, getattr(self, name), 0)
-        check_at_least("epochs", self.epochs, 1)
-        check_at_least("max_answers", self.max_answers, 0)
+        check_count("epochs", self.epochs, 1)
+        check_count("max_answers", self.max_answers, 0)
         if self.batch_size < 2:
             raise ValueError(f"--batch-size={self.batch_size} must be at least 2: a step compares several; raise it")
 

@@ -41,7 +41,7 @@ from hybrid_engine.recipes.preference.options import PairLossOptions
 from hybrid_engine.recipes.preference.pairs import TrainingPair
 from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_divides
+from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count, check_divides
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import (
     AnswerOptions,
@@ -109,10 +109,11 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
         DataOptions.__post_init__(self)
         PairLossOptions.__post_init__(self)
         LoopOptions.__post_init__(self)
-        check_at_least("minibatch_size", self.minibatch_size, 1)
+        check_count("minibatch_size", self.minibatch_size, 1)
         for name in ("beta", "learning_rate"):
             check_above(name, getattr(self, name), 0)
-        check_at_least("group_size", self.group_size, 2)
+        check_count("group_size", self.group_size, 2)
+        check_answers(self.rollout_size, self.group_size)
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
 
 

@@ -41,7 +41,14 @@ from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.rewards.scores import reward_figures
 from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides, check_finite
+from hybrid_engine.recipes.runs.checks import (
+    check_above,
+    check_at_least,
+    check_between,
+    check_count,
+    check_divides,
+    check_finite,
+)
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import (
     DataOptions,
@@ -118,7 +125,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
         DataOptions.__post_init__(self)
         LoopOptions.__post_init__(self)
         for name in ("minibatch_size", "ppo_epochs"):
-            check_at_least(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name), 1)
         for name in ("kl_coef", "kl_bound"):
             check_at_least(name, getattr(self, name), 0)
         for name in ("actor_lr", "critic_lr", "clip", "value_clip"):

@@ -38,7 +38,7 @@ from hybrid_engine.recipes.rewards.classifier import (
 )
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_count, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
@@ -111,12 +111,11 @@ class Config(DataOptions, ResumeOptions):
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
         DataOptions.__post_init__(self)
-        for name in ("epochs", "batch_size", "micro_batch_size"):
-            check_at_least(name, getattr(self, name), 1)
-        check_at_least("max_tokens", self.max_tokens, 1)
-        for name in ("max_examples", "eval_every", "lora_rank", "center_coef"):
-            check_at_least(name, getattr(self, name), 0)
-        check_at_least("max_pairs", self.max_pairs, 0)
+        for name in ("epochs", "batch_size", "micro_batch_size", "max_tokens"):
+            check_count(name, getattr(self, name), 1)
+        for name in ("max_examples", "eval_every", "lora_rank", "max_pairs"):
+            check_count(name, getattr(self, name), 0)
+        check_at_least("center_coef", self.center_coef, 0)
         check_above("learning_rate", self.learning_rate, 0)
         check_between("held_out_share", self.held_out_share, 0, 0.9)
         if self.eval_every and self.dataset and not self.held_out_share:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
-from hybrid_engine.recipes.runs.checks import check_at_least, check_between
+from hybrid_engine.recipes.runs.checks import check_between, check_count
 from hybrid_engine.recipes.runs.run_log import say
 
 KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
@@ -46,10 +46,8 @@ class Config(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_between("port", self.port, 0, 65535)
-        check_at_least("max_waiting", self.max_waiting, 1)
-        for name in ("longest", "max_running"):
-            if getattr(self, name) is not None:
-                check_at_least(name, getattr(self, name), 1)
+        for name in ("max_waiting", "longest", "max_running"):
+            check_count(name, getattr(self, name), 1)
 
 
 def run(config: Config) -> None:

@@ -32,7 +32,7 @@ from hybrid_engine.recipes.data.sequences import (
 )
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_divides, check_one_of
+from hybrid_engine.recipes.runs.checks import check_above, check_between, check_count, check_divides, check_one_of
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
@@ -46,7 +46,7 @@ from hybrid_engine.recipes.runs.stages import (
     save_stage,
     seed_everything,
 )
-from hybrid_engine.recipes.tasks.small_llama import build_small_llama
+from hybrid_engine.recipes.tasks.small_llama import build_small_llama, check_size
 from hybrid_engine.rl.aggregation import token_mean
 
 
@@ -108,13 +108,15 @@ class Config(DataOptions, ResumeOptions):
         ResumeOptions.__post_init__(self)
         DataOptions.__post_init__(self)
         for name in ("num_layers", "epochs", "batch_size", "micro_batch_size", "max_tokens"):
-            check_at_least(name, getattr(self, name), 1)
-        check_at_least("vocab_size", self.vocab_size, 300)
+            check_count(name, getattr(self, name), 1)
+        check_count("vocab_size", self.vocab_size, 300)
         for name in ("max_examples", "eval_every", "lora_rank"):
-            check_at_least(name, getattr(self, name), 0)
+            check_count(name, getattr(self, name), 0)
         check_between("held_out_share", self.held_out_share, 0, 0.9)
         check_above("learning_rate", self.learning_rate, 0)
+        check_count("hidden_size", self.hidden_size, 1)
         check_divides("hidden_size", self.hidden_size, 64)
+        check_size(self.vocab_size, self.hidden_size, self.num_layers)
         check_one_of("task", self.task, tuple(TASKS))
         if self.eval_every and self.dataset and not self.held_out_share:
             raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")

@@ -162,7 +162,7 @@ def test_the_terminal_gets_answers_as_they_come(model, monkeypatch, capsys):
         ({"max_new_tokens": 10**7}, "max_new_tokens|longest"),
         ({"temperature": -1.0}, "--temperature"),
         ({"top_p": 2.0}, "top_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": -1}, "--top-k"),
         ({"adapter": "nothing"}, "--adapter"),
         ({"dtype": "int8"}, "--dtype"),
         ({"seed": -1}, "--seed"),

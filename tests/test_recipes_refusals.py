@@ -21,10 +21,13 @@ from transformers import (
 )
 
 from hybrid_engine.command import cli
-from hybrid_engine.recipes import ppo, reward, sft
+from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
+from hybrid_engine.recipes.algorithms.choices import Algorithm
+from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
 from hybrid_engine.recipes.experience.start import Start
 from hybrid_engine.recipes.rewards.learned import LearnedReward, build_critic, load_value_model
 from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
 from hybrid_engine.recipes.runs.stages import load_model
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
@@ -88,6 +91,43 @@ def test_every_option_refuses_an_empty_text_and_a_number_of_the_wrong_sign_or_no
                 continue
             with pytest.raises(ValueError, match=f"^--{field.name.replace('_', '-')}="):
                 recipe.Config(**{field.name: value})
+
+
+GIVEN = {generate: {"model": "m", "prompts": "-", "out": "-"}, serve: {"model": "m"}}
+GIVEN[evaluate] = {"model": "m", "dataset": "d.jsonl", "reward": ("exact",)}
+
+
+@pytest.mark.parametrize("recipe", [sft, reward, ppo, grpo, dpo, kto, online_dpo, agent, evaluate, generate, serve])
+def test_every_count_refuses_an_absurd_number_with_its_option(recipe):
+    counts = [field for field in fields(recipe.Config) if field.type in (int, int | None) and field.name != "seed"]
+    for field in counts:
+        for value in (10**12, 10**100):
+            with pytest.raises(ValueError, match=f"^--{field.name.replace('_', '-')}={value} must be"):
+                recipe.Config(**GIVEN.get(recipe, {}), **{field.name: value})
+    assert counts
+
+
+def test_counts_that_are_too_much_together_are_refused():
+    for recipe in (grpo, online_dpo, agent):
+        with pytest.raises(ValueError, match=r"^--rollout-size=2048 times --group-size=1024 makes 2097152 answers"):
+            recipe.Config(rollout_size=2048, group_size=1024)
+    with pytest.raises(ValueError, match=r"^--hidden-size=8192 with --num-layers=512 and --vocab-size=2048 makes"):
+        sft.Config(hidden_size=8192, num_layers=512)
+    with pytest.raises(ValueError, match=r"^--epochs=10000 over 20000 training examples makes more than 100000000"):
+        epochs_of_similar_length([1] * 20_000, 16, 10_000, seed=0)
+    with pytest.raises(ValueError, match=r"^--dynamic-sampling=1000000000000 must be at most"):
+        Algorithm(dynamic_sampling=10**12)
+
+
+def test_micro_batches_of_any_size_at_most_are_told_at_once():
+    assert largest_micro_batch(24, 10**9) == 24
+    assert largest_micro_batch(24, 9) == 8
+
+
+def test_a_count_is_a_whole_number():
+    for value in (64.0, True, "64"):
+        with pytest.raises(ValueError, match=f"^--rollout-size={value!r} must be a whole number"):
+            ppo.Config(rollout_size=value)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_by_every_recipe(tmp_path, capsys):

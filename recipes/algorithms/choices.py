@@ -10,7 +10,7 @@ from typing import Any
 
 from hybrid_engine.config.reading import find_nearest
 from hybrid_engine.recipes.algorithms.presets import preset_choices, with_preset
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, flag
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_count, flag
 
 CHOICES = {
     "baseline": ("group-mean", "leave-one-out", "batch-mean", "group-then-batch-mean", "none"),
@@ -162,8 +162,9 @@ def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 def check_numbers(algorithm: Algorithm) -> None:
     """ValueError for a number that is out of its range."""
     for field in fields(algorithm):
-        if isinstance(field.default, float | int):
+        if isinstance(field.default, float):
             check_at_least(field.name, getattr(algorithm, field.name), 0)
+    check_count("dynamic_sampling", algorithm.dynamic_sampling, 0)
     for name in ("gamma", "clip_low"):
         check_between(name, getattr(algorithm, name), 0, 1)
     check_above("kl_horizon", algorithm.kl_horizon, 0)

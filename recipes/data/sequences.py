@@ -18,6 +18,8 @@ from hybrid_engine.ops.log_prob import token_logprobs
 
 ROWS_PER_PASS = 32
 """Rows of a forward pass without gradients."""
+LARGEST_ORDER = 10**8
+"""Examples of all epochs together, whose order is one list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +205,12 @@ def epochs_of_similar_length(lengths: list[int], batch_size: int, num_epochs: in
     """The batches of a whole run, step by step; the same for the same arguments, so that a resumed run can go on.
 
     Raises:
-        ValueError: there are fewer examples than one batch holds.
+        ValueError: there are fewer examples than one batch holds, or more in all epochs than a list should hold.
     """
+    if len(lengths) * num_epochs > LARGEST_ORDER:
+        raise ValueError(
+            f"--epochs={num_epochs} over {len(lengths)} training examples makes more than {LARGEST_ORDER}; lower it"
+        )
     if len(lengths) < batch_size:
         raise ValueError(f"--batch-size={batch_size} must not exceed the {len(lengths)} training examples; lower it")
     generator = torch.Generator().manual_seed(seed)

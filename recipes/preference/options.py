@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_one_of
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_count, check_one_of
 from hybrid_engine.recipes.runs.options import AnswerOptions, DataOptions, ResumeOptions, suitable_rate
 from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES, PairLoss, build_loss
 
@@ -49,11 +49,11 @@ class PreferenceOptions(DataOptions, AnswerOptions, ResumeOptions):
         AnswerOptions.__post_init__(self)
         DataOptions.__post_init__(self)
         for name in ("batch_size", "micro_batch_size", "eval_rows"):
-            check_at_least(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name), 1)
         for name in ("beta", "learning_rate"):
             check_above(name, getattr(self, name), 0)
         for name in ("lora_rank", "eval_every"):
-            check_at_least(name, getattr(self, name), 0)
+            check_count(name, getattr(self, name), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

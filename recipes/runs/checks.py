@@ -6,6 +6,21 @@ from dataclasses import fields
 from typing import Any
 
 LARGEST_SEED = 2**63 - 1
+LARGEST_COUNT = 10**9
+"""Of an option that counts: more steps, or rows of a data set, than a run gets to, and they take no memory."""
+LARGEST_ANSWERS = 2**20
+"""Of one step: their prompts are chosen, and their tokens held, before any is learned."""
+LARGEST_COUNTS = {
+    "rollout_size": LARGEST_ANSWERS,
+    **dict.fromkeys(("group_size", "eval_samples", "num_samples", "k", "num_clients"), 4096),
+    **dict.fromkeys(("max_prompt_tokens", "max_new_tokens", "max_tokens", "longest"), 2**24),
+    **dict.fromkeys(("epochs", "ppo_epochs", "dynamic_sampling"), 10_000),
+    **dict.fromkeys(("vocab_size", "max_waiting"), 2**20),
+    "max_running": 2**16,
+    "hidden_size": 2**14,
+    "num_layers": 2**10,
+}
+"""Of options that say how much is held in memory, or done, at once."""
 
 
 def flag(name: str) -> str:
@@ -41,6 +56,27 @@ def check_at_least(name: str, value: float | None, smallest: float) -> None:
     check_finite(name, value)
     if value < smallest:
         raise ValueError(f"{flag(name)}={value} must be at least {smallest}; raise it")
+
+
+def check_count(name: str, value: int | None, smallest: int) -> None:
+    """ValueError unless `value` of option `name` is a whole number from `smallest` to the largest that makes sense."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{flag(name)}={value!r} must be a whole number; give one")
+    check_at_least(name, value, smallest)
+    largest = LARGEST_COUNTS.get(name, LARGEST_COUNT)
+    if value > largest:
+        raise ValueError(f"{flag(name)}={value} must be at most {largest}; lower it")
+
+
+def check_answers(rollout_size: int, group_size: int) -> None:
+    """ValueError where a step has more answers than `LARGEST_ANSWERS`."""
+    if rollout_size * group_size > LARGEST_ANSWERS:
+        raise ValueError(
+            f"--rollout-size={rollout_size} times --group-size={group_size} makes {rollout_size * group_size} answers "
+            f"of a step, which must be at most {LARGEST_ANSWERS}; lower one of them"
+        )
 
 
 def check_above(name: str, value: float | None, bound: float) -> None:

@@ -65,4 +65,4 @@ def largest_micro_batch(per_process: int, limit: int) -> int:
         per_process: samples of an optimizer step on one process.
         limit: what memory allows.
     """
-    return max(size for size in range(1, limit + 1) if per_process % size == 0)
+    return max(size for size in range(1, min(limit, per_process) + 1) if per_process % size == 0)

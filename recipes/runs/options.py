@@ -6,7 +6,7 @@ A recipe that declares a field again gives it another default; what it means sta
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_one_of
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_count, check_one_of
 from hybrid_engine.recipes.runs.metric_names import FRAMEWORKS
 from hybrid_engine.recipes.runs.trackers import check_trackers
 
@@ -48,7 +48,7 @@ class ResumeOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least("save_every", self.save_every, 0)
+        check_count("save_every", self.save_every, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class AnswerOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_tokens", "max_new_tokens", "eval_prompts"):
-            check_at_least(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name), 1)
         check_above("temperature", self.temperature, 0)
 
 
@@ -118,9 +118,9 @@ class LoopOptions:
 
     def __post_init__(self) -> None:
         for name in ("steps", "rollout_size", "micro_batch_size"):
-            check_at_least(name, getattr(self, name), 1)
+            check_count(name, getattr(self, name), 1)
         for name in ("lora_rank", "eval_every"):
-            check_at_least(name, getattr(self, name), 0)
+            check_count(name, getattr(self, name), 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 MAX_POSITIONS = 512
 """Enough for any of the standard library's examples, and for two summaries behind a prompt, if a byte is a token."""
 
+LARGEST_SIZE = 10**9
+"""Parameters; with their gradients and Adam's moments 16 GB."""
+
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer with a pad token of its own, so that the end-of-sequence token is learned."""
@@ -24,6 +27,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", padding_side="left", model_max_length=MAX_POSITIONS
     )
+
+
+def check_size(vocab_size: int, hidden_size: int, num_layers: int) -> None:
+    """ValueError where `build_small_llama` would make more than `LARGEST_SIZE` parameters."""
+    num_parameters = 11 * num_layers * hidden_size**2 + 2 * vocab_size * hidden_size
+    if num_parameters > LARGEST_SIZE:
+        raise ValueError(
+            f"--hidden-size={hidden_size} with --num-layers={num_layers} and --vocab-size={vocab_size} makes about "
+            f"{num_parameters / 1e9:.0f}e9 parameters from nothing, which must be at most {LARGEST_SIZE / 1e9:.0f}e9; "
+            "lower them, or give --model"
+        )
 
 
 def build_small_llama(tokenizer: PreTrainedTokenizerBase, hidden_size: int, num_layers: int) -> LlamaForCausalLM:
