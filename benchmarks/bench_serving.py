@@ -1,26 +1,38 @@
 """The server against `engine.generate()` on the same prompts, and how long its clients wait for tokens.
 
     python benchmarks/bench_serving.py --threads 2
-    python benchmarks/bench_serving.py --prompts 64 --new-tokens 128
+    python benchmarks/bench_serving.py --prompts 64 --new-tokens 128 --transformers PYTHON
 
 As many clients as prompts, each with one request: prompts of mixed lengths, answers of mixed lengths without an end. In
 each repeat every way runs once, in turn: all prompts in one `generate()` with a length for each row, then through the
 server whole, then streamed. Before anything is timed the server's tokens are compared with those of `generate()`.
-Needs the extra `agents`. The clients are a process of their own on the same machine, which is part of what is measured.
+
+The clients are a process of their own on the same machine, and as lean as can be; where there are few cores they and
+the model take them from each other. So the seconds of CPU are told too: of the process with model and server, and of
+the clients. With `--transformers`, an interpreter that has `transformers[serving]`, its server answers the same prompts
+as text, and so does this one; needs fp32 and prompts that a tokenizer can read back.
 """
 
 import argparse
+import asyncio
+import contextlib
+import json
 import random
+import socket
 import statistics
+import subprocess
+import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
+from urllib.parse import urlsplit
 
-import openai
 import torch
-from common import DTYPES, Shape, append_rows, base_parser, environment, llama_config, parse, timed
+from common import DTYPES, Shape, append_rows, base_parser, environment, llama_config, parse
 from rich.console import Console
 from rich.table import Table
 from transformers import LlamaForCausalLM
@@ -28,14 +40,15 @@ from transformers import LlamaForCausalLM
 import hybrid_engine
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 
-WAYS = ("generate", "whole", "streamed")
+SECONDS_TO_START = 180
 
 
 @dataclass(frozen=True)
 class Work:
     """What every way answers."""
 
-    prompts: list[list[int]]
+    prompts: list[Any]
+    """Token ids, or text."""
     lengths: list[int]
     """Tokens of each answer."""
 
@@ -46,13 +59,19 @@ class Work:
 
 
 @dataclass
-class Waits:
-    """Seconds that streaming clients waited."""
+class Run:
+    """What one way took."""
 
+    seconds: float
+    cpu_seconds: float = 0.0
+    """Of the process with the model."""
+    client_cpu_seconds: float = 0.0
+    answers: list[list[int]] = field(default_factory=list)
+    num_tokens: int = 0
     first: list[float] = field(default_factory=list)
-    """From the request to its first token."""
+    """Seconds from each request to its first token."""
     between: list[float] = field(default_factory=list)
-    """From a token to the next."""
+    """Seconds from a token to the next; those that came together share the time since the last that came."""
 
 
 def build_engine(shape: Shape, args: argparse.Namespace) -> Any:
@@ -83,94 +102,183 @@ def build_work(shape: Shape) -> Work:
     return Work(prompts, [rng.randint(max(1, most // 8), most) for _ in prompts])
 
 
-def generate(engine: Any, work: Work, device: str) -> list[list[int]]:
-    """Each answer's tokens by one call."""
+def generate(engine: Any, work: Work, device: str) -> Run:
+    """One call."""
     width = max(map(len, work.prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in work.prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in work.prompts], device=device)
     rows = [{"max_new_tokens": length} for length in work.lengths]
+    begin, cpu = time.perf_counter(), time.process_time()
     output = engine.generate(ids, attention_mask=mask, do_sample=False, row_options=rows, max_new_tokens=1)
-    answers = output[:, width:].tolist()
-    return [answer[:length] for answer, length in zip(answers, work.lengths, strict=True)]
+    answers = [row[:length] for row, length in zip(output[:, width:].tolist(), work.lengths, strict=True)]
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
+    return Run(seconds, cpu_seconds, answers=answers, num_tokens=work.num_tokens)
 
 
-def ask(client: Any, work: Work, row: int, waits: Waits | None) -> list[int]:
-    """One client's answer; streamed where `waits` are wanted."""
-    begin = time.perf_counter()
-    answer = client.completions.create(
-        model="policy",
-        prompt=work.prompts[row],
-        max_tokens=work.lengths[row],
-        temperature=0,
-        stream=waits is not None,
-        extra_body={"return_token_ids": True, "ignore_eos": True},
-    )
-    if waits is None:
-        return answer.choices[0].token_ids
-    tokens, latest = [], None
-    for event in answer:
-        now = time.perf_counter()
-        new = event.choices[0].token_ids
-        if new:
-            (waits.first if latest is None else waits.between).append(now - (begin if latest is None else latest))
-            latest = now
+async def post(url: str, body: dict[str, Any]) -> list[tuple[float, bytes]]:
+    """The lines of an answer that may hold JSON, with the time of each."""
+    place, content = urlsplit(url), json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(place.hostname, place.port, limit=2**24)
+    head = f"POST {place.path}/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close"
+    writer.write(f"{head}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    lines = [(time.perf_counter(), line) async for line in reader if b"{" in line]
+    writer.close()
+    return lines
+
+
+def ask_all(url: str, work: Work, is_streamed: bool, more: dict[str, Any]) -> Run:
+    """All clients at once; `more` are further fields of a body."""
+
+    async def ask() -> list[list[tuple[float, bytes]]]:
+        bodies = [
+            {"prompt": prompt, "max_tokens": length, "temperature": 0, "stream": is_streamed} | more
+            for prompt, length in zip(work.prompts, work.lengths, strict=True)
+        ]
+        return await asyncio.gather(*(post(url, body) for body in bodies))
+
+    begin, cpu = time.perf_counter(), time.process_time()
+    found = asyncio.run(ask())
+    run = Run(time.perf_counter() - begin, client_cpu_seconds=time.process_time() - cpu)
+    for lines in found:
+        read_answer(run, begin, lines)
+    return run
+
+
+def read_answer(run: Run, begin: float, lines: list[tuple[float, bytes]]) -> None:
+    """Adds one client's answer to `run`."""
+    tokens: list[int] = []
+    latest = begin
+    for now, line in lines:
+        event = json.loads(line.removeprefix(b"data: "))
+        if "choices" not in event:
+            raise RuntimeError(f"the server answered {event}")
+        new = event["choices"][0].get("token_ids") or []
+        if new and not tokens:
+            run.first.append(now - latest)
+        elif new:
+            run.between += [(now - latest) / len(new)] * len(new)
+        latest = now if new else latest
         tokens += new
-    return tokens
+        run.num_tokens += event["usage"]["completion_tokens"] if event.get("usage") and not new else len(new)
+    run.answers.append(tokens)
 
 
-def ask_all(url: str, work: Work, is_streamed: bool) -> tuple[float, list[list[int]], Waits]:
-    """All clients at once: seconds from the first request to the last answer, the answers, and the waits."""
-    waits, rows = Waits(), range(len(work.prompts))
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client, ThreadPoolExecutor(len(rows)) as pool:
-        client.models.list()  # connects
-        seconds, answers = timed(
-            lambda: list(pool.map(lambda row: ask(client, work, row, waits if is_streamed else None), rows)), "cpu"
-        )
-    return seconds, answers, waits
-
-
-def serve(
-    engine: Any, tokenizer: Any, work: Work, clients: ProcessPoolExecutor, is_streamed: bool
-) -> tuple[float, list[list[int]], Waits]:
+def serve(engine: Any, tokenizer: Any, work: Work, clients: ProcessPoolExecutor, is_streamed: bool) -> Run:
     """What the clients, which are another process, say of a server."""
+    more = {"model": "policy", "return_token_ids": True, "ignore_eos": True}
     with engine.serving(tokenizer, model_name="policy", max_waiting=len(work.prompts)) as server:
-        return clients.submit(ask_all, server.url, work, is_streamed).result()
+        clients.submit(ask_all, server.url, Work([[1]], [1]), is_streamed, more).result()  # imports, connects
+        cpu = time.process_time()
+        run = clients.submit(ask_all, server.url, work, is_streamed, more).result()
+        run.cpu_seconds = time.process_time() - cpu
+    return run
+
+
+@contextlib.contextmanager
+def transformers_serve(python: str, engine: Any, tokenizer: Any, threads: int | None) -> Iterator[tuple[str, str]]:
+    """Address and model name of transformers' server of the same model, with continuous batching; fp32."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine.module.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        code = f"import torch; torch.set_num_threads({threads or torch.get_num_threads()}); "
+        code += "from transformers.cli.transformers import main; main()"
+        options = ["serve", folder, "--continuous-batching", "--port", str(port), "--dtype", "float32"]
+        process = subprocess.Popen([python, "-c", code, *options, "--device", str(engine.device)])
+        try:
+            wait_for(f"http://127.0.0.1:{port}/health", process)
+            yield f"http://127.0.0.1:{port}/v1", folder
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_for(url: str, process: subprocess.Popen) -> None:
+    """Until something answers there."""
+    end = time.monotonic() + SECONDS_TO_START
+    while time.monotonic() < end and process.poll() is None:
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url, timeout=5)
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"transformers serve does not answer at {url}")
+
+
+def compare(args: argparse.Namespace, engine: Any, tokenizer: Any, work: Work, clients: ProcessPoolExecutor) -> dict:
+    """Tokens per second of both servers for prompts as text, and their ratio."""
+    ours = {"model": "policy", "ignore_eos": True}
+    # Letters that the tokenizer has by themselves: a token for each.
+    texts = Work(["".join("abcdfghi"[token % 8] for token in prompt) for prompt in work.prompts], work.lengths)
+    rates: dict[str, list[float]] = {"this": [], "transformers": []}
+    with transformers_serve(args.transformers, engine, tokenizer, args.threads) as (theirs, folder):
+        clients.submit(ask_all, theirs, Work(["a"], [2]), False, {"model": folder}).result()
+        for _ in range(args.repeats):
+            run = clients.submit(ask_all, theirs, texts, False, {"model": folder}).result()
+            rates["transformers"].append(run.num_tokens / run.seconds)
+            with engine.serving(tokenizer, model_name="policy", max_waiting=len(work.prompts)) as server:
+                run = clients.submit(ask_all, server.url, texts, False, ours).result()
+            rates["this"].append(run.num_tokens / run.seconds)
+    this, other = (statistics.median(rates[name]) for name in ("this", "transformers"))
+    Console().print(f"prompts as text: {this:.0f} tokens/s, transformers serve {other:.0f}: {this / other:.1f} times")
+    return {"transformers_serve_tokens_per_second": round(other, 1), "of_transformers_serve": round(this / other, 2)}
+
+
+def measure(ways: dict[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
+    """Every way once in each repeat."""
+    runs: dict[str, list[Run]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way, run in ways.items():
+            runs[way].append(run())
+    return runs
 
 
 def main() -> None:
     """Prints a table and adds a row to a CSV."""
     parser = base_parser(__doc__)
+    parser.add_argument("--transformers", metavar="PYTHON", help="interpreter with transformers[serving], to compare")
     args, shape = parse(parser, "serving")
     engine, work = build_engine(shape, args), build_work(shape)
     tokenizer = train_tokenizer(["text"], 300)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    waits = Waits()
     with ProcessPoolExecutor(1, get_context("spawn")) as clients:
-        answers = serve(engine, tokenizer, work, clients, False)[1]
-        if args.dtype == "float32" and answers != generate(engine, work, args.device):
+        ways: dict[str, Callable[[], Run]] = {
+            "generate": lambda: generate(engine, work, args.device),
+            "whole": lambda: serve(engine, tokenizer, work, clients, False),
+            "streamed": lambda: serve(engine, tokenizer, work, clients, True),
+        }
+        answers = {way: run().answers for way, run in ways.items()}  # warms everything up
+        if args.dtype == "float32" and not answers["generate"] == answers["whole"] == answers["streamed"]:
             raise RuntimeError("the server's tokens are not those of generate()")
-        for _ in range(args.repeats):
-            seconds["generate"].append(timed(lambda: generate(engine, work, args.device), args.device)[0])
-            seconds["whole"].append(serve(engine, tokenizer, work, clients, False)[0])
-            streamed, _, waited = serve(engine, tokenizer, work, clients, True)
-            seconds["streamed"].append(streamed)
-            waits.first += waited.first
-            waits.between += waited.between
-    rates = {way: work.num_tokens / statistics.median(found) for way, found in seconds.items()}
-    table = Table("way", "tokens/s", "of generate()", title=f"{shape.prompts} clients, {work.num_tokens} tokens")
-    for way in WAYS:
-        table.add_row(way, f"{rates[way]:.0f}", f"{rates[way] / rates['generate']:.2f}")
-    Console().print(table)
-    percentiles = {
-        f"{name}_p{share}": statistics.quantiles(values, n=100, method="inclusive")[share - 1] * 1000
-        for name, values in (("first_token_ms", waits.first), ("between_tokens_ms", waits.between))
-        for share in (50, 95, 99)
-    }
-    Console().print(" ".join(f"{name} {value:.1f}" for name, value in percentiles.items()))
+        runs = measure(ways, args.repeats)
+        compared = compare(args, engine, tokenizer, work, clients) if args.transformers else {}
+    report(args, shape, work, runs, compared)
+
+
+def report(args: argparse.Namespace, shape: Shape, work: Work, runs: dict[str, list[Run]], compared: dict) -> None:
+    """A table, percentiles, and a row."""
+
+    def median(way: str, name: str) -> float:
+        return statistics.median(getattr(run, name) for run in runs[way])
+
     row = environment(args.device) | {"dtype": args.dtype, "clients": shape.prompts, "tokens": work.num_tokens}
-    row |= {f"{way}_tokens_per_second": round(rates[way], 1) for way in WAYS}
-    row |= {f"{way}_of_generate": round(rates[way] / rates["generate"], 3) for way in WAYS[1:]}
-    append_rows(args.csv, [row | {name: round(value, 2) for name, value in percentiles.items()}])
+    columns = ("way", "tokens/s", "of generate()", "CPU s, model and server", "of generate()", "CPU s, clients")
+    table = Table(*columns, title=f"{shape.prompts} clients, {work.num_tokens} tokens")
+    for way in runs:
+        seconds, cpu = (median("generate", name) / median(way, name) for name in ("seconds", "cpu_seconds"))
+        row[f"{way}_tokens_per_second"] = round(work.num_tokens / median(way, "seconds"), 1)
+        row |= {f"{way}_of_generate": round(seconds, 3), f"{way}_cpu_of_generate": round(cpu, 3)}
+        row |= {f"{way}_client_cpu_s": round(median(way, "client_cpu_seconds"), 3)}
+        shown = (f"{work.num_tokens / median(way, 'seconds'):.0f}", f"{seconds:.2f}")
+        shown += (f"{median(way, 'cpu_seconds'):.2f}", f"{cpu:.2f}", f"{median(way, 'client_cpu_seconds'):.2f}")
+        table.add_row(way, *shown)
+    Console().print(table)
+    for name in ("first", "between"):
+        values = [value for run in runs["streamed"] for value in getattr(run, name)]
+        cuts = statistics.quantiles(values, n=100, method="inclusive")
+        row |= {f"{name}_token_ms_p{share}": round(cuts[share - 1] * 1000, 2) for share in (50, 95, 99)}
+    Console().print(" ".join(f"{name} {value}" for name, value in row.items() if "_ms_p" in name))
+    append_rows(args.csv, [row | compared])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
-from hybrid_engine.recipes.runs.checks import check_between, check_count
+from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count
 from hybrid_engine.recipes.runs.run_log import say
 
 KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
@@ -42,12 +42,15 @@ class Config(ModelOptions):
     """answers at once; default: as many as in a rollout"""
     max_waiting: int = 1024
     """answers that may wait to begin; more are told to come again"""
+    finish_seconds: float = 60.0
+    """what runs at the end may take so long; then its clients get an error"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_between("port", self.port, 0, 65535)
         for name in ("max_waiting", "longest", "max_running"):
             check_count(name, getattr(self, name), 1)
+        check_at_least("finish_seconds", self.finish_seconds, 0)
 
 
 def run(config: Config) -> None:
@@ -64,6 +67,7 @@ def run(config: Config) -> None:
         port=config.port,
         api_key=config.api_key or os.environ.get(KEY_VARIABLE) or None,
         max_waiting=config.max_waiting,
+        finish_seconds=config.finish_seconds,
     ) as server:
         say(f"serving {server.name} at {server.url}; Ctrl-C ends it")
         server.wait(ending)
@@ -71,13 +75,15 @@ def run(config: Config) -> None:
 
 
 def told_to_end() -> threading.Event:
-    """Set by the first Ctrl-C or SIGTERM; the next one ends the process at once."""
+    """Set by the first Ctrl-C or SIGTERM; the next one, whichever it is, ends the process at once."""
     ending = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
 
     def end(number: int, frame: FrameType | None) -> None:
         ending.set()
-        signal.signal(number, signal.SIG_DFL)
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         signal.signal(number, end)
     return ending

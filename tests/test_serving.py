@@ -445,7 +445,9 @@ def test_too_many_that_wait_are_told_to_come_again(served, tokenizer):
     with served.serving(tokenizer, model_name="tiny", max_running=1, max_waiting=2, longest=LONGEST) as server:
         long = {"model": "tiny", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
         with ThreadPoolExecutor(12) as pool:
-            answers = list(pool.map(lambda _: httpx.post(f"{server.url}/completions", json=long), range(12)))
+            answers = list(
+                pool.map(lambda _: httpx.post(f"{server.url}/completions", json=long, timeout=60), range(12))
+            )
         codes = {answer.status_code for answer in answers}
         assert codes == {200, 429}
         refused = next(answer for answer in answers if answer.status_code == 429)

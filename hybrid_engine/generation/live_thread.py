@@ -32,6 +32,7 @@ class _Notes:
     leaving: list[Sequence] = field(default_factory=list)
     is_closing: bool = False
     is_stopping: bool = False
+    is_dropping: bool = False
 
 
 class LiveThread:
@@ -46,11 +47,14 @@ class LiveThread:
     def __init__(self, opening: Callable[[], AbstractContextManager[LiveBatch]], listener: Listener, max_waiting: int):
         self._opening, self._listener, self.max_waiting = opening, listener, max_waiting
         self._notes, self._changed = _Notes(), threading.Condition()
+        self._joining: list[Sequence] = []  # those that the batch is taking in
         self._opened = threading.Event()
         self._num_waiting = 0
         self._thread = threading.Thread(target=self._run, name="hybrid-engine-live", daemon=True)
         self.batch: LiveBatch | None = None
         self.error: BaseException | None = None
+        self.has_ended = False
+        """Whether nobody takes turns any more."""
 
     def start(self) -> None:
         """Opens the batch; raises what that raises."""
@@ -104,6 +108,12 @@ class LiveThread:
         if self.error is not None:
             raise self.error
 
+    def drop(self) -> None:
+        """Tells whoever waits that nothing more comes, and ends; `close()` waits for it."""
+        with self._changed:
+            self._notes.is_dropping = self._notes.is_closing = True
+            self._changed.notify()
+
     def close(self) -> None:
         """Waits for everything that was asked for, then gives back what the batch holds.
 
@@ -133,13 +143,16 @@ class LiveThread:
                 while not (self._has_notes or batch.has_work):
                     self._changed.wait()
                 notes, self._notes = self._notes, _Notes(is_closing=self._notes.is_closing)
-            if notes.is_stopping:
-                batch.add(notes.joining)
-                self._listener(batch.take_out())
-                return
-            if notes.is_closing and not notes.joining and not batch.has_work:
+                self._joining = notes.joining
+            if notes.is_dropping:
                 return
             batch.add(notes.joining)
+            self._joining = []
+            if notes.is_stopping:
+                self._listener(batch.take_out())
+                return
+            if notes.is_closing and not batch.has_work:
+                return
             batch.cancel(notes.leaving)
             progress = batch.turn()
             self._num_waiting = batch.num_waiting + len(self._notes.joining)
@@ -153,9 +166,9 @@ class LiveThread:
     def _tell_of_the_end(self) -> None:
         """Nobody waits for what will not come."""
         with self._changed:
-            self._notes.is_closing = True
-            left = list(self._notes.joining)
+            self._notes.is_closing = self.has_ended = True
+            left = self._joining + self._notes.joining
         if self.batch is not None:
-            left += self.batch.unfinished
+            left += [sequence for sequence in self.batch.unfinished if sequence not in left]
         if left:
             self._listener([Progress(sequence, [], [], "error") for sequence in left])

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import hmac
 import json
+import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -17,13 +18,19 @@ from starlette.routing import Route
 from hybrid_engine.generation.live_thread import LiveThread
 from hybrid_engine.serving.answers import ChatWriter, CompletionWriter, Piece, Writer
 from hybrid_engine.serving.asked import ServedModel, chat_tokens, read_chat, read_completion
-from hybrid_engine.serving.errors import RequestError, wrong_body
+from hybrid_engine.serving.errors import RequestError, broken, wrong_body
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.metrics import Metrics
-from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
+from hybrid_engine.serving.protocol import MAX_SESSION_ID, ChatRequest, CompletionRequest
 from hybrid_engine.serving.sessions import Recorder, Sessions, recorder_of_chat, recorder_of_tokens
 
 MAX_BODY_BYTES = 4 * 2**20
+MAX_BODIES_BYTES = 2**28
+"""Of all requests that are being read."""
+SECONDS_FOR_BODY = 30.0
+Found = TypeVar("Found")
+log = logging.getLogger(__name__)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would build one for each event
 
 
 class App:
@@ -46,6 +53,7 @@ class App:
     ):
         self.model, self.worker, self.listening, self.sessions = model, worker, listening, sessions
         self.api_key, self.max_body_bytes = api_key, max_body_bytes
+        self._bodies_bytes = 0
         self.metrics = Metrics(lambda: worker.num_running, lambda: worker.num_waiting)
         self.asgi = Starlette(
             routes=[
@@ -70,6 +78,9 @@ class App:
                 response = JSONResponse(error.body, error.status, error.headers)
             except ClientDisconnect:
                 response = Response(status_code=499)
+            except Exception:
+                log.exception("at %s", request.scope["route"].path)
+                response = JSONResponse(broken().body, broken().status)
             self.metrics.requests.labels(request.scope["route"].path, response.status_code).inc()
             return response
 
@@ -141,25 +152,36 @@ class App:
 
     async def _body(self, request: Request, kind: type[BaseModel]) -> Any:
         """The body as a `kind`; raises RequestError where it is too large, no JSON or not as it should be."""
-        raw = b""
-        async for part in request.stream():
-            raw += part
-            if len(raw) > self.max_body_bytes:
-                raise RequestError(
-                    f"the body is larger than {self.max_body_bytes:,} bytes", status=413, code="body_too_large"
-                )
         try:
-            values = json.loads(raw, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from error
-        if not isinstance(values, dict):
-            raise RequestError(f"the body is a {type(values).__name__}; send a JSON object", code="invalid_json")
+            raw = await asyncio.wait_for(self._read(request), SECONDS_FOR_BODY)
+        except asyncio.TimeoutError as error:
+            reason = f"the body did not come within {SECONDS_FOR_BODY:g} s"
+            raise RequestError(reason, status=408, code="body_timeout", is_last=True) from error
         try:
-            body = kind.model_validate(values)
+            body = kind.model_validate(read_json(raw))
         except ValidationError as error:
             raise wrong_body(error) from error
         self._check_model(body.model)  # type: ignore[attr-defined]
         return body
+
+    async def _read(self, request: Request) -> bytes:
+        """The bytes of the body; raises RequestError where they, or those of all requests, are too many."""
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                self._bodies_bytes += len(part)
+                if size > self.max_body_bytes:
+                    reason = f"the body is larger than {self.max_body_bytes:,} bytes"
+                    raise RequestError(reason, status=413, code="body_too_large", is_last=True)
+                if self._bodies_bytes > MAX_BODIES_BYTES:
+                    reason = "the bodies of all requests are too much at once; send the request again later"
+                    raise RequestError(reason, status=429, code="overloaded", retry_after=1, is_last=True)
+        finally:
+            self._bodies_bytes -= size
+        return b"".join(parts)
 
     async def _answer(self, request: Request, writer: Writer, record: Recorder | None) -> Response:
         asked = writer.asked
@@ -167,28 +189,30 @@ class App:
         progress = self._measured(self.listening.run(self.worker, asked.sequences, writer.add))
         if asked.request.stream:
             # The first of it decides whether there is an error to answer with, which a stream has no place for.
-            first = await anext(progress, None)
+            first = await self._unless_gone(request, anext(progress, None))
             stream = self._stream(first, progress, writer, record)
             return StreamingResponse(stream, media_type="text/event-stream")
-        collecting = asyncio.ensure_future(self._collect(progress))
-        leaving = asyncio.ensure_future(_until_gone(request))
-        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if not collecting.done():
-            collecting.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await collecting
-            self.metrics.cancelled.inc()
-            raise ClientDisconnect
-        collecting.result()
+        await self._unless_gone(request, _read_all(progress))
         if record is not None:
             record(writer.choices)
         return JSONResponse(writer.whole())
 
-    async def _collect(self, progress: AsyncIterator[Piece]) -> None:
-        async with contextlib.aclosing(progress):  # type: ignore[type-var]
-            async for _ in progress:
-                pass
+    async def _unless_gone(self, request: Request, answer: Awaitable[Found]) -> Found:
+        """What `answer` brings; it is cancelled, and ClientDisconnect raised, where the client goes away before."""
+        coming = asyncio.ensure_future(answer)
+        leaving = asyncio.ensure_future(_until_gone(request))
+        try:
+            await asyncio.wait({coming, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                self.metrics.cancelled.inc()
+                raise ClientDisconnect
+        finally:
+            leaving.cancel()
+            if not coming.done():
+                coming.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await coming
+        return coming.result()
 
     async def _stream(
         self, first: Piece | None, progress: AsyncIterator[Piece], writer: Writer, record: Recorder | None
@@ -213,6 +237,10 @@ class App:
         except RequestError as error:
             yield _event(error.body)
             is_complete = True
+        except Exception:
+            log.exception("in a stream")
+            yield _event(broken().body)
+            is_complete = True
         finally:
             if not is_complete:
                 self.metrics.cancelled.inc()
@@ -233,13 +261,35 @@ class App:
                 yield piece
 
 
+async def _read_all(progress: AsyncIterator[Piece]) -> None:
+    async with contextlib.aclosing(progress):  # type: ignore[type-var]
+        async for _ in progress:
+            pass
+
+
+def read_json(raw: bytes) -> dict[str, Any]:
+    """The JSON object that `raw` is; raises RequestError for anything else, and for text that no UTF-8 can have."""
+    try:
+        values = json.loads(raw, parse_constant=_refuse_constant)
+        if b"\\u" in raw:  # an escape may be half of a pair
+            json.dumps(values, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(values, dict):
+        raise RequestError(f"the body is a {type(values).__name__}; send a JSON object", code="invalid_json")
+    return values
+
+
 def _session_id(request: Request, body: Any) -> str | None:
     """The conversation that a request says it belongs to: in its body, or in a header."""
-    return body.session_id or request.headers.get("x-session-id") or None
+    session_id = body.session_id or request.headers.get("x-session-id") or None
+    if session_id is not None and len(session_id) > MAX_SESSION_ID:
+        raise RequestError(f"X-Session-Id has {len(session_id)} characters, and at most {MAX_SESSION_ID} may be")
+    return session_id
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return f"data: {_ENCODER.encode(body)}\n\n"
 
 
 def _refuse_constant(name: str) -> None:

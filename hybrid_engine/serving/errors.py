@@ -11,6 +11,7 @@ class RequestError(Exception):
     Args:
         param: the field of the body that it is about.
         code: OpenAI's word for it.
+        is_last: whether the connection is closed: not all of the request was read.
     """
 
     def __init__(
@@ -22,10 +23,11 @@ class RequestError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        is_last: bool = False,
     ):
         super().__init__(message)
         self.message, self.status, self.kind, self.param, self.code = message, status, kind, param, code
-        self.retry_after = retry_after
+        self.retry_after, self.is_last = retry_after, is_last
 
     @property
     def body(self) -> dict[str, Any]:
@@ -34,8 +36,9 @@ class RequestError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to come again, in seconds, where that is known."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        """When to come again, in seconds, where that is known; and the end of the connection."""
+        headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return headers | ({"Connection": "close"} if self.is_last else {})
 
 
 def overloaded(num_waiting: int, limit: int) -> RequestError:
@@ -49,14 +52,28 @@ def overloaded(num_waiting: int, limit: int) -> RequestError:
     )
 
 
-def failed() -> RequestError:
-    """500: the model failed, or ended, in the middle of an answer."""
+def not_finite() -> RequestError:
+    """500: there is no next token."""
     return RequestError(
-        "the model's logits are not finite, or the server is ending; nothing more comes of this answer",
+        "the model's logits are not finite; nothing more comes of this answer",
         status=500,
         kind="server_error",
         code="generation_failed",
     )
+
+
+def ended(cause: BaseException | None) -> RequestError:
+    """503: nobody takes turns any more, since `cause` was raised, or None: the server was told to end."""
+    if cause is None:
+        reason, code = "the server is ending", "unavailable"
+    else:
+        reason, code = f"the model failed: {type(cause).__name__}: {cause}", "model_failed"
+    return RequestError(f"{reason}; nothing more comes of this answer", status=503, kind="server_error", code=code)
+
+
+def broken() -> RequestError:
+    """500: an error of the server's own; its log has more."""
+    return RequestError("the server failed at this request", status=500, kind="server_error", code="internal_error")
 
 
 def wrong_body(error: ValidationError) -> RequestError:

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.live import Progress
 from hybrid_engine.generation.live_thread import EndedError, LiveThread, TooManyWaitError
-from hybrid_engine.serving.errors import RequestError, failed, overloaded
+from hybrid_engine.serving.errors import RequestError, ended, not_finite, overloaded
 
 
 class Finishing(Protocol):
@@ -22,11 +22,38 @@ class Finishing(Protocol):
 Heard = TypeVar("Heard", bound=Finishing)
 
 
+class Inbox:
+    """What came for one request and was not read yet: a sequence's turns are one Progress, however many they were.
+
+    So a client that reads slowly, or an event loop that has much to do, gets fewer and larger pieces.
+    """
+
+    def __init__(self) -> None:
+        self._came: dict[Sequence, Progress] = {}
+        self._is_there = asyncio.Event()
+
+    def put(self, told: Progress) -> None:
+        """Adds to what waits to be read."""
+        earlier = self._came.get(told.sequence)
+        if earlier is not None:
+            tokens, logprobs = earlier.tokens + told.tokens, earlier.logprobs + told.logprobs
+            told = Progress(told.sequence, tokens, logprobs, told.finish_reason)
+        self._came[told.sequence] = told
+        self._is_there.set()
+
+    async def take(self) -> list[Progress]:
+        """All that waits, once there is something."""
+        await self._is_there.wait()
+        self._is_there.clear()
+        came, self._came = self._came, {}
+        return list(came.values())
+
+
 class Listening:
     """Runs requests on a worker and hands every one its progress, in the event loop that it is used in."""
 
     def __init__(self) -> None:
-        self._queues: dict[Sequence, asyncio.Queue[Progress]] = {}
+        self._inboxes: dict[Sequence, Inbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def tell(self, progress: list[Progress]) -> None:
@@ -37,8 +64,8 @@ class Listening:
 
     def _put(self, progress: list[Progress]) -> None:
         for told in progress:
-            if (queue := self._queues.get(told.sequence)) is not None:
-                queue.put_nowait(told)
+            if (inbox := self._inboxes.get(told.sequence)) is not None:
+                inbox.put(told)
 
     async def run(
         self, worker: LiveThread, sequences: list[Sequence], read: Callable[[Progress], Heard]
@@ -52,27 +79,27 @@ class Listening:
             RequestError: too many wait, or the model failed.
         """
         self._loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Progress] = asyncio.Queue()
-        self._queues |= dict.fromkeys(sequences, queue)
+        inbox = Inbox()
+        self._inboxes |= dict.fromkeys(sequences, inbox)
         left = set(sequences)
         try:
             _submit(worker, sequences)
             while left:
-                told = await queue.get()
-                if told.finish_reason == "error":
-                    left.discard(told.sequence)
-                    raise failed()
-                if told.sequence not in left:
-                    continue
-                heard = read(told)
-                if heard.finish_reason is not None:
-                    left.discard(told.sequence)
-                    if told.finish_reason is None:
-                        worker.cancel([told.sequence])
-                yield heard
+                for told in await inbox.take():
+                    if told.sequence not in left:
+                        continue
+                    if told.finish_reason == "error":
+                        left.discard(told.sequence)
+                        raise ended(worker.error) if worker.has_ended else not_finite()
+                    heard = read(told)
+                    if heard.finish_reason is not None:
+                        left.discard(told.sequence)
+                        if told.finish_reason is None:
+                            worker.cancel([told.sequence])
+                    yield heard
         finally:
             for sequence in sequences:
-                del self._queues[sequence]
+                del self._inboxes[sequence]
             if left:
                 worker.cancel(list(left))
 
@@ -90,5 +117,4 @@ def _submit(worker: LiveThread, sequences: list[Sequence]) -> None:
     except TooManyWaitError as error:
         raise overloaded(worker.num_waiting, worker.max_waiting) from error
     except EndedError as error:
-        reason = "the server is ending; nothing was begun"
-        raise RequestError(reason, status=503, kind="server_error", code="unavailable") from error
+        raise ended(worker.error) from error

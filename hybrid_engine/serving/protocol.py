@@ -3,15 +3,23 @@
 Every field that changes an answer is served or refused; `user`, `metadata` and their like are accepted and say nothing.
 """
 
+import inspect
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+from transformers import PreTrainedTokenizerBase
 
 MAX_CHOICES = 128
 """OpenAI's bound for `n`."""
 MAX_STOPS = 16
+MAX_STOP_TOKENS = 256
+MAX_SESSION_ID = 256
+"""Characters."""
 MAX_TOP_LOGPROBS = 20
 """OpenAI's bound for `top_logprobs`."""
+
+# What `apply_chat_template` itself takes.
+NOT_FOR_TEMPLATES = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 TokenId = Annotated[StrictInt, Field(ge=0)]
@@ -53,13 +61,13 @@ class SamplingFields(BaseModel):
     repetition_penalty: Annotated[Number, Field(gt=0)] = 1.0
     min_tokens: Annotated[StrictInt, Field(ge=0)] = 0
     ignore_eos: StrictBool = False
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
     return_token_ids: StrictBool = False
     """The token ids of prompt and answer beside the text."""
     guided_choice: list[StrictStr] | None = None
     guided_regex: StrictStr | None = None
     guided_json: dict[str, Any] | StrictStr | None = None
-    session_id: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
+    session_id: Annotated[StrictStr, Field(min_length=1, max_length=MAX_SESSION_ID)] | None = None
     """The conversation that this request belongs to; the header `X-Session-Id` says the same."""
 
     # Of no consequence for an answer.
@@ -202,6 +210,15 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = {}
     """Further names that the chat template reads."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_template_names(cls, names: dict[str, Any]) -> dict[str, Any]:
+        """Above all no template: it is a program, which is the server's to choose."""
+        for name in names:
+            if name in NOT_FOR_TEMPLATES:
+                raise ValueError(f"{name!r} is not the client's to say; send only names that the template reads")
+        return names
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":

@@ -13,17 +13,22 @@ from typing import Any
 import uvicorn
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.config.checks import check_integer
+from hybrid_engine.config.checks import check_integer, check_number
 from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_thread import LiveThread
 from hybrid_engine.serving.app import App
 from hybrid_engine.serving.asked import ServedModel
+from hybrid_engine.serving.connections import BoundedConnection
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.sessions import Sessions, Trajectory
 
 MAX_WAITING = 1024
 """Sequences that may wait to begin unless told otherwise."""
 POLL_SECONDS = 0.5
+FINISH_SECONDS = 60.0
+"""What runs at the end may take so long unless told otherwise."""
+SECONDS_TO_ANSWER = 5
+"""For answers that are ready and clients that read them, after that."""
 MAX_SESSIONS = 100_000
 """Conversations that are remembered unless told otherwise."""
 
@@ -38,6 +43,7 @@ class Server:
         api_key: what clients must send. Needed for every address that others can reach.
         max_waiting: sequences that may wait to begin; more are answered with 429.
         max_sessions: conversations that are remembered; the oldest are forgotten.
+        finish_seconds: what runs at the end may take so long; then its clients get an error.
         version: of the weights, with which tokens are stamped.
     """
 
@@ -54,14 +60,16 @@ class Server:
         api_key: str | None = None,
         max_waiting: int = MAX_WAITING,
         max_sessions: int = MAX_SESSIONS,
+        finish_seconds: float = FINISH_SECONDS,
         version: int = 0,
     ):
         check_integer("port", port, 0, 65535)
         check_integer("max_waiting", max_waiting, 1)
         check_integer("max_sessions", max_sessions, 1)
+        check_number("finish_seconds", finish_seconds, 0)
         check_address(host, api_key)
         self.host, self.port, self.api_key = host, port, api_key
-        self.version, self.max_sessions = version, max_sessions
+        self.version, self.max_sessions, self.finish_seconds = version, max_sessions, finish_seconds
         self._facts = {"name": name, "tokenizer": tokenizer, "vocab_size": vocab_size, "end_tokens": end_tokens}
         self.listening = Listening()
         self.worker = LiveThread(opening, self.listening.tell, max_waiting)
@@ -87,7 +95,16 @@ class Server:
         model = ServedModel(longest=self.worker.batch.longest, created=int(time.time()), **self._facts)  # type: ignore[arg-type]
         self.sessions = Sessions(model, self.version, self.max_sessions)
         self.app = App(model, self.worker, self.listening, self.sessions, api_key=self.api_key)
-        config = uvicorn.Config(self.app.asgi, log_level="warning", access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            self.app.asgi,
+            http=BoundedConnection,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            backlog=1024,
+            timeout_graceful_shutdown=int(self.finish_seconds) + SECONDS_TO_ANSWER,
+        )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="hybrid-engine-http", daemon=True
@@ -122,10 +139,13 @@ class Server:
             pass
 
     def close(self) -> None:
-        """Takes no new requests, finishes those that run, and gives everything back."""
+        """Takes no new requests, finishes those that run within `finish_seconds`, and gives everything back."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
-            self._thread.join()
+            self._thread.join(self.finish_seconds)
+            if self._thread.is_alive():
+                self.worker.drop()
+                self._thread.join()
         self.worker.close()
 
     def __enter__(self) -> "Server":
