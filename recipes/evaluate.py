@@ -183,13 +183,18 @@ def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:
     write_json(folder / "result.json", {"figures": evaluation.figures, "num_prompts": len(evaluation.groups)})
 
 
+def shown_score(score: float | None) -> str:
+    """As a column of a table has it; nothing for an answer that no reward judged."""
+    return "" if score is None else f"{score:.3g}"
+
+
 def show(evaluation: Evaluation, num_samples: int) -> None:
     """Prints some answers and the figures."""
     groups = evaluation.groups[:NUM_SHOWN]
     answers = {
         "prompt": [prompt_shown(group.prompt).strip() for group in groups],
         "answer": [group.responses[0].strip() for group in groups],
-        "score": [f"{group.scores[0]:.3g}" for group in groups],
+        "score": [shown_score(group.scores[0]) for group in groups],
     }
     say(samples_table(f"The first of {num_samples} answers", answers))
     figures = evaluation.figures

@@ -28,7 +28,14 @@ from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, policy_objective
 from hybrid_engine.recipes.data.sequences import response_logprobs, split_by_length
-from hybrid_engine.recipes.experience.evaluation import answer_sums, global_means, reference_sums, show_comparison
+from hybrid_engine.recipes.experience.evaluation import (
+    answer_sums,
+    global_means,
+    mean_sums,
+    reference_sums,
+    score_sum,
+    show_comparison,
+)
 from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow, keep_answers
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
 from hybrid_engine.recipes.experience.policy import Policy, build_policy, evaluate_policy
@@ -232,21 +239,18 @@ def build_experience(
     if algorithm.overlong_buffer:
         buffer = max(1, round(algorithm.overlong_buffer * config.max_new_tokens))
         scores = scores + overlong_penalty(mask.sum(dim=1), config.max_new_tokens, buffer, algorithm.overlong_factor)
+    judged = mask & ~scores.isnan()[:, None]
+    told = config.group_size, logprobs_old, logprobs_ref, judged, kl_coef
     if groups.step_rewards is None:
-        advantages = compute_advantages(
-            algorithm, scores, config.group_size, logprobs_old, logprobs_ref, mask, kl_coef, all_processes()
-        )
+        advantages = compute_advantages(algorithm, scores, *told, all_processes())
     else:
-        advantages = compute_step_advantages(
-            algorithm, groups.step_rewards, config.group_size, logprobs_old, logprobs_ref, mask, kl_coef
-        )
+        advantages = compute_step_advantages(algorithm, groups.step_rewards, *told)
     is_cut_off = torch.tensor(rollout.answers.is_cut_off, device=mask.device)
-    learned = without_cut_off(mask, is_cut_off) if algorithm.mask_cut_off else mask
+    learned = without_cut_off(judged, is_cut_off) if algorithm.mask_cut_off else judged
     weights = correction_weights(algorithm, difference, logprobs_old, rollout.logprobs, mask)
     batch = PolicyBatch(logprobs_old, logprobs_old, advantages, learned, logprobs_ref, weights)
 
-    sums = answer_sums(rollout) | {"score": (groups.scores.sum().item(), len(scores))}
-    sums["shaped_score"] = (scores.sum().item(), len(scores))
+    sums = answer_sums(rollout) | {"score": score_sum(groups.scores), "shaped_score": score_sum(scores)}
     if logprobs_ref is not None:
         sums |= reference_sums(rollout, logprobs_ref)
     if weights is not None:
@@ -291,6 +295,5 @@ def train_micro_batch(
     actor.backward(loss * actor.gradient_accumulation_steps() * get_world_size())
     actor.step()
 
-    count = float(batch.mask.sum())
-    health = policy_figures(algorithm, batch)
-    return {"policy_loss": (loss.item(), 0.0), **{name: (mean.item() * count, count) for name, mean in health.items()}}
+    health = mean_sums(policy_figures(algorithm, batch), batch.mask)
+    return {"policy_loss": (loss.item(), 0.0), **health}

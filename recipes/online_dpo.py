@@ -30,6 +30,7 @@ from hybrid_engine.recipes.experience.evaluation import (
     evaluate,
     global_means,
     reference_sums,
+    score_sum,
     show_comparison,
 )
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
@@ -163,7 +164,7 @@ def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_
             actor.eval()
             groups = source.draw(config.rollout_size // get_world_size(), 0, step * config.rollout_size, step)
             actor.train()
-            sums = answer_sums(groups.rollout) | {"score": (groups.scores.sum().item(), len(groups.scores))}
+            sums = answer_sums(groups.rollout) | {"score": score_sum(groups.scores)}
             figures = groups.figures | global_means(sums)
             figures |= update_on_pairs(policy, choose_pairs(policy, groups, config), config)
 

@@ -15,8 +15,9 @@ Conventions: Schulman et al., arXiv 1707.06347; Ouyang et al., arXiv 2203.02155;
 Details of RLHF with PPO" (2023). gamma 1, lambda 0.95; k1 KL in the reward; the score on the last response token.
 """
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from hybrid_engine.recipes.data.sequences import in_parts, response_logprobs, re
 from hybrid_engine.recipes.experience.critic_experience import CriticExperience, reward_tokens
 from hybrid_engine.recipes.experience.evaluation import (
     global_means,
+    mean_sums,
+    score_sum,
     show_comparison,
     step_means,
 )
@@ -210,21 +213,25 @@ def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[Cr
     logprobs_old, _ = roles.policy.old_logprobs(rollout, config.temperature, config.logprob_bound)
 
     scores = judge(roles, config, rollout.answers)
+    totals = torch.tensor(scores.total, device=mask.device)
+    learned = mask & ~totals.isnan()[:, None]  # nothing of an answer that no reward judged
     rewards = reward_tokens(scores, kl_k1(logprobs_old, logprobs_ref), mask, config.kl_coef)
-    advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
+    rewards = torch.where(learned, rewards, 0.0)
+    advantages, returns = gae(rewards, values, learned, config.gamma, config.lam)
+    explained = explained_variance(values, returns, learned).item()
     experience = CriticExperience(
-        sequences=sequences,
+        sequences=replace(sequences, response_mask=learned),
         logprobs=rollout.logprobs,
         logprobs_old=logprobs_old,
         values_old=values,
-        advantages=whiten(advantages, mask, shift_mean=True, group=all_processes()),
+        advantages=whiten(advantages, learned, shift_mean=True, group=all_processes()),
         returns=returns,
     )
     sums = {
-        "score": (sum(scores.total), len(scores.total)),
+        "score": score_sum(totals),
         **rollout_sums(rollout, logprobs_ref, config),
-        "reward_with_kl": (rewards.sum().item(), len(scores.total)),
-        "value_explained_variance": (explained_variance(values, returns, mask).item(), 1.0),
+        "reward_with_kl": (rewards.sum().item(), score_sum(totals)[1]),
+        "value_explained_variance": (explained, 1.0) if math.isfinite(explained) else (0.0, 0.0),
     }
     return experience, global_means(sums) | reward_figures(scores)
 
@@ -241,7 +248,7 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
     parts: list[dict[str, tuple[float, float]]] = []
     for _ in range(config.ppo_epochs):
         for minibatch in torch.randperm(num_rows, generator=generator).split(config.minibatch_size // get_world_size()):
-            num_tokens = sum(gather_objects(int(experience.sequences.response_mask[minibatch].sum())))
+            num_tokens = max(1, sum(gather_objects(int(experience.sequences.response_mask[minibatch].sum()))))
             for rows in split_by_length(experience.sequences, minibatch, micro_batch_size):
                 parts.append(train_micro_batch(roles, experience.rows(rows), num_tokens, config, not parts))
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
@@ -281,5 +288,5 @@ def train_micro_batch(
     return {
         "policy_loss": (token_mean(policy_losses, mask, 1).item(), count),
         "value_loss": (token_mean(value_losses, mask, 1).item(), count),
-        **{name: (mean.item() * count, count) for name, mean in health.items()},
+        **mean_sums(health, mask),
     }

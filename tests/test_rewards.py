@@ -1,5 +1,6 @@
 """The rules that rewards know by name, how several are added, what they measure, and what of them is refused."""
 
+import math
 import sys
 from dataclasses import replace
 
@@ -185,14 +186,21 @@ def test_none_leaves_a_reward_out_of_that_answers_sum(module):
     )
     assert scores.total == [6.0, 1.0] and scores.by_name["even"] == [10.0, None]
     assert reward_figures(scores) == {
-        "reward_even": 10.0, "reward_even_deviation": 0.0, "reward_exact": 1.0, "reward_exact_deviation": 0.0
+        "reward_even": 10.0, "reward_even_deviation": 0.0, "reward_exact": 1.0, "reward_exact_deviation": 0.0,
+        "unjudged_share": 0.0,
     }  # fmt: skip
 
 
-def test_an_answer_that_no_reward_judges_is_named(module):
+def test_an_answer_that_no_reward_judges_has_no_score_and_is_named_once(module, capsys):
     name = module("def even(responses): return [None if len(text) % 2 else 1.0 for text in responses]")
-    with pytest.raises(ValueError, match=r"none of 'tried_rewards:even' judges the answer to the prompt 'second'"):
-        load_rewards([f"{name}:even"])(answers_of(["first", "second"], ["ab", "abc"]))
+    rewards = load_rewards([f"{name}:even"])
+    for prompts in (["first", "second"], ["third", "fourth"]):
+        scores = rewards(answers_of(prompts, ["ab", "abc"]))
+        assert scores.total[0] == 1.0 and math.isnan(scores.total[1])
+        assert reward_figures(scores)["unjudged_share"] == 0.5
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count("none of 'tried_rewards:even' judges the answer to the prompt 'second'") == 1
+    assert "fourth" not in output
 
 
 def test_mean_and_deviation_are_those_of_the_unweighted_values():

@@ -128,6 +128,13 @@ def test_the_best_and_the_worst_answer_make_a_pair_unless_all_are_alike():
     assert differs.tolist() == [True, True, False]
 
 
+def test_an_answer_without_a_score_is_in_no_pair():
+    nan = float("nan")
+    best, worst, differs = best_and_worst(torch.tensor([[nan, 2, 1], [nan, nan, 3], [nan, nan, nan], [1, nan, 1]]))
+    assert (best[0], worst[0]) == (1, 2)
+    assert differs.tolist() == [True, False, False, False]
+
+
 def test_numbers_of_different_shapes_are_not_broadcast():
     pairs = random_pairs()
     for wrong in (pairs._replace(chosen=pairs.chosen[:1]), PairLogprobs(*(part[:, None] for part in pairs))):

@@ -102,7 +102,7 @@ def whiten(
 ) -> torch.Tensor:
     """`values` scaled to variance 1 and, with `shift_mean`, moved to mean 0, over all tokens of the mask.
 
-        (values - mean) / sqrt(variance + 1e-8), the variance with the divisor n - 1
+        (values - mean) / sqrt(variance + 1e-8), the variance with the divisor n - 1, and 0 for a single token
 
     Args:
         values: `[B, T]`.
@@ -115,7 +115,6 @@ def whiten(
         `[B, T]` in the dtype of `values`, 0 outside the mask.
     """
     found = moments(values, mask, group)
-    assert found.count.item() > 1, f"whitening needs at least two tokens, got {found.count.item():.0f}"
     scaled = torch.where(mask, (values.double() - found.mean) / whitening_deviation(found), 0.0)
     shifted = scaled if shift_mean else torch.where(mask, scaled + found.mean, 0.0)
     return shifted.to(values.dtype)

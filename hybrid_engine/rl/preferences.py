@@ -10,6 +10,7 @@ optimizer step, so that neither micro-batches nor processes change it.
 """
 
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -118,14 +119,15 @@ def best_and_worst(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
     """Which answers to each prompt make a pair: the first with the highest score and the first with the lowest.
 
     Args:
-        scores: `[B, G]`, of G answers to each of B prompts.
+        scores: `[B, G]`, of G answers to each of B prompts; nan for one without, which is in no pair.
 
     Returns:
         `[B]` int64 each, the columns of the chosen and of the rejected answer, and `[B]` bool, False where all scores
-        of a prompt are equal and there is no pair.
+        of a prompt are equal, or no two are there, and there is no pair.
     """
     assert scores.ndim == 2 and scores.shape[1] >= 2, f"{scores.shape=}"
-    return scores.argmax(dim=1), scores.argmin(dim=1), scores.amax(dim=1) > scores.amin(dim=1)
+    best, worst = scores.nan_to_num(nan=-inf).max(dim=1), scores.nan_to_num(nan=inf).min(dim=1)
+    return best.indices, worst.indices, best.values > worst.values
 
 
 LOSSES: dict[str, Callable[[PairLogprobs, float], torch.Tensor]] = {

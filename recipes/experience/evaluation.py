@@ -5,8 +5,9 @@ B: prompts over all processes, G: answers to each.
 
 import json
 import math
+import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,8 +42,8 @@ class Group:
 
     prompt: Turns
     responses: list[str]
-    scores: list[float]
-    """Empty where nobody judges."""
+    scores: list[float | None]
+    """Empty where nobody judges; None for an answer that no reward judged."""
     by_name: dict[str, list[float | None]]
     """Each reward's own numbers."""
     is_cut_off: list[bool]
@@ -87,6 +88,17 @@ def step_means(parts: Sequence[Sums]) -> dict[str, float]:
     return global_means(
         {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
     )
+
+
+def score_sum(scores: torch.Tensor) -> tuple[float, float]:
+    """(sum, count) of `[N]` scores, without those of answers that nobody judged."""
+    return scores.nansum().item(), float((~scores.isnan()).sum())
+
+
+def mean_sums(means: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Sums:
+    """(sum, count) of what are means over the True entries of `mask`; 0 of both without any."""
+    count = float(mask.sum())
+    return {name: (mean.item() * count if count else 0.0, count) for name, mean in means.items()}
 
 
 def answer_sums(rollout: Rollout) -> Sums:
@@ -172,7 +184,7 @@ def _groups(answers: Answers, scores: Scores, num_samples: int) -> list[Group]:
             Group(
                 prompt=answers.prompts[start],
                 responses=list(answers.responses[rows]),
-                scores=scores.total[rows],
+                scores=[None if math.isnan(number) else number for number in scores.total[rows]],
                 by_name={name: values[rows] for name, values in scores.by_name.items()},
                 is_cut_off=list(answers.is_cut_off[rows]),
                 prompt_ids=answers.prompt_ids[start],
@@ -189,16 +201,23 @@ def _in_order(groups: list[Group], sizes: list[int]) -> list[Group]:
 
 
 def _score_figures(groups: list[Group]) -> dict[str, float]:
-    interval = mean_interval([sum(group.scores) / len(group.scores) for group in groups])
+    judged = [[score for score in group.scores if score is not None] for group in groups]
+    if not any(judged):
+        raise ValueError(
+            f"--reward judges no answer to any of {len(groups)} held-out prompts, which then have no score; let it "
+            "return a number for some"
+        )
+    interval = mean_interval([statistics.fmean(scores) for scores in judged if scores])
+    share = 1 - sum(map(len, judged)) / sum(len(group.scores) for group in groups)
     names = groups[0].by_name
     rewards = {name: [value for group in groups for value in group.by_name[name]] for name in names}
-    return _named("score", interval) | named_figures(rewards)
+    return _named("score", interval) | named_figures(rewards) | {"unjudged_share": share}
 
 
 def _pass_figures(groups: list[Group], passes: PassRule) -> dict[str, float]:
     figures: dict[str, float] = {}
     num_samples = len(groups[0].scores)
-    num_passed = [sum(score >= passes.threshold for score in group.scores) for group in groups]
+    num_passed = [sum(score is not None and score >= passes.threshold for score in group.scores) for group in groups]
     for k in passes.ks:
         rates = [pass_at_k(num_samples, number, k) for number in num_passed]
         figures |= _named(f"pass_at_{k}", rate_interval(rates, num_samples // k))

@@ -6,14 +6,17 @@ scores = rewards(answers)
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from math import isnan
 
+from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.rows import Row
 from hybrid_engine.recipes.rewards.answers import Answers, Reward, RewardError, UnusableReference, Value
 from hybrid_engine.recipes.rewards.scores import Scores, WrongCount, combine, read_values
 from hybrid_engine.recipes.rewards.time_limit import OutOfTime, within
+from hybrid_engine.recipes.runs.run_log import say
 
 TIME_LIMIT_SECONDS = 300.0
 """For one call of one reward; other processes wait meanwhile, which gloo lets them for 30 minutes."""
@@ -26,6 +29,8 @@ class Rewards:
 
     rewards: tuple[Reward, ...]
     time_limit_seconds: float = TIME_LIMIT_SECONDS
+    told: set[str] = field(default_factory=set, init=False, compare=False)
+    """The first prompt with an answer that nobody judged, once the user was told of it; alike on every process."""
 
     @property
     def specs(self) -> list[str]:
@@ -55,7 +60,21 @@ class Rewards:
             RewardError: a reward raised an error, which is the cause, or reached the time limit.
             ValueError: a reward returned what are no scores, or a row has no reference answer that a rule can read.
         """
-        return agree(lambda: self._score(answers))
+        scores = agree(lambda: self._score(answers))
+        if not self.told:
+            self._tell_unjudged(answers, scores)
+        return scores
+
+    def _tell_unjudged(self, answers: Answers, scores: Scores) -> None:
+        """Names the first prompt of all processes with an answer that no reward judges; collective."""
+        mine = (answers.shown_prompt(index) for index, number in enumerate(scores.total) if isnan(number))
+        found = next(filter(None, gather_objects(next(mine, None))), None)
+        if found is not None:
+            self.told.add(found)
+            say(
+                f"--reward: none of {', '.join(map(repr, self.specs))} judges the answer to the prompt {found}; "
+                "nothing is learned from such answers, and unjudged_share counts them"
+            )
 
     def _score(self, answers: Answers) -> Scores:
         values = [judge(reward, answers, self.time_limit_seconds) if len(answers) else [] for reward in self.rewards]

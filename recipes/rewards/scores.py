@@ -22,7 +22,7 @@ class Scores:
     """The rewards of B answers."""
 
     total: list[float]
-    """`[B]`: the weighted sum of the rewards that judged the answer."""
+    """`[B]`: the weighted sum of the rewards that judged the answer; nan where none did."""
     by_name: dict[str, list[float | None]]
     """`[B]` of each reward, without its weight; None where it did not judge the answer, and the sum of a process
     reward's numbers."""
@@ -42,20 +42,14 @@ def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: A
     """The scores of `answers` from the checked values of each reward.
 
     Raises:
-        ValueError: no reward judges an answer; a process reward has neither a number for each token nor for each step.
+        ValueError: a weighted sum is too large; a process reward has neither a number for each token nor for each step.
     """
     sums: list[list[float | None]] = [[None if value is None else _sum(value) for value in column] for column in values]
-    for index in range(len(answers)):
-        if all(column[index] is None for column in sums):
-            raise ValueError(
-                f"--reward: none of {', '.join(repr(reward.spec) for reward in rewards)} judges the answer to the "
-                f"prompt {answers.shown_prompt(index)}; one of them must return a number for it"
-            )
     weights = [reward.weight for reward in rewards]
     is_process = any(isinstance(value, list) for column in values for value in column)
     total = [_weighted(weights, row) for row in zip(*sums, strict=True)]
     for index, number in enumerate(total):
-        if not abs(number) <= LARGEST_SCORE:
+        if abs(number) > LARGEST_SCORE:
             raise ValueError(
                 f"--reward-weights: the weighted sum for the answer to the prompt {answers.shown_prompt(index)} is "
                 f"{number}, and must be at most {LARGEST_SCORE:g} either way; lower them"
@@ -83,7 +77,9 @@ def replace_cut_off(scores: Scores, answers: Answers, score: float) -> Scores:
 
 
 def _weighted(weights: Sequence[float], row: Sequence[float | None]) -> float:
-    """The sum of one answer's rewards, without those that do not judge it."""
+    """The sum of one answer's rewards, without those that do not judge it; nan without any."""
+    if all(number is None for number in row):
+        return math.nan
     return sum(weight * number for weight, number in zip(weights, row, strict=True) if number is not None)
 
 
@@ -184,10 +180,12 @@ def _sum(value: float | list[float]) -> float:
 def reward_figures(scores: Scores) -> dict[str, float]:
     """`reward_<name>` and `reward_<name>_deviation`: mean and deviation over all processes' answers; collective.
 
-    The deviation is that of the answers themselves (divisor n). A reward that judged none has no figures.
+    The deviation is that of the answers themselves (divisor n). A reward that judged none has no figures. Beside them
+    `unjudged_share`, of the answers that no reward judged.
     """
-    everyone = gather_objects(scores.by_name)
-    return named_figures({name: [value for part in everyone for value in part[name]] for name in scores.by_name})
+    everyone = gather_objects((scores.by_name, [math.isnan(number) for number in scores.total]))
+    by_name = {name: [value for part, _ in everyone for value in part[name]] for name in scores.by_name}
+    return named_figures(by_name) | {"unjudged_share": statistics.fmean(mark for _, part in everyone for mark in part)}
 
 
 def named_figures(by_name: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
