@@ -63,6 +63,7 @@ from hybrid_engine.recipes.runs.best import Best, keep_lowest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.recipes.runs.options import suitable_rate
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import load_tokenizer, move_aside, save_stage, seed_everything
@@ -100,8 +101,10 @@ class Config(PreferenceOptions):
     functions"""
     epochs: int = 1
     """passes over the answers"""
-    max_answers: int = 0
-    """train on a random sample of so many answers; 0 uses all"""
+    max_answers: int | None = None
+    """train on a random sample of so many answers; 0 uses all; default: 2560, with --dataset all"""
+    learning_rate: float | None = None
+    """peak of the linear schedule; default: 2e-4, with --model 1e-6, of an adapter on it 1e-5"""
     desirable_weight: float = 1.0
     """weight of a desirable answer's loss; raise it where there are few of them"""
     undesirable_weight: float = 1.0
@@ -115,6 +118,16 @@ class Config(PreferenceOptions):
         check_count("max_answers", self.max_answers, 0)
         if self.batch_size < 2:
             raise ValueError(f"--batch-size={self.batch_size} must be at least 2: a step compares several; raise it")
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to train on; 0 for all."""
+        return self.max_answers if self.max_answers is not None else 0 if self.dataset else 2560
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """Of the schedule."""
+        return self.learning_rate or suitable_rate(self, small=2e-4)
 
 
 def run(config: Config) -> Path:
@@ -179,7 +192,7 @@ def load_answers(config: Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
     else:
         train, held_out = hold_out(read_labelled_rows(config.dataset, config.split))
     random.Random(config.seed).shuffle(train)
-    train = train[: config.max_answers or None]
+    train = train[: config.num_answers or None]
     check_enough(config, len(train), len(held_out), "answers")
     for rows, what in ((train, "train on"), (held_out[: config.eval_rows], "measure on")):
         check_several_prompts([prompt_text(row.prompt) for row in rows], what)
