@@ -156,12 +156,17 @@ class InferenceModel:
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the weights, in which the layers compute."""
-        return self.embedding.weight.dtype
+        return self.weight.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.embedding.weight.device
+        return self.weight.device
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """One of the weights: all have its dtype and are where it is."""
+        return self.embedding.weight
 
     @property
     def has_experts(self) -> bool:
@@ -241,12 +246,21 @@ class InferenceModel:
         `layers` yields `self.layers` in order; whoever streams weights gathers each as it is asked for.
         Writes the batch's keys and values into `kv`.
         """
-        hidden = self._embed(batch)
+        return self._head(self._run_layers(self._embed(batch), batch, kv, layers), batch)
+
+    def _run_layers(
+        self, hidden: torch.Tensor, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]
+    ) -> torch.Tensor:
+        """`hidden [N, E]` through `layers`."""
         rotary = {kind: self._rotary_rows(kind, batch) for kind in self.rotaries}
         caches = kv.view(-1, *kv.shape[2:]).unbind(0)  # keys and values of each layer in turn
         for layer in layers:
             keys, values = caches[2 * layer.index : 2 * layer.index + 2]
             hidden = layer.forward(hidden, rotary.get(layer.kind) if layer.has_rope else None, keys, values, batch)
+        return hidden
+
+    def _head(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Logits `[R, V]` fp32 from what the last layer made, `[N, E]`."""
         if isinstance(batch, PrefillBatch):
             hidden = hidden[batch.wanted]
         if self.final_norm:

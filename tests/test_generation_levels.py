@@ -536,9 +536,9 @@ class FirstEnds(SimpleTextGenerationStrategy):
         return done | (started & is_first & (lengths >= 2)), lengths + started
 
 
-SHARED = "inference engine"
+SHARED = {"inference engine": {"tensor_parallel": {"tp_size": 2}}, "stages": {"pipeline_parallel_size": 2}}
 ENGINES = {
-    SHARED: None,
+    **SHARED,
     "tensor-parallel": (3, {"inference_tp_size": 2}),
     "sharded": (3, {}),
     "streamed": (3, {"pin_parameters": False}),
@@ -546,8 +546,8 @@ ENGINES = {
 
 
 def build_on_two(name):
-    if name == SHARED:
-        return hybrid_engine.init_inference(build_model(), tensor_parallel={"tp_size": 2}, max_out_tokens=64)
+    if name in SHARED:
+        return hybrid_engine.init_inference(build_model(), max_out_tokens=64, **SHARED[name])
     stage, block = ENGINES[name]
     config = {
         "train_batch_size": 2,
@@ -605,6 +605,7 @@ def test_two_processes_give_what_one_gives_on_rank_0_and_stop_together(engine):
         log_probs = first[name]["plain"]["output_log_probs"], expected["plain"]["output_log_probs"]
         torch.testing.assert_close(*log_probs, atol=2e-5, rtol=1e-5)
         torch.testing.assert_close(first[name]["window"], window_logits(engine), atol=2e-5, rtol=1e-5)
-        assert first[name]["own noise"]["prompts_tokens_with_generations"].shape == (5, 14)
+        drawn = first[name]["own noise"]["prompts_tokens_with_generations"]
+        assert len(drawn) == 5 and 9 < drawn.shape[1] <= 14  # whoever draws, nobody waits for more
     # Defect b: nobody goes on to wait for those who know that all rows are done.
     assert first_windows == second_windows and max(end for _, end in first_windows) == 9 + 2

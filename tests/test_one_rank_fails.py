@@ -6,8 +6,10 @@ import time
 import pytest
 import torch
 from distributed import run_distributed, run_to_the_end
-from models import PAD, padded_prompts
+from models import PAD, build_model, padded_prompts
 from one_rank import Broken, build_engine, check_error, local_parameters, outcome
+
+from hybrid_engine.inference import init_inference
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": PAD}
 SAMPLED = {"do_sample": True, "max_new_tokens": 4, "pad_token_id": PAD, "seed": 3}
@@ -208,6 +210,7 @@ def test_an_error_on_one_rank_in_training_is_raised_on_all_and_the_next_step_is_
 
 PHASES = {"generate()": 1, "backward()": 0, "step()": 1, "save_checkpoint()": 0}
 """Who dies in each of them."""
+STAGES = "generate() on stages"
 
 
 def die(*unused):
@@ -241,6 +244,15 @@ def die_in(rank, world_size, phase, who, folder):
     return outcome(run)
 
 
+def die_in_a_stage(rank, world_size):
+    """What the first stage is told when the second dies in a rollout."""
+    engine = init_inference(build_model(), pipeline_parallel_size=2)
+    input_ids, mask = padded_prompts()
+    if rank == 1:
+        engine.generator.model.layers[0].forward = die
+    return outcome(lambda: engine.generate(input_ids, attention_mask=mask, **GREEDY))
+
+
 def stop_in_forward(rank, world_size):
     """Rank 1 catches an error of its forward pass, which gathers nothing, and comes to no backward pass."""
     engine = build_engine(0)
@@ -258,7 +270,8 @@ def stop_in_forward(rank, world_size):
 def ended(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("saved"))
     dying = [(die_in, phase, who, folder) for phase, who in PHASES.items()]
-    return dict(zip([*PHASES, "forward()"], run_to_the_end([*dying, (stop_in_forward,)], seconds=8), strict=True))
+    results = run_to_the_end([*dying, (stop_in_forward,), (die_in_a_stage,)], seconds=8)
+    return dict(zip([*PHASES, "forward()", STAGES], results, strict=True))
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -267,6 +280,12 @@ def test_a_rank_that_dies_ends_the_other_with_a_line_that_names_it(ended, phase)
     assert results[who] is None
     kind, words = results[1 - who]
     assert kind == "RuntimeError" and words.startswith(f"{phase}: rank {who} is gone")
+
+
+def test_a_stage_that_dies_ends_the_others_with_a_line_that_names_it(ended):
+    assert ended[STAGES][1] is None
+    kind, words = ended[STAGES][0]
+    assert kind == "RuntimeError" and words.startswith("generate(): rank 1 is gone")
 
 
 def test_a_rank_that_stops_at_an_error_is_named_when_the_time_of_the_other_is_up(ended):

@@ -18,6 +18,13 @@ _MARKS = (0x4879627269, -0x4879627269)
 """Beside the numbers of a verdict, which must not be taken for those of another collective."""
 
 
+class LostError(RuntimeError):
+    """No verdict can be exchanged any more: a process is gone, or this one stopped where another waits for it.
+
+    Each process raises this by itself, and the others learn of it when its process ends.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """An error, as it travels to other processes."""
@@ -87,7 +94,12 @@ class Partners:
         return result  # type: ignore[return-value]
 
     def raise_together(self, error: BaseException | None) -> None:
-        """Raises `error`, this process's, or another one's; does nothing where there is none; collective."""
+        """Raises `error`, this process's, or another one's; does nothing where there is none; collective.
+
+        A LostError is raised at once.
+        """
+        if isinstance(error, LostError):
+            raise error
         if self.highest([int(error is not None)]) == [1] or error is not None:
             raise self.exchange_errors(error)
 

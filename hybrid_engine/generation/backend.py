@@ -79,7 +79,7 @@ class ContainerRollouts:
         self.lasting, self.partners = lasting, partners
         is_cuda = model.device.type == "cuda"
         # The experts' reference reads their numbers of tokens on the host.
-        is_on_device = use_triton(model.embedding.weight) or not model.has_experts
+        is_on_device = use_triton(model.weight) or not model.has_experts
         recorder = CudaGraphs() if is_cuda and config.enable_cuda_graph and is_on_device else None
         self.steps = DecodeSteps(model, config.max_out_tokens, recorder)
         self.lag = 1 if is_cuda else 0  # turns whose tokens are read late, so that the host need not wait
@@ -158,14 +158,7 @@ class ContainerRollouts:
         Raises:
             RuntimeError: the model's logits are not finite.
         """
-        is_streamed = self.gatherer.is_streamed
-        meets_others = is_streamed or self.model.parallel.size > 1
-        start = partial(self.start, plan, kv, choice)
-        strategy = self.partners.agree(start) if meets_others else start()
-        if is_streamed:
-            self._turn_together(strategy)
-        while strategy.has_work:
-            strategy.turn()
+        strategies = self.run_turns(plan, kv, choice)
         if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
             raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")
         own = plan.sequences[plan.own]
@@ -174,11 +167,23 @@ class ContainerRollouts:
             output if plan.options.return_dict else output.sequences,
             num_samples=len(own),
             generated_tokens=sum(len(sequence.tokens) for sequence in own),
-            preemptions=strategy.scheduler.num_preemptions,
-            prefill_seconds=strategy.prefill_time.seconds(),
-            decode_seconds=strategy.decode_time.seconds(),
+            preemptions=sum(strategy.scheduler.num_preemptions for strategy in strategies),
+            prefill_seconds=sum(strategy.prefill_time.seconds() for strategy in strategies),
+            decode_seconds=sum(strategy.decode_time.seconds() for strategy in strategies),
             captures=self.steps.stats,
         )
+
+    def run_turns(self, plan: Plan, kv: torch.Tensor, choice: Choice | None) -> list[TextGeneration]:
+        """Takes all turns of `plan`; returns what took them."""
+        is_streamed = self.gatherer.is_streamed
+        meets_others = is_streamed or self.model.parallel.size > 1
+        start = partial(self.start, plan, kv, choice)
+        strategy = self.partners.agree(start) if meets_others else start()
+        if is_streamed:
+            self._turn_together(strategy)
+        while strategy.has_work:
+            strategy.turn()
+        return [strategy]
 
     def _turn_together(self, strategy: TextGeneration) -> None:
         """Takes turns until every process's work is done: streamed layers are gathered by all together.

@@ -51,6 +51,8 @@ from hybrid_engine.generation.options import (
     own_options,
     read_options,
 )
+from hybrid_engine.generation.pipeline.rollouts import StageRollouts
+from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
 from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_widely
@@ -143,8 +145,7 @@ class Generator:
         if sharding.world_size > 1:
             self.partners = Partners(size=sharding.world_size, rank=sharding.rank)
         else:
-            parallel = self.group.parallel
-            self.partners = Partners(size=parallel.size, rank=parallel.rank, group=self.group.process_group)
+            self.partners = self.group.partners
 
     def build_containers(self) -> LogprobDifference | None:
         """Builds containers and measures them against the module; None, with the reason kept, if there are none."""
@@ -267,7 +268,11 @@ class Generator:
     def use_containers(self, model: InferenceModel) -> None:
         """Generates on `model` from now on; its weights must be bound, or have been."""
         self.model, self.fallback_reason = model, None
-        self.native = ContainerRollouts(model, self.gatherer, self.lasting, self.workspace, self.config, self.partners)
+        parts = (self.gatherer, self.lasting, self.workspace, self.config, self.partners)
+        if isinstance(model, StageModel):
+            self.native = StageRollouts(model, *parts, peers=self.group.layer_partners)
+        else:
+            self.native = ContainerRollouts(model, *parts)
 
     def begin(self, check: Callable[[], None]) -> bool:
         """Before a rollout, on the engine's side: raises an error of `check` on all processes; collective.
@@ -391,7 +396,7 @@ class Generator:
         if not all(share.is_native for share in shares):
             return None
         assert self.model is not None and self.native is not None
-        num_samples, rank = wishes.options.num_return_sequences, self.group.parallel.rank
+        num_samples, rank = wishes.options.num_return_sequences, self.group.rank
         own = slice(None)
         prompts, of_prompts = wishes.prompts, wishes.of_prompts
         if not self.group.has_same_prompts:
@@ -460,7 +465,7 @@ class Generator:
         if reason is not None and not self.group.has_whole_module:
             raise ValueError(
                 f"generate(): {reason}, and this process holds only its part of the model; leave the option out or "
-                f"set {self.group.parallel.option}=1"
+                f"set {self.group.remedy}"
             )
         kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
         kwargs = {"generation_config": generation_config, **kwargs}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.config.checks import check_integer
+from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.plan import MAX_RUNNING, Plan, plan_rollout, workspace_bytes
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
@@ -31,12 +32,13 @@ class LiveBatch:
     """Takes turns for whoever is in it. One thread owns it.
 
     Args:
+        model: what `strategy` runs.
         strategy: takes the turns, over a scheduler that may be empty.
         longest: tokens of the longest sequence that fits, the last one drawn included.
     """
 
-    def __init__(self, strategy: TextGeneration, longest: int):
-        self.strategy, self.scheduler, self.longest = strategy, strategy.scheduler, longest
+    def __init__(self, model: InferenceModel, strategy: TextGeneration, longest: int):
+        self.model, self.strategy, self.scheduler, self.longest = model, strategy, strategy.scheduler, longest
         self._num_told: dict[Sequence, int] = {}  # of each unfinished sequence, the tokens that were handed on
 
     @property
@@ -63,9 +65,9 @@ class LiveBatch:
         """Lets `sequences` wait for a place. Each must fit: its prompt and answer within `longest` tokens."""
         for prompt in {sequence.prompt: None for sequence in sequences}:
             if prompt.num_tops is not None:
-                prompt.scores = score_tokens(self.strategy.model, prompt.tokens, prompt.num_tops)
+                prompt.scores = score_tokens(self.model, prompt.tokens, prompt.num_tops)
         for sequence in sequences:
-            if self.strategy.model.trained_length is not None:  # keys belong to other frequencies in a longer sequence
+            if self.model.trained_length is not None:  # keys belong to other frequencies in a longer sequence
                 sequence.is_kept = False
             self._num_told[sequence] = len(sequence.tokens)  # one that goes on has some already
             self.scheduler.add(sequence)
@@ -135,7 +137,7 @@ def live_batch(generator: Generator, longest: int | None = None, max_running: in
         kv = partners.agree(lambda: native.gather(plan, release))
         generator.is_live = True
         release.callback(setattr, generator, "is_live", False)
-        yield LiveBatch(native.start(plan, kv), plan.longest + 1)
+        yield LiveBatch(native.model, native.start(plan, kv), plan.longest + 1)
 
 
 def _plan(generator: Generator, longest: int | None, max_running: int | None) -> Plan:

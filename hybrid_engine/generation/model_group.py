@@ -1,4 +1,7 @@
-"""The processes that share one model between them in `generate()`: tensor parallelism over consecutive ranks."""
+"""The processes that share one model between them in `generate()`: consecutive ranks.
+
+Each has its part of every layer (tensor parallelism), or some of the layers (pipeline stages), or both.
+"""
 
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -9,12 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.generation.pipeline.stage import Stage
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import SliceReader
 
 Value = TypeVar("Value")
 TRAINING_OPTION = "hybrid_engine.inference_tp_size"
 """What says how many processes share the model of a training engine."""
+PIPELINE_OPTION = "pipeline_parallel_size"
+"""What says how many stages a model has that only generates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +29,13 @@ class ModelGroup:
     """This process's group; alone it holds the whole model."""
 
     parallel: TensorParallel = ALONE
-    """What the containers are told of it."""
+    """What the containers are told of those that share each layer."""
+    stage: Stage | None = None
+    """Which layers this process has a part of; None: all."""
     process_group: dist.ProcessGroup | None = None
     """Processes that share the model; None for one process."""
+    layer_group: dist.ProcessGroup | None = None
+    """Those of them that share each layer; None for one process."""
     slices: SliceReader | None = None
     """Reads this rank's part of parameters that are sharded over the processes; None where nothing is shared."""
     has_same_prompts: bool = False
@@ -35,7 +46,33 @@ class ModelGroup:
     @property
     def size(self) -> int:
         """How many processes share the model."""
-        return self.parallel.size
+        return self.parallel.size * self.num_stages
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages the model's layers are dealt out to."""
+        return 1 if self.stage is None else self.stage.size
+
+    @property
+    def rank(self) -> int:
+        """This process's place among those that share the model."""
+        return self.parallel.rank + (0 if self.stage is None else self.stage.index * self.parallel.size)
+
+    @property
+    def remedy(self) -> str:
+        """Options with which nothing would be shared, as an error names them."""
+        alone = [f"{self.parallel.option}=1"] if self.parallel.size > 1 else []
+        return " and ".join(alone + ([] if self.stage is None else [f"{PIPELINE_OPTION}=1"]))
+
+    @property
+    def partners(self) -> Partners:
+        """The processes that share the model."""
+        return Partners(size=self.size, rank=self.rank, group=self.process_group)
+
+    @property
+    def layer_partners(self) -> Partners:
+        """The processes that share each layer; those of the last stage draw tokens together."""
+        return Partners(size=self.parallel.size, rank=self.parallel.rank, group=self.layer_group)
 
     @property
     def ranks(self) -> range:
@@ -54,6 +91,10 @@ class ModelGroup:
         values: list[Value | None] = [None] * self.size
         dist.all_gather_object(values, value, group=self.process_group)
         return values  # type: ignore[return-value]
+
+    def from_last_stage(self, value: Value) -> Value:
+        """What the last stage passes, on all; `value` itself where there are no stages; collective."""
+        return value if self.stage is None else self.gather_objects(value)[-1]
 
 
 def check_group_size(size: int, option: str) -> None:
@@ -93,7 +134,34 @@ def describe_group(group: dist.ProcessGroup, option: str) -> ModelGroup:
     parallel = TensorParallel(
         rank=dist.get_rank(group), size=size, all_reduce=all_reduce, all_gather=all_gather, option=option
     )
-    return ModelGroup(parallel=parallel, process_group=group)
+    return ModelGroup(parallel=parallel, process_group=group, layer_group=group)
+
+
+def check_layout(tp_size: int, num_stages: int, option: str) -> None:
+    """Raises ValueError, which names both options, where such groups do not make up all processes."""
+    world_size, size = get_world_size(), tp_size * num_stages
+    if world_size % size:
+        pairs = [(tp, n // tp) for n in range(1, world_size + 1) if world_size % n == 0 for tp in range(1, n + 1)]
+        fitting = ", ".join(f"{tp} x {pp}" for tp, pp in pairs if world_size % (tp * pp) == 0 and pp > 1) or "1 x 1"
+        raise ValueError(
+            f"{option}={tp_size} times {PIPELINE_OPTION}={num_stages} makes {size} processes for one model, which must "
+            f"divide the number of processes {world_size}; start {size} processes, or use one of {fitting}"
+        )
+
+
+def join_stages(tp_size: int, num_stages: int, device: torch.device, option: str) -> ModelGroup:
+    """The group of `num_stages` stages of `tp_size` processes that this one belongs to; collective over all processes.
+
+    Raises ValueError as `check_layout` does.
+    """
+    check_layout(tp_size, num_stages, option)
+    shape = (get_world_size() // (tp_size * num_stages), num_stages, tp_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "pipeline", "tensor"))
+    stages = mesh["pipeline"].get_group()
+    stage = Stage(index=dist.get_rank(stages), ranks=tuple(dist.get_process_group_ranks(stages)), group=stages)
+    whole = mesh["pipeline", "tensor"]._flatten("model").get_group()
+    layer = describe_group(mesh["tensor"].get_group(), option) if tp_size > 1 else ModelGroup()
+    return replace(layer, stage=stage, process_group=whole)
 
 
 def share_sharded_model(size: int, sharding: Sharding, device: torch.device) -> ModelGroup:

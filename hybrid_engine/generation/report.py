@@ -54,7 +54,10 @@ def _gathering(generator: Generator) -> str:
     gatherer, group = generator.gatherer, generator.group
     if group.size > 1:
         how = "taken from its shards for each rollout" if group.slices is not None else "held"
-        return f"tensor parallelism: rank {group.parallel.rank} of {group.size}, its part of the weights {how}"
+        what = [f"stage {group.stage.index} of {group.stage.size}"] if group.stage is not None else []
+        what += [f"rank {group.parallel.rank} of {group.parallel.size}"] if group.parallel.size > 1 else []
+        kind = "tensor parallelism" if group.stage is None else "pipeline"
+        return f"{kind}: {', '.join(what)}, its part of the weights {how}"
     if not generator.sharding.is_sharded:
         return "gathering: none, the weights are whole on this process"
     if gatherer.is_streamed:
@@ -69,7 +72,7 @@ def _gathering(generator: Generator) -> str:
 def _decoding(generator: Generator, native: ContainerRollouts) -> str:
     if generator.exact is not None:
         return "decoding: the module's forward in pieces of fixed shapes; each step by itself"
-    weight = native.model.embedding.weight
+    weight = native.model.weight
     if use_triton(weight):
         ops = "Triton kernels"
     elif weight.is_cpu and use_compiled(torch.empty(0, dtype=weight.dtype)):

@@ -25,7 +25,14 @@ from hybrid_engine.distributed.processes import default_device, get_rank, init_d
 from hybrid_engine.generation.bound_weights import bound
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.usage import format_bytes, usable_memory_bytes
-from hybrid_engine.generation.model_group import ModelGroup, describe_group, join_model_group
+from hybrid_engine.generation.model_group import (
+    PIPELINE_OPTION,
+    ModelGroup,
+    describe_group,
+    join_model_group,
+    join_stages,
+)
+from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.probe import probe_containers
 from hybrid_engine.inference.checkpoint import CheckpointReader, compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.config import InferenceConfig, read_config
@@ -64,6 +71,7 @@ def build_engine(model: nn.Module, config: InferenceConfig) -> InferenceEngine:
     device = default_device()
     policy, reason = check_policy(model)
     heads = read_model_heads(model, policy)
+    check_stages(model, config, policy, reason)
     group = check_tensor_parallel(config, heads, device)
     checkpoint = open_checkpoint(model, config)
     weights, reason = take_weights(model, policy, reason, group, checkpoint)
@@ -92,7 +100,7 @@ class Weights:
 
 def check_policy(model: nn.Module) -> tuple[Policy | None, str | None]:
     """The policy of the model's layers, or why there is none."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     if not hasattr(base, "config"):
         return None, f"{type(base).__name__} has no config"
     try:
@@ -103,19 +111,42 @@ def check_policy(model: nn.Module) -> tuple[Policy | None, str | None]:
 
 def read_model_heads(model: nn.Module, policy: Policy | None) -> Heads | None:
     """Numbers of heads, where a policy says how to read them."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base(model)
     return None if policy is None else read_heads(policy, _text_config(base))
 
 
-def check_tensor_parallel(config: InferenceConfig, heads: Heads | None, device: torch.device) -> ModelGroup:
-    """The processes that share the model. Raises ValueError where they cannot share its heads equally."""
-    option, size = "tensor_parallel.tp_size", config.tensor_parallel.size
+def check_stages(model: nn.Module, config: InferenceConfig, policy: Policy | None, reason: str | None) -> None:
+    """Raises ValueError where the model's layers cannot be dealt out to as many stages as the config says."""
+    size = config.pipeline_parallel_size
     if size == 1:
+        return
+    if policy is None or policy.is_encoder:
+        why = reason or f"{policy.layer_class} is an encoder's layer"  # type: ignore[union-attr]
+        raise ValueError(f"{PIPELINE_OPTION}={size}: stages run on containers, and {why}; leave it at 1")
+    num_layers = len(find_decoder(_base(model), _text_config(_base(model)))[1])
+    if num_layers < size:
+        raise ValueError(
+            f"{PIPELINE_OPTION}={size} must not exceed the model's {num_layers} layers: each stage has at least one; "
+            f"use 1 to {num_layers}"
+        )
+
+
+def _base(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def check_tensor_parallel(config: InferenceConfig, heads: Heads | None, device: torch.device) -> ModelGroup:
+    """The processes that share the model. Raises ValueError where they cannot share its heads or layers."""
+    option, size, num_stages = "tensor_parallel.tp_size", config.tensor_parallel.size, config.pipeline_parallel_size
+    if size * num_stages == 1:
         return ModelGroup(has_same_prompts=True)
     init_distributed()
     chosen = config.tensor_parallel.group
-    group = join_model_group(size, device, option) if chosen is None else describe_group(chosen, option)
-    if group.size != size:
+    if num_stages > 1:
+        group = join_stages(size, num_stages, device, option)
+    else:
+        group = join_model_group(size, device, option) if chosen is None else describe_group(chosen, option)
+    if group.parallel.size != size:
         raise ValueError(f"{option}={size} is not the size {group.size} of tp_group; leave tp_size or tp_group out")
     if heads is not None:
         check_divides(replace(heads, parallel=group.parallel), [])
@@ -161,6 +192,9 @@ def take_weights(
     try:
         if policy.is_encoder:
             return Weights(encoder=InferenceEncoder(model, parallel), held=held, checkpoint=checkpoint), None
+        if group.stage is not None:
+            stage = StageModel(model, parallel, group.stage, default_device())
+            return Weights(decoder=stage, held=held, checkpoint=checkpoint), None
         return Weights(decoder=InferenceModel(model, parallel), held=held, checkpoint=checkpoint), None
     except UnsupportedModelError as error:
         return Weights(checkpoint=checkpoint), str(error)

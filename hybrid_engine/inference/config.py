@@ -31,8 +31,9 @@ OTHER_NAMES = {
     "args": "config",
     "max_tokens": "max_out_tokens",
     "min_tokens": "min_out_tokens",
+    "pipeline_model_parallel_size": "pipeline_parallel_size",
 }
-"""Names that DeepSpeed has twice."""
+"""Names that DeepSpeed has twice, and Megatron's."""
 OLD_NAMES = {
     "mp_size": ("tensor_parallel", "tp_size"),
     "mpu": ("tensor_parallel", "mpu"),
@@ -108,6 +109,8 @@ class InferenceConfig:
     """dtype to compute in; None: the model's."""
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     """Processes that share the model."""
+    pipeline_parallel_size: int = 1
+    """Stages that the layers are dealt out to, each on `tensor_parallel.tp_size` processes. Not in DeepSpeed."""
     max_out_tokens: int | None = None
     """Tokens of prompt and answer of one sequence; None: 1024, or the model's positions where they are fewer."""
     min_out_tokens: int = 1
@@ -158,6 +161,12 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         if self.max_out_tokens is not None:
             check_integer("max_out_tokens", self.max_out_tokens, 1)
+        check_integer("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        if self.pipeline_parallel_size > 1 and self.tensor_parallel.group is not None:
+            raise ValueError(
+                f"pipeline_parallel_size={self.pipeline_parallel_size} groups consecutive ranks by itself; "
+                "leave tensor_parallel.tp_group and mpu out and give tp_size"
+            )
         check_flag("enable_cuda_graph", self.enable_cuda_graph)
         if self.replace_with_kernel_inject is not None:
             check_flag("replace_with_kernel_inject", self.replace_with_kernel_inject)

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.distributed.interrupts import holding_interrupts
+from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live import live_batch
@@ -138,7 +139,7 @@ class InferenceEngine(nn.Module):
         if given:
             raise ValueError(
                 f"forward(): {given[0]} is not served where processes share the model; pass input_ids and "
-                "attention_mask, or set tensor_parallel.tp_size=1"
+                f"attention_mask, or set {self.group.remedy}"
             )
         assert self.generator is not None and self.generator.model is not None
         model = self.generator.model
@@ -149,6 +150,7 @@ class InferenceEngine(nn.Module):
         logits[mask] = packed
         return CausalLMOutput(logits=logits)
 
+    @naming_who_left("generate()")
     def generate(
         self,
         input_ids: torch.Tensor | None = None,

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.scheduler import Admission, Copy, Extension, Prefill, Scheduler
 from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
 from hybrid_engine.generation.batching.stopwatch import Stopwatch
 from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, send_to_device
-from hybrid_engine.generation.decoding.open_step import OpenStep
+from hybrid_engine.generation.decoding.open_step import OpenStep, TurnModel
 from hybrid_engine.generation.sampling.stops import is_ended
 from hybrid_engine.ops import BlockCopyOp, DecodeBatch, PrefillBatch
 
@@ -39,7 +38,7 @@ class TextGeneration:
 
     def __init__(
         self,
-        model: InferenceModel,
+        model: TurnModel,
         scheduler: Scheduler,
         step: DecodeStep | OpenStep,
         layers: Callable[[], Iterable[InferenceLayer]],

@@ -4,14 +4,30 @@ Nothing is recorded and nothing is under way while the choice is made: it may be
 """
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.sequence import PENDING, Sequence
 from hybrid_engine.generation.decoding.decode import Draw, Drawn, send_to_device
-from hybrid_engine.ops import DecodeBatch
+from hybrid_engine.ops import Batch, DecodeBatch
+
+
+class TurnModel(Protocol):
+    """What the turns of a rollout need of a model."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that there are logits of."""
+
+    @property
+    def recompute_length(self) -> int | None:
+        """See `InferenceModel`."""
+
+    def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+        """See `InferenceModel`."""
+
 
 Choice = Callable[[list[Sequence], torch.Tensor], Drawn]
 """`(rows, logits [S, V] fp32) -> Drawn`: the next token of each row and which rows it ends. Where processes share the
@@ -23,7 +39,7 @@ class OpenStep:
 
     graphs = None
 
-    def __init__(self, model: InferenceModel, kv: torch.Tensor, choice: Choice):
+    def __init__(self, model: TurnModel, kv: torch.Tensor, choice: Choice):
         self.model, self.kv, self.choice = model, kv, choice
 
     def run(

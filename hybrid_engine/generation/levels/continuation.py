@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.levels.log_probs import score
 from hybrid_engine.generation.levels.parameters import CommonInferenceParams
@@ -50,14 +49,14 @@ def roll_out(
     status = choice = None
     if any(map(strategy.is_overridden, PER_TURN)):
         status = BatchStatus(strategy, tokens, lengths, params)
-        group = Partners(
-            size=generator.group.size, rank=generator.group.parallel.rank, group=generator.group.process_group
-        )
-        choice = StrategyChoice(strategy, params, status, bounds[partners.rank - group.rank][0], group)
+        group = generator.group
+        choice = StrategyChoice(strategy, params, status, bounds[partners.rank - group.rank][0], group.layer_partners)
     input_ids, mask = pad_left(rows, tokens, strategy.tokenizing.end)
     options = rollout_options(strategy, generator, params)
     with generator.choosing_by(choice):
         output = wrapper.model.generate(input_ids, attention_mask=mask, **options)
+    if status is not None:
+        status.num_generated = generator.group.from_last_stage(status.num_generated)
     responses = output.sequences[:, input_ids.shape[1] :]
     continued = []
     for row, response, length, reason in zip(
@@ -83,7 +82,7 @@ def call_transformers(
     if not generator.group.has_whole_module:
         raise ValueError(
             "TransformersBackend: this process holds only its part of the model; use NativeBackend, or set "
-            f"{generator.group.parallel.option}=1"
+            f"{generator.group.remedy}"
         )
     input_ids, mask = pad_left([row[:length] for row, length in zip(tokens, lengths, strict=True)], tokens, end)
     options = rollout_options(strategy, generator, params)

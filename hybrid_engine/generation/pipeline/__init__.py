@@ -1,0 +1,1 @@
+"""Generation by pipeline stages: processes that hold some of a model's layers each."""

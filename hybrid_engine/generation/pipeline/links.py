@@ -1,0 +1,168 @@
+"""What stages pass to each other: hidden states to the next one, drawn tokens from the last one to all.
+
+In a rollout each turn of a micro-batch has one message on every link. A header of two numbers goes before each, its
+shape, or that the sender stopped at an error. So a stage that fails can still keep every message of its turn, all
+stages end at the same turn, and no message is left over for the next rollout.
+
+N rows of a pass, E hidden size, S drawn rows, k likeliest tokens of each.
+"""
+
+from collections import deque
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.distributed.verdict import LostError
+from hybrid_engine.generation.decoding.decode import Drawn
+from hybrid_engine.generation.pipeline.stage import Stage
+
+HIDDEN, DRAWN = 2, 4
+"""Tags of headers; what follows a header has the next one."""
+FAILED = -1
+
+
+class StageFailedError(Exception):
+    """Another stage stopped at an error in this turn; what it was is told by the verdict after the rollout."""
+
+
+class StageLinks:
+    """The messages of one process. Waits as long as the process group's timeout.
+
+    All methods raise LostError where a process is gone.
+    """
+
+    def __init__(self, stage: Stage, device: torch.device):
+        self.stage, self.device = stage, device
+        self.num_awaited = 0  # draws of the last stage that this one has not received
+        self._sent: deque[list[tuple[dist.Work, torch.Tensor]]] = deque([[]])  # by turns; tensors stay until they went
+        self._has_received = self._has_sent = self._has_drawn = True  # the messages of this turn
+
+    def begin_turn(self, turns_at_once: int) -> None:
+        """Before a turn, of `turns_at_once` that are under way."""
+        self._has_received, self._has_sent, self._has_drawn = self.stage.is_first, self.stage.is_last, False
+        self._sent.append([])
+        while len(self._sent) > turns_at_once + 1:  # these were answered by draws that have been read
+            self._wait_for(self._sent.popleft())
+
+    def receive_hidden(self, dtype: torch.dtype) -> torch.Tensor:
+        """`[N, E]` of the stage before; StageFailedError where that has failed."""
+        self._has_received = True
+        return self._receive(self.stage.ranks[self.stage.index - 1], HIDDEN, dtype, self.device)
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        """`[N, E]` to the next stage."""
+        self._send(self.stage.ranks[self.stage.index + 1], HIDDEN, hidden)
+        self._has_sent = True
+
+    def pass_nothing(self) -> None:
+        """Keeps the messages of a turn without a pass over the layers; nothing after one."""
+        if not self._has_received:
+            assert len(self.receive_hidden(torch.float32)) == 0, "stages are at different turns"
+        if not self._has_sent:
+            self.send_hidden(torch.empty(0, 0))
+
+    def send_drawn(self, drawn: Drawn) -> None:
+        """What the last stage drew, to all others."""
+        ends = [0.0] * len(drawn.tokens)
+        for row in drawn.ends:
+            ends[row] = 1.0
+        columns = [drawn.tokens, drawn.logprobs, ends]
+        for place in range(len(drawn.tops[0]) if drawn.tops else 0):
+            assert drawn.tops is not None
+            columns += [[row[place][0] for row in drawn.tops], [row[place][1] for row in drawn.tops]]
+        values = torch.tensor(columns, dtype=torch.float64)
+        for rank in self._others:
+            self._send(rank, DRAWN, values)
+        self._has_drawn = True
+
+    def await_drawn(self) -> None:
+        """Notes that the last stage will draw in this turn; `receive_drawn` is called for each, in their order."""
+        self._has_drawn = True
+        self.num_awaited += 1
+
+    def receive_drawn(self) -> Drawn:
+        """What the last stage drew in the first turn that was not received; StageFailedError where one failed."""
+        self.num_awaited -= 1
+        values = self._receive(self.stage.ranks[-1], DRAWN, torch.float64, torch.device("cpu"))
+        tokens, logprobs, ends, *tops = values.tolist()
+        likeliest = None
+        if tops:
+            pairs = list(zip(tops[::2], tops[1::2], strict=True))
+            likeliest = [[(int(ids[row]), of_ids[row]) for ids, of_ids in pairs] for row in range(len(tokens))]
+        return Drawn([int(token) for token in tokens], logprobs, [r for r, end in enumerate(ends) if end], likeliest)
+
+    def fail_turn(self, dtype: torch.dtype) -> None:
+        """After an error in a turn: keeps its messages, which tell the others; `dtype` is that of hidden states."""
+        if not self._has_received:
+            with suppress(StageFailedError):
+                self.receive_hidden(dtype)
+        if not self._has_sent:
+            self._send_header(self.stage.ranks[self.stage.index + 1], HIDDEN, FAILED, 0)
+        if not self._has_drawn and self.stage.is_last:
+            for rank in self._others:
+                self._send_header(rank, DRAWN, FAILED, 0)
+        elif not self._has_drawn:
+            self.await_drawn()
+
+    def finish(self) -> None:
+        """Receives every draw that is on its way and waits until all that was sent has gone."""
+        while self.num_awaited:
+            with suppress(StageFailedError):
+                self.receive_drawn()
+        while self._sent:
+            self._wait_for(self._sent.popleft())
+        self._sent.append([])
+
+    def broadcast_logits(self, logits: torch.Tensor, num_rows: int, vocab_size: int) -> torch.Tensor:
+        """The last stage's `logits [R, V]` fp32 on all stages, of which the others pass anything; collective."""
+        if not self.stage.is_last:
+            logits = torch.empty(num_rows, vocab_size, device=self.device)
+        logits = logits.contiguous()
+        dist.broadcast(logits, src=self.stage.ranks[-1], group=self.stage.group)
+        return logits
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return self.stage.ranks[:-1]
+
+    def _send(self, rank: int, tag: int, values: torch.Tensor) -> None:
+        self._send_header(rank, tag, *values.shape)
+        if values.numel():
+            self._start(rank, tag + 1, values.contiguous())
+
+    def _send_header(self, rank: int, tag: int, *numbers: int) -> None:
+        self._start(rank, tag, torch.tensor(numbers))
+
+    def _start(self, rank: int, tag: int, values: torch.Tensor) -> None:
+        try:
+            work = dist.isend(values, rank, group=self.stage.group, tag=tag)
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+        assert work is not None
+        self._sent[-1].append((work, values))
+
+    def _receive(self, rank: int, tag: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        header = torch.empty(2, dtype=torch.int64)
+        self._receive_into(header, rank, tag)
+        num_rows, num_columns = header.tolist()
+        if num_rows == FAILED:
+            raise StageFailedError
+        values = torch.empty(num_rows, num_columns, dtype=dtype, device=device)
+        if values.numel():
+            self._receive_into(values, rank, tag + 1)
+        return values
+
+    def _receive_into(self, values: torch.Tensor, rank: int, tag: int) -> None:
+        try:
+            dist.recv(values, rank, group=self.stage.group, tag=tag)
+        except RuntimeError as error:
+            raise LostError(str(error)) from error
+
+    @staticmethod
+    def _wait_for(sent: list[tuple[dist.Work, torch.Tensor]]) -> None:
+        for work, _ in sent:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise LostError(str(error)) from error

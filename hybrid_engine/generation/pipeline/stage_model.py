@@ -1,0 +1,71 @@
+"""A causal model on containers of which this process runs one stage. N tokens, R wanted rows, V vocabulary."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers import InferenceModel
+from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.generation.pipeline.links import StageLinks
+from hybrid_engine.generation.pipeline.stage import Stage, split_layers
+from hybrid_engine.ops import Batch, PrefillBatch
+
+
+class StageModel(InferenceModel):
+    """The layers of `stage`; the embedding on the first, the final norm and the LM head on the last.
+
+    Of `model`, which may lie on the meta device, nothing else is ever bound, and so nothing else is read.
+    """
+
+    embedding: Any  # type: ignore[assignment]
+    lm_head: Any  # type: ignore[assignment]
+
+    def __init__(self, model: nn.Module, parallel: TensorParallel, stage: Stage, device: torch.device):
+        super().__init__(model, parallel)
+        self.stage, self.links = stage, StageLinks(stage, device)
+        self.num_layers = len(self.layers)
+        bounds = split_layers(self.num_layers, stage.size)
+        self.most_layers = max(map(len, bounds))
+        self.layers = [self.layers[index] for index in bounds[stage.index]]
+        for place, layer in enumerate(self.layers):
+            layer.index = place  # in the KV workspace
+        if not stage.is_first:
+            self.embedding = self.position_embedding = self.embedding_norm = self.project_in = None
+        if not stage.is_last:
+            self.lm_head = self.final_norm = self.project_out = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """One of the weights that are bound here."""
+        return self.layers[0].linears[0].pair[0]
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """Shape of the KV workspace, alike on all stages, so that all plan the same."""
+        return (self.most_layers, *super().kv_shape(num_blocks, block_size)[1:])
+
+    def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+        """The logits `[R, V]` fp32 of a pass through all stages, on each of them; collective.
+
+        A rollout keeps them on the last: see `run_stage`.
+        """
+        self.links.begin_turn(1)
+        logits = self.run_stage(batch, kv, layers)
+        self.links.finish()
+        num_rows = len(batch.wanted) if isinstance(batch, PrefillBatch) else len(batch.tokens)
+        return self.links.broadcast_logits(logits, num_rows, self.vocab_size)
+
+    def run_stage(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+        """This stage's part of a pass; logits `[R, V]` fp32 on the last, `[R, 0]` on the others.
+
+        Waits for the stage before, not for the next one. StageFailedError where the stage before has failed.
+        """
+        hidden = self._embed(batch) if self.stage.is_first else self.links.receive_hidden(self.dtype)
+        hidden = self._run_layers(hidden, batch, kv, layers)
+        if self.stage.is_last:
+            return self._head(hidden, batch)
+        self.links.send_hidden(hidden)
+        num_rows = len(batch.wanted) if isinstance(batch, PrefillBatch) else len(hidden)
+        return hidden.new_empty(num_rows, 0)
