@@ -185,7 +185,7 @@ def transformers_serve(python: str, engine: Any, tokenizer: Any, threads: int | 
             port = free.getsockname()[1]
         code = f"import torch; torch.set_num_threads({threads or torch.get_num_threads()}); "
         code += "from transformers.cli.transformers import main; main()"
-        options = ["serve", folder, "--continuous-batching", "--port", str(port), "--dtype", "float32"]
+        options = ["serve", folder, "--port", str(port), "--dtype", "float32"]
         process = subprocess.Popen([python, "-c", code, *options, "--device", str(engine.device)])
         try:
             wait_for(f"http://127.0.0.1:{port}/health", process)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from types import FrameType
 
 from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
-from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count
+from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count, check_one_of
 from hybrid_engine.recipes.runs.run_log import say
+from hybrid_engine.serving.tool_calls import PARSERS
 
 KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
 
@@ -36,6 +37,9 @@ class Config(ModelOptions):
     """what clients must send; better put into the environment as HYBRID_ENGINE_API_KEY, where no other user sees it"""
     model_name: str | None = None
     """what clients call the model; default: the last part of --model"""
+    tool_call_parser: str = "auto"
+    """how calls of tools are found in answers: hermes, llama3, mistral, tokenizer (as its response_template says),
+    none, or auto: what the chat template shows"""
     longest: int | None = None
     """tokens of a prompt and its answer together; default: as many as the model takes and memory holds"""
     max_running: int | None = None
@@ -48,6 +52,7 @@ class Config(ModelOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_between("port", self.port, 0, 65535)
+        check_one_of("tool_call_parser", self.tool_call_parser, PARSERS)
         for name in ("max_waiting", "longest", "max_running"):
             check_count(name, getattr(self, name), 1)
         check_at_least("finish_seconds", self.finish_seconds, 0)
@@ -63,6 +68,7 @@ def run(config: Config) -> None:
         longest=config.longest,
         max_running=config.max_running,
         model_name=config.model_name,
+        tool_call_parser=config.tool_call_parser,
         host=config.host,
         port=config.port,
         api_key=config.api_key or os.environ.get(KEY_VARIABLE) or None,

@@ -8,7 +8,7 @@ beginning of a stop string. Only the last tokens are decoded each time: they are
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 # Tokens decoded anew for each one that comes: from CONTEXT to LONGEST_WINDOW.
@@ -33,19 +33,24 @@ class IncrementalDetokenizer:
         *,
         skip_special_tokens: bool = True,
         includes_stop: bool = False,
+        shown_tokens: Collection[int] = (),
     ):
         """`tokenizer` is transformers'; `includes_stop`: whether the stop string is shown itself.
+
+        `shown_tokens` are special tokens that are not skipped.
 
         Raises ValueError for an empty stop string.
         """
         check_stop_strings(stop_strings)
         self.tokenizer, self.stop_strings, self.includes_stop = tokenizer, tuple(stop_strings), includes_stop
         self.stopped: str | None = None
-        self._options = {"skip_special_tokens": skip_special_tokens}
+        # Those that are skipped never come into the window: where some are shown, it is decoded with all that it has.
+        self._options = {"skip_special_tokens": skip_special_tokens and not shown_tokens}
         cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._unstable = CLEANED_UP if cleans_up else 0
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._skipped = {token for token, kind in added.items() if kind.special and skip_special_tokens}
+        self._skipped -= set(shown_tokens)
         self._window: list[int] = []  # tokens that are decoded again
         self._num_read = 0  # characters of the window's text that were taken
         self._text = ""  # taken and not given out: may begin a stop string

@@ -10,7 +10,8 @@ from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.generation.live import Progress
 from hybrid_engine.serving.asked import Asked, ServedModel
-from hybrid_engine.serving.protocol import CompletionRequest
+from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
+from hybrid_engine.serving.tool_calls import NONE, ToolCallParser, shown_tokens
 
 Tops = list[list[tuple[int, float]]]
 """The likeliest tokens at each position with their log-probabilities."""
@@ -26,6 +27,8 @@ class Piece:
     logprobs: list[Any]
     tops: Tops
     finish_reason: str | None
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    """Of tools, OpenAI's objects."""
 
 
 @dataclass
@@ -42,6 +45,8 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     tops: Tops = field(default_factory=list)
     finish_reason: str | None = None
+    tool_calls: ToolCallParser | None = None
+    """Finds calls in the text; None: it is given as it is."""
 
     def add(self, told: Progress) -> Piece:
         """Takes in what a turn brought, up to a stop string, and says what it added."""
@@ -56,14 +61,34 @@ class Choice:
             text += self.detokenizer.finish()
         if self.detokenizer.stopped is not None:
             self.finish_reason = "stop"
+        text, calls = self._without_calls(text)
         first = len(self.tokens)
         tops = told.sequence.tops[first : first + count]
-        piece = Piece(self.index, text, told.tokens[:count], told.logprobs[:count], tops, self.finish_reason)
+        piece = Piece(self.index, text, told.tokens[:count], told.logprobs[:count], tops, self.finish_reason, calls)
         self.text += piece.text
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         self.tops += piece.tops
         return piece
+
+    def _without_calls(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """What is to be shown of `text`, and the calls that it completes."""
+        if self.tool_calls is None:
+            return text, []
+        known = len(self.tool_calls.calls)
+        text = self.tool_calls.add(text)
+        if self.finish_reason is not None:
+            text += self.tool_calls.finish()
+            if self.tool_calls.calls and self.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
+        return text, self.tool_calls.calls[known:]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message."""
+        if self.tool_calls is None or not self.tool_calls.calls:
+            return {"role": "assistant", "content": self.text}
+        return {"role": "assistant", "content": self.text or None, "tool_calls": self.tool_calls.calls}
 
     def keep_nothing(self, told: Progress) -> Piece:
         """Passes over what a turn brought: only the prompt was to be scored."""
@@ -87,10 +112,14 @@ class Writer:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
         drawn: list[tuple[list[int], Sequence | None]] = [(row.prompt.tokens, row) for row in asked.sequences]
         self.choices = [
-            Choice(index, prompt, IncrementalDetokenizer(model.tokenizer, asked.request.stops), sequence)
+            self._choice_for(index, prompt, sequence)
             for index, (prompt, sequence) in enumerate(drawn or [(prompt, None) for prompt in asked.prompts])
         ]
         self._choice_of = {choice.sequence: choice for choice in self.choices}
+
+    def _choice_for(self, index: int, prompt: list[int], sequence: Sequence | None) -> Choice:
+        detokenizer = IncrementalDetokenizer(self.model.tokenizer, self.asked.request.stops)
+        return Choice(index, prompt, detokenizer, sequence)
 
     def add(self, told: Progress) -> Piece:
         """What `told` adds to its choice."""
@@ -195,6 +224,16 @@ class ChatWriter(Writer):
 
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def _choice_for(self, index: int, prompt: list[int], sequence: Sequence | None) -> Choice:
+        request, model = self.asked.request, self.model
+        assert isinstance(request, ChatRequest)
+        if not request.tools or request.tool_choice == "none" or model.tool_call_parser == NONE:
+            return super()._choice_for(index, prompt, sequence)
+        shown = shown_tokens(model.tool_call_parser, model.tokenizer, model.end_tokens)
+        detokenizer = IncrementalDetokenizer(model.tokenizer, request.stops, shown_tokens=shown)
+        parser = ToolCallParser(model.tool_call_parser, model.tokenizer, request.tools)
+        return Choice(index, prompt, detokenizer, sequence, tool_calls=parser)
+
     def opening(self) -> list[dict[str, Any]]:
         """Who speaks."""
         delta = {"role": "assistant", "content": ""}
@@ -202,13 +241,15 @@ class ChatWriter(Writer):
         return [self._body(self.chunk_name, [{"index": index} | first]) for index in range(len(self.choices))]
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text}
         logprobs = self._logprobs(choice.tokens, choice.logprobs, choice.tops)
-        shown = {"index": choice.index, "message": message, "logprobs": logprobs}
+        shown = {"index": choice.index, "message": choice.message, "logprobs": logprobs}
         return shown | {"finish_reason": choice.finish_reason or "length"} | self._ids(choice, choice.tokens)
 
     def _chunk_choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        delta = {"content": piece.text} if piece.text else {}
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.calls:
+            known = len(choice.message["tool_calls"]) - len(piece.calls)
+            delta["tool_calls"] = [{"index": known + place} | call for place, call in enumerate(piece.calls)]
         logprobs = self._logprobs(piece.tokens, piece.logprobs, piece.tops)
         shown = {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
         return shown | self._ids(choice, piece.tokens)

@@ -11,6 +11,7 @@ from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields
+from hybrid_engine.serving.tool_calls import NONE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class ServedModel:
     end_tokens: list[int]
     created: int
     """Unix time."""
+    tool_call_parser: str = NONE
+    """How calls of tools are found in its answers."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.serving.tool_calls import for_template
+
 MAX_CHOICES = 128
 """OpenAI's bound for `n`."""
 MAX_STOPS = 16
@@ -247,4 +249,4 @@ class ChatRequest(SamplingFields):
     @property
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as chat templates read them."""
-        return [message.model_dump(exclude_unset=True) for message in self.messages]
+        return [for_template(message.model_dump(exclude_unset=True)) for message in self.messages]

@@ -21,6 +21,7 @@ from hybrid_engine.serving.asked import ServedModel
 from hybrid_engine.serving.connections import BoundedConnection
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.sessions import Sessions, Trajectory
+from hybrid_engine.serving.tool_calls import AUTO, choose_parser
 
 MAX_WAITING = 1024
 """Sequences that may wait to begin unless told otherwise."""
@@ -40,6 +41,7 @@ class Server:
         opening: opens the batch on the server's own thread.
         name, tokenizer, vocab_size, end_tokens: of the model.
         host, port: where it listens; port 0 takes a free one.
+        tool_call_parser: how calls of tools are found in answers: one of `tool_calls.PARSERS`.
         api_key: what clients must send. Needed for every address that others can reach.
         max_waiting: sequences that may wait to begin; more are answered with 429.
         max_sessions: conversations that are remembered; the oldest are forgotten.
@@ -57,6 +59,7 @@ class Server:
         end_tokens: list[int],
         host: str = "127.0.0.1",
         port: int = 0,
+        tool_call_parser: str = AUTO,
         api_key: str | None = None,
         max_waiting: int = MAX_WAITING,
         max_sessions: int = MAX_SESSIONS,
@@ -70,7 +73,13 @@ class Server:
         check_address(host, api_key)
         self.host, self.port, self.api_key = host, port, api_key
         self.version, self.max_sessions, self.finish_seconds = version, max_sessions, finish_seconds
-        self._facts = {"name": name, "tokenizer": tokenizer, "vocab_size": vocab_size, "end_tokens": end_tokens}
+        self._facts: dict[str, Any] = {
+            "name": name,
+            "tokenizer": tokenizer,
+            "vocab_size": vocab_size,
+            "end_tokens": end_tokens,
+        }
+        self._facts["tool_call_parser"] = choose_parser(tool_call_parser, tokenizer)
         self.listening = Listening()
         self.worker = LiveThread(opening, self.listening.tell, max_waiting)
         self._server: uvicorn.Server | None = None

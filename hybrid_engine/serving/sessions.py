@@ -14,7 +14,9 @@ from typing import Any
 from hybrid_engine.generation.batching.sequence import Sequence as BatchSequence
 from hybrid_engine.serving.answers import Choice
 from hybrid_engine.serving.asked import Asked, ServedModel, chat_text, chat_tokens
+from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import ChatRequest
+from hybrid_engine.serving.tool_calls import for_template
 
 # Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
 _PLACEHOLDER = "ANSWERa8f31c94d07e"
@@ -74,8 +76,13 @@ class Sessions:
         """The tokens that follow `node`; None where the template does not show its answer as it was."""
         messages = request.template_messages
         place = len(node.messages) - 1
-        shown = [*messages[:place], messages[place] | {"content": _PLACEHOLDER}, *messages[place + 1 :]]
-        before, found, rest = chat_text(request, self.model, shown).rpartition(_PLACEHOLDER)
+        answer = {name: value for name, value in messages[place].items() if name != "tool_calls"}
+        shown = [*messages[:place], answer | {"content": _PLACEHOLDER}, *messages[place + 1 :]]
+        try:
+            text = chat_text(request, self.model, shown)
+        except RequestError:  # some templates want a call before what a tool says
+            return None
+        before, found, rest = text.rpartition(_PLACEHOLDER)
         if not found or _PLACEHOLDER in before:
             return None
         last = node.tokens[-1]
@@ -133,8 +140,7 @@ def recorder_of_chat(sessions: Sessions, session_id: str, asked: Asked, node: Tr
 
     def record(choices: Sequence[Choice]) -> None:
         for choice in choices:
-            answer = {"role": "assistant", "content": choice.text}
-            sessions.record(session_id, node, choice, [*request.template_messages, answer])
+            sessions.record(session_id, node, choice, [*request.template_messages, for_template(choice.message)])
 
     return record
 

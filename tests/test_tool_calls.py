@@ -1,0 +1,166 @@
+"""Calls of tools are found in what a model writes, however it is cut, and what is none stays text."""
+
+import json
+
+import openai
+import pytest
+from chat import PLAIN_TEMPLATE, build_chat_tokenizer
+from test_serving import build
+
+from hybrid_engine.serving.asked import ServedModel
+from hybrid_engine.serving.protocol import ChatRequest
+from hybrid_engine.serving.sessions import Sessions
+from hybrid_engine.serving.tool_calls import ToolCallParser, choose_parser
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+WRITTEN = [
+    ("hermes", f"Let me see.\n<tool_call>\n{ADD}\n</tool_call>", "Let me see."),
+    ("hermes", f"<tool_call>{ADD}</tool_call>\n<tool_call>{ADD}</tool_call>", ""),
+    ("llama3", '{"name": "add", "parameters": {"a": 1, "b": 2}}', ""),
+    ("llama3", f"<|python_tag|>{ADD}; {ADD}", ""),
+    ("mistral", f"Well [TOOL_CALLS] [{ADD}, {ADD}]", "Well"),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]add{"a": 1, "b": 2}', ""),
+]
+TEXTS = [
+    ("hermes", "a < b, <tool> and <tool_cal"),
+    ("hermes", "<tool_call>no json</tool_call> but text"),
+    ("hermes", '<tool_call>{"name": "add"'),
+    ("hermes", "[TOOL_CALLS] []"),
+    ("llama3", '{"answer": 3}'),
+    ("llama3", 'The JSON is {"name": "add", "parameters": {}}'),
+    ("mistral", "[TOOL_CALLS] what"),
+    ("mistral", "[TOOL"),
+]
+
+
+def read(parser, text, size, tools=TOOLS, tokenizer=None):
+    """What is shown, and the calls, where `size` characters come at once."""
+    reader = ToolCallParser(parser, tokenizer or build_chat_tokenizer(), tools)
+    shown = "".join(reader.add(text[place : place + size]) for place in range(0, len(text), size))
+    shown += reader.finish()
+    return shown, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in reader.calls]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("parser", "text", "before"), WRITTEN)
+def test_calls_are_found_however_the_text_is_cut(parser, text, before, size):
+    shown, calls = read(parser, text, size)
+    assert shown == before
+    assert calls == [("add", {"a": 1, "b": 2})] * text.count("add")
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(("parser", "text"), TEXTS)
+def test_what_is_no_call_stays_text(parser, text, size):
+    shown, calls = read(parser, text, size)
+    assert calls == []
+    closed = text.startswith("<tool_call>{") * "</tool_call>"  # the answer ended within
+    assert shown == text + closed
+
+
+def test_the_tokenizers_own_words_come_first():
+    tokenizer = build_chat_tokenizer("<tool_call>")
+    tokenizer.response_template = {
+        "start_anchor": "<start>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open_pattern": r"CALL (?P<name>\w+) ", "close": "END", "repeats": True, "content": "json",
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+            "content": {"content": "text"},
+        },
+    }  # fmt: skip
+    assert choose_parser("auto", tokenizer) == "tokenizer"
+    text = 'first CALL add {"a": 1, "b": 2}END then'
+    for size in (1, 1000):
+        assert read("tokenizer", text, size, tokenizer=tokenizer) == ("first  then", [("add", {"a": 1, "b": 2})])
+    broken = "CALL add nothing END"
+    assert read("tokenizer", broken, 1000, tokenizer=tokenizer)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        (PLAIN_TEMPLATE, "none"),
+        ("<tool_call>{}</tool_call>", "hermes"),
+        ("<tool_call><function=f>", "none"),
+        ("<|python_tag|>", "llama3"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS] <tool_call>", "none"),
+        (None, "none"),
+    ],
+)
+def test_the_template_shows_the_form_where_it_is_beyond_doubt(template, found):
+    assert choose_parser("auto", build_chat_tokenizer(template)) == found
+
+
+@pytest.mark.parametrize("wanted", ["json", "", "tokenizer"])
+def test_a_parser_that_is_not_there_is_refused(wanted):
+    with pytest.raises(ValueError, match="tool_call_parser"):
+        choose_parser(wanted, build_chat_tokenizer())
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<start>' + m['role'] + '\n' + (m['content'] or '') }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<tool_call>' + c['function']['arguments']['a']|string + '</tool_call>' }}"
+    "{% endfor %}{{ '<eos>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_client_gets_calls_whole_and_streamed_and_the_conversation_goes_on_by_its_tokens():
+    pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    tokenizer = build_chat_tokenizer(TEMPLATE)
+    text = f"Hm<tool_call>{ADD}</tool_call>"
+    messages = [{"role": "user", "content": "1+2?"}]
+    said = {"model": "tiny", "messages": messages, "max_tokens": 200, "tools": TOOLS}
+    extra = {"guided_choice": [text], "session_id": "s", "return_token_ids": True}
+    with build(tokenizer).serving(tokenizer, model_name="tiny") as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        whole = client.chat.completions.create(**said, extra_body=extra)
+        (choice,) = whole.choices
+        (call,) = choice.message.tool_calls
+        assert (choice.message.content, choice.finish_reason) == ("Hm", "tool_calls")
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1, "b": 2})
+        assert call.type == "function" and call.id
+        events = list(client.chat.completions.create(**said, extra_body=extra | {"session_id": "t"}, stream=True))
+        deltas = [event.choices[0].delta for event in events]
+        assert "".join(delta.content or "" for delta in deltas) == "Hm"
+        (streamed,) = [call for delta in deltas for call in delta.tool_calls or []]
+        assert (streamed.index, streamed.function) == (0, type(streamed.function)(**call.function.model_dump()))
+        assert events[-1].choices[0].finish_reason == "tool_calls"
+        plain = client.chat.completions.create(**said, tool_choice="none", extra_body=extra | {"session_id": "u"})
+        assert plain.choices[0].message.content == text and plain.choices[0].message.tool_calls is None
+        # What the tool says goes on from the tokens that were drawn.
+        messages += [choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        again = client.chat.completions.create(**said, extra_body=extra)
+        drawn = choice.prompt_token_ids + choice.token_ids
+        assert again.choices[0].prompt_token_ids[: len(drawn)] == drawn
+        rest = tokenizer.decode(again.choices[0].prompt_token_ids[len(drawn) :])
+        assert rest.removeprefix("<eos>") == "\n<start>tool\n3<eos>\n<start>assistant\n"
+
+
+def test_a_template_that_wants_a_call_before_what_a_tool_says_begins_anew():
+    picky = TEMPLATE.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}",
+    )
+    tokenizer = build_chat_tokenizer(picky)
+    model = ServedModel(
+        name="tiny", tokenizer=tokenizer, vocab_size=len(tokenizer), longest=500, end_tokens=[1], created=0
+    )
+    sessions = Sessions(model, 0, 10)
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": "q"}, said, {"role": "tool", "content": "3"}]
+    prompt, node = sessions.find_chat("s", ChatRequest(model="tiny", messages=messages))
+    assert node is None and "<tool_call>1</tool_call>" in tokenizer.decode(prompt)
