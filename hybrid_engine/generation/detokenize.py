@@ -8,8 +8,10 @@ beginning of a stop string. Only the last tokens are decoded each time: they are
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 # Tokens decoded anew for each one that comes: from CONTEXT to LONGEST_WINDOW.
 CONTEXT = 16
@@ -48,6 +50,7 @@ class IncrementalDetokenizer:
         self._options = {"skip_special_tokens": skip_special_tokens and not shown_tokens}
         cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         self._unstable = CLEANED_UP if cleans_up else 0
+        self._decode_tokens = _decoder(tokenizer, cleans_up)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._skipped = {token for token, kind in added.items() if kind.special and skip_special_tokens}
         self._skipped -= set(shown_tokens)
@@ -94,7 +97,7 @@ class IncrementalDetokenizer:
         return rest
 
     def _decode(self) -> str:
-        return self.tokenizer.decode(self._window, **self._options)
+        return self._decode_tokens(self._window, **self._options)
 
     def _is_byte(self, token: int) -> bool:
         return bool(_BYTE_TOKEN.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token))))
@@ -117,10 +120,21 @@ class IncrementalDetokenizer:
         if len(self._window) <= LONGEST_WINDOW:
             return
         window, num_held = self._window[-CONTEXT:], len(text) - self._num_read
-        shorter = self.tokenizer.decode(window, **self._options)
+        shorter = self._decode_tokens(window, **self._options)
         # A text's first space may be dropped by the tokenizer: something visible must stand in front of what comes.
         if shorter[: len(shorter) - num_held].strip() and text.endswith(shorter[len(shorter) - num_held - 1 :]):
             self._window, self._num_read = window, len(shorter) - num_held
+
+
+def _decoder(tokenizer: Any, cleans_up: bool) -> Callable[..., str]:
+    """`tokenizer.decode`, or what it comes to: its checks take twice as long as the decoding of a few tokens."""
+    kind = type(tokenizer)
+    is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not cleans_up
+    if is_plain and all(
+        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("decode", "_decode")
+    ):
+        return tokenizer.backend_tokenizer.decode
+    return tokenizer.decode
 
 
 def check_stop_strings(stop_strings: Any, option: str = "stop_strings") -> None:
