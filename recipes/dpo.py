@@ -159,7 +159,7 @@ def load_pairs(config: Config) -> tuple[list[PreferenceRow], list[PreferenceRow]
     if config.dataset is None:
         train, held_out = (build_preferences(part, config.seed) for part in split(stdlib_examples()))
     else:
-        train, held_out = hold_out(read_preference_rows(config.dataset, config.split))
+        train, held_out = hold_out(read_preference_rows(config.dataset, *config.part))
     random.Random(config.seed).shuffle(train)
     train = train[: config.max_pairs or None]
     check_enough(config, len(train), len(held_out), "pairs")

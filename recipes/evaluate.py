@@ -153,7 +153,7 @@ def check_folder(config: Config) -> None:
 def load_rows(config: Config) -> list[PromptRow]:
     """The prompts to answer, with what stands beside them."""
     dataset = str(config.dataset)
-    rows = load_prompt_rows(dataset, config.split)[1] if config.held_out else read_prompt_rows(dataset, config.split)
+    rows = load_prompt_rows(dataset, *config.part)[1] if config.held_out else read_prompt_rows(dataset, *config.part)
     return rows[: config.max_prompts]
 
 

@@ -48,6 +48,8 @@ class Config(ModelOptions):
     - reads one prompt a line from the terminal"""
     split: str | None = None
     """which split of --prompts is answered, where it has several; default: train"""
+    dataset_config: str | None = None
+    """which configuration of --prompts is answered, where it has several"""
     out: str | None = None
     """the .jsonl file for the answers; - writes them to the terminal as they come"""
     num_samples: int = 1
@@ -84,7 +86,7 @@ def run(config: Config) -> Path | None:
     if TERMINAL in (config.prompts, config.out):
         answer_in_terminal(config)
         return None
-    rows = read_prompt_rows(str(config.prompts), config.split, "prompts")
+    rows = read_prompt_rows(str(config.prompts), config.split, config.dataset_config, "prompts")
     out = Path(str(config.out))
     journal = Journal(out, identity_of(config, rows), config.restart)
     left = [number for number in range(len(rows)) if number not in journal.finished]
@@ -172,7 +174,7 @@ def answer_in_terminal(config: Config) -> None:
     engine, tokenizer = load_answering(config)
     options = read_sampling(config, engine.config.get_text_config().vocab_size, tokenizer)
     with opened(str(config.out)) as out, live_batch(engine.generator, None, config.max_running) as batch:
-        for number, row in enumerate(read_rows(str(config.prompts), config.split)):
+        for number, row in enumerate(read_rows(str(config.prompts), config.split, config.dataset_config)):
             tokens = encode_prompt(tokenizer, row)
             check_fits(tokens, options, batch.longest, row.place)
             for key in sample_keys(config.seed, [prompt_digest(tokens)], [], config.num_samples):

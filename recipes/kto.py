@@ -190,7 +190,7 @@ def load_answers(config: Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
     if config.dataset is None:
         train, held_out = (label_pairs(build_preferences(part, config.seed)) for part in split(stdlib_examples()))
     else:
-        train, held_out = hold_out(read_labelled_rows(config.dataset, config.split))
+        train, held_out = hold_out(read_labelled_rows(config.dataset, *config.part))
     random.Random(config.seed).shuffle(train)
     train = train[: config.num_answers or None]
     check_enough(config, len(train), len(held_out), "answers")

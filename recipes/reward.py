@@ -257,7 +257,7 @@ def load_corpus(config: Config, tokenizer: PreTrainedTokenizerBase, source: str)
         good = [encode_completion(tokenizer, stdlib_row(example)) for example in train_examples[:NUM_REFERENCES]]
         references = [answer.prompt_ids + answer.response_ids for answer in good]
     else:
-        rows = read_preference_rows(config.dataset, config.split)
+        rows = read_preference_rows(config.dataset, *config.part)
         train, held_out = hold_out_of(config.dataset, rows, config.held_out_share)
     random.shuffle(train)
     train = train[: config.num_pairs or None]

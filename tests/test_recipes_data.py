@@ -169,6 +169,44 @@ def test_of_several_splits_the_chosen_one_is_read_and_those_that_there_are_are_n
         dpo.Config(split="test")
 
 
+@pytest.fixture
+def configured(tmp_path):
+    """A folder of data files with two configurations, as the hub's data sets name theirs."""
+    folder = tmp_path / "configured"
+    lines = ["---", "configs:"]
+    for name in ("main", "socratic"):
+        (folder / name).mkdir(parents=True)
+        for part in ("train", "test"):
+            (folder / name / f"{part}.jsonl").write_text(json.dumps({"prompt": f"{name} {part}"}) + "\n")
+        lines += [f"- config_name: {name}", "  data_files:"]
+        lines += [f"  - {{split: {part}, path: {name}/{part}.jsonl}}" for part in ("train", "test")]
+    (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+    return str(folder)
+
+
+def test_of_several_configurations_the_chosen_one_is_read_and_those_that_there_are_are_named(configured, tmp_path):
+    for name, part in (("main", None), ("socratic", "test")):
+        (row,) = read_prompt_rows(configured, part, name)
+        assert row.prompt == f"{name} {part or 'train'}"
+    names = "has the configurations 'main', 'socratic'; choose one by --dataset-config$"
+    with pytest.raises(ValueError, match=f"^--dataset='.*configured' {names}"):
+        read_prompt_rows(configured)
+    with pytest.raises(ValueError, match=f"^--dataset-config='mian': --dataset='.*configured' {names}"):
+        read_prompt_rows(configured, None, "mian")
+    with pytest.raises(ValueError, match=r"^--split='tset': .* has the splits 'train', 'test'"):
+        read_prompt_rows(configured, "tset", "main")
+
+
+def test_what_has_no_configurations_refuses_the_option(tmp_path):
+    path = write_prompts(tmp_path / "prompts.jsonl", "prompt")
+    Dataset.from_dict({"prompt": ["a"]}).save_to_disk(tmp_path / "saved")
+    for name, rule in ((path, "is a file, which has no"), (str(tmp_path / "saved"), "was saved without")):
+        with pytest.raises(ValueError, match=f"^--dataset-config='main': --dataset='{name}' {rule} configurations"):
+            read_prompt_rows(name, None, "main")
+    with pytest.raises(ValueError, match=r"^--dataset-config='main' is a part of a data set; give --dataset"):
+        dpo.Config(dataset_config="main")
+
+
 def test_prompts_that_are_too_long_are_counted_and_left_out_only_if_asked(capsys):
     tokenizer = build_chat_tokenizer(None)
     rows = [PromptRow(prompt="a" * length) for length in (3, 5, 4)]

@@ -18,10 +18,10 @@ TERMINAL = "-"
 """What stands for the terminal in place of a file."""
 
 
-def read_rows(prompts: str, split: str | None) -> Iterator[PromptRow]:
+def read_rows(prompts: str, split: str | None, configuration: str | None) -> Iterator[PromptRow]:
     """The rows of a file, or of the terminal's lines as they are written; empty lines are passed over."""
     if prompts != TERMINAL:
-        yield from read_prompt_rows(prompts, split, "prompts")
+        yield from read_prompt_rows(prompts, split, configuration, "prompts")
         return
     for number, line in enumerate(sys.stdin, 1):
         if line.strip():

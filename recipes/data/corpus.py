@@ -47,7 +47,7 @@ def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
     if config.dataset is None:
         train, held_out = TASKS[config.task](config.seed)
     else:
-        rows = read_learned_rows(config.dataset, config.split)
+        rows = read_learned_rows(config.dataset, *config.part)
         train, held_out = hold_out_of(config.dataset, rows, config.held_out_share)
     train = train[: config.max_examples or None]
     if config.model:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, disable_progress_bars, load_dataset, load_from_disk
+from datasets import Dataset, disable_progress_bars, get_dataset_config_names, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
 from hybrid_engine.recipes.runs.checks import flag
@@ -37,11 +37,16 @@ class Table:
     """Every column that any row has, sorted."""
 
 
-def read_table(dataset: str, split: str | None = None, option: str = "dataset") -> Table:
+def read_table(
+    dataset: str, split: str | None = None, configuration: str | None = None, option: str = "dataset"
+) -> Table:
     """The rows of `--dataset`, in their order; of several splits those of `--split`, or of `train`.
 
+    Of several configurations, as data sets of the hub may have them, those of `--dataset-config` are read.
+
     Raises:
-        ValueError: nothing can be read, with the line or row; there is no such split, with those that there are.
+        ValueError: nothing can be read, with the line or row; there is no such split or configuration, or one of
+            several is to be chosen, with those that there are.
     """
     source, path = f"{flag(option)}={dataset!r}", Path(dataset)
     try:
@@ -51,7 +56,11 @@ def read_table(dataset: str, split: str | None = None, option: str = "dataset") 
     is_file = is_file or path.suffix.lower() in READERS
     if is_file and split is not None:
         raise ValueError(f"--split={split!r}: {source} is a file, which has no splits; leave the option out")
-    rows = list(_read_file(source, path) if is_file else _rows_of(_load_table(source, dataset, split)))
+    if is_file and configuration is not None:
+        raise ValueError(
+            f"--dataset-config={configuration!r}: {source} is a file, which has no configurations; leave the option out"
+        )
+    rows = list(_read_file(source, path) if is_file else _rows_of(_load_table(source, dataset, split, configuration)))
     if not rows:
         raise ValueError(f"{source} has no rows; give a data set with some")
     columns = sorted({str(name) for _, row in rows for name in row})
@@ -141,11 +150,15 @@ def _read_parquet(source: str, path: Path) -> Rows:
         return _rows_of(Dataset.from_parquet(str(path)))
 
 
-def _load_table(source: str, dataset: str, split: str | None) -> Dataset:
+def _load_table(source: str, dataset: str, split: str | None, configuration: str | None) -> Dataset:
     path = Path(dataset)
     is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    if is_saved and configuration is not None:
+        raise ValueError(
+            f"--dataset-config={configuration!r}: {source} was saved without configurations; leave the option out"
+        )
     with _explained(source):
-        table = load_from_disk(dataset) if is_saved else load_dataset(dataset)
+        table = load_from_disk(dataset) if is_saved else _load_configuration(source, dataset, configuration)
     if not isinstance(table, dict):
         if split is not None:
             raise ValueError(f"--split={split!r}: {source} has no splits; leave the option out")
@@ -156,8 +169,25 @@ def _load_table(source: str, dataset: str, split: str | None) -> Dataset:
     return table[split or "train"]
 
 
+def _load_configuration(source: str, dataset: str, configuration: str | None) -> Any:
+    try:
+        return load_dataset(dataset, configuration)
+    except ValueError as error:
+        names = get_dataset_config_names(dataset)
+        if configuration in names or (configuration is None and len(names) == 1):
+            raise
+        given = f"--dataset-config={configuration!r}: {source}" if configuration else source
+        raise _NoSuchConfiguration(
+            f"{given} has the configurations {', '.join(map(repr, names))}; choose one by --dataset-config"
+        ) from error
+
+
 def _rows_of(table: Dataset) -> Rows:
     return ((f"row {number}", row) for number, row in enumerate(table, start=1))
+
+
+class _NoSuchConfiguration(Exception):
+    """One of several configurations is to be chosen; the message names them."""
 
 
 @contextmanager
@@ -166,6 +196,8 @@ def _explained(source: str) -> Iterator[None]:
     disable_progress_bars()
     try:
         yield
+    except _NoSuchConfiguration as error:
+        raise ValueError(str(error)) from error.__cause__
     except (OSError, ValueError, TypeError, IndexError, DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"{source} must be a file ({', '.join(READERS)}), a folder or a hub name: {reason}") from error

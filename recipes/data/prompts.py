@@ -14,16 +14,19 @@ from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.recipes.runs.stages import mix_seed
 
 
-def load_prompt_rows(dataset: str, split: str | None = None) -> tuple[list[PromptRow], list[PromptRow]]:
+def load_prompt_rows(
+    dataset: str, split: str | None = None, configuration: str | None = None
+) -> tuple[list[PromptRow], list[PromptRow]]:
     """Training and held-out prompts of a data set, disjoint, with its other columns: about a tenth is held out.
 
-    Of equal prompts the first row is kept. See `reading.read_prompt_rows` for what `dataset` and `split` may be.
+    Of equal prompts the first row is kept. See `reading.read_prompt_rows` for the arguments.
 
     Raises:
         ValueError: the data set cannot be read, the column `prompt` is missing or a value of it is neither text nor a
             conversation, or one of the two parts would be empty.
     """
-    rows = list({prompt_text(row.prompt): row for row in reversed(read_prompt_rows(dataset, split))}.values())[::-1]
+    found = read_prompt_rows(dataset, split, configuration)
+    rows = list({prompt_text(row.prompt): row for row in reversed(found)}.values())[::-1]
     train, held_out = hold_out(rows)
     if not train or not held_out:
         raise ValueError(

@@ -25,29 +25,32 @@ LABELS = {True: True, False: False, "true": True, "false": False, "True": True, 
 LARGEST_NUMBER = 1e12
 
 
-def read_prompt_rows(dataset: str, split: str | None = None, option: str = "dataset") -> list[PromptRow]:
+def read_prompt_rows(
+    dataset: str, split: str | None = None, configuration: str | None = None, option: str = "dataset"
+) -> list[PromptRow]:
     """The rows of a data set with a column `prompt`; whatever other columns it has are kept beside it.
 
     Args:
         dataset: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder (saved with `save_to_disk`, or of data files)
             or a name on the Hugging Face hub.
         split: which one is read of several; None: `train`.
+        configuration: which one is read of a data set that has several.
         option: how the user named it, for errors.
 
     Raises:
         ValueError: nothing can be read, there is no such column, or a value is empty or no text and no conversation;
             it names the data set, the row and the remedy. So do all functions of this file.
     """
-    table = read_table(dataset, split, option)
+    table = read_table(dataset, split, configuration, option)
     _check_columns(table, {"prompt"}, "rename the column that holds the prompts")
     return _each(
         table, lambda place, row: PromptRow(prompt=_turns(place, "prompt", row), **_rest(place, row, "prompt"))
     )
 
 
-def read_learned_rows(dataset: str, split: str | None = None) -> list[LearnedRow]:
+def read_learned_rows(dataset: str, split: str | None = None, configuration: str | None = None) -> list[LearnedRow]:
     """What supervised training learns: `messages`, `prompt` with `completion`, or `text`; see `read_prompt_rows`."""
-    table = read_table(dataset, split)
+    table = read_table(dataset, split, configuration)
     if "messages" in table.columns:
         return _each(table, _conversation_row)
     if "completion" not in table.columns and "text" in table.columns:
@@ -59,19 +62,21 @@ def read_learned_rows(dataset: str, split: str | None = None) -> list[LearnedRow
     return _each(table, _completion_row)
 
 
-def read_preference_rows(dataset: str, split: str | None = None) -> list[PreferenceRow]:
+def read_preference_rows(
+    dataset: str, split: str | None = None, configuration: str | None = None
+) -> list[PreferenceRow]:
     """Preference pairs: `chosen` and `rejected`, with their `prompt` or beginning with it; see `read_prompt_rows`.
 
     A column `margin` says by how much the chosen answer is better. Two equal answers are refused.
     """
-    table = read_table(dataset, split)
+    table = read_table(dataset, split, configuration)
     _check_columns(table, {"chosen", "rejected"}, "rename the columns that hold the better and the worse answer")
     return _each(table, _preference_row)
 
 
-def read_labelled_rows(dataset: str, split: str | None = None) -> list[LabelledRow]:
+def read_labelled_rows(dataset: str, split: str | None = None, configuration: str | None = None) -> list[LabelledRow]:
     """Answers with a `label`, True for a good one; a data set of preference pairs gives two for each pair."""
-    table = read_table(dataset, split)
+    table = read_table(dataset, split, configuration)
     if "label" not in table.columns and detect_format(table.columns) == "preference pairs":
         return label_pairs([_preference_row(place, row) for place, row in table.rows])
     remedy = "rename the columns that hold the prompts, the answers and whether an answer is good"

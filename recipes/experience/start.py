@@ -64,7 +64,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         check_model(source, config.lora_rank)
     rewards = load_rewards(specs, config.reward_weights or None, config.reward_time_limit) if specs else None
 
-    train, held_out = load_prompt_rows(config.dataset, config.split) if config.dataset else task.load_rows(config.seed)
+    train, held_out = load_prompt_rows(config.dataset, *config.part) if config.dataset else task.load_rows(config.seed)
     rows, held_out = [*train, *held_out], held_out[: config.eval_prompts]
     if len(held_out) < get_world_size():
         raise ValueError(

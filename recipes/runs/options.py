@@ -6,7 +6,7 @@ A recipe that declares a field again gives it another default; what it means sta
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_count, check_one_of
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_count, check_one_of, flag
 from hybrid_engine.recipes.runs.metric_names import FRAMEWORKS
 from hybrid_engine.recipes.runs.trackers import check_trackers
 
@@ -59,13 +59,22 @@ class DataOptions:
     """a .jsonl, .json, .csv or .parquet file, a folder or a hub name"""
     split: str | None = None
     """the split that is read of a data set that has several; default: train"""
+    dataset_config: str | None = None
+    """the configuration that is read of a data set that has several, as the hub calls its parts"""
     skip_too_long: bool = False
     """leave out rows that are too long, and say how many: rows that would be refused, and prompts that would lose their
     beginning"""
 
     def __post_init__(self) -> None:
-        if self.split is not None and self.dataset is None:
-            raise ValueError(f"--split={self.split!r} is a part of a data set; give --dataset, or leave it out")
+        for name in ("split", "dataset_config"):
+            value = getattr(self, name)
+            if value is not None and self.dataset is None:
+                raise ValueError(f"{flag(name)}={value!r} is a part of a data set; give --dataset, or leave it out")
+
+    @property
+    def part(self) -> tuple[str | None, str | None]:
+        """Split and configuration of the data set."""
+        return self.split, self.dataset_config
 
 
 @dataclass(frozen=True, kw_only=True)
