@@ -17,7 +17,7 @@ token included; every pair of a step weighs the same, however they are split.
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.rows import PreferenceRow
 from hybrid_engine.recipes.experience.evaluation import Evaluation, show_comparison, step_means
-from hybrid_engine.recipes.experience.followed import keep_answers
+from hybrid_engine.recipes.experience.followed import follow
 from hybrid_engine.recipes.preference.answering import answer_prompts, prompts_of
 from hybrid_engine.recipes.preference.answers import Reading, split_by_length, without_adapter
 from hybrid_engine.recipes.preference.first_actor import (
@@ -134,14 +134,19 @@ def run(config: Config) -> Path:
         return Evaluation(figures=figures | answered.figures, groups=answered.groups)
 
     before = measure()
-    keep_answers(out, 0, before)
+    followed = follow(out, actor, tokenizer, config.temperature, before)
+
+    def look(step: int) -> Evaluation:
+        evaluation = measure()
+        followed.keep(step, evaluation)
+        return evaluation
+
     started = time.perf_counter()
     saved = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config) if config.resume else SavedRun()
     log = RunLog(out, "DPO", num_steps, config, saved.step)
-    best = train_loop(actor, tokenizer, pairs, held_out, config, log, range(saved.step, num_steps), Best(**saved.state))
+    best = train_loop(actor, tokenizer, pairs, config, log, range(saved.step, num_steps), Best(**saved.state), look)
     seconds = time.perf_counter() - started
-    after = measure()
-    keep_answers(out, num_steps, after)
+    after = look(num_steps)
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
     write_json(out / "result.json", result | best.result("loss"))
@@ -170,23 +175,26 @@ def train_loop(
     actor: Any,
     tokenizer: PreTrainedTokenizerBase,
     pairs: list[TrainingPair],
-    held_out: list[TrainingPair],
     config: Config,
     log: RunLog,
     steps: range,
     best: Best,
+    look: Callable[[int], Evaluation],
 ) -> Best:
-    """Every process takes its pairs of each batch. Returns the best measurement of the whole run."""
+    """Every process takes its pairs of each batch, and looks at held-out rows by `look`, given the steps done.
+
+    Returns the best measurement of the whole run.
+    """
     reading, out = Reading(tokenizer.pad_token_id), Path(config.out)
     loss_of = config.build_loss(config.beta)
-    actor.train()
     with log:
         for step in steps:
+            actor.train()
             chosen = select_prompts(len(pairs), step * config.batch_size, config.batch_size, config.seed)
             mine = [pairs[index] for index in chosen[get_rank() :: get_world_size()]]
             figures = update(actor, mine, config.batch_size, loss_of, config.beta, reading)
             if config.is_evaluated(step):
-                measured = held_out_figures(actor, held_out, loss_of, config.beta, reading)
+                measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
                 best = keep_lowest(best, measured["loss"], step + 1, actor, tokenizer, out)
             log.write(step, figures | {"learning_rate": actor.get_lr()[0]}, SHOWN)

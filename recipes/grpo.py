@@ -36,7 +36,7 @@ from hybrid_engine.recipes.experience.evaluation import (
     score_sum,
     show_comparison,
 )
-from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow, keep_answers
+from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
 from hybrid_engine.recipes.experience.policy import Policy, build_policy, evaluate_policy
 from hybrid_engine.recipes.experience.policy_experience import Experience
@@ -155,8 +155,7 @@ def run(config: Config) -> Path:
     say("\n".join(describe(config.algorithm)))
 
     before = evaluate_policy(policy, start.held_out, start.rewards, config)
-    followed = follow(before, config.temperature)
-    keep_answers(out, 0, before, followed, policy)
+    followed = follow(out, policy.actor, policy.tokenizer, config.temperature, before)
     carried = Carried(kl_coef=config.algorithm.kl_coef)
     if config.resume:
         state = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config).state
@@ -166,7 +165,7 @@ def run(config: Config) -> Path:
     carried = train_loop(policy, start, config, log, carried, followed)
     seconds = time.perf_counter() - started
     after = evaluate_policy(policy, start.held_out, start.rewards, config)
-    keep_answers(out, config.steps, after, followed, policy)
+    followed.keep(config.steps, after)
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
@@ -204,7 +203,7 @@ def train_loop(
             figures = groups.figures | figures | actor.latency_stats()
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 evaluation = evaluate_policy(policy, start.held_out, start.rewards, config)
-                keep_answers(Path(config.out), step + 1, evaluation, followed, policy)
+                followed.keep(step + 1, evaluation)
                 figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}
                 score = evaluation.figures["score"]
                 best = keep_highest(carried.best, score, step + 1, actor, policy.tokenizer, Path(config.out))

@@ -17,7 +17,7 @@ micro-batches; every answer of a step weighs what its label does, however they a
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
 from hybrid_engine.recipes.data.rows import LabelledRow
 from hybrid_engine.recipes.experience.evaluation import Evaluation, show_comparison, step_means
-from hybrid_engine.recipes.experience.followed import keep_answers
+from hybrid_engine.recipes.experience.followed import follow
 from hybrid_engine.recipes.preference.answering import answer_prompts, prompts_of
 from hybrid_engine.recipes.preference.answers import (
     Reading,
@@ -163,16 +163,19 @@ def run(config: Config) -> Path:
         return Evaluation(figures=figures | answered.figures, groups=answered.groups)
 
     before = measure()
-    keep_answers(out, 0, before)
+    followed = follow(out, actor, tokenizer, config.temperature, before)
+
+    def look(step: int) -> Evaluation:
+        evaluation = measure()
+        followed.keep(step, evaluation)
+        return evaluation
+
     started = time.perf_counter()
     saved = load_checkpoints({"actor": actor}, out / CHECKPOINTS, config) if config.resume else SavedRun()
     log = RunLog(out, "KTO", num_steps, config, saved.step)
-    best = train_loop(
-        actor, tokenizer, answers, held_out, config, log, range(saved.step, num_steps), Best(**saved.state)
-    )
+    best = train_loop(actor, tokenizer, answers, config, log, range(saved.step, num_steps), Best(**saved.state), look)
     seconds = time.perf_counter() - started
-    after = measure()
-    keep_answers(out, num_steps, after)
+    after = look(num_steps)
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
     write_json(out / "result.json", result | best.result("loss"))
@@ -203,22 +206,25 @@ def train_loop(
     actor: Any,
     tokenizer: PreTrainedTokenizerBase,
     answers: list[LabelledAnswer],
-    held_out: list[LabelledAnswer],
     config: Config,
     log: RunLog,
     steps: range,
     best: Best,
+    look: Callable[[int], Evaluation],
 ) -> Best:
-    """Every process takes its answers of each batch. Returns the best measurement of the whole run."""
+    """Every process takes its answers of each batch, and looks at held-out rows by `look`, given the steps done.
+
+    Returns the best measurement of the whole run.
+    """
     reading, out = Reading(tokenizer.pad_token_id), Path(config.out)
-    actor.train()
     with log:
         for step in steps:
+            actor.train()
             chosen = select_prompts(len(answers), step * config.batch_size, config.batch_size, config.seed)
             mine = [answers[index] for index in chosen[get_rank() :: get_world_size()]]
             figures = update(actor, mine, config.batch_size, config, reading)
             if config.is_evaluated(step):
-                measured = held_out_figures(actor, held_out, config, reading)
+                measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
                 best = keep_lowest(best, measured["loss"], step + 1, actor, tokenizer, out)
             log.write(step, figures | {"learning_rate": actor.get_lr()[0]}, SHOWN)

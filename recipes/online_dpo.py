@@ -33,6 +33,7 @@ from hybrid_engine.recipes.experience.evaluation import (
     score_sum,
     show_comparison,
 )
+from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
@@ -130,15 +131,17 @@ def run(config: Config) -> Path:
     say(policy.actor.report())
 
     before = evaluate_policy(policy, start, config)
+    followed = follow(out, policy.actor, policy.tokenizer, config.temperature, before)
     best, first_step = Best(), 0
     if config.resume:
         saved = load_checkpoints({"actor": policy.actor}, out / CHECKPOINTS, config)
         best, first_step = Best(**saved.state), saved.step
     started = time.perf_counter()
     log = RunLog(out, "Online DPO", config.steps, config, first_step)
-    best = train_loop(policy, start, config, log, first_step, best)
+    best = train_loop(policy, start, config, log, first_step, best, followed)
     seconds = time.perf_counter() - started
     after = evaluate_policy(policy, start, config)
+    followed.keep(config.steps, after)
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
@@ -148,7 +151,9 @@ def run(config: Config) -> Path:
     return out / "actor"
 
 
-def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_step: int, best: Best) -> Best:
+def train_loop(
+    policy: Policy, start: Start, config: Config, log: RunLog, first_step: int, best: Best, followed: FollowedAnswers
+) -> Best:
     """Answers to a step's prompts, pairs of them, and the updates on these."""
     actor = policy.actor
     source = GroupSource(
@@ -170,9 +175,12 @@ def train_loop(policy: Policy, start: Start, config: Config, log: RunLog, first_
 
             figures |= actor.latency_stats()  # before an evaluation, whose answers are no training's
             if config.eval_every and (step + 1) % config.eval_every == 0:
-                measured = evaluate_policy(policy, start, config).figures
-                figures |= {f"held_out_{name}": value for name, value in measured.items()}
-                best = keep_highest(best, measured["score"], step + 1, actor, policy.tokenizer, Path(config.out))
+                evaluation = evaluate_policy(policy, start, config)
+                followed.keep(step + 1, evaluation)
+                figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}
+                best = keep_highest(
+                    best, evaluation.figures["score"], step + 1, actor, policy.tokenizer, Path(config.out)
+                )
             log.write(step, figures, [name for name in SHOWN if name in figures])
             if config.save_every and (step + 1) % config.save_every == 0:
                 folder = Path(config.out) / CHECKPOINTS

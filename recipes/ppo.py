@@ -35,7 +35,7 @@ from hybrid_engine.recipes.experience.evaluation import (
     show_comparison,
     step_means,
 )
-from hybrid_engine.recipes.experience.followed import keep_answers
+from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
 from hybrid_engine.recipes.experience.role_figures import evaluate_held_out, judge, rollout_sums
 from hybrid_engine.recipes.experience.roles import Roles, build_roles
@@ -156,14 +156,14 @@ def run(config: Config) -> Path:
     say(roles.policy.actor.report())
 
     before = evaluate_held_out(roles, start, config)
-    keep_answers(out, 0, before)
+    followed = follow(out, roles.policy.actor, roles.policy.tokenizer, config.temperature, before)
     saved = load_checkpoints(roles.engines, out / CHECKPOINTS, config) if config.resume else SavedRun()
     started = time.perf_counter()
     log = RunLog(out, "PPO", config.steps, config, saved.step)
-    best = train_loop(roles, start, config, log, saved.step, Best(**saved.state))
+    best = train_loop(roles, start, config, log, saved.step, Best(**saved.state), followed)
     seconds = time.perf_counter() - started
     after = evaluate_held_out(roles, start, config)
-    keep_answers(out, config.steps, after)
+    followed.keep(config.steps, after)
 
     show_comparison(before, after, out)
     kl = after.figures["kl_per_sequence"]
@@ -176,7 +176,9 @@ def run(config: Config) -> Path:
     return out / "actor"
 
 
-def train_loop(roles: Roles, start: Start, config: Config, log: RunLog, first_step: int, best: Best) -> Best:
+def train_loop(
+    roles: Roles, start: Start, config: Config, log: RunLog, first_step: int, best: Best, followed: FollowedAnswers
+) -> Best:
     """PPO: one rollout a step, several passes over it. Returns the best evaluation of the whole run."""
     actor, prompts, options = roles.policy.actor, start.train, SamplingOptions.of(config)
     out = Path(config.out)
@@ -195,7 +197,7 @@ def train_loop(roles: Roles, start: Start, config: Config, log: RunLog, first_st
             figures |= actor.latency_stats()  # before an evaluation, whose answers are no training's
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 evaluation = evaluate_held_out(roles, start, config)
-                keep_answers(out, step + 1, evaluation)
+                followed.keep(step + 1, evaluation)
                 figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}
                 best = keep_highest(best, evaluation.figures["score"], step + 1, actor, roles.policy.tokenizer, out)
             log.write(step, figures, SHOWN)

@@ -1,4 +1,6 @@
-"""Answers for tests of rewards, whose tokens are characters."""
+"""Answers for tests: some to be judged, whose tokens are characters, and those that a run follows."""
+
+from typing import Any
 
 from hybrid_engine.recipes.rewards.answers import Answers
 
@@ -14,3 +16,15 @@ def answers_of(prompts, responses, **columns) -> Answers:
         columns=columns,
         decode=lambda ids: "".join(chr(token) for token in ids if token),
     )
+
+
+def check_followed(lines: list[dict[str, Any]], steps: set[int]) -> None:
+    """Whether `answers.jsonl` has answers at these steps, and how likely the first ones' tokens became meanwhile."""
+    assert {line["step"] for line in lines} == steps
+    first, last = ([line for line in lines if line["step"] == step] for step in (min(steps), max(steps)))
+    for before, after in zip(first[:16], last[:16], strict=True):
+        assert before["prompt"] == after["prompt"]
+        assert [len(tokens) for tokens in before["tokens"]] == before["lengths"]
+        assert [len(values) for values in after["logprobs"]] == before["lengths"]
+        assert all(number <= 0 for values in after["logprobs"] for number in values)
+    assert [line["logprobs"] for line in first[:16]] != [line["logprobs"] for line in last[:16]]

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from answers import check_followed
 from distributed import run_distributed
 from small_actors import save_small_actor, save_sums
 from transformers import AutoModelForCausalLM
 
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import online_dpo
+from hybrid_engine.recipes.runs.answers_log import read_answers
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
 from hybrid_engine.recipes.tasks import arithmetic
@@ -55,6 +57,7 @@ def test_a_run_learns_from_its_own_answers_and_keeps_the_best_weights(tiny, tmp_
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert abs(result["before"]["kl_per_sequence"]) < 1e-3 < abs(result["after"]["kl_per_sequence"])
     assert result["best"]["score"] == max(line.get("held_out_score", 0) for line in lines)
+    check_followed(read_answers(tmp_path / "run" / "answers.jsonl"), {0, 2, 4, 6, 8})
     for name in ("actor", "best"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "run" / name)
 

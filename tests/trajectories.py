@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, reward, sft
+from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
@@ -26,8 +26,11 @@ from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 FILE = Path(__file__).parent / "data" / "trajectories.json"
 NUM_STEPS = 30
 FIGURES = ("loss", "grad_norm")
-FIGURES_OF = {"grpo": ("score", "kl_per_sequence", "grad_norm")}
-"""For recipes whose loss is about 0 by itself."""
+FIGURES_OF = {
+    "grpo": ("score", "kl_per_sequence", "grad_norm"),
+    "ppo": ("score", "kl_per_sequence", "value_loss", "actor_grad_norm", "critic_grad_norm"),
+}
+"""For recipes whose loss is about 0 by itself, or that have two."""
 Trajectory = dict[str, list[float]]
 
 
@@ -101,6 +104,20 @@ def shortness(prompts: list[str], responses: list[str]) -> list[float]:
     return [-float(len(response)) for response in responses]
 
 
+def run_ppo(start: Path, out: Path) -> None:
+    """Thirty rollouts of eight prompts, two passes over each in two updates of actor and critic.
+
+    The actor has learned to end its answers: PPO gives those that are cut off a score of their own.
+    """
+    data = {"dataset": str(start / "answers.jsonl"), "out": str(out)}
+    sft.run(sft.Config(model=str(start / "model"), **data, **(LEARNING | {"learning_rate": 1e-2}), max_examples=120))
+    sources = {"model": str(out / "sft"), **data}
+    sizes = {"rollout_size": 8, "minibatch_size": 4, "micro_batch_size": 2, "max_new_tokens": 8}
+    rare = {"save_every": 0, "eval_every": 0, "eval_prompts": 2}
+    rates = {"actor_lr": 1e-3, "critic_lr": 3e-3, "kl_coef": 0.1}
+    ppo.run(ppo.Config(**sources, **sizes, **rare, **rates, steps=NUM_STEPS, reward=("trajectories:shortness",)))
+
+
 def run_online_dpo(start: Path, out: Path) -> None:
     """Thirty rollouts of eight prompts."""
     sources = {"model": str(start / "model"), "dataset": str(start / "pairs.jsonl"), "out": str(out)}
@@ -119,6 +136,7 @@ RUNS: dict[str, Callable[[Path, Path], None]] = {
     "reward": run_reward,
     "grpo": run_grpo,
     "online-dpo": run_online_dpo,
+    "ppo": run_ppo,
 }
 
 

@@ -6,6 +6,7 @@ G: answers to a prompt, T: tokens of an answer.
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.distributed.processes import default_device, get_rank
 from hybrid_engine.recipes.data.sequences import build_sequences, in_parts, response_logprobs
 from hybrid_engine.recipes.experience.evaluation import Evaluation, Group, prompt_shown
-from hybrid_engine.recipes.experience.policy import Policy
 from hybrid_engine.recipes.runs.answers_log import PromptAnswers, write_answers
 
 NUM_FOLLOWED = 16
@@ -24,59 +24,64 @@ NUM_FOLLOWED = 16
 class FollowedAnswers:
     """The answers of the first evaluation to its first prompts, whose likelihood is measured again and again."""
 
-    groups: list[Group]
+    folder: Path
+    """Of the run, where `answers.jsonl` is kept."""
+    actor: Any
+    """`HybridEngine`."""
+    tokenizer: PreTrainedTokenizerBase
     temperature: float
+    """Of sampling, and of the log-probabilities."""
+    groups: list[Group]
 
-    @torch.no_grad()
-    def logprobs(self, policy: Policy) -> list[list[list[float]]]:
-        """`[prompts][G][T]` in nats under the present weights; the same on every process, collective."""
-        answers = [(group.prompt_ids, ids) for group in self.groups for ids in group.response_ids]
-        sequences = build_sequences(
-            [prompt for prompt, _ in answers],
-            [response for _, response in answers],
-            policy.tokenizer.pad_token_id,
-            default_device(),
-        )
-        found = in_parts(lambda rows: response_logprobs(policy.actor, rows, self.temperature), sequences)
-        rows = iter(row[mask].tolist() for row, mask in zip(found, sequences.response_mask, strict=True))
-        return [list(islice(rows, len(group.response_ids))) for group in self.groups]
-
-    def tokens(self, tokenizer: PreTrainedTokenizerBase) -> list[list[list[str]]]:
-        """`[prompts][G][T]`: each token as text."""
-        return [[[tokenizer.decode([token]) for token in ids] for ids in group.response_ids] for group in self.groups]
-
-
-def follow(evaluation: Evaluation, temperature: float) -> FollowedAnswers:
-    """The answers of the first evaluation that are followed through a run."""
-    return FollowedAnswers(groups=evaluation.groups[:NUM_FOLLOWED], temperature=temperature)
-
-
-def keep_answers(
-    folder: Path,
-    step: int,
-    evaluation: Evaluation,
-    followed: FollowedAnswers | None = None,
-    policy: Policy | None = None,
-) -> None:
-    """Puts the answers after `step` steps into the run's `answers.jsonl`; collective where answers are followed."""
-    logprobs = tokens = None
-    if followed is not None and policy is not None:
-        policy.actor.eval()
-        logprobs, tokens = followed.logprobs(policy), followed.tokens(policy.tokenizer) if step == 0 else None
-    if get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_answers(
-            folder,
-            step,
-            [
+    def keep(self, step: int, evaluation: Evaluation) -> None:
+        """Puts the answers after `step` steps into `answers.jsonl`; the actor is in evaluation mode. Collective."""
+        self.actor.eval()
+        logprobs, tokens = self.logprobs(), self.tokens() if step == 0 else []
+        if get_rank() == 0:
+            rows = [
                 PromptAnswers(
                     prompt=prompt_shown(group.prompt),
                     responses=group.responses,
                     rewards=group.scores or [None] * len(group.responses),
                     lengths=[len(ids) for ids in group.response_ids],
-                    tokens=tokens[index] if tokens and index < len(tokens) else None,
-                    logprobs=logprobs[index] if logprobs and index < len(logprobs) else None,
+                    tokens=tokens[index] if index < len(tokens) else None,
+                    logprobs=logprobs[index] if index < len(logprobs) else None,
                 )
                 for index, group in enumerate(evaluation.groups)
-            ],
+            ]
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_answers(self.folder, step, rows)
+
+    @torch.no_grad()
+    def logprobs(self) -> list[list[list[float]]]:
+        """`[prompts][G][T]` in nats under the present weights; the same on every process, collective."""
+        answers = [(group.prompt_ids, ids) for group in self.groups for ids in group.response_ids]
+        sequences = build_sequences(
+            [prompt for prompt, _ in answers],
+            [response for _, response in answers],
+            self.tokenizer.pad_token_id,
+            default_device(),
         )
+        found = in_parts(lambda rows: response_logprobs(self.actor, rows, self.temperature), sequences)
+        rows = iter(row[mask].tolist() for row, mask in zip(found, sequences.response_mask, strict=True))
+        return [list(islice(rows, len(group.response_ids))) for group in self.groups]
+
+    def tokens(self) -> list[list[list[str]]]:
+        """`[prompts][G][T]`: each token as text."""
+        return [
+            [[self.tokenizer.decode([token]) for token in ids] for ids in group.response_ids] for group in self.groups
+        ]
+
+
+def follow(
+    folder: Path, actor: Any, tokenizer: PreTrainedTokenizerBase, temperature: float, first: Evaluation
+) -> FollowedAnswers:
+    """Keeps the answers of the `first` evaluation, before any step, and follows those to its first prompts.
+
+    Collective; the arguments are those of `FollowedAnswers`.
+    """
+    followed = FollowedAnswers(
+        folder=folder, actor=actor, tokenizer=tokenizer, temperature=temperature, groups=first.groups[:NUM_FOLLOWED]
+    )
+    followed.keep(0, first)
+    return followed
