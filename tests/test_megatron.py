@@ -268,5 +268,6 @@ def test_folders_without_all_ranks_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not a file of tensors"):
         load_megatron_gpt(tmp_path)
     (tmp_path / "mp_rank_00_001").mkdir()
-    with pytest.raises(ValueError, match="pipeline-parallel"):
+    (tmp_path / "mp_rank_00_001" / "model_optim_rng.pt").touch()
+    with pytest.raises(ValueError, match=r"ranks \[0 of stage 0, 1 of stage 0, 0 of stage 1\]; .* of every stage"):
         load_megatron_gpt(tmp_path)

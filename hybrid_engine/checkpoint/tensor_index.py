@@ -33,8 +33,10 @@ RECORDS = {
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-def read_index(folder: Path, files: Collection[str]) -> Metadata:
+def read_index(folder: Path, files: Collection[str], skips_others: bool = False) -> Metadata:
     """The index of the checkpoint in `folder`, whose files are `files`.
+
+    With `skips_others` an index of another program: objects other than tensors are left out, whatever it names.
 
     Raises:
         ValueError: it is damaged; it names something that no index needs; it holds objects other than tensors, which
@@ -43,7 +45,7 @@ def read_index(folder: Path, files: Collection[str]) -> Metadata:
     """
     with (folder / INDEX_FILE).open("rb") as file:
         try:
-            return _to_metadata(_IndexUnpickler(file).load(), files)
+            return _to_metadata(_IndexUnpickler(file, skips_others).load(), files, skips_others)
         except OSError:
             raise
         # Garbled bytes make pickle raise nearly anything: EOFError, IndexError, UnicodeDecodeError, MemoryError, ...
@@ -59,7 +61,7 @@ class _Record:
 
     __slots__ = ("state",)
 
-    def __new__(cls, *arguments: Any) -> "_Record":
+    def __new__(cls, *arguments: Any, **named: Any) -> "_Record":
         record = super().__new__(cls)
         record.state = None
         return record
@@ -74,8 +76,10 @@ class _IndexUnpickler(pickle.Unpickler):
     Extension codes and persistent ids come here too, or are refused by pickle itself.
     """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, knows_all: bool) -> None:
+        """`knows_all`: any other name is a record too, of which nothing is read."""
         super().__init__(file)
+        self._knows_all = knows_all
         self._classes = {key: type(key[1], (_Record,), {"__slots__": ()}) for key in RECORDS}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -83,15 +87,23 @@ class _IndexUnpickler(pickle.Unpickler):
             return tuple
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
+        if module == "collections" and name == "OrderedDict" and self._knows_all:
+            return dict
         if (module, name) not in self._classes:
+            if self._knows_all:
+                return type(name, (_Record,), {"__slots__": ()})
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return self._classes[module, name]
 
 
-def _to_metadata(root: Any, files: Collection[str]) -> Metadata:
-    fields = _fields(root, "Metadata")
+def _to_metadata(root: Any, files: Collection[str], skips_others: bool) -> Metadata:
+    # Megatron's index is of a class of its own, which has the same fields.
+    fields = _fields(root, "Metadata" if not skips_others else type(root).__name__)
     tensors = _typed(fields["state_dict_metadata"], dict)
     places = _typed(fields["storage_data"], dict)
+    if skips_others:
+        tensors = {key: entry for key, entry in tensors.items() if type(entry).__name__ == "TensorStorageMetadata"}
+        places = {key: place for key, place in places.items() if _fields(key, "MetadataIndex")["fqn"] in tensors}
     return Metadata(
         state_dict_metadata={_typed(key, str): _to_tensor(entry) for key, entry in tensors.items()},
         storage_data={_to_key(key): _to_place(place, files) for key, place in places.items()},

@@ -89,6 +89,29 @@ class Stacked:
         return torch.stack([read_part(self.parts[i], None, 0) for start, stop in ranges for i in range(start, stop)])
 
 
+class Rows:
+    """Ranges of another tensor's first dimension, one behind the other: a part of a fused projection."""
+
+    def __init__(self, source: Source, ranges: Bounds):
+        self.source, self.ranges = source, ranges
+        self.shape = (sum(stop - start for start, stop in ranges), *source.shape[1:])
+
+    def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
+        """See `Source`."""
+        if dim > 0:
+            whole = self.source.read(0, self.ranges)
+            return _joined([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+        pieces = []
+        for start, stop in ranges:
+            offset = 0
+            for first, last in self.ranges:
+                bound = first + max(0, start - offset), first + min(last - first, stop - offset)
+                if bound[0] < bound[1]:
+                    pieces.append(bound)
+                offset += last - first
+        return self.source.read(0, tuple(pieces))
+
+
 class Joined:
     """Tensors that the model holds side by side along `dim`: gate and up."""
 

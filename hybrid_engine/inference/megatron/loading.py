@@ -12,14 +12,17 @@ Where processes share the model, none needs to load the whole:
 import os
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hybrid_engine.inference.checkpoint import open_checkpoint_of
+from hybrid_engine.inference.checkpoint import compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.megatron.checkpoint import ROUTER, MegatronCheckpoint
-from hybrid_engine.inference.megatron.gpt import MegatronGPT
+from hybrid_engine.inference.megatron.gpt import MegatronGPT, MegatronGPTConfig
 
 
-def build_empty_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> MegatronGPT:
-    """The model of a checkpoint on the meta device, in evaluation mode.
+def build_empty_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of a checkpoint on the meta device, in evaluation mode: a MegatronGPT, or a Llama, Qwen2 or Qwen3.
+
+    Its vocabulary is as long as the checkpoint's, which Megatron pads; ids beyond the tokenizer's are no tokens.
 
     Args:
         folder: the checkpoint's, or the one above with `latest_checkpointed_iteration.txt` or `latest` in it.
@@ -29,14 +32,14 @@ def build_empty_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype 
         ValueError: as `MegatronCheckpoint`.
     """
     with torch.device("meta"):
-        model = MegatronGPT(MegatronCheckpoint(folder).config).to(dtype)
+        model = _build(MegatronCheckpoint(folder).config).to(dtype)
     for name, module in model.named_modules():
         if f"{name}.weight".endswith(ROUTER):
             module.float()
     return model.eval()
 
 
-def load_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> MegatronGPT:
+def load_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a checkpoint on the CPU; arguments as `build_empty_megatron_gpt`.
 
     Raises:
@@ -44,4 +47,9 @@ def load_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch
     """
     model = build_empty_megatron_gpt(folder, dtype)
     open_checkpoint_of(model, folder).fill(torch.device("cpu"))
+    compute_buffers(model, torch.device("cpu"))
     return model
+
+
+def _build(config: PreTrainedConfig) -> PreTrainedModel:
+    return MegatronGPT(config) if isinstance(config, MegatronGPTConfig) else AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,107 @@
+"""The files of Megatron-LM's ranks: which there are, and what they hold, read without running any of it.
+
+`mp_rank_TT/model_optim_rng.pt` holds the part of tensor-parallel rank TT, `mp_rank_TT_PPP/model_optim_rng.pt` that of
+pipeline stage PPP. DeepSpeed writes `mp_rank_TT_model_states.pt`.
+"""
+
+import argparse
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?$")
+RANK_FILE = re.compile(r"mp_rank_(\d+)()_model_states\.pt$")
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+UNNEEDED = ("megatron.", "transformer_engine.", "numpy.", "signal.", "_io.BytesIO", "types.SimpleNamespace", "torch.")
+"""Beginnings of names of what stands beside weights in these files: options, random states, states of kernels."""
+
+
+class Unneeded:
+    """Stands in the place of an object that is not needed; takes whatever it is given, and does nothing."""
+
+    def __new__(cls, *_: Any) -> "Unneeded":
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def find_iteration(folder: Path) -> Path:
+    """The folder of the latest iteration where `folder` holds several, else `folder`."""
+    for marker, form in (("latest_checkpointed_iteration.txt", "iter_{:0>7}"), ("latest", "{}")):
+        if (folder / marker).is_file():
+            latest = (folder / marker).read_text().strip()
+            return folder / (latest if latest == "release" else form.format(latest))
+    return folder
+
+
+def has_rank_files(folder: Path) -> bool:
+    """Whether `folder` has files of ranks, or folders of them."""
+    return folder.is_dir() and any(_place(path) is not None for path in folder.iterdir())
+
+
+def find_rank_files(folder: Path) -> list[list[Path]]:
+    """The files by stages, and of each stage by tensor-parallel ranks.
+
+    Raises ValueError where there are none, or one is missing between them.
+    """
+    files: dict[tuple[int, int], Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        place = _place(path)
+        if place is None:
+            continue
+        held = [path] if path.is_file() else [path / name for name in MODEL_FILES if (path / name).is_file()]
+        if held:
+            files[place] = held[0]
+    num_stages = 1 + max((stage for stage, _ in files), default=0)
+    num_ranks = 1 + max((rank for _, rank in files), default=0)
+    grid = [(stage, rank) for stage in range(num_stages) for rank in range(num_ranks)]
+    if sorted(files) != grid:
+        found = ", ".join(f"{rank}" if num_stages == 1 else f"{rank} of stage {stage}" for stage, rank in sorted(files))
+        found = f"files of ranks [{found}]" if files else "no mp_rank_XX files"
+        raise ValueError(f"checkpoint={folder} holds {found}; expected those of ranks 0 to the last, of every stage")
+    return [[files[stage, rank] for rank in range(num_ranks)] for stage in range(num_stages)]
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    """Stage and rank of a file or folder."""
+    match = (RANK_FOLDER if path.is_dir() else RANK_FILE).match(path.name)
+    return None if match is None else (int(match[2] or 0), int(match[1]))
+
+
+def load_mapped(path: Path) -> dict[str, Any]:
+    """What a file from torch.save holds, its tensors mapped and not read; nothing that it names is called.
+
+    Raises:
+        ValueError: it is no such file, or names something else than what Megatron-LM writes.
+    """
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        inert = [(Unneeded, name) for name in unknown if name.startswith(UNNEEDED)]
+        # Megatron keeps its command line in the file.
+        with torch.serialization.safe_globals([argparse.Namespace, *inert]):
+            content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError:
+        raise
+    # Garbled bytes make torch raise nearly anything: UnpicklingError, KeyError, UnicodeDecodeError, ...
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"checkpoint: {path} is not a file of tensors from torch.save: {reason}") from error
+    if not isinstance(content, Mapping):
+        raise ValueError(f"checkpoint: {path} holds a {type(content).__name__}, and should be a dict")
+    return dict(content)
+
+
+def read_arguments(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The options that the training was started with. Raises ValueError where they say nothing of the model."""
+    arguments = content.get("args")
+    values = dict(arguments) if isinstance(arguments, Mapping) else vars(arguments or argparse.Namespace())
+    if "num_attention_heads" not in values:
+        raise ValueError(
+            f"checkpoint={folder} has keys {', '.join(sorted(content))}; it needs the weights under model or module, "
+            f"and args with num_attention_heads"
+        )
+    return values
