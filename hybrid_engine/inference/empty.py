@@ -1,0 +1,28 @@
+"""A checkpoint's model without its weights, for `init_inference(model, checkpoint=folder)` to read in parts."""
+
+import os
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hybrid_engine.inference.megatron.checkpoint import is_megatron_checkpoint
+from hybrid_engine.inference.megatron.loading import build_empty_megatron_gpt
+
+
+def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:
+    """The causal model of a folder of transformers, or of a checkpoint of Megatron's, on the meta device.
+
+    Raises:
+        ValueError: there is no such folder, or it holds no such model.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"checkpoint={str(folder)!r} is no folder; name one with config.json or Megatron's files")
+    if is_megatron_checkpoint(Path(folder)):
+        return build_empty_megatron_gpt(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config).eval()
+    except (OSError, KeyError, TypeError) as error:  # by what is missing or damaged it is any of these
+        raise ValueError(f"checkpoint={str(folder)!r} holds no causal model of transformers: {error}") from error
