@@ -114,7 +114,7 @@ def run_ppo(start: Path, out: Path) -> None:
     sources = {"model": str(out / "sft"), **data}
     sizes = {"rollout_size": 8, "minibatch_size": 4, "micro_batch_size": 2, "max_new_tokens": 8}
     rare = {"save_every": 0, "eval_every": 0, "eval_prompts": 2}
-    rates = {"actor_lr": 3e-4, "critic_lr": 1e-3, "kl_coef": 0.1}
+    rates = {"actor_lr": 1e-4, "critic_lr": 3e-4, "kl_coef": 0.1}
     ppo.run(ppo.Config(**sources, **sizes, **rare, **rates, steps=NUM_STEPS, reward=("trajectories:shortness",)))
 
 

@@ -25,8 +25,8 @@ def build_command_calls() -> list[Call]:
 RECIPES = (sft, reward, ppo, grpo, dpo, kto, online_dpo)
 MEASURED = ("evaluate", "--model", "model", "--dataset", "data.jsonl")
 TEXTS = ("out", "model", "dataset", "reward")
-MAY_BE = {"missing_eos_score": (-1, -1.5), "pass_score": (-1.5,), "seed": ()}
-VALUES: dict[str, tuple[Any, ...]] = {"int": (-1, -(10**12)), "float": (math.nan, math.inf, -math.inf, -1.5)}
+MAY_BE = {"missing_eos_score": (-1, -1.5), "pass_score": (-1.5,), "seed": (10**12,)}
+VALUES: dict[str, tuple[Any, ...]] = {"int": (-1, -(10**12), 10**12), "float": (math.nan, math.inf, -math.inf, -1.5)}
 LARGE = {
     "seed": (2**64,),
     "zero_stage": (4,),

@@ -1,4 +1,7 @@
-"""Writes docs/robustness.md from all attacks in their long form: `python -m tests.attack.write_page`."""
+"""Writes docs/robustness.md from all attacks in their long form: `python -m tests.attack.write_page`.
+
+python -m tests.attack.write_page --kills 60 --stops 4    fewer of these; the page says so
+"""
 
 import argparse
 import os
@@ -24,6 +27,14 @@ What each of them does, and what counts as a failure, stands at the top of its f
 FORM = {
     "long": {"kills": 300, "stops": 30, "every": 3, "calls": 1, "cycles": 1000},
     "quick": {"kills": 15, "stops": 2, "every": 150, "calls": 10, "cycles": 20},
+}
+
+MEANINGS = {
+    "kills": "kills of trainings",
+    "stops": "stops of each recipe",
+    "every": "interrupt at one line of so many",
+    "calls": "make one bad call of so many",
+    "cycles": "cycles in search of leaks",
 }
 
 
@@ -124,6 +135,13 @@ def write_leaks(cycles: int) -> tuple[str, bool]:
     return text + listed(failures), not failures
 
 
+def describe_form(form: dict[str, int]) -> str:
+    """What is less than in the long form; nothing where nothing is."""
+    changed = [f"`--{name} {value}` in place of {FORM['long'][name]}" for name, value in form.items()]
+    changed = [text for text, name in zip(changed, form, strict=True) if form[name] != FORM["long"][name]]
+    return f"Shorter than `make attack` by itself: {', '.join(changed)}.\n\n" if changed else ""
+
+
 def describe_machine(seconds: float) -> str:
     """How it was tried."""
     commit = subprocess.run(
@@ -140,8 +158,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few of each, to try the attacks themselves")
     parser.add_argument("--page", type=Path, default=PAGE)
+    for name, meaning in MEANINGS.items():
+        parser.add_argument(f"--{name}", type=int, help=meaning)
     options = parser.parse_args()
-    form = FORM["quick" if options.quick else "long"]
+    form = dict(FORM["quick" if options.quick else "long"])
+    form |= {name: value for name in form if (value := getattr(options, name)) is not None}
     torch.set_num_threads(1)
     start = time.monotonic()
     parts = [
@@ -151,7 +172,7 @@ def main() -> int:
         write_interrupts(form["every"]),
         write_leaks(form["cycles"]),
     ]
-    machine = describe_machine(time.monotonic() - start)
+    machine = describe_machine(time.monotonic() - start) + describe_form(form)
     options.page.write_text(HEAD + machine + "".join(text for text, _ in parts).rstrip() + "\n")
     return int(not all(is_good for _, is_good in parts))
 
