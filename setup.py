@@ -22,7 +22,7 @@ setup(
     # What `import deepspeed` may find is no package of ours: a folder for Python's path.
     package_data={
         "hybrid_engine": ["py.typed", "compat/deepspeed_path/*/*"],
-        "hybrid_engine.ops": ["*.c"],
+        "hybrid_engine.ops": ["*.c", "*.h"],
         "hybrid_engine.recipes.reports": ["*.html", "*.css", "*.js"],
     },
 )

@@ -2,10 +2,11 @@
 
 Which library and which order of memory is faster depends on the maker of the processor, because MKL does:
 
-    Intel   MKL. Up to 128 rows the product is `y^T = W^T x^T`, whose result lies by columns (strides 1, N): MKL then
-            has the few rows as its inner dimension. For 32 rows of 384 and 1024 outputs 69 GFLOP/s, where `x W`
-            reaches 47 and oneDNN 41; for 1024 inputs 60, 44 and 38. A weight stored [in, out] is better off with
-            `x W`: 57, 32 by columns and 39 (one core of a Xeon with AVX-512 beside other programs, torch 2.13).
+    Intel   From 2 to 32 rows the compiled product of `cpu_products.py`; else, and where nothing can be compiled, MKL.
+            Up to 128 rows its product is `y^T = W^T x^T`, whose result lies by columns (strides 1, N): MKL then has
+            the few rows as its inner dimension. For 32 rows of 384 and 1024 outputs 69 GFLOP/s, where `x W` reaches
+            47 and oneDNN 41; for 1024 inputs 60, 44 and 38. A weight stored [in, out] is better off with `x W`: 57,
+            32 by columns and 39 (one core of a Xeon with AVX-512 beside other programs, torch 2.13).
     others  oneDNN, by the operator that `torch.compile` emits for linears: for the linears of a 16M-parameter Llama
             at 32 rows it takes 4.1 ms where `torch.mm` (MKL) takes 8.0 (two Zen 5 cores, torch 2.13). A call costs
             it some 9 us more, which one or two rows and a small weight do not win back.
@@ -15,10 +16,14 @@ N rows.
 """
 
 import platform
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
+
+from hybrid_engine.ops.cpu_kernels import by_rows
+from hybrid_engine.ops.cpu_products import Linear, can_multiply, products
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 # Up to so many rows and elements of the weight MKL is as fast as oneDNN or faster: 8 against 16 us for 384 x 384 and
@@ -62,10 +67,24 @@ def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
     return input.shape[0] > MKL_ROWS or weight.numel() > MKL_ELEMENTS
 
 
+def is_compiled(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
+    """True where the products are those of `cpu_products.py`."""
+    return is_intel() and can_multiply(input, linears, residual)
+
+
+def linears_transposed(input: torch.Tensor, linears: Sequence[Linear]) -> list[torch.Tensor]:
+    """Several linears of the same rows."""
+    if is_compiled(input, linears):
+        return products(input, linears)
+    return [linear_transposed(input, *linear) for linear in linears]
+
+
 def linear_transposed(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """torch's best product: `input [N, in]`, `weight [in, out]`, `bias [out]`, `residual [N, out]` -> `[N, out]`."""
+    """The best product: `input [N, in]`, `weight [in, out]`, `bias [out]`, `residual [N, out]` -> `[N, out]`."""
+    if is_compiled(input, [(weight, bias)], residual):
+        return products(input, [(weight, bias)], residual)[0]
     if by_columns(input, weight):
         return _product_by_columns(input, weight, bias, residual)
     if use_onednn(input, weight):
@@ -97,6 +116,13 @@ def _columns(weight: torch.Tensor, input: torch.Tensor, added: torch.Tensor | No
         return torch.bmm(parts, inputs).view(width_out, num_rows)
     added = added.expand(width_out, num_rows).unflatten(0, (num_parts, -1))
     return torch.baddbmm(added, parts, inputs).view(width_out, num_rows)
+
+
+def linear_by_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The same as fp32 in dense rows, along which samplers go."""
+    if is_compiled(input, [(weight, bias)]):
+        return products(input, [(weight, bias)], by_rows=True)[0]
+    return by_rows(linear_transposed(input, weight, bias).float())
 
 
 def linear_transposed_reference(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

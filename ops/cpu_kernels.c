@@ -1,21 +1,10 @@
-/* The small operations of a decode step on a CPU; ops/cpu_kernels.py compiles this file and says what each computes.
+/* The small operations of a decode step on a CPU; ops/cpu_kernels.py says what each computes.
 
-Values are fp32, or bf16 with fp32 arithmetic inside, rounded where the torch reference rounds. A function spreads its
-rows, or its rows and key/value heads, over `threads` of the OpenMP pool that torch uses too. Strides count elements.
+A function spreads its rows, or its rows and key/value heads, over `threads` of the OpenMP pool that torch uses too.
 
 N rows, E width, H query heads, K key/value heads, G = H / K, D head dimension. */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-typedef uint16_t bf16;
-
-typedef struct {  /* [N, E] */
-    void *data;
-    int64_t row, column;
-} Matrix;
+#include "cpu_values.h"
 
 typedef struct {  /* [N, K, G, D]; G is 1 for keys and values */
     const void *data;
@@ -44,74 +33,7 @@ typedef struct {  /* rows of signed rotations [N, R], and what a head adds; NULL
     const float *alibi;  /* [H] */
 } Extras;
 
-enum { NO_MEMORY = 1, BAD_PLACE };  /* what a function returns beside 0 */
 enum { LAYER, RMS, RMS_FP32, RMS_OFFSET };
-enum { SILU, RELU, RELU2, GELU, GELU_TANH, QUICK_GELU };
-
-static inline float float_of(uint32_t bits) {
-    float y;
-    memcpy(&y, &bits, 4);
-    return y;
-}
-
-static inline float widen(bf16 x) { return float_of((uint32_t)x << 16); }
-
-static inline bf16 narrow(float x) {  /* to the nearest, ties to even; NaN stays NaN */
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return x != x ? 0x7fc0 : (bf16)rounded;
-}
-
-static inline float round_to(float x, int is_bf16) { return is_bf16 ? widen(narrow(x)) : x; }
-
-static inline float value(const void *data, int64_t index, int is_bf16) {
-    return is_bf16 ? widen(((const bf16 *)data)[index]) : ((const float *)data)[index];
-}
-
-static void load(float *to, const void *from, int64_t start, int64_t stride, int64_t count, int is_bf16) {
-    if (is_bf16) {
-        const bf16 *x = (const bf16 *)from + start;
-        if (stride == 1) for (int64_t i = 0; i < count; i++) to[i] = widen(x[i]);
-        else for (int64_t i = 0; i < count; i++) to[i] = widen(x[i * stride]);
-    } else {
-        const float *x = (const float *)from + start;
-        if (stride == 1) memcpy(to, x, count * sizeof(float));
-        else for (int64_t i = 0; i < count; i++) to[i] = x[i * stride];
-    }
-}
-
-static void store(void *to, int64_t start, int64_t stride, const float *from, int64_t count, int is_bf16) {
-    if (is_bf16) {
-        bf16 *y = (bf16 *)to + start;
-        if (stride == 1) for (int64_t i = 0; i < count; i++) y[i] = narrow(from[i]);
-        else for (int64_t i = 0; i < count; i++) y[i * stride] = narrow(from[i]);
-    } else {
-        float *y = (float *)to + start;
-        if (stride == 1) memcpy(y, from, count * sizeof(float));
-        else for (int64_t i = 0; i < count; i++) y[i * stride] = from[i];
-    }
-}
-
-/* exp to 2 units in the last place: 2^n times a polynomial (Cephes, expf.c). Below -87.3 it is 0, above 88.7 inf. */
-static inline float fast_exp(float x) {
-    float clamped = x < -87.3f ? -87.3f : x > 88.7f ? 88.7f : x;
-    float n = rintf(clamped * 1.44269504f);
-    float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    int32_t half = (int32_t)n >> 1, rest = (int32_t)n - half;  /* in two halves: 2^128 is no float */
-    float y = p * float_of((half + 127) << 23) * float_of((rest + 127) << 23);
-    y = x < -87.3f ? 0.0f : x > 88.7f ? INFINITY : y;
-    return x != x ? x : y;
-}
-
-static inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
 
 /* In lanes, because a maximum that may meet NaN, which it passes over, is not spread over a vector by itself. */
 static float largest(const float *x, int64_t count) {
@@ -143,10 +65,65 @@ static void norm_row(float *x, const float *gamma, const float *beta, int64_t wi
     if (beta) for (int64_t i = 0; i < width; i++) x[i] += beta[i];
 }
 
+enum { GROUP = 16, BATCH = 64 };
+
+/* Norms `rows` fp32 rows, at most GROUP, that lie by columns, side by side. Sums go in batches, which rounds less. */
+static inline __attribute__((always_inline)) void norm_columns_of(
+    const Matrix *input, const Matrix *residual, const float *gamma, const float *beta, const Matrix *output,
+    const Matrix *sum, int64_t first, int64_t rows, int64_t width, int kind, float eps) {
+    const float *x = (const float *)input->data + first;
+    float *y = (float *)output->data + first;
+    int64_t step = input->column;
+    float mean[GROUP] = {0}, squares[GROUP] = {0}, rstd[GROUP];
+    if (residual) {
+        const float *added = (const float *)residual->data + first;
+        float *total = (float *)sum->data + first;
+        for (int64_t i = 0; i < width; i++)
+            for (int64_t n = 0; n < rows; n++)
+                total[i * sum->column + n] = x[i * step + n] + added[i * residual->column + n];
+        x = total, step = sum->column;
+    }
+    for (int64_t start = 0; kind == LAYER && start < width; start += BATCH) {
+        float part[GROUP] = {0};
+        for (int64_t i = start; i < width && i < start + BATCH; i++)
+            for (int64_t n = 0; n < rows; n++) part[n] += x[i * step + n];
+        for (int64_t n = 0; n < rows; n++) mean[n] += part[n] / width;
+    }
+    for (int64_t start = 0; start < width; start += BATCH) {
+        float part[GROUP] = {0};
+        for (int64_t i = start; i < width && i < start + BATCH; i++)
+            for (int64_t n = 0; n < rows; n++) part[n] += (x[i * step + n] - mean[n]) * (x[i * step + n] - mean[n]);
+        for (int64_t n = 0; n < rows; n++) squares[n] += part[n];
+    }
+    for (int64_t n = 0; n < rows; n++) rstd[n] = 1.0f / sqrtf(squares[n] / width + eps);
+    for (int64_t i = 0; i < width; i++) {
+        float scale = (kind == RMS_OFFSET ? 1.0f : 0.0f) + gamma[i], shift = beta ? beta[i] : 0.0f;
+        for (int64_t n = 0; n < rows; n++)
+            y[i * output->column + n] = (x[i * step + n] - mean[n]) * rstd[n] * scale + shift;
+    }
+}
+
+static void norm_columns(const Matrix *input, const Matrix *residual, const float *gamma, const float *beta,
+                         const Matrix *output, const Matrix *sum, int64_t num_rows, int64_t width, int kind, float eps,
+                         int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < num_rows; first += GROUP) {
+        int64_t rows = num_rows - first;
+        if (rows >= GROUP)  /* a constant, for the compiler */
+            norm_columns_of(input, residual, gamma, beta, output, sum, first, GROUP, width, kind, eps);
+        else norm_columns_of(input, residual, gamma, beta, output, sum, first, rows, width, kind, eps);
+    }
+}
+
 /* output = norm(input + residual), sum = input + residual; residual and sum are both there or both NULL. */
 int norm(const Matrix *input, const Matrix *residual, const void *gamma, const void *beta, const Matrix *output,
          const Matrix *sum, int64_t num_rows, int64_t width, int64_t kind, double eps, int64_t is_bf16,
          int64_t threads) {
+    int by_columns = input->row == 1 && output->row == 1 && (!residual || (residual->row == 1 && sum->row == 1));
+    if (by_columns && !is_bf16) {
+        norm_columns(input, residual, gamma, beta, output, sum, num_rows, width, kind, eps, threads);
+        return 0;
+    }
     float *weights = malloc((2 + 2 * threads) * width * sizeof(float));
     if (!weights) return NO_MEMORY;
     load(weights, gamma, 0, 1, width, is_bf16);
@@ -167,40 +144,6 @@ int norm(const Matrix *input, const Matrix *residual, const void *gamma, const v
     }
     free(weights);
     return 0;
-}
-
-/* erf to 1e-7 (rational approximation of Eigen, MathFunctionsImpl.h). */
-static inline float fast_erf(float x) {
-    x = x < -3.8325066f ? -3.8325066f : x > 3.8325066f ? 3.8325066f : x;
-    float s = x * x;
-    float p = -2.72614225801306e-10f;
-    p = p * s + 2.77068142495902e-08f;
-    p = p * s - 2.10102402082508e-06f;
-    p = p * s - 5.69250639462346e-05f;
-    p = p * s - 7.34990630326855e-04f;
-    p = p * s - 2.95459980854025e-03f;
-    p = p * s - 1.60960333262415e-02f;
-    float q = -1.45660718464996e-05f;
-    q = q * s - 2.13374055278905e-04f;
-    q = q * s - 1.68282697438203e-03f;
-    q = q * s - 7.37332916720468e-03f;
-    q = q * s - 1.42647390514189e-02f;
-    return x * p / q;
-}
-
-/* One case each, so that the loops inside hold no branch. */
-static void activate(float *x, int64_t count, int kind) {
-    switch (kind) {
-    case SILU: for (int64_t i = 0; i < count; i++) x[i] = x[i] * sigmoid(x[i]); break;
-    case RELU: for (int64_t i = 0; i < count; i++) x[i] = x[i] < 0.0f ? 0.0f : x[i]; break;
-    case RELU2: for (int64_t i = 0; i < count; i++) x[i] = x[i] < 0.0f ? 0.0f : x[i] * x[i]; break;
-    case GELU: for (int64_t i = 0; i < count; i++) x[i] = 0.5f * x[i] * (1.0f + fast_erf(x[i] * 0.70710678f)); break;
-    case GELU_TANH:
-        for (int64_t i = 0; i < count; i++)
-            x[i] = x[i] * sigmoid(1.59576912f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
-        break;
-    case QUICK_GELU: for (int64_t i = 0; i < count; i++) x[i] = x[i] * sigmoid(1.702f * x[i]); break;
-    }
 }
 
 enum { CHUNK = 512 };
@@ -430,12 +373,46 @@ int decode_attention(const Heads *q, const Heads *k, const Heads *v, const Extra
     int64_t needed = (2 * groups + TILE + 4) * dim + groups * kv->reach + 16;
     float *scratch = malloc(threads * needed * sizeof(float));
     if (!scratch) return NO_MEMORY;
-    int64_t num_parts = num_rows * attention->num_kv_heads;
+    int64_t num_parts = num_rows * attention->num_kv_heads;  /* by heads: rows may lie by columns */
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t thread = 0; thread < threads; thread++)
         for (int64_t part = thread * num_parts / threads; part < (thread + 1) * num_parts / threads; part++)
-            attend(q, k, v, extras, kv, attention, output, part / attention->num_kv_heads,
-                   part % attention->num_kv_heads, scratch + thread * needed, is_bf16);
+            attend(q, k, v, extras, kv, attention, output, part % num_rows, part / num_rows, scratch + thread * needed,
+                   is_bf16);
     free(scratch);
+    return 0;
+}
+
+static int has_nan(const float *x, int64_t count) {
+    int found = 0;
+    for (int64_t i = 0; i < count; i++) found |= x[i] != x[i];
+    return found;
+}
+
+/* logsumexp(scale x) of each row. */
+int log_sum_exp(const float *values, int64_t row, float *output, int64_t num_rows, int64_t width, double scale,
+                int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < num_rows; n++) {
+        const float *x = values + n * row;
+        float top = largest(x, width), sum = 0.0f;
+        for (int64_t i = 0; i < width; i++) sum += fast_exp((x[i] - top) * (float)scale);
+        output[n] = top * (float)scale + logf(sum);
+        if (isinf(top)) output[n] = has_nan(x, width) ? NAN : top;
+    }
+    return 0;
+}
+
+/* The index of the largest of each row, the first of equal ones; of the first NaN where there is one. */
+int first_largest(const float *values, int64_t row, int64_t *output, int64_t num_rows, int64_t width,
+                  int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < num_rows; n++) {
+        const float *x = values + n * row;
+        float top = has_nan(x, width) ? NAN : largest(x, width);
+        int64_t i = 0;
+        while (i + 1 < width && x[i] != top && x[i] == x[i]) i++;
+        output[n] = i;
+    }
     return 0;
 }

@@ -6,8 +6,11 @@ torch's. Eager torch takes ten to thirty operations of 5 to 20 us each where one
 N rows, E width, H query heads, K key/value heads, G = H / K, D head dimension.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import Structure, byref, c_double, c_int64, c_void_p
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,18 +63,29 @@ class _Extras(Structure):
     ]
 
 
+Note = Callable[[str, Callable[[], None]], None]
+
+
+class _Noting(threading.local):
+    note: Note | None = None
+
+
+_noting = _Noting()
 _ARGUMENTS: dict[str, list[Any]] = {
     "norm": [c_void_p] * 6 + [c_int64] * 3 + [c_double] + [c_int64] * 2,
     "gated_activation": [c_void_p] * 3 + [c_int64] * 5,
     "by_rows": [c_void_p] * 2 + [c_int64] * 3,
     "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
+    "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
+    "first_largest": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
+    "products": [c_void_p] * 2 + [c_int64] * 4,
 }
 
 
 def use_compiled(*tensors: torch.Tensor | None) -> bool:
     """True where compiled functions can take the tensors: plain ones of one dtype on a CPU, that nobody watches.
 
-    Whoever records operators, or wants gradients, gets torch's own.
+    Whoever watches operators, without `calls_noted_by`, or wants gradients, gets torch's own.
     """
     first = tensors[0]
     assert first is not None
@@ -79,7 +93,7 @@ def use_compiled(*tensors: torch.Tensor | None) -> bool:
     if (
         dtype not in DTYPES
         or use_triton(first)
-        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_dispatch_stack() > (_noting.note is not None)
         or torch.compiler.is_compiling()
     ):
         return False
@@ -96,12 +110,19 @@ def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     return not (tensor.requires_grad and torch.is_grad_enabled())
 
 
-def _call(name: str, *arguments: Any) -> None:
+def call(name: str, *arguments: Any) -> None:
+    """Calls a compiled function; MemoryError or ValueError for what it returns."""
     library = load_library()
     assert library is not None
     function: Callable[..., int] = getattr(library, name)
     if function.argtypes is None:  # type: ignore[attr-defined]
         function.argtypes = _ARGUMENTS[name]  # type: ignore[attr-defined]
+    _run(name, function, arguments)
+    if _noting.note is not None:
+        _noting.note(name, partial(_run, name, function, arguments))
+
+
+def _run(name: str, function: Callable[..., int], arguments: tuple[Any, ...]) -> None:
     status = function(*arguments)
     if status == NO_MEMORY:
         raise MemoryError(f"{name}: no memory for its scratch")
@@ -109,11 +130,26 @@ def _call(name: str, *arguments: Any) -> None:
         raise ValueError(f"{name}: a row's position lies beyond its context or blocks")
 
 
-def _matrix(tensor: torch.Tensor) -> Any:
+@contextmanager
+def calls_noted_by(note: Note) -> Iterator[None]:
+    """Hands to `note` the name of each function that this thread calls inside, and what calls it again.
+
+    It goes with a torch dispatch mode, which sees the other operators.
+    """
+    _noting.note = note
+    try:
+        yield
+    finally:
+        _noting.note = None
+
+
+def matrix(tensor: torch.Tensor) -> Any:
+    """A reference to a `Matrix` of the C source."""
     return byref(_Matrix(tensor.data_ptr(), tensor.stride(0), tensor.stride(1)))
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Where its data lies; None, which is C's NULL, without a tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -143,16 +179,24 @@ def norm(
     """`(norm(input + residual), input + residual)` of `[..., E]`; without residual the second is `input`."""
     width = input.shape[-1]
     rows = input if input.dim() == 2 else input.reshape(-1, width)
-    output = torch.empty(rows.shape, dtype=input.dtype)
+    output = _empty_as(rows)
     added, residual_add = None, rows
     if residual is not None:
-        added, residual_add = residual.reshape(-1, width), torch.empty_like(output)
-    _call(
-        "norm", _matrix(rows), added if added is None else _matrix(added), gamma.data_ptr(), _pointer(beta),
-        _matrix(output), added if added is None else _matrix(residual_add), len(rows), width,
+        added, residual_add = residual.reshape(-1, width), _empty_as(rows)
+    call(
+        "norm", matrix(rows), added if added is None else matrix(added), gamma.data_ptr(), pointer(beta),
+        matrix(output), added if added is None else matrix(residual_add), len(rows), width,
         NORMS[kind], eps, input.dtype == torch.bfloat16, _threads(rows.numel()),
     )  # fmt: skip
     return output.view(input.shape), residual_add.view(input.shape) if residual is not None else input
+
+
+def _empty_as(rows: torch.Tensor) -> torch.Tensor:
+    """`[N, E]` in the order of memory that `rows` has, dense."""
+    num_rows, width = rows.shape
+    if rows.stride(0) == 1 and num_rows > 1:
+        return torch.empty(width, num_rows, dtype=rows.dtype).t()
+    return torch.empty(num_rows, width, dtype=rows.dtype)
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -164,8 +208,8 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
     num_lines, width = lines[2].shape
     if all(x.is_contiguous() for x in lines):
         num_lines, width = 1, num_lines * width
-    _call(
-        "gated_activation", *map(_matrix, lines), num_lines, width,
+    call(
+        "gated_activation", *map(matrix, lines), num_lines, width,
         ACTIVATIONS[activation], gate.dtype == torch.bfloat16, _threads(gate.numel()),
     )  # fmt: skip
     return output
@@ -176,7 +220,7 @@ def by_rows(input: torch.Tensor) -> torch.Tensor:
     if input.is_contiguous() or not input.is_cpu or input.dtype != torch.float32 or not use_compiled(input):
         return input.contiguous()
     output = torch.empty(input.shape, dtype=input.dtype)
-    _call("by_rows", _matrix(input), output.data_ptr(), *input.shape, _threads(input.numel()))
+    call("by_rows", matrix(input), output.data_ptr(), *input.shape, _threads(input.numel()))
     return output
 
 
@@ -237,9 +281,35 @@ def decode_attention(
     )  # fmt: skip
     heads = [_Heads(q.data_ptr(), *q.stride())]
     heads += [_Heads(x.data_ptr(), x.stride(0), x.stride(1), 0, x.stride(2)) for x in (k, v)]
-    _call(
-        "decode_attention", *map(byref, heads), byref(_Extras(*rotated, _pointer(sinks), _pointer(alibi))),
+    call(
+        "decode_attention", *map(byref, heads), byref(_Extras(*rotated, pointer(sinks), pointer(alibi))),
         byref(workspace), byref(numbers), output.data_ptr(), num_rows, q.dtype == torch.bfloat16,
         _threads(num_rows * num_heads * numbers.head_dim * batch.context),
+    )  # fmt: skip
+    return output
+
+
+def can_search(values: torch.Tensor) -> bool:
+    """Whether `log_sum_exp` and `first_largest` take `values [S, V]`."""
+    is_dense = values.dim() == 2 and values.numel() > 0 and values.stride(1) == 1
+    return is_dense and values.dtype == torch.float32 and use_compiled(values)
+
+
+def log_sum_exp(values: torch.Tensor, temperature: float) -> torch.Tensor:
+    """`logsumexp(values / temperature)` of each row of `[S, V]`: `[S]` fp32."""
+    (num_rows, width), output = values.shape, torch.empty(len(values), dtype=torch.float32)
+    call(
+        "log_sum_exp", values.data_ptr(), values.stride(0), output.data_ptr(), num_rows, width, 1.0 / temperature,
+        _threads(values.numel()),
+    )  # fmt: skip
+    return output
+
+
+def first_largest(values: torch.Tensor) -> torch.Tensor:
+    """The index of the largest of each row of `[S, V]`, the first of equal ones: `[S]` int64."""
+    (num_rows, width), output = values.shape, torch.empty(len(values), dtype=torch.int64)
+    call(
+        "first_largest", values.data_ptr(), values.stride(0), output.data_ptr(), num_rows, width,
+        _threads(values.numel()),
     )  # fmt: skip
     return output

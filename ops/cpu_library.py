@@ -1,4 +1,4 @@
-"""Compiles `cpu_kernels.c` with the user's own C compiler at its first use, and loads it.
+"""Compiles `cpu_kernels.c` and `cpu_products.c` with the user's own C compiler at its first use, and loads it.
 
 The library is kept in the user's cache folder under a name that says what it was made of: source, compiler, options
 and processor. A file there ends with the SHA-256 of what comes before it, which the loader of the operating system
@@ -27,10 +27,13 @@ from pathlib import Path
 from hybrid_engine.ops.cache_folder import cache_folder
 from hybrid_engine.ops.dispatch import say_once
 
-SOURCE = Path(__file__).with_name("cpu_kernels.c")
+SOURCES = [Path(__file__).with_name(name) for name in ("cpu_kernels.c", "cpu_products.c")]
+HEADERS = [Path(__file__).with_name("cpu_values.h")]
 # Sums may be reordered and spread over a vector; NaN and infinity stay what they are, unlike under -ffast-math.
 OPTIONS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp"]
 OPTIONS += ["-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros"]
+# Else the sums of a product, which fill the registers, are regrouped into more than there are.
+OPTIONS += ["-fno-tree-reassoc"]
 X86_OPTIONS = ["-march=native", "-mprefer-vector-width=512"]
 OTHER_OPTIONS = ["-mcpu=native"]
 DIGEST_BYTES = 32
@@ -78,7 +81,7 @@ def compile_command() -> list[str]:
     runtime = openmp_runtime()
     # Named before -fopenmp's own, which then is not needed.
     libraries = ["-Wl,--as-needed", str(runtime)] if runtime else []
-    return [compiler, *wanted[1:], *OPTIONS, *native, str(SOURCE), *libraries, "-lm"]
+    return [compiler, *wanted[1:], *OPTIONS, *native, *map(str, SOURCES), *libraries, "-lm"]
 
 
 def openmp_runtime() -> Path | None:
@@ -95,7 +98,14 @@ def library_name(command: list[str]) -> str:
     """The hash of everything that the library depends on."""
     compiler = Path(command[0]).resolve()
     status = compiler.stat()
-    made_of = [SOURCE.read_bytes(), *command, str(compiler), status.st_size, status.st_mtime_ns, _processor()]
+    made_of = [
+        *(path.read_bytes() for path in (*SOURCES, *HEADERS)),
+        *command,
+        str(compiler),
+        status.st_size,
+        status.st_mtime_ns,
+        _processor(),
+    ]
     return hashlib.sha256(repr(made_of).encode()).hexdigest()
 
 

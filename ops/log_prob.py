@@ -8,6 +8,8 @@ which token is drawn, never the probability that is reported for it.
 
 import torch
 
+from hybrid_engine.ops import cpu_kernels
+
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities of `tokens` under softmax(logits / temperature).
@@ -20,6 +22,9 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     Returns:
         `[...]` fp32, differentiable in `logits`.
     """
+    if cpu_kernels.can_search(logits):
+        chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) / temperature
+        return chosen - cpu_kernels.log_sum_exp(logits, temperature)
     scaled = logits.float()
     if temperature != 1.0:
         scaled = scaled / temperature

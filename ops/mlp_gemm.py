@@ -15,9 +15,10 @@ another, with the residual added in it. A fused [in, 2I] weight comes as two vie
 
 import torch
 
-from hybrid_engine.ops import dispatch
+from hybrid_engine.ops import cpu_kernels, dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
-from hybrid_engine.ops.cpu_gemm import linear_transposed
+from hybrid_engine.ops.cpu_gemm import is_compiled, linear_transposed
+from hybrid_engine.ops.cpu_products import Linear, activated_product
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.gated_activation import activate_and_multiply
 from hybrid_engine.ops.norm import NORM_OPS, NormOp, check_norm_weights
@@ -41,8 +42,6 @@ from hybrid_engine.ops.skinny_gemm import (
     weights_of,
 )
 from hybrid_engine.ops.vector_matmul import VectorMatMulOp
-
-Linear = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @triton.jit
@@ -173,6 +172,9 @@ class MLPGemmOp:
     def _inner(self, normed: torch.Tensor, gate: Linear | None, up: Linear) -> torch.Tensor:
         if use_triton(normed) and takes_rows(normed):
             return up_product(normed, gate, up, self.activation_name)
+        linears = [up] if gate is None else [up, gate]
+        if self.activation_name in cpu_kernels.ACTIVATIONS and is_compiled(normed, linears):
+            return activated_product(normed, up, gate, self.activation_name)
         inner = linear_transposed(normed, *up)
         if gate is None:
             return self.activation(inner)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hybrid_engine.ops import dispatch
-from hybrid_engine.ops.cpu_gemm import linear_transposed
+from hybrid_engine.ops.cpu_gemm import linears_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.norm import NORM_OPS, check_norm_weights
 from hybrid_engine.ops.skinny_gemm import (
@@ -142,8 +142,7 @@ class QKVGemmOp:
     def _project(
         self, normed: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        projected = [linear_transposed(normed, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        return self._split(*projected)
+        return self._split(*linears_transposed(normed, list(zip(weights, biases, strict=True))))
 
     def _split(self, *projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One fused projection or three as q `[N, K, G, D]`, k, v `[N, K, D]`."""

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hybrid_engine.ops import dispatch
-from hybrid_engine.ops.cpu_gemm import linear_transposed
-from hybrid_engine.ops.cpu_kernels import by_rows
+from hybrid_engine.ops.cpu_gemm import linear_by_rows, linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
 from hybrid_engine.ops.skinny_gemm import (
     FEW_ROWS,
@@ -39,7 +38,7 @@ from hybrid_engine.ops.skinny_gemm import (
 def linear_fp32(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`[N, out]` fp32. On a CPU a 16-bit product is rounded before: torch has no other that copies no weight."""
     if not input.is_cuda or input.dtype == torch.float32:
-        return by_rows(linear_transposed(input, weight, bias).float())  # samplers go along the rows
+        return linear_by_rows(input, weight, bias)
     output = torch.mm(input, weight, out_dtype=torch.float32)
     return output if bias is None else output + bias
 

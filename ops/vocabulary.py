@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from hybrid_engine.ops import cpu_kernels
+
 BLOCK = 128
 
 
@@ -30,6 +32,8 @@ def _places(blocks: torch.Tensor, num_values: int) -> torch.Tensor:
 
 def first_largest(values: torch.Tensor) -> torch.Tensor:
     """`[S]`: the index of the largest of `values [S, V]`, the first of equal ones."""
+    if cpu_kernels.can_search(values):
+        return cpu_kernels.first_largest(values)
     block = _reduce_blocks(values, lambda part: part.amax(-1)).argmax(-1, keepdim=True)
     places = _places(block, values.shape[1])
     return places.gather(1, values.gather(1, places).argmax(-1, keepdim=True)).squeeze(1)

@@ -12,7 +12,7 @@ from models import PAD, build_model, module_logprobs, padded_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_engine
-from hybrid_engine.ops import DecodeBatch, SoftmaxContextOp, cpu_kernels, cpu_library, dispatch
+from hybrid_engine.ops import DecodeBatch, SoftmaxContextOp, cpu_kernels, cpu_library, cpu_products, dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.gated_activation import activate_and_multiply
 from hybrid_engine.ops.norm import NORM_OPS
@@ -31,8 +31,9 @@ def compiled(monkeypatch):
     monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     assert cpu_library.load_library() is not None
     called = []
-    call = cpu_kernels._call
-    monkeypatch.setattr(cpu_kernels, "_call", lambda name, *rest: (called.append(name), call(name, *rest)))
+    call = cpu_kernels.call
+    for module in (cpu_kernels, cpu_products):
+        monkeypatch.setattr(module, "call", lambda name, *rest: (called.append(name), call(name, *rest)))
     torch.manual_seed(0)
     return called
 
@@ -68,12 +69,78 @@ def test_norms_equal_their_reference(compiled, threads, kind, dtype):
         gamma, beta = torch.randn(2, shape[-1]).to(dtype)
         beta = beta if kind == "layer" else None
         for layout in (torch.clone, by_columns) if len(shape) == 2 else (torch.clone,):
-            added = (layout(input), residual)
-            assert_near(op(added[0], gamma, beta), op.reference(input, gamma, beta), dtype)
-            normed, total = op.add_and_norm(*added, gamma, beta)
-            assert torch.equal(total, input + residual)
-            assert_near(normed, op.reference(input + residual, gamma, beta), dtype)
+            assert_near(op(layout(input), gamma, beta), op.reference(input, gamma, beta), dtype)
+            for added in (residual, layout(residual)):
+                normed, total = op.add_and_norm(layout(input), added, gamma, beta)
+                assert torch.equal(total, input + residual)
+                assert_near(normed, op.reference(input + residual, gamma, beta), dtype)
     assert set(compiled) == {"norm"}
+
+
+def build_linears(width_in, *widths, has_bias=True):
+    """Weights as a model has them, one a slice of a larger tensor, with biases."""
+    weights = [torch.randn(width, width_in).t() for width in widths]
+    weights[0] = torch.randn(widths[0], width_in + 3)[:, 1:-2].t()
+    return [(weight, torch.randn(weight.shape[1]) if has_bias else None) for weight in weights]
+
+
+def exact_product(x, weight, bias):
+    return x.double() @ weight.double() + (0 if bias is None else bias.double())
+
+
+@needs_compiler
+@pytest.mark.parametrize("rows", [2, 15, 16, 17, 32])
+@pytest.mark.parametrize("width_in", [1, 63, 256])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_equal_exact_ones(compiled, threads, monkeypatch, rows, width_in, has_bias):
+    monkeypatch.setattr(cpu_products, "THREAD_ELEMENTS", 1)
+    linears = build_linears(width_in, 5, 12, 100, has_bias=has_bias)
+    for layout in (torch.clone, by_columns, lambda x: x.repeat(1, 2)[:, : x.shape[1]]):
+        x, residual = layout(torch.randn(rows, width_in)), layout(torch.randn(rows, 100))
+        assert cpu_products.can_multiply(x, linears, residual)
+        for by_rows in (False, True):
+            for output, linear in zip(cpu_products.products(x, linears, by_rows=by_rows), linears, strict=True):
+                assert_near(output, exact_product(x, *linear).float(), torch.float32)
+        (output,) = cpu_products.products(x, linears[-1:], residual)
+        assert_near(output, (exact_product(x, *linears[-1]) + residual).float(), torch.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("activation", ["silu", "relu2", "gelu_new"])
+@pytest.mark.parametrize("rows", [3, 32])
+def test_activated_products_equal_exact_ones(compiled, threads, activation, rows):
+    x, act = torch.randn(rows, 63), ACTIVATIONS[activation]
+    for (up,), (gate,) in ((build_linears(63, 100), build_linears(63, 100)), (build_linears(63, 7),) * 2):
+        inner, outer = (exact_product(x, *linear).float() for linear in (up, gate))
+        assert_near(cpu_products.activated_product(x, up, gate, activation), act(outer) * inner, torch.float32)
+        assert_near(cpu_products.activated_product(x, up, None, activation), act(inner), torch.float32)
+
+
+@needs_compiler
+def test_a_row_of_a_product_does_not_depend_on_the_others(compiled):
+    x, linears = torch.randn(32, 300), build_linears(300, 100)
+    (whole,) = cpu_products.products(x, linears)
+    for rows in (range(2), range(7, 31), range(16)):
+        (part,) = cpu_products.products(x[rows], linears)
+        assert torch.equal(part, whole[rows])
+
+
+@needs_compiler
+def test_searches_over_a_vocabulary_equal_torchs(compiled, threads):
+    inf, nan = float("inf"), float("nan")
+    values = torch.randn(6, 1000) * 20
+    values[1, 5:] = -inf
+    values[2, 300], values[2, 100] = inf, -inf
+    values[3, 300], values[3, 400] = nan, inf
+    values[4] = -inf
+    values[5, 20:30] = 77.0
+    for rows in (values, values[:, :63], torch.zeros(2, 1)):
+        assert torch.equal(cpu_kernels.first_largest(rows), rows.argmax(1))
+        for temperature in (1.0, 0.3):
+            expected = (rows.double() / temperature).logsumexp(1).float()
+            actual = cpu_kernels.log_sum_exp(rows, temperature)
+            torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-5, equal_nan=True)
+    assert {"log_sum_exp", "first_largest"} == set(compiled)
 
 
 @needs_compiler
@@ -275,7 +342,7 @@ def quick(monkeypatch, tmp_path):
     """A short source in the place of the real one."""
     source = tmp_path / "short.c"
     source.write_text("int answer(void) { return 42; }\n")
-    monkeypatch.setattr(cpu_library, "SOURCE", source)
+    monkeypatch.setattr(cpu_library, "SOURCES", [source])
     return source
 
 

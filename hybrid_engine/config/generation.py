@@ -20,7 +20,10 @@ class HybridEngineConfig:
     pin_parameters: bool = True
     """ZeRO-3: gather the whole model once around `generate()`; false streams it layer by layer."""
     enable_cuda_graph: bool = True
-    """On a GPU: whether a decode step is replayed as one graph wherever it can be. DeepSpeed's default is false."""
+    """Whether a decode step is replayed wherever it can be: on a GPU as one graph, on a CPU from a tape of its calls.
+
+    DeepSpeed's default is false.
+    """
     tp_gather_partition_size: int = 8
     """Layers whose parts are on their way at a time when processes share the model."""
     max_running: int = 0

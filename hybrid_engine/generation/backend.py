@@ -81,7 +81,8 @@ class ContainerRollouts:
         # The experts' reference reads their numbers of tokens on the host.
         is_on_device = use_triton(model.weight) or not model.has_experts
         recorder = CudaGraphs() if is_cuda and config.enable_cuda_graph and is_on_device else None
-        self.steps = DecodeSteps(model, config.max_out_tokens, recorder)
+        has_tapes = model.device.type == "cpu" and config.enable_cuda_graph
+        self.steps = DecodeSteps(model, config.max_out_tokens, recorder, has_tapes)
         self.lag = 1 if is_cuda else 0  # turns whose tokens are read late, so that the host need not wait
 
     @property

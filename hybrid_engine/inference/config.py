@@ -116,7 +116,10 @@ class InferenceConfig:
     min_out_tokens: int = 1
     """No effect: the KV workspace is sized by what is asked for."""
     enable_cuda_graph: bool = True
-    """On a GPU: whether a decode step is replayed as one graph wherever it can be. DeepSpeed's default is false."""
+    """Whether a decode step is replayed wherever it can be: on a GPU as one graph, on a CPU from a tape of its calls.
+
+    DeepSpeed's default is false.
+    """
     checkpoint: Any = None
     """A folder or file of safetensors, its index, or a list of files, to fill a model on the meta device from."""
     base_dir: str = ""

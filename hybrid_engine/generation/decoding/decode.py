@@ -32,6 +32,7 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.decoding.graph import StepGraphs, batch_bucket, context_bucket
+from hybrid_engine.generation.decoding.tape import StepTapes
 from hybrid_engine.generation.sampling.rows import DrawnRows, MixedRows, RowState
 from hybrid_engine.ops import DecodeBatch, SampleOp
 
@@ -198,6 +199,7 @@ class DecodeStep:
     Args:
         sample: draws where every row has its options.
         graphs: where steps are recorded; None runs each step as it comes.
+        tapes: where the forward passes of steps are noted that are not recorded.
     """
 
     def __init__(
@@ -207,43 +209,45 @@ class DecodeStep:
         tables: SlotTables,
         kv: torch.Tensor,
         graphs: StepGraphs | None = None,
+        tapes: StepTapes | None = None,
     ):
         self.model, self.sample, self.tables, self.kv, self.graphs = model, sample, tables, kv, graphs
+        self._tapes = tapes
         self._ends = torch.tensor(sample.options.eos_token_ids, dtype=torch.int64, device=kv.device)
         self._results = torch.zeros(3, tables.num_slots, dtype=torch.float64, device=kv.device)
         if sample.options.repetition_penalty != 1.0:
             tables.note_seen()  # before a graph holds the address
         self._mixed: MixedRows | None = None  # the rows of the last step, where they differ from `sample`
-        self._logits = torch.empty(0)  # what they are drawn from
+        self._logits = torch.empty(0)  # what they are drawn from, of a graph
         self._tops: torch.Tensor | None = None  # of the last draw
 
     def run(
         self, sequences: list[Sequence], changed: list[Sequence], layers: Callable[[], Iterable[InferenceLayer]]
     ) -> Draw:
         """Feeds each sequence's newest token and draws the next; `changed` as `SlotTables.send` takes it."""
-        tables, block_size = self.tables, self.kv.shape[4]
+        tables = self.tables
         if tables.send(sequences, changed):
             self._mixed = self._mix(sequences)
         context = tables.longest()
-        step = self._step if self._mixed is None else self._step_to_logits
         if self.graphs is None:
-            is_identity = context <= block_size and tables.are_rows_in_place()
-            step(len(sequences), context, is_identity, layers)
+            logits = self._run_unrecorded(len(sequences), context, layers)
         else:
+            step = self._step if self._mixed is None else self._step_to_logits
             num_rows = batch_bucket(len(sequences))
-            reach = context_bucket(context, tables.num_columns * block_size)
+            reach = context_bucket(context, tables.num_columns * self.kv.shape[4])
             kind = (num_rows, reach, self._mixed is None)
             if not self.graphs.has(kind):
                 tables.clear()
                 self.graphs.record(kind, lambda: step(num_rows, reach, False, layers))
                 tables.send(sequences, [])
             self.graphs.replay(kind)
+            logits = self._logits
         tables.advance()
         if self._mixed is not None:
             slots = tables.rows[: len(sequences)]
             numbers = tables.numbers.index_select(1, slots)
             drawn_before = numbers[_DRAW] - 1
-            self._draw_mixed(self._mixed, self._logits[: len(sequences)], slots, numbers[_KEY], drawn_before)
+            self._draw_mixed(self._mixed, logits[: len(sequences)], slots, numbers[_KEY], drawn_before)
         return send_to_host(self._results[:, : len(sequences)], None if self._mixed is None else self._tops)
 
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
@@ -284,6 +288,35 @@ class DecodeStep:
         )
         return self.model.forward(batch, self.kv, layers())
 
+    def _run_unrecorded(
+        self, num_rows: int, context: int, layers: Callable[[], Iterable[InferenceLayer]]
+    ) -> torch.Tensor:
+        """A step as it comes, its forward pass from a tape where one can be; the logits."""
+        tables = self.tables
+        slots = tables.rows[:num_rows]
+        numbers = tables.numbers.index_select(1, slots)
+        if self._tapes is None:
+            logits = self._forward(slots, numbers, context, self._is_identity(context), layers)
+        else:
+            logits = self._tapes.run(
+                (num_rows, *(id(cos) for cos, _ in self.model.tables.values())),  # tables of positions may be made anew
+                lambda: self._forward(slots, numbers, context, self._is_identity(context), layers),
+                lambda: self._forward_of_rows(num_rows, layers),
+            )
+        if self._mixed is None:
+            self._draw(logits, slots, numbers[_KEY], numbers[_DRAW])
+        self._advance(slots, numbers)
+        return logits
+
+    def _is_identity(self, context: int) -> bool:
+        return context <= self.kv.shape[4] and self.tables.are_rows_in_place()
+
+    def _forward_of_rows(self, num_rows: int, layers: Callable[[], Iterable[InferenceLayer]]) -> torch.Tensor:
+        """`_forward` in a form that holds for any rows and lengths; it reads nothing but tables, weights and cache."""
+        slots = self.tables.rows[:num_rows]
+        numbers = self.tables.numbers.index_select(1, slots)
+        return self._forward(slots, numbers, self.tables.num_columns * self.kv.shape[4], False, layers)
+
     def _step(
         self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]
     ) -> None:
@@ -301,12 +334,9 @@ class DecodeStep:
         slots = self.tables.rows[:num_rows]
         numbers = self.tables.numbers.index_select(1, slots)
         logits = self._forward(slots, numbers, context, is_identity, layers)
-        if self.graphs is None:
-            self._logits = logits
-        else:
-            if len(self._logits) == 0:
-                self._logits = logits.new_empty(self.tables.num_slots, logits.shape[1])
-            self._logits[:num_rows] = logits
+        if len(self._logits) == 0:
+            self._logits = logits.new_empty(self.tables.num_slots, logits.shape[1])
+        self._logits[:num_rows] = logits
         self._advance(slots, numbers)
 
     def _advance(self, slots: torch.Tensor, numbers: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.decoding.decode import DecodeStep, SlotTables
 from hybrid_engine.generation.decoding.graph import CaptureStats, StepGraphs, batch_bucket
+from hybrid_engine.generation.decoding.tape import StepTapes
 from hybrid_engine.ops import SampleOp
 
 # Kinds of rollout (sampling options, slots, workspace, addresses) whose steps are kept: training, evaluation and a
@@ -21,10 +22,11 @@ class DecodeSteps:
     Args:
         max_tokens: longest sequence a kept step must serve.
         recorder: records graphs (`CudaGraphs`); None: steps run as they come and are not kept.
+        has_tapes: whether steps that are not recorded may be played from a tape, within a rollout (tape.py).
     """
 
-    def __init__(self, model: InferenceModel, max_tokens: int, recorder: Any):
-        self.model, self.max_tokens, self.recorder = model, max_tokens, recorder
+    def __init__(self, model: InferenceModel, max_tokens: int, recorder: Any, has_tapes: bool = False):
+        self.model, self.max_tokens, self.recorder, self.has_tapes = model, max_tokens, recorder, has_tapes
         self.stats = CaptureStats()
         self._kept: dict[tuple, DecodeStep] = {}  # the last used one at the end
 
@@ -32,7 +34,9 @@ class DecodeSteps:
         """The step of `plan` on the workspace `kv`; weights must be bound as the rollout will read them."""
         self.stats = CaptureStats()
         if self.recorder is None or is_streamed:
-            return self._build(plan, kv, plan.max_running, plan.num_columns, None)
+            can_note = self.has_tapes and not is_streamed and self.model.parallel.size == 1
+            tapes = StepTapes(len(self.model.layers)) if can_note else None
+            return self._build(plan, kv, plan.max_running, plan.num_columns, None, tapes)
         num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
         addresses = (kv.data_ptr(), *self.model.addresses())
         key = (plan.sampling, num_slots, num_columns, tuple(kv.shape), addresses)
@@ -68,7 +72,13 @@ class DecodeSteps:
             self.recorder.renew()
 
     def _build(
-        self, plan: Plan, kv: torch.Tensor, num_slots: int, num_columns: int, graphs: StepGraphs | None
+        self,
+        plan: Plan,
+        kv: torch.Tensor,
+        num_slots: int,
+        num_columns: int,
+        graphs: StepGraphs | None,
+        tapes: StepTapes | None = None,
     ) -> DecodeStep:
         tables = SlotTables(num_slots, num_columns, kv.shape[2] - 1, self.model.vocab_size, kv.device)
-        return DecodeStep(self.model, SampleOp(plan.sampling), tables, kv, graphs)
+        return DecodeStep(self.model, SampleOp(plan.sampling), tables, kv, graphs, tapes)

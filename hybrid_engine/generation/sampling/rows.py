@@ -113,11 +113,11 @@ class MixedRows:
         for row, tokens in read.items():
             before = self.sequences[row].processors.before
             if before:
-                adjusted = _with_row(adjusted, row, before(tokens, adjusted[row : row + 1]))
+                adjusted = _with_row(adjusted, row, before(tokens, adjusted[row : row + 1].clone()))
         adjusted = self._penalise(adjusted, state)
         for row, tokens in read.items():
             after = self.sequences[row].processors.after
-            adjusted = _with_row(adjusted, row, after(tokens, adjusted[row : row + 1]))
+            adjusted = _with_row(adjusted, row, after(tokens, adjusted[row : row + 1].clone()))
         return adjusted
 
     def _penalise(self, adjusted: torch.Tensor, state: RowState) -> torch.Tensor:
