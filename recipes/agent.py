@@ -25,11 +25,11 @@ from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, policy_objective
-from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers, response_logprobs, split_by_length
+from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers, split_by_length
 from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, global_means
 from hybrid_engine.recipes.experience.own_tasks import character_stage
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
-from hybrid_engine.recipes.experience.policy_experience import Experience
+from hybrid_engine.recipes.experience.policy_experience import Experience, present_batch
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
@@ -228,9 +228,8 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
     everything = torch.arange(len(episodes))
     for rows in split_by_length(experience.sequences, everything, actor.train_micro_batch_size_per_gpu()):
         part = experience.rows(rows)
-        logprobs = response_logprobs(actor, part.sequences, config.temperature)
-        actor.observe_logprobs(part.logprobs, logprobs, part.sequences.response_mask)
-        batch = part.batch._replace(logprobs=logprobs)
+        batch = present_batch(actor, part, config.algorithm, config.temperature)
+        actor.observe_logprobs(part.logprobs, batch.logprobs, part.sequences.response_mask)
         loss = policy_objective(config.algorithm, batch, step, 0.0)
         actor.backward(loss * actor.gradient_accumulation_steps())
         actor.step()

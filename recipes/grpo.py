@@ -27,7 +27,7 @@ from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, policy_objective
-from hybrid_engine.recipes.data.sequences import response_logprobs, split_by_length
+from hybrid_engine.recipes.data.sequences import split_by_length
 from hybrid_engine.recipes.experience.evaluation import (
     answer_sums,
     global_means,
@@ -39,7 +39,7 @@ from hybrid_engine.recipes.experience.evaluation import (
 from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
 from hybrid_engine.recipes.experience.policy import Policy, build_policy, evaluate_policy
-from hybrid_engine.recipes.experience.policy_experience import Experience
+from hybrid_engine.recipes.experience.policy_experience import Experience, present_batch
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.runs.best import Best, keep_highest
@@ -285,10 +285,9 @@ def train_micro_batch(
 ) -> dict[str, tuple[float, float]]:
     """Forward, backward and step on some rows of a minibatch; (sum, count) of each figure, for `global_means`."""
     actor, algorithm, sequences = policy.actor, config.algorithm, experience.sequences
-    logprobs = response_logprobs(actor, sequences, config.temperature)
-    batch = experience.batch._replace(logprobs=logprobs)
+    batch = present_batch(actor, experience, algorithm, config.temperature)
     if is_first:
-        actor.observe_logprobs(experience.logprobs, logprobs, sequences.response_mask)
+        actor.observe_logprobs(experience.logprobs, batch.logprobs, sequences.response_mask)
     loss = policy_objective(algorithm, batch, step, kl_coef)
     # Shares of the minibatch's loss; the engine divides by the micro-batches and averages processes.
     actor.backward(loss * actor.gradient_accumulation_steps() * get_world_size())

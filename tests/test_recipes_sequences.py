@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from hybrid_engine.recipes.algorithms.choices import Algorithm
+from hybrid_engine.recipes.algorithms.objective import PolicyBatch
 from hybrid_engine.recipes.data.sequences import (
     attach_responses,
     batches_of_similar_length,
@@ -13,6 +15,7 @@ from hybrid_engine.recipes.data.sequences import (
     response_logprobs,
     response_values,
 )
+from hybrid_engine.recipes.experience.policy_experience import Experience, present_batch
 from hybrid_engine.recipes.rewards.learned import load_value_model
 
 PAD = 0
@@ -27,6 +30,23 @@ def small_config():
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32, pad_token_id=PAD, eos_token_id=1, num_labels=1,
     )  # fmt: skip
+
+
+def test_an_update_takes_the_entropy_of_the_distributions_where_a_bonus_is_on_it_and_else_estimates_it():
+    model = LlamaForCausalLM(small_config()).eval()
+    sequences = build_sequences(PROMPTS, RESPONSES, PAD, CPU)
+    zeros = torch.zeros(sequences.response_mask.shape)
+    experience = Experience(sequences, zeros, PolicyBatch(zeros, zeros, zeros, sequences.response_mask))
+    plain = present_batch(model, experience, Algorithm(), 0.7)
+    assert plain.entropy is None
+    batch = present_batch(model, experience, Algorithm(entropy_coef=0.1), 0.7)
+    torch.testing.assert_close(batch.logprobs, plain.logprobs)
+    (gradient,) = torch.autograd.grad(batch.entropy.sum(), model.lm_head.weight)
+    assert gradient.any() and not batch.entropy[~sequences.response_mask].any()
+    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.distributions.Categorical(logits=logits / 0.7).entropy()
+        torch.testing.assert_close(batch.entropy[row, : len(response)], expected, atol=1e-6, rtol=1e-5)
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ class PolicyBatch(NamedTuple):
     weights: torch.Tensor | None = None
     """of the importance correction, as from `correction_weights`; None for none"""
     entropy: torch.Tensor | None = None
-    """of the policy's distributions, with its gradient (`token_entropy`); None estimates it from `logprobs`"""
+    """of the policy's distributions, with its gradient (`token_entropy`), where a bonus is on it; None: estimated"""
 
 
 def _clip(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:

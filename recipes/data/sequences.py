@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.rl.entropy import token_entropy
 
 ROWS_PER_PASS = 32
 """Rows of a forward pass without gradients."""
@@ -122,6 +123,16 @@ def response_logprobs(model: nn.Module, batch: Sequences, temperature: float = 1
     """`[B, T]` fp32: the log-probability of each response token, 0 on gaps and padding."""
     logprobs = token_logprobs(response_logits(model, batch), batch.responses, temperature)
     return torch.where(batch.response_mask, logprobs, 0.0)
+
+
+def response_logprobs_and_entropy(
+    model: nn.Module, batch: Sequences, temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[B, T]` fp32 each: `response_logprobs`, and the entropy in nats of what each token was drawn from; 0 on gaps."""
+    logits = response_logits(model, batch)
+    logprobs = token_logprobs(logits, batch.responses, temperature)
+    entropy = token_entropy(logits.float() / temperature)
+    return torch.where(batch.response_mask, logprobs, 0.0), torch.where(batch.response_mask, entropy, 0.0)
 
 
 class ValueModel(nn.Module):

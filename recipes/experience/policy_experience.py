@@ -3,12 +3,13 @@
 N: answers of this process, T: response columns.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch
-from hybrid_engine.recipes.data.sequences import Sequences
+from hybrid_engine.recipes.data.sequences import Sequences, response_logprobs, response_logprobs_and_entropy
 
 
 class Experience(NamedTuple):
@@ -26,3 +27,11 @@ class Experience(NamedTuple):
         columns = sequences.response_mask.shape[1]
         parts = (None if value is None else value[index, :columns] for value in self.batch)
         return Experience(sequences, self.logprobs[index, :columns], PolicyBatch(*parts))
+
+
+def present_batch(actor: Any, experience: Experience, algorithm: Algorithm, temperature: float) -> PolicyBatch:
+    """The batch with what the actor says now, with its gradient: log-probabilities and, for a bonus on it, entropy."""
+    if algorithm.entropy_coef:
+        logprobs, entropy = response_logprobs_and_entropy(actor, experience.sequences, temperature)
+        return experience.batch._replace(logprobs=logprobs, entropy=entropy)
+    return experience.batch._replace(logprobs=response_logprobs(actor, experience.sequences, temperature))
