@@ -1,6 +1,7 @@
 """Answers prompts: a file of them into a file, or line by line in the terminal.
 
     hybrid-engine generate --model runs/sums/actor --prompts problems.jsonl --out answers.jsonl
+    torchrun --nproc-per-node 4 -m hybrid_engine.command.cli generate --tp 2 --pp 2 --model ... --prompts ... --out ...
     echo "Once upon a time" | hybrid-engine generate --model gpt2 --prompts - --out -
 
 All rows go through one continuously refilled batch. What is finished is written down at once: after a kill the same
@@ -18,18 +19,24 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.distributed.processes import get_rank, on_rank_zero
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.given_sequences import run_sequences
 from hybrid_engine.generation.live import LiveBatch, live_batch
 from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.recipes.batch.journal import Journal
 from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
+from hybrid_engine.recipes.batch.shared import join, load_shared, telling
 from hybrid_engine.recipes.batch.terminal import TERMINAL, opened, read_rows, write_answer
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.runs.checks import LARGEST_SEED, check_at_least, check_between, check_count
 from hybrid_engine.recipes.runs.run_log import say
+
+WITHOUT_EFFECT = ("out", "restart", "max_running", "tp", "pp")
+"""Options that the answers do not depend on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +73,10 @@ class Config(ModelOptions):
     """seed of the samples; an answer depends on it, its prompt and its number alone"""
     max_running: int | None = None
     """answers at once; default: as many as in a rollout"""
+    tp: int = 1
+    """processes that share each layer; torchrun starts them"""
+    pp: int = 1
+    """stages that the layers are dealt out to, each on --tp processes"""
     restart: bool = False
     """move an earlier result aside and begin again"""
 
@@ -74,46 +85,76 @@ class Config(ModelOptions):
         for name in ("prompts", "out"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing; name a file, or - for the terminal")
-        for name in ("num_samples", "max_new_tokens", "max_running"):
+        for name in ("num_samples", "max_new_tokens", "max_running", "tp", "pp"):
             check_count(name, getattr(self, name), 1)
         check_count("top_k", self.top_k, 0)
         check_at_least("temperature", self.temperature, 0)
         check_between("seed", self.seed, 0, LARGEST_SEED)
+        if self.is_shared and TERMINAL in (self.prompts, self.out):
+            raise ValueError(f"--tp={self.tp} --pp={self.pp}: several processes answer files only; name files, not -")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes share the model."""
+        return self.tp * self.pp > 1
 
 
 def run(config: Config) -> Path | None:
     """Answers all prompts; returns the file of the answers, None where they went to the terminal."""
+    join(config.tp, config.pp)
     if TERMINAL in (config.prompts, config.out):
         answer_in_terminal(config)
         return None
     rows = read_prompt_rows(str(config.prompts), config.split, config.dataset_config, "prompts")
     out = Path(str(config.out))
-    journal = Journal(out, identity_of(config, rows), config.restart)
+    journal = on_rank_zero(lambda: Journal(out, identity_of(config, rows), config.restart))
     left = [number for number in range(len(rows)) if number not in journal.finished]
     if len(left) < len(rows):
         say(f"{len(rows) - len(left)} of {len(rows)} rows are answered already")
     begin, num_tokens = time.perf_counter(), 0
     if left:
-        engine, tokenizer = load_answering(config)
-        sequences = build_sequences(config, engine, tokenizer, rows)
+        loaded = load_shared(config, config.tp, config.pp) if config.is_shared else load_answering(config)
         begin = time.perf_counter()
-        with live_batch(engine.generator, longest_of(sequences), config.max_running) as batch, progress_bar() as bar:
-            task = bar.add_task("rows", total=len(rows), completed=len(rows) - len(left))
-            batch.add([sequence for number in left for sequence in sequences[number]])
-            for number in finished_rows(batch, sequences):
-                journal.add(number, answer_of(rows[number], sequences[number], tokenizer))
-                num_tokens += sum(len(sequence.tokens) for sequence in sequences[number])
-                bar.advance(task)
-    journal.publish()
+        num_tokens = answer_rows(config, *loaded, rows, left, journal)
+    on_rank_zero(journal.publish)
     seconds = time.perf_counter() - begin
     say(f"{len(rows)} rows in {out}; {num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens/s")
     return out
 
 
+def answer_rows(
+    config: Config,
+    engine: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[PromptRow],
+    left: list[int],
+    journal: Journal,
+) -> int:
+    """Answers the rows that are `left` into `journal`, on rank 0; returns how many tokens that took."""
+    sequences = build_sequences(config, engine, tokenizer, rows)
+    given = [sequence for number in left for sequence in sequences[number]]
+    with progress_bar(is_shown=get_rank() == 0) as bar:
+        task = bar.add_task("rows", total=len(rows), completed=len(rows) - len(left))
+
+        def add(number: int) -> None:
+            journal.add(number, answer_of(rows[number], sequences[number], tokenizer))
+            bar.advance(task)
+
+        if config.is_shared:
+            tell = telling({number: sequences[number] for number in left}, add)
+            run_sequences(engine.generator, given, config.max_running, tell)
+        else:
+            with live_batch(engine.generator, longest_of(sequences), config.max_running) as batch:
+                batch.add(given)
+                for number in finished_rows(batch, sequences):
+                    add(number)
+    return sum(len(sequence.tokens) for sequence in given)
+
+
 def identity_of(config: Config, rows: list[PromptRow]) -> dict[str, Any]:
     """What the answers depend on."""
     read = json.dumps([[row.prompt, dict(row.columns)] for row in rows], default=str).encode()
-    options = {name: value for name, value in asdict(config).items() if name not in ("out", "restart", "max_running")}
+    options = {name: value for name, value in asdict(config).items() if name not in WITHOUT_EFFECT}
     return options | {"rows": hashlib.sha256(read).hexdigest()}
 
 
@@ -190,8 +231,13 @@ def check_fits(tokens: list[int], options: GenerationOptions, longest: int, plac
         )
 
 
-def progress_bar() -> Progress:
+def progress_bar(is_shown: bool) -> Progress:
     """Rows that are answered, and how long the others will take."""
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        transient=True,
+        disable=not is_shown,
     )

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from chat import build_chat_tokenizer
+from distributed import run_distributed
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -128,6 +129,39 @@ def test_a_process_that_is_killed_loses_nothing_that_was_finished(model, prompts
     run(model, prompts, out, max_new_tokens=200)
     assert out.read_bytes() == whole
     assert finished.count(b"\n") > 2
+
+
+def shared_runs(rank, world_size, model, prompts, folder):
+    """Each layout, the first one ended by an error of rank 0 in the middle and gone on with by the second."""
+    real = generate.Journal.add
+
+    def add(journal, row, answer):
+        if len(journal.finished) == 4:
+            raise OSError("disk full")
+        real(journal, row, answer)
+
+    generate.Journal.add = add
+    try:
+        with pytest.raises(OSError, match="disk full"):
+            run(model, prompts, folder / "resumed.jsonl", pp=2, num_samples=2, max_running=6)
+    finally:
+        generate.Journal.add = real
+    run(model, prompts, folder / "resumed.jsonl", tp=2, num_samples=2)
+    run(model, prompts, folder / "greedy.jsonl", pp=2, num_samples=2, temperature=0, max_running=3)
+    with pytest.raises(ValueError, match="makes 1 processes, and 2 were started"):
+        run(model, prompts, folder / "alone.jsonl")
+    with pytest.raises(ValueError, match="merge it first"):
+        run(model, prompts, folder / "adapted.jsonl", pp=2, adapter="nowhere")
+
+
+def test_processes_that_share_the_model_answer_as_one_does(model, prompts, tmp_path):
+    run_distributed(shared_runs, 2, model, prompts, tmp_path)
+    alone = run(model, prompts, tmp_path / "one.jsonl", num_samples=2)
+    assert (tmp_path / "resumed.jsonl").read_bytes() == alone.read_bytes()
+    greedy = run(model, prompts, tmp_path / "one_greedy.jsonl", num_samples=2, temperature=0)
+    assert (tmp_path / "greedy.jsonl").read_bytes() == greedy.read_bytes()
+    with pytest.raises(ValueError, match="several processes answer files only"):
+        run(model, "-", tmp_path / "x.jsonl", pp=2)
 
 
 def test_an_adapter_answers_as_peft_does(model, prompts, tmp_path):

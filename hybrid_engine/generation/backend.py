@@ -5,7 +5,7 @@ puts on an ExitStack, which gives it back in the opposite order, also when the r
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -60,6 +60,10 @@ class RolloutResult:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     captures: CaptureStats = field(default_factory=CaptureStats)
+
+
+def _say_nothing() -> None:
+    pass
 
 
 class ContainerRollouts:
@@ -174,8 +178,10 @@ class ContainerRollouts:
             captures=self.steps.stats,
         )
 
-    def run_turns(self, plan: Plan, kv: torch.Tensor, choice: Choice | None) -> list[TextGeneration]:
-        """Takes all turns of `plan`; returns what took them."""
+    def run_turns(
+        self, plan: Plan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = _say_nothing
+    ) -> list[TextGeneration]:
+        """Takes all turns of `plan`; returns what took them. Between turns it calls `tell`, unless it streams."""
         is_streamed = self.gatherer.is_streamed
         meets_others = is_streamed or self.model.parallel.size > 1
         start = partial(self.start, plan, kv, choice)
@@ -184,6 +190,8 @@ class ContainerRollouts:
             self._turn_together(strategy)
         while strategy.has_work:
             strategy.turn()
+            if tell is not _say_nothing:
+                self.partners.agree(tell)
         return [strategy]
 
     def _turn_together(self, strategy: TextGeneration) -> None:

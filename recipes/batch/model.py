@@ -38,19 +38,29 @@ class ModelOptions:
 
 def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:
     """An InferenceEngine and the tokenizer; ValueError, naming the option, for what does not load."""
+    tokenizer = load_answering_tokenizer(config)
+    model = load_model(AutoModelForCausalLM, str(config.model))
+    if config.adapter is not None:
+        model = _with_adapter(model, config.adapter)
+    return hybrid_engine.init_inference(model.eval(), dtype=choose_dtype(config)), tokenizer
+
+
+def load_answering_tokenizer(config: ModelOptions) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with the chat template that was asked for."""
     tokenizer = load_tokenizer(str(config.model))
     if config.chat_template is not None:
         try:
             tokenizer.chat_template = Path(config.chat_template).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template={config.chat_template!r} cannot be read: {error}") from error
-    model = load_model(AutoModelForCausalLM, str(config.model))
-    if config.adapter is not None:
-        model = _with_adapter(model, config.adapter)
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "bf16" if torch.cuda.is_available() else "fp32"
-    return hybrid_engine.init_inference(model.eval(), dtype=dtype), tokenizer
+    return tokenizer
+
+
+def choose_dtype(config: ModelOptions) -> str:
+    """What the model computes in, "auto" answered."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "bf16" if torch.cuda.is_available() else "fp32"
 
 
 def _with_adapter(model: nn.Module, folder: str) -> nn.Module:

@@ -42,13 +42,18 @@ class StageRollouts(ContainerRollouts):
 
     def warm_up(self, plan: Plan, kv: torch.Tensor) -> CaptureStats:
         """Compiles what rollouts like `plan` run, by a prefill and a decode of each micro-batch; collective."""
-        self._take_turns(self._start_all(plan, kv, None), most=2)
+        self._take_turns(self._start_all(plan, kv, None), lambda: None, most=2)
         return self.steps.stats
 
-    def run_turns(self, plan: Plan, kv: torch.Tensor, choice: Choice | None) -> list[TextGeneration]:
-        """Takes all turns of `plan`; collective. An error of one stage is raised on all."""
+    def run_turns(
+        self, plan: Plan, kv: torch.Tensor, choice: Choice | None, tell: Callable[[], None] = lambda: None
+    ) -> list[TextGeneration]:
+        """Takes all turns of `plan`, and calls `tell` before each; collective.
+
+        An error of one stage is raised on all.
+        """
         batches = self.partners.agree(lambda: self._start_all(plan, kv, choice))
-        self._take_turns(batches)
+        self._take_turns(batches, tell)
         return list(batches)
 
     def _start_all(self, plan: Plan, kv: torch.Tensor, choice: Choice | None) -> list[MicroBatch]:
@@ -64,7 +69,7 @@ class StageRollouts(ContainerRollouts):
         step = StageStep(model, kv, drawer, choice, self.peers)
         return MicroBatch(StageTurns(model), plan.build_scheduler(), step, self.layers)
 
-    def _take_turns(self, batches: list[MicroBatch], most: int | None = None) -> None:
+    def _take_turns(self, batches: list[MicroBatch], tell: Callable[[], None], most: int | None = None) -> None:
         """Rounds of one turn of each micro-batch, at most `most`, until none has work.
 
         An error, or Ctrl-C, of one stage ends the rounds on all where the micro-batch of that turn is to go on.
@@ -72,6 +77,11 @@ class StageRollouts(ContainerRollouts):
         links, failed = self.model.links, set[MicroBatch]()
         error: BaseException | None = None
         with holding_interrupts() as held:
+
+            def begin() -> None:
+                held.pass_on()
+                tell()
+
             while any(batch.has_work for batch in batches) and most != 0:
                 most = None if most is None else most - 1
                 for batch in batches:
@@ -81,7 +91,7 @@ class StageRollouts(ContainerRollouts):
                     if not batch.has_work:
                         continue
                     links.begin_turn(len(batches))
-                    problem = attempt(partial(self.peers.agree, held.pass_on))[1] or self._attempt(batch.turn)
+                    problem = attempt(partial(self.peers.agree, begin))[1] or self._attempt(batch.turn)
                     if problem is not None:
                         links.fail_turn(self.model.dtype)
                         failed.add(batch)

@@ -1,0 +1,71 @@
+"""Answering prompts on processes that share one model: parts of every layer, stages of layers, or both."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import PreTrainedTokenizerBase
+
+import hybrid_engine
+from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
+from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.inference.empty import build_empty_model
+from hybrid_engine.recipes.batch.model import ModelOptions, choose_dtype, load_answering_tokenizer
+from hybrid_engine.recipes.runs.stages import explained
+
+
+def join(tp: int, pp: int) -> None:
+    """Joins the processes that were started; collective. ValueError where they are not `tp` times `pp`."""
+    init_distributed()
+    if get_world_size() != tp * pp:
+        raise ValueError(
+            f"--tp={tp} times --pp={pp} makes {tp * pp} processes, and {get_world_size()} were started; start them by "
+            f"torchrun --nproc-per-node {tp * pp} -m hybrid_engine.command.cli generate ..., or change the numbers"
+        )
+
+
+def load_shared(config: ModelOptions, tp: int, pp: int) -> tuple[Any, PreTrainedTokenizerBase]:
+    """As `load_answering`, on processes of which each reads its part of the weights; collective."""
+    if config.adapter is not None:
+        raise ValueError(f"--adapter={config.adapter!r} is not fused where processes share the model; merge it first")
+    tokenizer = load_answering_tokenizer(config)
+    folder = on_rank_zero(lambda: _local_folder(str(config.model)))
+    with explained("model", folder):
+        model = build_empty_model(folder)
+    layout: dict[str, Any] = {"tensor_parallel": {"tp_size": tp}, "pipeline_parallel_size": pp}
+    return hybrid_engine.init_inference(model, checkpoint=folder, dtype=choose_dtype(config), **layout), tokenizer
+
+
+def _local_folder(source: str) -> str:
+    """The folder of a model, fetched where `source` is a name."""
+    if Path(source).is_dir():
+        return source
+    try:
+        return snapshot_download(source, allow_patterns=["*.safetensors", "*.json"])
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(f"--model={source!r} must be a Hugging Face folder or name that loads: {error}") from error
+
+
+def telling(sequences: dict[int, list[Sequence]], add: Callable[[int], None]) -> Callable[[], None]:
+    """What calls `add` on rank 0 for each row of `sequences` that has ended since it was called last.
+
+    It raises RuntimeError where the logits of a row were not finite.
+    """
+    unfinished = dict(sequences)
+
+    def tell() -> None:
+        if get_rank() != 0:
+            return
+        for number in [number for number, samples in unfinished.items() if all(map(_is_finished, samples))]:
+            if not all(math.isfinite(value) for sample in unfinished.pop(number) for value in sample.logprobs):
+                raise RuntimeError(f"row {number + 1}: the model's logits are not finite; check the weights")
+            add(number)
+
+    return tell
+
+
+def _is_finished(sequence: Sequence) -> bool:
+    return sequence.finish_reason is not None and len(sequence.logprobs) == len(sequence.tokens)
