@@ -176,6 +176,40 @@ def test_three_kinds_of_log_probabilities(engine, model):
     torch.testing.assert_close(torch.stack([mixed.logprobs[1], mixed.logprobs[4]]), scaled, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("is_in_step", [False, True])
+def test_prompts_are_scored_as_the_model_scores_them(engine, model, is_in_step):
+    input_ids, mask = (given[: 3 if is_in_step else None] for given in padded_prompts())
+    options = GREEDY | {"prompt_logprobs": 3, "return_dict_in_generate": True}
+    if is_in_step:
+        options["logits_processor"] = [lambda ids, scores: scores]
+    output = engine.generate(input_ids, attention_mask=mask, **options)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logprobs = model(input_ids, attention_mask=mask, position_ids=positions).logits.log_softmax(-1)[:, :-1]
+    expected = torch.zeros(input_ids.shape)
+    expected[:, 1:] = logprobs.gather(2, input_ids[:, 1:, None]).squeeze(2)
+    is_scored = mask.bool().clone()
+    is_scored[torch.arange(len(mask)), mask.int().argmax(1)] = False  # nothing comes before the first token
+    torch.testing.assert_close(output.prompt_logprobs, expected.masked_fill(~is_scored, 0), rtol=0, atol=1e-4)
+    best = logprobs.topk(3)
+    scored = is_scored[:, 1:]
+    assert torch.equal(output.prompt_top_tokens[:, 1:][scored], best.indices[scored])
+    torch.testing.assert_close(output.prompt_top_logprobs[:, 1:][scored], best.values[scored], rtol=0, atol=1e-4)
+    without = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(output.sequences, without)
+
+
+def test_single_prompts_are_scored_and_all_samples_share_it(engine):
+    input_ids, mask = padded_prompts()
+    rows = [{"prompt_logprobs": 0} if row == 1 else {} for row in range(len(input_ids))]
+    options = GREEDY | {"do_sample": True, "num_return_sequences": 2, "return_dict_in_generate": True}
+    output = engine.generate(input_ids, attention_mask=mask, row_options=rows, **options)
+    assert output.prompt_logprobs.shape == input_ids.shape and output.prompt_top_tokens.shape[2] == 0
+    assert (output.prompt_logprobs != 0).sum(1).tolist() == [
+        int(mask[row].sum()) - 1 if row == 1 else 0 for row in range(len(mask))
+    ]
+    assert engine.generate(input_ids, attention_mask=mask, **options).prompt_logprobs is None
+
+
 def test_stop_sequences_end_rows_over_tokens_and_are_trimmed_on_demand(engine):
     input_ids, mask = padded_prompts()
     options = GREEDY | {"eos_token_id": None, "return_dict_in_generate": True, "attention_mask": mask}
@@ -288,6 +322,8 @@ def test_guided_text_is_one_of_the_strings_or_follows_the_pattern(guided, tokeni
         ({"stop_sequences": [[3]], "trim_stop": 1.5}, ["trim_stop=1.5"]),
         ({"logprobs": "all"}, ["logprobs: 'all'", "raw", "processed"]),
         ({"top_logprobs": 101}, ["top_logprobs=101", "100"]),
+        ({"prompt_logprobs": -1}, ["prompt_logprobs=-1"]),
+        ({"prompt_logprobs": 1}, ["prompt_logprobs", "return_dict_in_generate=True"]),
         ({"guided_choice": [""]}, ["guided_choice=['']"]),
         ({"guided_regex": "a", "guided_json": {}}, ["guided_regex", "one of them"]),
         ({"row_options": [{}] * 5 + [{"presence_penalty": 3}]}, ["row_options[5]: presence_penalty=3"]),

@@ -29,6 +29,7 @@ from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
 from hybrid_engine.generation.sampling.in_step import GenerationInStep, InStep
+from hybrid_engine.generation.scoring import score_prompts
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.zero.gathering import WeightGatherer
 
@@ -163,6 +164,7 @@ class ContainerRollouts:
         Raises:
             RuntimeError: the model's logits are not finite.
         """
+        score_prompts(self.model, (sequence.prompt for sequence in plan.sequences))
         strategies = self.run_turns(plan, kv, choice)
         if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
             raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")

@@ -51,6 +51,7 @@ from hybrid_engine.generation.options import (
     own_options,
     read_options,
 )
+from hybrid_engine.generation.output import GenerateOutput, add_prompt_scores
 from hybrid_engine.generation.pipeline.rollouts import StageRollouts
 from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
@@ -458,6 +459,8 @@ class Generator:
         functions = read_functions(merged)
         if functions is not None and row_options is not None:
             raise ValueError("row_options cannot be passed beside functions that are asked for all rows at once")
+        if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
+            self._check_can_score(options)
         num_rows = len(prompts) * options.num_return_sequences
         reason = self._reason_to_fall_back(merged, functions, num_rows)
         if reason is not None and self.config.exact:
@@ -480,6 +483,16 @@ class Generator:
             functions=functions,
             kwargs=kwargs,
         )
+
+    def _check_can_score(self, options: GenerationOptions) -> None:
+        if not options.return_dict:
+            raise ValueError("prompt_logprobs is returned beside the tokens; pass return_dict_in_generate=True")
+        has_stages = isinstance(self.native, StageRollouts)
+        if self.gatherer.is_streamed or has_stages:
+            what = "processes hold some of the layers each" if has_stages else "layers are gathered one by one"
+            raise ValueError(
+                f"prompt_logprobs is not served where {what}; leave it out, or generate from whole weights"
+            )
 
     def gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
         """Takes what the rollout needs and puts its return on `release`; an error of one process is raised on all.
@@ -509,6 +522,8 @@ class Generator:
             result = self.native.run(request.plan, kv, wishes.input_ids, choice)
             if isinstance(choice, InStep):
                 choice.finish()
+            if isinstance(result.output, GenerateOutput):
+                add_prompt_scores(result.output, request.plan.sequences[request.plan.own], wishes.mask)
             return result
 
     def _stay_in_step(self, plan: Plan, wishes: Wishes) -> InStep | None:

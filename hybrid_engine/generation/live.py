@@ -15,7 +15,7 @@ from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.scoring import score_tokens
+from hybrid_engine.generation.scoring import score_prompts
 
 
 class Progress(NamedTuple):
@@ -63,9 +63,7 @@ class LiveBatch:
 
     def add(self, sequences: list[Sequence]) -> None:
         """Lets `sequences` wait for a place. Each must fit: its prompt and answer within `longest` tokens."""
-        for prompt in {sequence.prompt: None for sequence in sequences}:
-            if prompt.num_tops is not None:
-                prompt.scores = score_tokens(self.model, prompt.tokens, prompt.num_tops)
+        score_prompts(self.model, (sequence.prompt for sequence in sequences))
         for sequence in sequences:
             if self.model.trained_length is not None:  # keys belong to other frequencies in a longer sequence
                 sequence.is_kept = False

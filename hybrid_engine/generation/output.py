@@ -32,6 +32,35 @@ class GenerateOutput(ModelOutput):
     """`[B*G, T, n]` int64 under `top_logprobs=n`: the likeliest tokens at each position, the likeliest first."""
     top_logprobs: torch.Tensor | None = None
     """`[B*G, T, n]` fp32: their log-probabilities, of the same distribution as `logprobs`; 0 after the response."""
+    prompt_logprobs: torch.Tensor | None = None
+    """`[B, P]` fp32 under `prompt_logprobs=n`, of the prompts' own tokens under softmax(logits); 0 at padding and at
+    the first token of each, which nothing comes before."""
+    prompt_top_tokens: torch.Tensor | None = None
+    """`[B, P, n]` int64: the likeliest tokens in the place of each, the likeliest first."""
+    prompt_top_logprobs: torch.Tensor | None = None
+    """`[B, P, n]` fp32: their log-probabilities."""
+
+
+def add_prompt_scores(output: GenerateOutput, sequences: list[Sequence], mask: torch.Tensor) -> None:
+    """Puts the scores of prompts into `output`, where some want them; `mask [B, P]` is True for their tokens."""
+    prompts = [row.prompt for row in sequences[:: max(1, len(sequences) // max(1, len(mask)))]]
+    num_tops = max((prompt.num_tops for prompt in prompts if prompt.num_tops is not None), default=None)
+    if num_tops is None:
+        return
+    logprobs = torch.zeros(mask.shape)
+    tops = torch.zeros(*mask.shape, num_tops, 2, dtype=torch.float64)
+    for row, prompt in enumerate(prompts):
+        if prompt.num_tops is None or len(prompt.tokens) == 1:
+            continue
+        places = mask[row].nonzero().flatten()[1:].cpu()
+        logprobs[row, places] = torch.tensor(prompt.scores.logprobs)
+        if prompt.num_tops:
+            found = torch.tensor(prompt.scores.tops, dtype=torch.float64)
+            tops[row, places, : found.shape[1]] = found
+    device = mask.device
+    output.prompt_logprobs = logprobs.to(device)
+    output.prompt_top_tokens = tops[..., 0].long().to(device)
+    output.prompt_top_logprobs = tops[..., 1].float().to(device)
 
 
 def collect_output(input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions) -> GenerateOutput:

@@ -3,12 +3,14 @@
 N packed tokens, V vocabulary.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hybrid_engine.containers import InferenceModel
+from hybrid_engine.generation.batching.sequence import Prompt
 from hybrid_engine.ops import PrefillBatch
 
 MAX_LOGITS = 2**27
@@ -47,6 +49,13 @@ def score_packed(
     return model.forward(batch, kv, model.layers)
 
 
+def score_prompts(model: InferenceModel, prompts: Iterable[Prompt]) -> None:
+    """Notes the scores of the tokens of those `prompts` that want them and have none. The weights must be bound."""
+    for prompt in dict.fromkeys(prompts):
+        if prompt.num_tops is not None and prompt.scores is None:
+            prompt.scores = score_tokens(model, prompt.tokens, prompt.num_tops)
+
+
 def score_tokens(model: InferenceModel, tokens: list[int], num_tops: int) -> TokenScores:
     """The log-probability of each of `tokens` but the first, after those before it. The weights must be bound."""
     given = torch.tensor(tokens, device=model.device)
@@ -55,7 +64,7 @@ def score_tokens(model: InferenceModel, tokens: list[int], num_tops: int) -> Tok
     for places in torch.arange(len(tokens) - 1, device=model.device).split(max(1, MAX_LOGITS // model.vocab_size)):
         found = score_packed(model, given, [len(tokens)], places).float().log_softmax(-1)
         logprobs += found.gather(1, given[places + 1, None]).squeeze(1).tolist()
-        likeliest = found.topk(num_tops, dim=-1)
+        likeliest = found.topk(min(num_tops, model.vocab_size), dim=-1)
         pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
         tops += [list(zip(ids, values, strict=True)) for ids, values in pairs]
     return TokenScores(logprobs, tops)

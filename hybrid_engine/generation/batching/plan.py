@@ -76,7 +76,7 @@ def build_sequences(prompts: list[list[int]], options: list[GenerationOptions], 
     """
     sequences: list[Sequence] = []
     for tokens, of_prompt in zip(prompts, options, strict=True):
-        prompt = Prompt(tokens)
+        prompt = Prompt(tokens, num_tops=of_prompt.rules.prompt_logprobs)
         sequences += [Sequence(prompt, len(sequences) + g, of_prompt) for g in range(num_samples)]
     return sequences
 

@@ -43,6 +43,7 @@ RULE_DEFAULTS: dict[str, Any] = {
     "guided_json": None,
     "logprobs": "scaled",
     "top_logprobs": 0,
+    "prompt_logprobs": None,
 }
 
 
@@ -81,6 +82,8 @@ class Rules:
     logprobs: str = "scaled"
     top_logprobs: int = 0
     """Likeliest tokens reported at each position."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt, whose log-probabilities are reported then; None: they are not."""
     tokenizer: Any = field(default=None, compare=False)
     """Of stop strings and guides."""
 
@@ -179,7 +182,8 @@ def _check_numbers(values: dict[str, Any]) -> None:
         raise ValueError("typical_p=0 must be above 0; pass 1.0 to switch it off")
     check_flag("trim_stop", values.get("trim_stop", False))
     check_choice("logprobs", values.get("logprobs", "scaled"), LOGPROBS)
-    check_integer("top_logprobs", values.get("top_logprobs", 0), 0, MOST_TOP_LOGPROBS)
+    for name in ("top_logprobs", "prompt_logprobs"):
+        check_integer(name, values.get(name, 0), 0, MOST_TOP_LOGPROBS)
 
 
 def _token_sequence(option: str, value: Any, vocab_size: int) -> tuple[int, ...]:
