@@ -199,3 +199,11 @@ def test_options_are_read_while_a_finalizer_prints_a_traceback():
     finally:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(print_traceback)
+
+
+def test_an_option_given_twice_is_refused(capsys):
+    """The second would take the first one's place, and nobody would hear of it; lists go on."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "--model", "m", "--adapter", "a", "--adapter", "b"])
+    assert ended.value.code == 2
+    assert "--adapter: takes one value, and there are 'a' and 'b'" in capsys.readouterr().err

@@ -238,6 +238,25 @@ def test_gaps_are_closed_so_that_rows_own_the_lowest_blocks():
     assert scheduler.close_gaps() == []
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_what_finished_sequences_keep_stands_in_nobodys_way(goes_on):
+    """Kept blocks are room: the one that waits enters at once, whether it goes on from a kept sequence or begins."""
+    options = GenerationOptions(max_new_tokens=4)
+    scheduler = Scheduler([], max_running=2, num_blocks=4, block_size=4, max_prefill_tokens=64, longest=16)
+    first, other = (Sequence(Prompt(list(range(6))), row, options, is_kept=True) for row in range(2))
+    for sequence in (first, other):
+        scheduler.add(sequence)
+        scheduler.admit()
+        sequence.tokens.append(1)
+        scheduler.finish(sequence, "stop")
+    assert scheduler.pool.free == []
+    prompt = Prompt([*first.prompt.tokens, 1, 2, 3, 4] if goes_on else [9, 9, 9])
+    scheduler.add(Sequence(prompt, 2, options, begins_from=first if goes_on else None))
+    admission = scheduler.admit()
+    assert len(admission.sequences) == 1
+    assert bool(admission.extensions) == goes_on and bool(admission.prefills) != goes_on
+
+
 def test_a_block_is_free_only_when_its_last_owner_releases_it():
     pool = BlockPool(3)
     blocks = pool.allocate(2)

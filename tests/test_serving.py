@@ -368,10 +368,11 @@ def test_a_conversation_goes_on_by_its_tokens(server, client, tokenizer):
     assert "<eos>\n<start>user\nand 1<eos>\n<start>assistant\n" in text
 
 
-def test_a_conversation_feeds_only_what_is_new(tokenizer, engine, monkeypatch):
+@pytest.mark.parametrize("options", [{"kv_block_size": 16}, {"max_out_tokens": 512}], ids=["small blocks", "default"])
+def test_a_conversation_feeds_only_what_is_new(tokenizer, engine, monkeypatch, options):
     """Where there is room: what was fed in earlier turns is in the workspace; answers are those of a new prefill."""
     config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-    config["hybrid_engine"] = {"enabled": True, "kv_block_size": 16, "max_running": 2}
+    config["hybrid_engine"] = {"enabled": True, "max_running": 2} | options
     policy, *_ = hybrid_engine.initialize(model=copy.deepcopy(engine.module), config=config)
     fed, forward = [], type(policy.generator.model).forward
 

@@ -155,6 +155,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Once(argparse.Action):
+    """Stores a value; a second one is an error, not what takes the first one's place."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            first = getattr(namespace, self.dest)
+            raise argparse.ArgumentError(self, f"takes one value, and there are {first!r} and {values!r}; give it once")
+        setattr(namespace, self.dest, values)
+
+
 def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
     flags = ["--" + option.name.replace("_", "-")]
     if len(option.name) == 1:
@@ -168,7 +178,7 @@ def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
     elif option.is_list:
         settings |= {"type": option.kind, "nargs": "+", "action": "extend", "metavar": "VALUE"}
     else:
-        settings |= {"type": option.kind, "metavar": "VALUE"}
+        settings |= {"type": option.kind, "metavar": "VALUE", "action": _Once}
     if option.kind is not bool and option.default not in (None, ()):
         shown = " ".join(map(str, option.default)) if option.is_list else option.default
         text += f" (default: {shown})".replace("%", "%%")

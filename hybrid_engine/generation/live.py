@@ -10,7 +10,7 @@ import torch
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.batching.plan import MAX_RUNNING, Plan, plan_rollout, workspace_bytes
+from hybrid_engine.generation.batching.plan import BLOCK_SIZE, MAX_RUNNING, Plan, plan_rollout, workspace_bytes
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.generator import Generator
@@ -154,6 +154,10 @@ def _plan(generator: Generator, longest: int | None, max_running: int | None) ->
     rows = config.max_running or MAX_RUNNING.get(generator.device.type, 256) if max_running is None else max_running
     check_integer("max_running", rows, 1)
     spare = workspace_bytes(generator.device, generator.workspace.allocated_bytes, generator.bytes_to_gather)
+    if generator.exact is None:
+        # The next turn of a conversation goes on from the blocks of the last. On a CPU, where a rollout gives each
+        # sequence one block that is its own, small ones took 0.97 to 1.03 of the seconds of CPU.
+        config = replace(config, kv_block_size=config.kv_block_size or BLOCK_SIZE)
     options = GenerationOptions(max_new_tokens=longest - 1)
     shapes = [Sequence(Prompt([0]), row, options) for row in range(rows)]
     plan = plan_rollout(model, shapes, options, config, spare, native.num_reserved_blocks, generator.training_bytes)

@@ -150,7 +150,9 @@ class Scheduler:
                 return True
             num_blocks += self._num_blocks_to_start(sequence, is_kept=sequence.prompt is prompt)
             prompt = sequence.prompt
-        return num_free >= min(num_newcomers, len(self.waiting)) and num_blocks <= len(self.pool.free)
+        # What finished sequences keep is given up for those that wait: see `_can_admit`.
+        room = len(self.pool.free) + sum(len(kept.blocks) for kept in self.kept_sequences)
+        return num_free >= min(num_newcomers, len(self.waiting)) and num_blocks <= room
 
     def _can_admit(self, sequence: Sequence) -> bool:
         can_grow = self.num_blocks_for(sequence.most_fed) > self.num_blocks_for(len(sequence))
