@@ -9,6 +9,7 @@ Weights and workspace must stay where they are while a tape is used.
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,11 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from hybrid_engine.ops import cpu_kernels
 
-NOTED_AT = 3
-"""The use of a step at which it is noted: that takes as long as some three steps, and rows may leave soon."""
-MAX_TAPES = 16
-MAX_BYTES = 2**26
-"""Of memory that a tape keeps between its operations; a step that needs more is long enough."""
+NOTED_AT = 5
+"""The use of a step at which it is noted: that takes as long again as the step, which four plays win back."""
+MAX_BYTES = 2**28
+"""Of memory that all tapes keep between their operations; a step that needs much of it is long enough."""
 # What hands values to the host: what it then decides is no part of a tape. Dispatch modes do not see the first two.
 _READS = {
     *(torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.item, torch.Tensor.__bool__, torch.Tensor.__int__),
@@ -42,7 +42,7 @@ class StepTapes:
         self.num_layers = num_layers
         self._tapes: dict[Hashable, _Tape] = {}
         self._uses: Counter[Hashable] = Counter()
-        self._can_note = True
+        self._can_note, self._num_bytes = True, 0
 
     def run(self, kind: Hashable, step: Callable[[], torch.Tensor], noted: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What `step` returns, from a tape where there is one.
@@ -62,11 +62,11 @@ class StepTapes:
         tape, reads = _Tape(), _Reads()
         with reads, tape, cpu_kernels.calls_noted_by(tape.note):
             result = noted()
-        self._can_note = tape.num_attentions == self.num_layers and tape.num_bytes <= MAX_BYTES and not reads.were_seen
+        self._num_bytes += tape.num_bytes
+        is_whole = tape.num_attentions == self.num_layers and not reads.were_seen
+        self._can_note = is_whole and self._num_bytes <= MAX_BYTES
         if self._can_note:
             tape.result = result
-            while len(self._tapes) >= MAX_TAPES:
-                del self._tapes[next(iter(self._tapes))]
             self._tapes[kind] = tape
         return result
 
@@ -116,6 +116,7 @@ class _Tape(TorchDispatchMode):
         return self.result
 
 
+@cache
 def _is_view(func: Any) -> bool:
     return any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
 
