@@ -113,6 +113,21 @@ def num_passes(engine):
     return counting.num_calls
 
 
+def most_under_way(engine):
+    """Turns of a rollout that the first stage has taken and not heard of yet."""
+    links, most = engine.generator.model.links, [0]
+    real = links.await_drawn
+
+    def noting():
+        real()
+        most.append(links.num_awaited)
+
+    links.await_drawn = noting
+    rolled(engine, "sampled")
+    del links.await_drawn
+    return max(most)
+
+
 def check_heads():
     """Told before a weight is read, on all processes."""
     with torch.device("meta"):
@@ -130,6 +145,7 @@ def everything(rank, world_size, folder, layout):
         input_ids, _ = padded_prompts()
         results[family]["logits"] = engine(input_ids[::4]).logits  # two rows without padding
     results["passes"] = num_passes(engine)
+    results["under way"] = most_under_way(engine)
     if layout == "tp2 pp2":
         check_heads()
     results["failed"] = [
@@ -178,6 +194,13 @@ def test_a_stage_reads_nothing_of_the_other_stages(ranks):
     assert max(map(len, layers)) - min(map(len, layers)) <= 1
     tied = [rank["tied"]["read"] for rank in ranks][::tp_size]
     assert ["transformer.wte.weight" in names for names in tied] == [True] + [False] * (len(tied) - 2) + [True]
+
+
+def test_the_first_stage_goes_on_while_the_others_are_busy(ranks):
+    """It waits for the tokens of a micro-batch only once it has passed on all of them: no stage is idle."""
+    assert ranks[0]["under way"] == (
+        4 if len(ranks) == 4 and ranks[0]["tied"]["read"] != ranks[1]["tied"]["read"] else 2
+    )
 
 
 def test_every_stage_knows_when_all_rows_have_ended(ranks):

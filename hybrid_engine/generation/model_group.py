@@ -157,8 +157,13 @@ def join_stages(tp_size: int, num_stages: int, device: torch.device, option: str
     check_layout(tp_size, num_stages, option)
     shape = (get_world_size() // (tp_size * num_stages), num_stages, tp_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "pipeline", "tensor"))
-    stages = mesh["pipeline"].get_group()
-    stage = Stage(index=dist.get_rank(stages), ranks=tuple(dist.get_process_group_ranks(stages)), group=stages)
+    stages = host = mesh["pipeline"].get_group()
+    if device.type != "cpu":
+        ranks = torch.arange(get_world_size()).view(shape).transpose(1, 2).flatten(0, 1)
+        host, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend="gloo")
+    stage = Stage(
+        index=dist.get_rank(stages), ranks=tuple(dist.get_process_group_ranks(stages)), group=stages, host_group=host
+    )
     whole = mesh["pipeline", "tensor"]._flatten("model").get_group()
     layer = describe_group(mesh["tensor"].get_group(), option) if tp_size > 1 else ModelGroup()
     return replace(layer, stage=stage, process_group=whole)

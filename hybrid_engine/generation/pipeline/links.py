@@ -136,7 +136,7 @@ class StageLinks:
 
     def _start(self, rank: int, tag: int, values: torch.Tensor) -> None:
         try:
-            work = dist.isend(values, rank, group=self.stage.group, tag=tag)
+            work = dist.isend(values, rank, group=self._group_for(values), tag=tag)
         except RuntimeError as error:
             raise LostError(str(error)) from error
         assert work is not None
@@ -155,9 +155,12 @@ class StageLinks:
 
     def _receive_into(self, values: torch.Tensor, rank: int, tag: int) -> None:
         try:
-            dist.recv(values, rank, group=self.stage.group, tag=tag)
+            dist.recv(values, rank, group=self._group_for(values), tag=tag)
         except RuntimeError as error:
             raise LostError(str(error)) from error
+
+    def _group_for(self, values: torch.Tensor) -> dist.ProcessGroup:
+        return self.stage.host_group if values.device.type == "cpu" else self.stage.group
 
     @staticmethod
     def _wait_for(sent: list[tuple[dist.Work, torch.Tensor]]) -> None:

@@ -20,6 +20,8 @@ class Stage:
     """The rank of each stage's process that this one passes hidden states to and takes them from, its own included."""
     group: dist.ProcessGroup
     """The process group of these."""
+    host_group: dist.ProcessGroup
+    """Another one of the same processes, over gloo: what the host reads does not wait for the device."""
 
     @property
     def size(self) -> int:
