@@ -9,8 +9,9 @@ server whole, then streamed. Before anything is timed the server's tokens are co
 
 The clients are a process of their own on the same machine, and as lean as can be; where there are few cores they and
 the model take them from each other. So the seconds of CPU are told too: of the process with model and server, and of
-the clients. With `--transformers`, an interpreter that has `transformers[serving]`, its server answers the same prompts
-as text, and so does this one; needs fp32 and prompts that a tokenizer can read back.
+the clients. With `--transformers`, an interpreter that has `transformers[serving]`, its server answers prompts of
+the same lengths as text, and so does this one. It is measured without continuous batching, with which it did not
+answer on a CPU.
 """
 
 import argparse
@@ -273,10 +274,10 @@ def report(args: argparse.Namespace, shape: Shape, work: Work, runs: dict[str, l
         shown += (f"{median(way, 'cpu_seconds'):.2f}", f"{cpu:.2f}", f"{median(way, 'client_cpu_seconds'):.2f}")
         table.add_row(way, *shown)
     Console().print(table)
-    for name in ("first", "between"):
-        values = [value for run in runs["streamed"] for value in getattr(run, name)]
+    for name, waits in (("first_token", "first"), ("between_tokens", "between")):
+        values = [value for run in runs["streamed"] for value in getattr(run, waits)]
         cuts = statistics.quantiles(values, n=100, method="inclusive")
-        row |= {f"{name}_token_ms_p{share}": round(cuts[share - 1] * 1000, 2) for share in (50, 95, 99)}
+        row |= {f"{name}_ms_p{share}": round(cuts[share - 1] * 1000, 2) for share in (50, 95, 99)}
     Console().print(" ".join(f"{name} {value}" for name, value in row.items() if "_ms_p" in name))
     append_rows(args.csv, [row | compared])
 
