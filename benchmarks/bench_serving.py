@@ -42,6 +42,7 @@ import hybrid_engine
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 
 SECONDS_TO_START = 180
+COMPARED = ("transformers_serve_tokens_per_second", "of_transformers_serve")
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ def compare(args: argparse.Namespace, engine: Any, tokenizer: Any, work: Work, c
             rates["this"].append(run.num_tokens / run.seconds)
     this, other = (statistics.median(rates[name]) for name in ("this", "transformers"))
     Console().print(f"prompts as text: {this:.0f} tokens/s, transformers serve {other:.0f}: {this / other:.1f} times")
-    return {"transformers_serve_tokens_per_second": round(other, 1), "of_transformers_serve": round(this / other, 2)}
+    return dict(zip(COMPARED, (round(other, 1), round(this / other, 2)), strict=True))
 
 
 def measure(ways: dict[str, Callable[[], Run]], repeats: int) -> dict[str, list[Run]]:
@@ -252,7 +253,9 @@ def main() -> None:
         if args.dtype == "float32" and not answers["generate"] == answers["whole"] == answers["streamed"]:
             raise RuntimeError("the server's tokens are not those of generate()")
         runs = measure(ways, args.repeats)
-        compared = compare(args, engine, tokenizer, work, clients) if args.transformers else {}
+        compared = dict.fromkeys(COMPARED)
+        if args.transformers:
+            compared = compare(args, engine, tokenizer, work, clients)
     report(args, shape, work, runs, compared)
 
 
