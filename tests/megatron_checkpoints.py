@@ -171,6 +171,13 @@ def halves(tensor, num_dims):
     return pieces
 
 
+def layers_of(stacked):
+    """Offsets and pieces of `stacked [L, ...]`: two of each layer."""
+    for layer, tensor in enumerate(stacked):
+        for offsets, part in halves(tensor, 1):
+            yield (layer, *offsets), part[None]
+
+
 def save_distributed(model, folder):
     """As `torch_dist` of four ranks: layers stacked, each tensor in pieces, an optimizer and other states beside."""
     weights, args = whole(model)
@@ -184,9 +191,10 @@ def save_distributed(model, folder):
     with (folder / "__0_0.distcp").open("wb") as file:
         for name, tensor in stacked.items():
             chunks = []
-            for offsets, part in halves(tensor, min(tensor.dim(), 2)):
+            is_stacked = name.startswith("decoder.layers")
+            for offsets, part in layers_of(tensor) if is_stacked else halves(tensor, min(tensor.dim(), 2)):
                 start = file.tell()
-                torch.save(part.clone(), file)
+                torch.save((part[0] if is_stacked else part).clone(), file)
                 places[MetadataIndex(name, torch.Size(offsets))] = _StorageInfo(
                     "__0_0.distcp", start, file.tell() - start
                 )

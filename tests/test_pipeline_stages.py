@@ -143,6 +143,7 @@ def everything(rank, world_size, folder, layout):
         engine, read = stage_of(model, folder / family, *LAYOUTS[layout])
         results[family] = {"read": read, **{kind: rolled(engine, kind) for kind in KINDS}}
         input_ids, _ = padded_prompts()
+        results[family]["report"] = engine.report()
         results[family]["logits"] = engine(input_ids[::4]).logits  # two rows without padding
     results["passes"] = num_passes(engine)
     results["under way"] = most_under_way(engine)
@@ -194,6 +195,12 @@ def test_a_stage_reads_nothing_of_the_other_stages(ranks):
     assert max(map(len, layers)) - min(map(len, layers)) <= 1
     tied = [rank["tied"]["read"] for rank in ranks][::tp_size]
     assert ["transformer.wte.weight" in names for names in tied] == [True] + [False] * (len(tied) - 2) + [True]
+
+
+def test_the_report_names_what_a_stage_holds(ranks):
+    first, last = ranks[0]["llama"]["report"], ranks[-1]["llama"]["report"]
+    assert "of 5 LlamaDecoderLayer layers, embedding, as views" in first and "pipeline: stage 0 of" in first
+    assert "of 5 LlamaDecoderLayer layers, final norm, LM head, as views" in last
 
 
 def test_the_first_stage_goes_on_while_the_others_are_busy(ranks):

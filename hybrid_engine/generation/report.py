@@ -6,6 +6,7 @@ from hybrid_engine.containers.linear import is_adapted
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.usage import format_bytes
+from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
@@ -44,6 +45,11 @@ def _containers(generator: Generator) -> str:
         )
     adapted = sum(is_adapted(linear.module) for layer in model.layers for linear in layer.linears)
     lora = f"; LoRA on {adapted} linears, fused into buffers of their own for each rollout" if adapted else ""
+    if isinstance(model, StageModel):
+        ends = ["embedding"] if model.stage.is_first else []
+        ends += ["final norm", "LM head"] if model.stage.is_last else []
+        held = [f"{len(model.layers)} of {model.num_layers} {model.layer_class} layers", *ends]
+        return f"containers: {', '.join(held)}, as views of the parameters{lora}"
     return (
         f"containers: all {len(model.layers)} {model.layer_class} layers, embedding, final norm and LM head, as views "
         f"of the parameters{lora}"

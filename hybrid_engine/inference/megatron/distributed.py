@@ -78,8 +78,9 @@ class Pieces:
             if any(first >= last for first, last in common):
                 continue
             piece = self._load(chunk.offsets)
-            if tuple(piece.shape) != tuple(chunk.sizes):
+            if piece.numel() != chunk.sizes.numel():
                 raise ValueError(f"checkpoint={self.folder}: a piece of {self.key} is {list(piece.shape)} in its file")
+            piece = piece.view(chunk.sizes)  # the dimension of layers may be left out in the file
             wanted = zip(common, chunk.offsets, strict=True)
             found = piece[tuple(slice(first - at, last - at) for (first, last), at in wanted)]
             places = zip(common, box, strict=True)
@@ -90,8 +91,7 @@ class Pieces:
         return result[0] if self.layer is not None else result
 
     def _load(self, offsets: torch.Size) -> torch.Tensor:
-        key = MetadataIndex(self.key, offsets)
-        place = next((info for index, info in self.index.storage_data.items() if index == key), None)
+        place = self.index.storage_data.get(MetadataIndex(self.key, offsets))
         if place is None:
             raise ValueError(f"checkpoint={self.folder}: {INDEX_FILE} does not say where {self.key} lies")
         with (self.folder / place.relative_path).open("rb") as file:
