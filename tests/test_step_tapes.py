@@ -1,5 +1,6 @@
 """Decode steps on a CPU from tapes: the same tokens and log-probabilities as steps that run as they come."""
 
+import gc
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_engine
 from hybrid_engine.generation.decoding import tape
+from hybrid_engine.generation.decoding.graph import CaptureStats
 from hybrid_engine.generation.decoding.tape import StepTapes
 from hybrid_engine.ops import cpu_kernels, cpu_library, dispatch
 
@@ -67,6 +69,14 @@ def test_a_rollout_from_tapes_is_the_one_without(monkeypatch, played, family, op
     assert played[0] > 8
     assert torch.equal(actual[0], expected[0])
     torch.testing.assert_close(actual[1], expected[1], atol=1e-6, rtol=0)
+    assert f"{played[0]} steps of the last rollout played from tapes" in engine.report()
+
+
+def test_tapes_go_with_their_rollout(monkeypatch):
+    """They hold the weights as the rollout reads them, which may be gathered or fused."""
+    engine = build_engine(build_model())
+    roll_out(monkeypatch, engine, 1)
+    assert not [object for object in gc.get_objects() if isinstance(object, tape._Tape)]
 
 
 def test_shared_blocks_and_few_rows_at_once_change_nothing(monkeypatch, played):
@@ -115,7 +125,7 @@ def forward(tapes, inputs, weight, between=lambda hidden: hidden):
 
 def test_a_tape_reads_its_inputs_anew_and_keeps_what_lies_between(monkeypatch, played):
     monkeypatch.setattr(tape, "NOTED_AT", 2)
-    tapes, inputs, weight = StepTapes(num_layers=0), torch.zeros(3, 8), torch.randn(8, 4)
+    tapes, inputs, weight = StepTapes(0, CaptureStats()), torch.zeros(3, 8), torch.randn(8, 4)
     for step in range(6):
         inputs.copy_(torch.randn(3, 8))
         expected = (inputs + 1.0) @ weight + inputs.argmax(1, keepdim=True)
@@ -137,7 +147,7 @@ def test_a_tape_reads_its_inputs_anew_and_keeps_what_lies_between(monkeypatch, p
 )
 def test_what_hands_values_to_the_host_is_never_played(monkeypatch, played, between):
     monkeypatch.setattr(tape, "NOTED_AT", 1)
-    tapes, inputs, weight = StepTapes(num_layers=0), torch.zeros(3, 8), torch.randn(8, 4)
+    tapes, inputs, weight = StepTapes(0, CaptureStats()), torch.zeros(3, 8), torch.randn(8, 4)
     for _ in range(3):
         inputs.copy_(torch.randn(3, 8))
         expected = between(inputs + 1.0) @ weight + inputs.argmax(1, keepdim=True)
@@ -148,10 +158,10 @@ def test_what_hands_values_to_the_host_is_never_played(monkeypatch, played, betw
 def test_a_step_without_compiled_attention_or_with_much_memory_runs_as_it_comes(monkeypatch, played):
     monkeypatch.setattr(tape, "NOTED_AT", 1)
     inputs, weight = torch.randn(3, 8), torch.randn(8, 4)
-    tapes = StepTapes(num_layers=1)
+    tapes = StepTapes(1, CaptureStats())
     assert torch.equal(forward(tapes, inputs, weight), forward(tapes, inputs, weight))
     monkeypatch.setattr(tape, "MAX_BYTES", 100)
-    tapes = StepTapes(num_layers=0)
+    tapes = StepTapes(0, CaptureStats())
     assert torch.equal(forward(tapes, inputs, weight), forward(tapes, inputs, weight))
     assert played == [0]
 
@@ -163,7 +173,7 @@ def test_who_watches_operators_sees_them(monkeypatch, played):
             return func(*args, **(kwargs or {}))
 
     monkeypatch.setattr(tape, "NOTED_AT", 1)
-    tapes, inputs, weight, seen = StepTapes(num_layers=0), torch.randn(3, 8), torch.randn(8, 4), []
+    tapes, inputs, weight, seen = StepTapes(0, CaptureStats()), torch.randn(3, 8), torch.randn(8, 4), []
     for _ in range(2):
         with Names():
             tapes.run("kind", lambda: inputs @ weight, lambda: inputs @ weight)
@@ -172,7 +182,7 @@ def test_who_watches_operators_sees_them(monkeypatch, played):
 
 def test_an_error_while_a_step_is_noted_leaves_nothing_behind(monkeypatch):
     monkeypatch.setattr(tape, "NOTED_AT", 1)
-    tapes, inputs, weight = StepTapes(num_layers=0), torch.randn(3, 8), torch.randn(8, 4)
+    tapes, inputs, weight = StepTapes(0, CaptureStats()), torch.randn(3, 8), torch.randn(8, 4)
     with pytest.raises(ZeroDivisionError):
         forward(tapes, inputs, weight, lambda x: x / (1 // 0))
     assert torch._C._len_torch_dispatch_stack() == 0 and cpu_kernels._noting.note is None

@@ -86,7 +86,9 @@ def _decoding(generator: Generator, native: ContainerRollouts) -> str:
     else:
         why = "HYBRID_ENGINE_FALLBACK=1" if fallback_forced() else f"the weights are on {weight.device.type}"
         ops = f"torch references, because {why}"
-    if native.steps.recorder is None:
+    if native.steps.stats.played:
+        graphs = f"the forward passes of {native.steps.stats.played} steps of the last rollout played from tapes"
+    elif native.steps.recorder is None:
         config = generator.config
         off = (
             "enable_cuda_graph is false" if not config.enable_cuda_graph else "the experts' reference reads the device"

@@ -33,10 +33,12 @@ def context_bucket(context: int, capacity: int) -> int:
 
 @dataclass
 class CaptureStats:
-    """What recording took."""
+    """What recording took, and what came of it."""
 
     captures: int = 0
     seconds: float = 0.0
+    played: int = 0
+    """Steps that came from a tape (tape.py); graphs are not counted."""
 
 
 class CudaGraphs:

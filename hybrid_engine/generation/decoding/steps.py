@@ -35,7 +35,7 @@ class DecodeSteps:
         self.stats = CaptureStats()
         if self.recorder is None or is_streamed:
             can_note = self.has_tapes and not is_streamed and self.model.parallel.size == 1
-            tapes = StepTapes(len(self.model.layers)) if can_note else None
+            tapes = StepTapes(len(self.model.layers), self.stats) if can_note else None
             return self._build(plan, kv, plan.max_running, plan.num_columns, None, tapes)
         num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
         addresses = (kv.data_ptr(), *self.model.addresses())

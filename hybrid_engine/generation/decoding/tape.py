@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybrid_engine.generation.decoding.graph import CaptureStats
 from hybrid_engine.ops import cpu_kernels
 
 NOTED_AT = 5
@@ -36,10 +37,11 @@ class StepTapes:
 
     Args:
         num_layers: whose attention must be compiled: torch's would go through all of the cache's places every time.
+        stats: counts the steps that are played.
     """
 
-    def __init__(self, num_layers: int):
-        self.num_layers = num_layers
+    def __init__(self, num_layers: int, stats: CaptureStats):
+        self.num_layers, self.stats = num_layers, stats
         self._tapes: dict[Hashable, _Tape] = {}
         self._uses: Counter[Hashable] = Counter()
         self._can_note, self._num_bytes = True, 0
@@ -54,6 +56,7 @@ class StepTapes:
         """
         tape = self._tapes.get(kind)
         if tape is not None:
+            self.stats.played += 1
             return tape.play()
         self._uses[kind] += 1
         is_watched = torch._C._len_torch_dispatch_stack() > 0
