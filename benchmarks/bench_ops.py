@@ -26,8 +26,10 @@ from rich.table import Table
 
 from hybrid_engine.ops import (
     NORM_OPS,
+    QKV,
     BlockCopyOp,
     DecodeBatch,
+    KVBlocks,
     MLPGemmOp,
     PrefillBatch,
     QKVGemmOp,
@@ -171,8 +173,8 @@ def attention_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Cas
         cases.append(
             Case(
                 f"decode attention, {rows} x {context}", inputs,
-                lambda q, k, v, c, b: op(q, k, v, None, *c, b),
-                lambda q, k, v, c, b: op.reference(q, k, v, None, *c, b),
+                lambda q, k, v, c, b: op(QKV(q, k, v), KVBlocks(*c), b),
+                lambda q, k, v, c, b: op.reference(QKV(q, k, v), KVBlocks(*c), b),
                 {"gather, SDPA": sdpa}, 2 * rows * context * kv_heads * dim * element,
                 4 * rows * context * heads * dim,
             )
@@ -204,8 +206,9 @@ def attention_cases(dtype: torch.dtype, device: str, is_small: bool) -> list[Cas
 
     cases.append(
         Case(
-            f"prefill attention, {total} tokens", prefill_inputs, lambda q, k, v, c, b: op(q, k, v, None, *c, b),
-            lambda q, k, v, c, b: op.reference(q, k, v, None, *c, b), {"SDPA one by one": one_by_one},
+            f"prefill attention, {total} tokens", prefill_inputs,
+            lambda q, k, v, c, b: op(QKV(q, k, v), KVBlocks(*c), b),
+            lambda q, k, v, c, b: op.reference(QKV(q, k, v), KVBlocks(*c), b), {"SDPA one by one": one_by_one},
             total * (2 * heads + 4 * kv_heads) * dim * element, sum(2 * n * n * heads * dim for n in lengths),
         )
     )  # fmt: skip

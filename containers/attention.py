@@ -13,7 +13,16 @@ from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import ALONE, Heads, TensorParallel, cut
 from hybrid_engine.containers.views import HeadNormsView, NormView, attribute, config_value, submodule
-from hybrid_engine.ops import Batch, EncoderBatch, QKVGemmOp, SoftmaxContextOp, VectorMatMulOp
+from hybrid_engine.ops import (
+    QKV,
+    Batch,
+    EncoderBatch,
+    HeadWeights,
+    KVBlocks,
+    QKVGemmOp,
+    SoftmaxContextOp,
+    VectorMatMulOp,
+)
 
 WINDOWED_KINDS = ("sliding_attention", "local")
 
@@ -147,8 +156,7 @@ class Attention:
         self,
         hidden: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        cache: KVBlocks,
         batch: Batch | EncoderBatch,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,13 +164,13 @@ class Attention:
         weights, biases = zip(*(linear.pair for linear in self.qkv), strict=True)
         gamma, beta = (self.norm.gamma, self.norm.beta) if self.norm else (None, None)
         (q, k, v), normed = self.qkv_gemm(hidden, weights, biases, gamma, beta)
-        q_gamma = k_gamma = None
+        weights = HeadWeights(sinks=self.sinks, alibi=self.alibi)
         if self.q_norm and self.k_norm:
             if self.is_norm_in_op:
-                q_gamma, k_gamma = self.q_norm.gamma, self.k_norm.gamma
+                weights = weights._replace(q_gamma=self.q_norm.gamma, k_gamma=self.k_norm.gamma)
             else:
                 q, k = self._norm_heads(q, k)
-        context = self.softmax_context(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, self.sinks, self.alibi)
+        context = self.softmax_context(QKV(q, k, v, rotary), cache, batch, weights)
         if self.parallel.size == 1:
             return self.vector_matmul(context, *self.output.pair, residual=residual), normed
         output = self.parallel.all_reduce(self.vector_matmul(context, *self.output.pair))

@@ -20,7 +20,7 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import UnsupportedModelError
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
-from hybrid_engine.ops import EncoderBatch
+from hybrid_engine.ops import EncoderBatch, KVBlocks
 from hybrid_engine.ops.dispatch import say_once
 
 INNER_OUTPUTS = ("output_attentions", "output_hidden_states")
@@ -55,7 +55,7 @@ def run_packed(layers: list[InferenceLayer], hidden: torch.Tensor, lengths: torc
     attention = layers[0].attention
     no_blocks = hidden.new_empty(0, attention.num_kv_heads, 1, attention.head_dim)
     for layer in layers:
-        hidden = layer.forward(hidden, None, no_blocks, no_blocks, batch)
+        hidden = layer.forward(hidden, None, KVBlocks(no_blocks, no_blocks), batch)
     return hidden
 
 

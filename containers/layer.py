@@ -15,7 +15,7 @@ from hybrid_engine.containers.mlp import DenseMLP, MoEMLP
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel, check_divides
 from hybrid_engine.containers.views import HeadNormsView, NormView, config_value, submodule
-from hybrid_engine.ops import Batch, EncoderBatch
+from hybrid_engine.ops import Batch, EncoderBatch, KVBlocks
 
 RotaryRows = tuple[torch.Tensor, torch.Tensor]
 
@@ -87,8 +87,7 @@ class InferenceLayer:
         self,
         hidden: torch.Tensor,
         rotary: RotaryRows | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        cache: KVBlocks,
         batch: Batch | EncoderBatch,
     ) -> torch.Tensor:
         """`hidden [N, E]` -> `[N, E]`; writes keys and values into this layer's blocks, but not an encoder's.
@@ -102,7 +101,7 @@ class InferenceLayer:
                 f"layer {self.index} reads weights that are not gathered; gather them around the rollout"
             )
         added = None if self.attention_post_norm else hidden
-        attention, normed = self.attention.forward(hidden, rotary, keys, values, batch, residual=added)
+        attention, normed = self.attention.forward(hidden, rotary, cache, batch, residual=added)
         if self.policy.block == "parallel":
             return attention + self.mlp.forward(hidden if self.mlp_norm else normed, is_added=False)
         if self.policy.block == "post_norm":

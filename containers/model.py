@@ -25,7 +25,7 @@ from hybrid_engine.containers.policy import (
 from hybrid_engine.containers.rotary import FixedRotary, Rotary
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, has_module, submodule
-from hybrid_engine.ops import Batch, PrefillBatch, VectorMatMulOp
+from hybrid_engine.ops import Batch, KVBlocks, PrefillBatch, VectorMatMulOp
 
 
 def layer_class_name(layer: nn.Module) -> str:
@@ -255,8 +255,8 @@ class InferenceModel:
         rotary = {kind: self._rotary_rows(kind, batch) for kind in self.rotaries}
         caches = kv.view(-1, *kv.shape[2:]).unbind(0)  # keys and values of each layer in turn
         for layer in layers:
-            keys, values = caches[2 * layer.index : 2 * layer.index + 2]
-            hidden = layer.forward(hidden, rotary.get(layer.kind) if layer.has_rope else None, keys, values, batch)
+            cache = KVBlocks(*caches[2 * layer.index : 2 * layer.index + 2])
+            hidden = layer.forward(hidden, rotary.get(layer.kind) if layer.has_rope else None, cache, batch)
         return hidden
 
     def _head(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:

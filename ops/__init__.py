@@ -1,6 +1,6 @@
 """The ops of inference, one file each with its maths and a torch reference. They know tensors and numbers."""
 
-from hybrid_engine.ops.batch import EncoderBatch
+from hybrid_engine.ops.batch import QKV, EncoderBatch, HeadWeights, KVBlocks
 from hybrid_engine.ops.block_copy import BlockCopyOp
 from hybrid_engine.ops.deepspeed_bindings import GELUGemmOp, LinearOp, ResidualAddOp
 from hybrid_engine.ops.gated_activation import GatedActivationOp
@@ -14,12 +14,15 @@ from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 __all__ = [
     "NORM_OPS",
+    "QKV",
     "Batch",
     "BlockCopyOp",
     "DecodeBatch",
     "EncoderBatch",
     "GELUGemmOp",
     "GatedActivationOp",
+    "HeadWeights",
+    "KVBlocks",
     "LayerNormOp",
     "LinearOp",
     "MLPGemmOp",

@@ -1,9 +1,10 @@
-"""The tokens of one pass over the layers, where their keys and values go and what they may look at.
+"""The tokens of one pass over the layers, where their keys and values go, what they may look at and with what.
 
-N packed tokens, R sequences, S decoded rows, n blocks of a row, K key/value heads.
+N packed tokens, R sequences, S decoded rows, n blocks of a row, H query heads, K key/value heads, D head dimension.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -54,6 +55,31 @@ class EncoderBatch:
 
 
 Batch = PrefillBatch | DecodeBatch
+
+
+class QKV(NamedTuple):
+    """What a layer's projections make of the N tokens, of any strides."""
+
+    q: torch.Tensor  # [N, K, G, D]: the G = H / K query heads of each key/value head
+    k: torch.Tensor  # [N, K, D]
+    v: torch.Tensor  # [N, K, D]
+    rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin rows [N, R] as `rotary_table` makes them
+
+
+class KVBlocks(NamedTuple):
+    """A layer's part of the KV workspace."""
+
+    keys: torch.Tensor  # [num_blocks, K, block_size, D]
+    values: torch.Tensor  # the same
+
+
+class HeadWeights(NamedTuple):
+    """What attention has learned or set per head; None: the model has none."""
+
+    q_gamma: torch.Tensor | None = None  # [D], of the norm of queries
+    k_gamma: torch.Tensor | None = None  # [D], of keys
+    sinks: torch.Tensor | None = None  # [H], a further logit of each head that draws attention to nothing
+    alibi: torch.Tensor | None = None  # [H] fp32 slopes
 
 
 def write_rows(batch: Batch, num_kv_heads: int, block_size: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.ops.batch import DecodeBatch
+from hybrid_engine.ops.batch import QKV, DecodeBatch, HeadWeights, KVBlocks
 from hybrid_engine.ops.cpu_library import load_library
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
 
@@ -224,18 +224,9 @@ def by_rows(input: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def can_attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: DecodeBatch,
-    sinks: torch.Tensor | None,
-    alibi: torch.Tensor | None,
-) -> bool:
+def can_attend(qkv: QKV, cache: KVBlocks, batch: DecodeBatch, weights: HeadWeights) -> bool:
     """Whether `decode_attention` takes these tensors, which must lie in memory as it reads them."""
+    (q, k, v, rotary), (keys, values), (_, _, sinks, alibi) = qkv, cache, weights
     if not len(q) or not use_compiled(q, k, v, keys, values, *(rotary or ()), sinks):
         return False
     dense: list[torch.Tensor] = [x for x in (keys, values, sinks, alibi, batch.positions) if x is not None]
@@ -252,22 +243,14 @@ def can_attend(
 
 
 def decode_attention(
-    numbers: AttentionNumbers,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rotary: tuple[torch.Tensor, torch.Tensor] | None,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: DecodeBatch,
-    sinks: torch.Tensor | None,
-    alibi: torch.Tensor | None,
+    numbers: AttentionNumbers, qkv: QKV, cache: KVBlocks, batch: DecodeBatch, weights: HeadWeights
 ) -> torch.Tensor:
-    """Rotates, writes the new keys and values and attends, as `SoftmaxContextOp` does without norms: `[N, H*D]`.
+    """Rotates, writes the new keys and values and attends, as `SoftmaxContextOp` does after its norms: `[N, H*D]`.
 
     Raises:
         ValueError: a row is longer than `batch.context` or its table names a block that is not there.
     """
+    (q, k, v, rotary), (keys, values) = qkv, cache
     num_rows, num_heads = len(q), numbers.num_kv_heads * numbers.num_queries
     output = torch.empty(num_rows, num_heads * numbers.head_dim, dtype=q.dtype)
     rotated: tuple[Any, ...] = (None, None, 0, 0)
@@ -279,11 +262,12 @@ def decode_attention(
         keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], keys.shape[2], len(keys),
         batch.positions.data_ptr(), batch.block_tables.data_ptr(), batch.block_tables.stride(0), reach,
     )  # fmt: skip
+    extras = _Extras(*rotated, pointer(weights.sinks), pointer(weights.alibi))
     heads = [_Heads(q.data_ptr(), *q.stride())]
     heads += [_Heads(x.data_ptr(), x.stride(0), x.stride(1), 0, x.stride(2)) for x in (k, v)]
     call(
-        "decode_attention", *map(byref, heads), byref(_Extras(*rotated, pointer(sinks), pointer(alibi))),
-        byref(workspace), byref(numbers), output.data_ptr(), num_rows, q.dtype == torch.bfloat16,
+        "decode_attention", *map(byref, heads), byref(extras), byref(workspace), byref(numbers),
+        output.data_ptr(), num_rows, q.dtype == torch.bfloat16,
         _threads(num_rows * num_heads * numbers.head_dim * batch.context),
     )  # fmt: skip
     return output

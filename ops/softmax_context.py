@@ -26,10 +26,21 @@ import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops import softmax_context_kernels as kernels
-from hybrid_engine.ops.batch import Batch, DecodeBatch, EncoderBatch, PrefillBatch, write_rows
+from hybrid_engine.ops.batch import (
+    QKV,
+    Batch,
+    DecodeBatch,
+    EncoderBatch,
+    HeadWeights,
+    KVBlocks,
+    PrefillBatch,
+    write_rows,
+)
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, say_once, use_triton
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import apply_rotary
+
+NO_WEIGHTS = HeadWeights()
 
 
 def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -47,7 +58,7 @@ def like_lengths(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 class SoftmaxContextOp:
-    """Callable `(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi) -> context [N, H*D]`.
+    """Callable `(qkv, cache, batch, weights) -> context [N, H*D]`.
 
     Args:
         num_heads, num_kv_heads, head_dim: H, K, D; H is a multiple of K.
@@ -86,39 +97,25 @@ class SoftmaxContextOp:
         )
 
     def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: Batch | EncoderBatch,
-        q_gamma: torch.Tensor | None = None,
-        k_gamma: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        alibi: torch.Tensor | None = None,
+        self, qkv: QKV, cache: KVBlocks, batch: Batch | EncoderBatch, weights: HeadWeights = NO_WEIGHTS
     ) -> torch.Tensor:
-        """Writes the batch's keys and values into `keys` and `values`, unless it is an encoder's, and attends.
-
-        Args:
-            q: `[N, K, G, D]`; k, v: `[N, K, D]`; any strides.
-            rotary: cos and sin rows `[N, R]` as `rotary_table` makes them; None: no rotary.
-            keys, values: `[num_blocks, K, block_size, D]`.
-            q_gamma, k_gamma: `[D]` of the q/k norm.
-            sinks: `[H]`, a further logit of each head that draws attention to nothing.
-            alibi: `[H]` fp32 slopes.
-        """
+        """Writes the batch's keys and values into `cache`, unless it is an encoder's, and attends."""
         if isinstance(batch, DecodeBatch) and batch.rows_meet:
             # Kernels and the compiled function write and look row by row, several rows at a time.
-            return self.reference(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
-        if self._has_kernel(q):
-            return self._launch(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
-        if isinstance(batch, DecodeBatch) and not (self.alibi_rounds and alibi is not None):
-            tensors = (q, k, v, rotary, keys, values, batch, sinks, alibi)
-            if cpu_kernels.can_attend(*tensors):
-                return self._decode_compiled(*tensors, q_gamma, k_gamma)
-        return self.reference(q, k, v, rotary, keys, values, batch, q_gamma, k_gamma, sinks, alibi)
+            return self.reference(qkv, cache, batch, weights)
+        if self._has_kernel(qkv.q):
+            return self._launch(qkv, cache, batch, weights)
+        rounds = self.alibi_rounds and weights.alibi is not None
+        if isinstance(batch, DecodeBatch) and not rounds and cpu_kernels.can_attend(qkv, cache, batch, weights):
+            return cpu_kernels.decode_attention(self._numbers, self._norm(qkv, weights), cache, batch, weights)
+        return self.reference(qkv, cache, batch, weights)
+
+    def _norm(self, qkv: QKV, weights: HeadWeights) -> QKV:
+        """Queries and keys normed, where there are norms."""
+        if self.qk_norm is None:
+            return qkv
+        assert weights.q_gamma is not None and weights.k_gamma is not None
+        return qkv._replace(q=self.qk_norm(qkv.q, weights.q_gamma), k=self.qk_norm(qkv.k, weights.k_gamma))
 
     def _has_kernel(self, q: torch.Tensor) -> bool:
         if not use_triton(q):
@@ -134,70 +131,35 @@ class SoftmaxContextOp:
             return False
         return True
 
-    def _decode_compiled(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: DecodeBatch,
-        sinks: torch.Tensor | None,
-        alibi: torch.Tensor | None,
-        q_gamma: torch.Tensor | None,
-        k_gamma: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The norms, then one call of a compiled function."""
-        if self.qk_norm is not None:
-            assert q_gamma is not None and k_gamma is not None
-            q, k = self.qk_norm(q, q_gamma), self.qk_norm(k, k_gamma)
-        return cpu_kernels.decode_attention(self._numbers, q, k, v, rotary, keys, values, batch, sinks, alibi)
-
     def reference(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: Batch | EncoderBatch,
-        q_gamma: torch.Tensor | None = None,
-        k_gamma: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        alibi: torch.Tensor | None = None,
+        self, qkv: QKV, cache: KVBlocks, batch: Batch | EncoderBatch, weights: HeadWeights = NO_WEIGHTS
     ) -> torch.Tensor:
         """The reference: the function of the kernel in plain torch."""
-        q = q.reshape(-1, self.num_heads, self.head_dim)
+        heads = qkv._replace(q=qkv.q.reshape(-1, self.num_heads, self.head_dim))
         if isinstance(batch, EncoderBatch):
-            self._check_encoder(rotary, sinks, alibi)
-            return self._packed(q, k, v, batch.lengths, self._both_ways)
-        if self.qk_norm is not None:
-            assert q_gamma is not None and k_gamma is not None
-            q, k = self.qk_norm(q, q_gamma), self.qk_norm(k, k_gamma)
+            self._check_encoder(qkv, weights)
+            return self._packed(heads, batch.lengths, self._both_ways)
+        q, k, v, rotary = self._norm(heads, weights)
         if rotary is not None:  # both at once: half the operations
             both = apply_rotary(torch.cat((q, k), 1), *rotary, is_interleaved=self.is_interleaved)
             q, k = both.split((self.num_heads, self.num_kv_heads), 1)
-        rows = write_rows(batch, self.num_kv_heads, keys.shape[2])
+        rows = write_rows(batch, self.num_kv_heads, cache.keys.shape[2])
         # A product may lie by columns, of which `index_put_` makes 143 us for 32 rows of 384, and a copy first 31.
-        for cache, new in ((keys, k), (values, v.contiguous())):
-            cache.view(-1, self.head_dim).index_put_((rows,), new)
+        for blocks, new in ((cache.keys, k), (cache.values, v.contiguous())):
+            blocks.view(-1, self.head_dim).index_put_((rows,), new)
         if isinstance(batch, PrefillBatch):
-            return self._packed(q, k, v, batch.lengths, lambda q, k, v, _: self._causal(q, k, v, sinks, alibi))
-        return self._decode(q, keys, values, batch, sinks, alibi)
+            return self._packed(QKV(q, k, v), batch.lengths, lambda q, k, v, _: self._causal(q, k, v, weights))
+        return self._decode(q, cache, batch, weights)
 
-    def _check_encoder(self, *absent: Any) -> None:
+    def _check_encoder(self, qkv: QKV, weights: HeadWeights) -> None:
         """What encoders have not is not built for both ways."""
-        features = (self.window, self.softcap, self.qk_norm, *absent)
+        features = (self.window, self.softcap, self.qk_norm, qkv.rotary, weights.sinks, weights.alibi)
         if any(feature is not None for feature in features):
             raise ValueError("attention both ways takes no window, soft-capping, norms, rotary, sinks or ALiBi")
 
     def _packed(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        qkv: QKV,
         lengths: tuple[int, ...],
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[int] | None], torch.Tensor],
     ) -> torch.Tensor:
@@ -205,6 +167,7 @@ class SoftmaxContextOp:
 
         `attend` takes `[R, n, ...]` of R sequences, and their lengths where these are not all n.
         """
+        q, k, v, _ = qkv
         if len(set(lengths)) == 1:
             q, k, v = (x.unflatten(0, (len(lengths), lengths[0])) for x in (q, k, v))
             return attend(q, k, v, None).flatten(0, 1)
@@ -227,15 +190,9 @@ class SoftmaxContextOp:
         context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
         return context.transpose(1, 2).flatten(2)
 
-    def _causal(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor | None,
-        alibi: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
         """`q [R, n, H, D]`, `k`, `v` `[R, n, K, D]` -> `[R, n, H*D]`."""
+        sinks, alibi = weights.sinks, weights.alibi
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         places = torch.arange(q.shape[2], device=q.device)
         distance = places[:, None] - places
@@ -256,18 +213,11 @@ class SoftmaxContextOp:
         scores = scores.masked_fill(hidden, float("-inf"))
         return (self._softmax(scores, sinks).to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
-    def _decode(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: DecodeBatch,
-        sinks: torch.Tensor | None,
-        alibi: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """One query token per row against its blocks."""
+    def _decode(self, q: torch.Tensor, cache: KVBlocks, batch: DecodeBatch, weights: HeadWeights) -> torch.Tensor:
+        """One query token `q [S, H, D]` per row against its blocks."""
+        sinks, alibi = weights.sinks, weights.alibi
         num_rows, groups = q.shape[0], q.shape[0] * self.num_kv_heads
-        k, v = self._rows(keys, batch).transpose(1, 2), self._rows(values, batch)
+        k, v = self._rows(cache.keys, batch).transpose(1, 2), self._rows(cache.values, batch)
         q = q.reshape(groups, -1, self.head_dim)  # the H/K query heads of one KV head share its read
         bias = self._bias(batch, q.dtype if alibi is None else torch.float32, alibi)
         if self.softcap is None and alibi is None:
@@ -323,52 +273,24 @@ class SoftmaxContextOp:
         rows = cache[batch.block_tables].transpose(1, 2).flatten(2, 3)
         return rows[:, :, : batch.context].flatten(0, 1)
 
-    def _launch(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: Batch | EncoderBatch,
-        q_gamma: torch.Tensor | None,
-        k_gamma: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        alibi: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _launch(self, qkv: QKV, cache: KVBlocks, batch: Batch | EncoderBatch, weights: HeadWeights) -> torch.Tensor:
         """The same with kernels. ValueError for a tensor that they cannot read."""
-        self._check(q, k, v, rotary, keys, values, q_gamma, k_gamma, sinks, alibi)
-        rotated = (*rotary, rotary[0].shape[-1]) if rotary is not None else (q, q, 0)
-        # A kernel that does not read a tensor gets another one in its place.
-        others = tuple(q if tensor is None else tensor for tensor in (q_gamma, k_gamma, sinks, alibi))
-        features = {"HAS_SINKS": sinks is not None, "HAS_ALIBI": alibi is not None}
+        self._check(qkv, cache, weights)
         if isinstance(batch, EncoderBatch):
-            self._check_encoder(rotary, sinks, alibi)
-            return self._launch_packed(q, k, v, batch, others[2:], features, is_causal=False)
+            self._check_encoder(qkv, weights)
+            return self._launch_packed(qkv, batch, weights, is_causal=False)
         if isinstance(batch, PrefillBatch):
-            q, k = self._launch_store(q, k, v, rotated, keys, values, batch, others[:2])
-            return self._launch_packed(q, k, v, batch, others[2:], features, is_causal=True)
-        return self._launch_decode(q, k, v, rotated, keys, values, batch, others, features)
+            stored = self._launch_store(qkv, cache, batch, weights)
+            return self._launch_packed(stored, batch, weights, is_causal=True)
+        return self._launch_decode(qkv, cache, batch, weights)
 
-    def _check(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor] | None,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        q_gamma: torch.Tensor | None,
-        k_gamma: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-        alibi: torch.Tensor | None,
-    ) -> None:
+    def _check(self, qkv: QKV, cache: KVBlocks, weights: HeadWeights) -> None:
+        (q, k, v, rotary), (keys, values), (q_gamma, k_gamma, sinks, alibi) = qkv, cache, weights
         heads, dim = self.num_kv_heads, self.head_dim
         check_tensor("q", q, shape=(None, heads, self.num_heads // heads, dim), is_dense_last=True)
-        for name, new, cache in (("k", k, keys), ("v", v, values)):
+        for name, new, blocks in (("k", k, keys), ("v", v, values)):
             check_tensor(name, new, like=q, shape=(q.shape[0], heads, dim), is_dense_last=True)
-            check_tensor(f"the workspace of {name}", cache, like=q, shape=(None, heads, None, dim), is_dense_last=True)
+            check_tensor(f"the workspace of {name}", blocks, like=q, shape=(None, heads, None, dim), is_dense_last=True)
         if keys.stride() != values.stride():
             raise ValueError(f"keys and values have strides {keys.stride()} and {values.stride()}; expected the same")
         for name, rows in zip(("cos", "sin"), rotary or (), strict=False):
@@ -384,8 +306,7 @@ class SoftmaxContextOp:
             if per_head is not None:
                 check_tensor(name, per_head, like=q, dtype=dtype, shape=(self.num_heads,), is_dense_last=True)
 
-    @property
-    def _features(self) -> dict[str, Any]:
+    def _features(self, weights: HeadWeights) -> dict[str, Any]:
         """Constants of the attending kernels."""
         return {
             "GROUPS": self.num_heads // self.num_kv_heads,
@@ -393,40 +314,38 @@ class SoftmaxContextOp:
             "DIM": kernels.padded_dim(self.head_dim),
             "HAS_WINDOW": self.window is not None,
             "HAS_SOFTCAP": self.softcap is not None,
+            "HAS_SINKS": weights.sinks is not None,
+            "HAS_ALIBI": weights.alibi is not None,
             "UPCASTS": IS_INTERPRETED,
         }
 
-    def _launch_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotated: tuple[torch.Tensor, torch.Tensor, int],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: DecodeBatch,
-        others: tuple[torch.Tensor, ...],
-        features: dict[str, Any],
-    ) -> torch.Tensor:
+    def _changes(self, qkv: QKV) -> dict[str, Any]:
+        """Constants of the kernels that norm and rotate."""
+        return {
+            "ROTARY_DIM": 0 if qkv.rotary is None else qkv.rotary[0].shape[-1],
+            "NORM": kernels.NORM_KINDS[self.norm_kind],
+            "IS_INTERLEAVED": self.is_interleaved,
+        }
+
+    def _launch_decode(self, qkv: QKV, cache: KVBlocks, batch: DecodeBatch, weights: HeadWeights) -> torch.Tensor:
+        q, (cos, sin) = qkv.q, _present(qkv.rotary or (None, None), qkv.q)
         groups = self.num_heads // self.num_kv_heads
         num_rows, num_splits = q.shape[0], -(-batch.context // kernels.SPLIT)
-        cos, sin, rotary_dim = rotated
-        q_gamma, k_gamma, sinks, alibi = others
         output = q.new_empty(num_rows, self.num_heads * self.head_dim)
         is_single = num_splits == 1
         parts = (num_rows, self.num_heads, num_splits)
         partial = output if is_single else q.new_empty(*parts, self.head_dim, dtype=torch.float32)
         lse = partial if is_single else q.new_empty(parts, dtype=torch.float32)
-        window = self.window or 0
+        window, others = self.window or 0, _present(weights, q)
         launch(
             kernels.decode_kernel,
             (num_rows, self.num_kv_heads, num_splits),
-            *(q, k, v, cos, sin, keys, values, batch.positions, batch.block_tables),
-            *(q_gamma, k_gamma, sinks, alibi, partial, lse),
-            *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0), *keys.stride()[:3]),
-            *(batch.block_tables.stride(0), keys.shape[2], window, self.scale, self.softcap or 1.0, self.qk_norm_eps),
-            **{**self._features, **features, "ROTARY_DIM": rotary_dim, "NORM": kernels.NORM_KINDS[self.norm_kind]},
-            IS_INTERLEAVED=self.is_interleaved,
+            *(*qkv[:3], cos, sin, *cache, batch.positions, batch.block_tables, *others, partial, lse),
+            *(*_head_strides(qkv), cos.stride(0), sin.stride(0), *cache.keys.stride()[:3]),
+            *(batch.block_tables.stride(0), cache.keys.shape[2], window, self.scale, self.softcap or 1.0),
+            self.qk_norm_eps,
+            **self._features(weights),
+            **self._changes(qkv),
             IS_SINGLE=is_single,
             HEADS=kernels.padded_groups(groups),
             TILE=kernels.decode_tile(self.head_dim, groups, q.element_size()),
@@ -439,10 +358,10 @@ class SoftmaxContextOp:
             launch(
                 kernels.merge_kernel,
                 (num_rows, self.num_heads),
-                *(partial, lse, batch.positions, sinks, output, num_splits, window),
+                *(partial, lse, batch.positions, others.sinks, output, num_splits, window),
                 HEAD_DIM=self.head_dim,
                 HAS_WINDOW=self.window is not None,
-                HAS_SINKS=features["HAS_SINKS"],
+                HAS_SINKS=weights.sinks is not None,
                 DIM=kernels.padded_dim(self.head_dim),
                 SPLIT=kernels.SPLIT,
                 SPLITS_AT_ONCE=kernels.SPLITS_AT_ONCE,
@@ -451,60 +370,42 @@ class SoftmaxContextOp:
             )
         return output
 
-    def _launch_store(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotated: tuple[torch.Tensor, torch.Tensor, int],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: PrefillBatch,
-        gammas: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the workspace; returns q and k normed and rotated."""
-        cos, sin, rotary_dim = rotated
-        is_changed = rotary_dim > 0 or self.qk_norm is not None
+    def _launch_store(self, qkv: QKV, cache: KVBlocks, batch: PrefillBatch, weights: HeadWeights) -> QKV:
+        """Writes the workspace; returns what is attended: queries and keys normed and rotated."""
+        q, k, v, rotary = qkv
+        cos, sin = _present(rotary or (None, None), q)
+        is_changed = rotary is not None or self.qk_norm is not None
         new_q, new_k = (x.new_empty(x.shape) if is_changed else x for x in (q, k))
         num_heads = self.num_kv_heads + (self.num_heads if is_changed else 0)
         launch(
             kernels.store_kernel,
             (-(-q.shape[0] // kernels.STORE_TOKENS), num_heads),
-            *(q, k, v, cos, sin, keys, values, batch.write_blocks, batch.write_offsets, *gammas, new_q, new_k),
-            *(q.shape[0], *q.stride()[:3], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0)),
-            *(*keys.stride()[:3], self.qk_norm_eps),
+            *(q, k, v, cos, sin, *cache, batch.write_blocks, batch.write_offsets, *_present(weights, q)[:2]),
+            *(new_q, new_k, q.shape[0], *_head_strides(qkv), cos.stride(0), sin.stride(0)),
+            *(*cache.keys.stride()[:3], self.qk_norm_eps),
             NUM_KV_HEADS=self.num_kv_heads,
             GROUPS=self.num_heads // self.num_kv_heads,
             HEAD_DIM=self.head_dim,
-            ROTARY_DIM=rotary_dim,
-            NORM=kernels.NORM_KINDS[self.norm_kind],
-            IS_INTERLEAVED=self.is_interleaved,
             DIM=kernels.padded_dim(self.head_dim),
             TOKENS=kernels.STORE_TOKENS,
+            **self._changes(qkv),
             num_warps=4,
             device=q.device,
         )
-        return new_q, new_k
+        return QKV(new_q, new_k, v)
 
     def _launch_packed(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: PrefillBatch | EncoderBatch,
-        others: tuple[torch.Tensor, ...],
-        features: dict[str, Any],
-        is_causal: bool,
+        self, qkv: QKV, batch: PrefillBatch | EncoderBatch, weights: HeadWeights, is_causal: bool
     ) -> torch.Tensor:
+        q = qkv.q
         queries, keys_at_once, num_warps = kernels.prefill_tiles(self.head_dim, q.element_size())
         output = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
         launch(
             kernels.prefill_kernel,
             (-(-max(batch.lengths) // queries), len(batch.lengths), self.num_heads),
-            *(q, k, v, batch.starts, *others, output),
-            *(*q.stride()[:3], *k.stride()[:2], *v.stride()[:2]),
-            *(self.window or 0, self.scale, self.softcap or 1.0),
-            **{**self._features, **features},
+            *(*qkv[:3], batch.starts, *_present(weights, q)[2:], output),
+            *(*_head_strides(qkv), self.window or 0, self.scale, self.softcap or 1.0),
+            **self._features(weights),
             IS_CAUSAL=is_causal,
             QUERIES=queries,
             KEYS=keys_at_once,
@@ -513,3 +414,14 @@ class SoftmaxContextOp:
             device=q.device,
         )
         return output
+
+
+def _present(tensors: Any, other: torch.Tensor) -> Any:
+    """`tensors` with `other` in the place of None: a kernel that does not read a tensor gets another one."""
+    present = [other if tensor is None else tensor for tensor in tensors]
+    return HeadWeights(*present) if isinstance(tensors, HeadWeights) else present
+
+
+def _head_strides(qkv: QKV) -> tuple[int, ...]:
+    """Of rows and heads."""
+    return *qkv.q.stride()[:3], *qkv.k.stride()[:2], *qkv.v.stride()[:2]

@@ -12,7 +12,17 @@ from models import PAD, build_model, module_logprobs, padded_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_engine
-from hybrid_engine.ops import DecodeBatch, SoftmaxContextOp, cpu_kernels, cpu_library, cpu_products, dispatch
+from hybrid_engine.ops import (
+    QKV,
+    DecodeBatch,
+    HeadWeights,
+    KVBlocks,
+    SoftmaxContextOp,
+    cpu_kernels,
+    cpu_library,
+    cpu_products,
+    dispatch,
+)
 from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.gated_activation import activate_and_multiply
 from hybrid_engine.ops.norm import NORM_OPS
@@ -202,13 +212,21 @@ def attention_case(dtype, heads=(4, 4), head_dim=16, rotary_dim=16, has_sinks=Fa
     gammas = torch.randn(2, head_dim).to(dtype) if "qk_norm" in options else (None, None)
     sinks = torch.randn(num_heads).to(dtype) if has_sinks else None
     alibi = torch.rand(num_heads) if has_alibi else None
-    return op, [q, k, v, rotary, keys, values, batch, *gammas, sinks, alibi]
+    return op, QKV(q, k, v, rotary), KVBlocks(keys, values), batch, HeadWeights(*gammas, sinks, alibi)
+
+
+def widened(tensors):
+    """A tuple of tensors, of such tuples or of None, in fp64."""
+    if tensors is None or torch.is_tensor(tensors):
+        return tensors if tensors is None else tensors.double()
+    parts = map(widened, tensors)
+    return type(tensors)(*parts) if hasattr(tensors, "_fields") else tuple(parts)
 
 
 @needs_compiler
 def test_rows_of_one_sequence_see_each_other_whichever_is_computed_first(compiled):
     """Tokens that are fed together, the newest first: each must find the keys of those before it."""
-    op, (q, k, v, _, keys, values, *rest) = attention_case(torch.float32, rotary_dim=None)
+    op, (q, k, v, _), (keys, values), *_ = attention_case(torch.float32, rotary_dim=None)
     table = torch.tensor([[3, 9, 4]])
 
     def attended(places, **meeting):
@@ -222,7 +240,7 @@ def test_rows_of_one_sequence_see_each_other_whichever_is_computed_first(compile
             **meeting,
         )
         rows = [14 - place for place in places]
-        return op(q[rows], k[rows], v[rows], None, own_keys, own_values, batch, *rest[1:])
+        return op(QKV(q[rows], k[rows], v[rows]), KVBlocks(own_keys, own_values), batch)
 
     own_keys, own_values = keys.clone(), values.clone()
     one_by_one = [attended([place]) for place in (10, 11, 12, 13, 14)]
@@ -235,37 +253,34 @@ def test_rows_of_one_sequence_see_each_other_whichever_is_computed_first(compile
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FEATURES)
 def test_decode_attention_equals_its_reference_and_writes_the_same_keys(compiled, threads, name, dtype, monkeypatch):
-    op, arguments = attention_case(dtype, **FEATURES[name])
-    caches = [arguments[4].clone(), arguments[5].clone()]
-    context = op(*arguments)
+    op, qkv, cache, batch, weights = attention_case(dtype, **FEATURES[name])
+    wide_cache = widened(cache)
+    context = op(qkv, cache, batch, weights)
     assert compiled[-1] == "decode_attention"
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "1")
-    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in arguments]
-    wide[3] = None if wide[3] is None else tuple(x.double() for x in wide[3])
-    wide[4], wide[5] = (cache.double() for cache in caches)
     num_calls = len(compiled)
-    expected = op(*wide)
+    expected = op(widened(qkv), wide_cache, batch, widened(weights))
     assert len(compiled) == num_calls
     # In bf16 queries, keys and their norms are rounded before they are multiplied, each by half a unit.
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2**-6}[dtype]
     largest = float(expected.abs().max())
     torch.testing.assert_close(context.double(), expected, rtol=tolerance, atol=tolerance * largest)
-    for cache, written in zip(arguments[4:6], wide[4:6], strict=True):
-        torch.testing.assert_close(cache.double(), written, rtol=tolerance, atol=tolerance)
+    for ours, written in zip(cache, wide_cache, strict=True):
+        torch.testing.assert_close(ours.double(), written, rtol=tolerance, atol=tolerance)
 
 
 @needs_compiler
 @pytest.mark.parametrize("change", [{"positions": 24}, {"positions": -1}, {"block_tables": 16}])
 def test_a_place_beyond_the_workspace_is_an_error_and_not_written_to(compiled, change):
-    op, arguments = attention_case(torch.float32)
+    op, qkv, cache, batch, weights = attention_case(torch.float32)
     ((name, wrong),) = change.items()
-    getattr(arguments[6], name).view(-1)[-1] = wrong
+    getattr(batch, name).view(-1)[-1] = wrong
     if name == "block_tables":
-        arguments[6].positions[-1] = 20
-    before = arguments[4].clone()
+        batch.positions[-1] = 20
+    before = cache.keys.clone()
     with pytest.raises(ValueError, match="a row's position lies beyond its context or blocks"):
-        op(*arguments)
-    assert torch.equal(arguments[4], before)
+        op(qkv, cache, batch, weights)
+    assert torch.equal(cache.keys, before)
 
 
 @needs_compiler

@@ -23,7 +23,7 @@ from transformers import (
 
 from hybrid_engine.containers import InferenceEncoder, InferenceModel, UnsupportedModelError
 from hybrid_engine.inference import init_inference
-from hybrid_engine.ops import EncoderBatch, SoftmaxContextOp
+from hybrid_engine.ops import QKV, EncoderBatch, KVBlocks, SoftmaxContextOp
 
 VOCAB, PAD = 99, 1
 SIZES = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": PAD}
@@ -219,8 +219,8 @@ def attend(device, dtype, head_dim, lengths):
     batch = EncoderBatch(lengths=tuple(lengths), starts=F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int().to(device))
     op, no_blocks = SoftmaxContextOp(4, 2, head_dim, scale=0.3), fused.new_empty(0, 2, 1, head_dim).to(device)
     inputs = [part.to(device) for part in parts]
-    context = op(*inputs, None, no_blocks, no_blocks, batch)
-    reference = op.reference(*inputs, None, no_blocks, no_blocks, batch)
+    context = op(QKV(*inputs), KVBlocks(no_blocks, no_blocks), batch)
+    reference = op.reference(QKV(*inputs), KVBlocks(no_blocks, no_blocks), batch)
     return context.cpu(), reference.cpu(), attend_densely(*(part.double() for part in parts), lengths)
 
 
@@ -251,7 +251,7 @@ def test_attention_both_ways_refuses_what_encoders_have_not():
     batch = EncoderBatch(lengths=(2,), starts=torch.tensor([0, 2], dtype=torch.int32))
     q, k = torch.randn(2, 1, 1, 8), torch.randn(2, 1, 8)
     with pytest.raises(ValueError, match="takes no window"):
-        SoftmaxContextOp(1, 1, 8, 0.3, window=1)(q, k, k, None, k[:0, :, None], k[:0, :, None], batch)
+        SoftmaxContextOp(1, 1, 8, 0.3, window=1)(QKV(q, k, k), KVBlocks(k[:0, :, None], k[:0, :, None]), batch)
 
 
 def minilm_folder():

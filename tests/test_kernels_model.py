@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import hybrid_engine
-from hybrid_engine.ops import DecodeBatch
+from hybrid_engine.ops import DecodeBatch, KVBlocks
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 61}
 GQA = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 40}
@@ -105,7 +105,9 @@ def test_a_dense_layer_of_a_decode_step_is_at_most_eight_launches(name, kernels)
         hidden = torch.randn(num_rows, 32, device=kernels).to(model.dtype)
         rotary = tuple(rows[batch.positions] for rows in model.tables[None])
         launches = count_launches(
-            lambda hidden=hidden, rotary=rotary, batch=batch: model.layers[0].forward(hidden, rotary, *kv[0], batch),
+            lambda hidden=hidden, rotary=rotary, batch=batch: model.layers[0].forward(
+                hidden, rotary, KVBlocks(*kv[0]), batch
+            ),
             are_run=False,
         )
         assert launches == ["kernel"] * (6 if num_rows <= 4 else 8)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybrid_engine.ops import DecodeBatch, PrefillBatch, SoftmaxContextOp, softmax_context
+from hybrid_engine.ops import QKV, DecodeBatch, HeadWeights, KVBlocks, PrefillBatch, SoftmaxContextOp, softmax_context
 from hybrid_engine.ops.dispatch import IS_INTERPRETED
 from hybrid_engine.ops.rotary import rotary_table
 from hybrid_engine.ops.softmax_context_kernels import SPLIT
@@ -85,7 +85,8 @@ class Case:
         alibi = None if self.alibi is None else self.alibi.float()
         gammas = map(cast, self.gammas)
         q, k, v = (cast(x) for x in (self.q, self.k, self.v))
-        return run(q, k, v, rotary, *kv.unbind(), batch, *gammas, cast(self.sinks), alibi), kv
+        weights = HeadWeights(*gammas, cast(self.sinks), alibi)
+        return run(QKV(q, k, v, rotary), KVBlocks(*kv.unbind()), batch, weights), kv
 
     def check(self, batch, dtype):
         """Kernel against reference in `dtype`, and both against fp64."""
@@ -316,12 +317,17 @@ def test_an_unfit_tensor_is_named_before_the_launch(kernels, unfit, message):
     shapes = {"q": (2, 2, 2, 16), "k": (2, 2, 16), "v": (2, 2, 16), "q_gamma": (16,), "k_gamma": (16,)}
     shapes |= {"sinks": (4,), "alibi": (4,)}
     arguments = {name: torch.zeros(shape, device=kernels) for name, shape in shapes.items()}
-    arguments |= {"keys": keys, "values": values, "batch": batch}
+    arguments |= {"keys": keys, "values": values}
     arguments["rotary"] = torch.zeros(2, 16, device=kernels), torch.zeros(2, 16, device=kernels)
-    op(**arguments)
+
+    def run():
+        parts = [kind(*map(arguments.get, kind._fields)) for kind in (QKV, KVBlocks, HeadWeights)]
+        return op(*parts[:2], batch, parts[2])
+
+    run()
     unfit(arguments)
     with pytest.raises(ValueError, match=message):
-        op(**arguments)
+        run()
 
 
 def test_the_kernels_compile_for_an_h100():

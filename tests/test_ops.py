@@ -6,8 +6,11 @@ import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybrid_engine.ops import (
+    QKV,
     BlockCopyOp,
     DecodeBatch,
+    HeadWeights,
+    KVBlocks,
     LayerNormOp,
     MLPGemmOp,
     PrefillBatch,
@@ -231,7 +234,7 @@ def attend_in_parts(op, q, k, v, lengths, block_size, **extras):
     for batch in batches:
         at = batch.tokens
         heads = q[at].unflatten(1, (op.num_kv_heads, -1))
-        context[at] = op(heads, k[at], v[at], None, *cache, batch, **extras)
+        context[at] = op(QKV(heads, k[at], v[at]), KVBlocks(*cache), batch, HeadWeights(**extras))
     return context
 
 
@@ -330,7 +333,7 @@ def test_the_identity_block_table_gives_what_any_other_gives():
             context=10,
             is_identity=is_identity,
         )
-        outputs.append(op(q, k, v, None, *cache, batch))
+        outputs.append(op(QKV(q, k, v), KVBlocks(*cache), batch))
     assert torch.equal(*outputs)
 
 
