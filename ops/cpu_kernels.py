@@ -195,8 +195,8 @@ def _empty_as(rows: torch.Tensor) -> torch.Tensor:
     """`[N, E]` in the order of memory that `rows` has, dense."""
     num_rows, width = rows.shape
     if rows.stride(0) == 1 and num_rows > 1:
-        return torch.empty(width, num_rows, dtype=rows.dtype).t()
-    return torch.empty(num_rows, width, dtype=rows.dtype)
+        return rows.new_empty(width, num_rows).t()
+    return rows.new_empty(num_rows, width)
 
 
 def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -219,7 +219,7 @@ def by_rows(input: torch.Tensor) -> torch.Tensor:
     """fp32 `[N, E]` in dense rows: where it lies by columns, a copy that takes half of torch's time."""
     if input.is_contiguous() or not input.is_cpu or input.dtype != torch.float32 or not use_compiled(input):
         return input.contiguous()
-    output = torch.empty(input.shape, dtype=input.dtype)
+    output = input.new_empty(input.shape)
     call("by_rows", matrix(input), output.data_ptr(), *input.shape, _threads(input.numel()))
     return output
 
@@ -252,7 +252,7 @@ def decode_attention(
     """
     (q, k, v, rotary), (keys, values) = qkv, cache
     num_rows, num_heads = len(q), numbers.num_kv_heads * numbers.num_queries
-    output = torch.empty(num_rows, num_heads * numbers.head_dim, dtype=q.dtype)
+    output = q.new_empty(num_rows, num_heads * numbers.head_dim)
     rotated: tuple[Any, ...] = (None, None, 0, 0)
     if rotary is not None:
         cos, sin = rotary
@@ -281,7 +281,7 @@ def can_search(values: torch.Tensor) -> bool:
 
 def log_sum_exp(values: torch.Tensor, temperature: float) -> torch.Tensor:
     """`logsumexp(values / temperature)` of each row of `[S, V]`: `[S]` fp32."""
-    (num_rows, width), output = values.shape, torch.empty(len(values), dtype=torch.float32)
+    (num_rows, width), output = values.shape, values.new_empty(len(values))
     call(
         "log_sum_exp", values.data_ptr(), values.stride(0), output.data_ptr(), num_rows, width, 1.0 / temperature,
         _threads(values.numel()),
@@ -291,7 +291,7 @@ def log_sum_exp(values: torch.Tensor, temperature: float) -> torch.Tensor:
 
 def first_largest(values: torch.Tensor) -> torch.Tensor:
     """The index of the largest of each row of `[S, V]`, the first of equal ones: `[S]` int64."""
-    (num_rows, width), output = values.shape, torch.empty(len(values), dtype=torch.int64)
+    (num_rows, width), output = values.shape, values.new_empty(len(values), dtype=torch.int64)
     call(
         "first_largest", values.data_ptr(), values.stride(0), output.data_ptr(), num_rows, width,
         _threads(values.numel()),

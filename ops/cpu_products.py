@@ -35,7 +35,7 @@ class _Product(Structure):
 
 
 def can_multiply(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
-    """Whether `products` and `gated_product` take these tensors."""
+    """Whether `products` and `activated_product` take these tensors."""
     if len(input) not in ROWS or input.dtype != torch.float32:
         return False
     for weight, bias in linears:
@@ -48,14 +48,14 @@ def products(
     input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None, by_rows: bool = False
 ) -> list[torch.Tensor]:
     """`input W + b (+ residual)` for each linear: `[N, out]`."""
-    outputs = [_empty(len(input), weight.shape[1], by_rows) for weight, _ in linears]
+    outputs = [_empty(input, weight.shape[1], by_rows) for weight, _ in linears]
     _multiply(input, [_product(linear, output, residual) for linear, output in zip(linears, outputs, strict=True)])
     return outputs
 
 
 def activated_product(input: torch.Tensor, linear: Linear, gate: Linear | None, activation: str) -> torch.Tensor:
     """`act(gate) * linear`, or `act(linear)` where there is no gate: `[N, out]`."""
-    output = _empty(len(input), linear[0].shape[1], False)
+    output = _empty(input, linear[0].shape[1], False)
     product = _product(linear, output, None)
     product.activation = ACTIVATIONS[activation]
     if gate is not None:
@@ -64,8 +64,9 @@ def activated_product(input: torch.Tensor, linear: Linear, gate: Linear | None, 
     return output
 
 
-def _empty(num_rows: int, width: int, by_rows: bool) -> torch.Tensor:
-    return torch.empty(num_rows, width) if by_rows else torch.empty(width, num_rows).t()
+def _empty(input: torch.Tensor, width: int, by_rows: bool) -> torch.Tensor:
+    """`[N, width]` like the input, whatever dtype and device new tensors have by default."""
+    return input.new_empty(len(input), width) if by_rows else input.new_empty(width, len(input)).t()
 
 
 def _linear(linear: Linear) -> _Linear:

@@ -127,6 +127,32 @@ def test_activated_products_equal_exact_ones(compiled, threads, activation, rows
 
 
 @needs_compiler
+def test_results_are_like_their_inputs_whatever_new_tensors_are_by_default(compiled, monkeypatch):
+    x, linears = torch.randn(4, 63), build_linears(63, 20)
+    values, gamma = torch.randn(4, 300), torch.randn(63)
+    op, qkv, cache, batch, weights = attention_case(torch.float32)
+
+    def results():
+        yield from cpu_products.products(x, linears)
+        yield from cpu_products.products(x, linears, by_rows=True)
+        yield cpu_products.activated_product(x, linears[0], linears[0], "silu")
+        yield cpu_kernels.log_sum_exp(values, 1.0)
+        yield cpu_kernels.by_rows(by_columns(values))
+        yield NORM_OPS["rms"](1e-5)(x, gamma)
+        yield op(qkv, cache, batch, weights)
+
+    expected = list(results())
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            actual = list(results())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == torch.float32 and one.is_cpu and torch.equal(one, other)
+
+
+@needs_compiler
 def test_a_row_of_a_product_does_not_depend_on_the_others(compiled):
     x, linears = torch.randn(32, 300), build_linears(300, 100)
     (whole,) = cpu_products.products(x, linears)
