@@ -44,7 +44,7 @@ def run_to_the_end(workers: list[tuple[Any, ...]], seconds: float) -> list[list[
                 started.append(context.Process(target=_run, args=arguments))
                 started[-1].start()
         for process in started:
-            process.join(100)
+            process.join(300)
             assert process.exitcode is not None, "a process waits for another one for ever"
         files = [[Path(folder) / str(number) / f"{rank}.pt" for rank in range(2)] for number in range(len(workers))]
         return [[torch.load(f, weights_only=False) if f.exists() else None for f in pair] for pair in files]

@@ -9,6 +9,7 @@ import torch
 from models import BUILDERS, PAD, build_model, padded_prompts
 
 import hybrid_engine
+from hybrid_engine.ops.batch import KVBlocks
 
 ROLLOUT = {"do_sample": True, "top_k": 0, "max_new_tokens": 6, "pad_token_id": PAD}
 
@@ -267,6 +268,6 @@ def test_reading_weights_that_are_no_longer_there_is_an_error():
     norm = engine.generator.model.layers[0].attention_norm
     norm.gamma = norm.gamma.clone()
     norm.gamma.untyped_storage().resize_(0)  # as FSDP leaves a parameter when it reshards
-    kv = engine.generator.workspace.tensor
+    keys, values = engine.generator.workspace.tensor[0]
     with pytest.raises(RuntimeError, match="layer 0 reads weights that are not gathered"):
-        engine.generator.model.layers[0].forward(torch.zeros(1, 48), None, *kv[0], None)
+        engine.generator.model.layers[0].forward(torch.zeros(1, 48), None, KVBlocks(keys, values), None)

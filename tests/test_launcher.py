@@ -212,7 +212,7 @@ def test_ctrl_c_ends_the_scripts_with_one_line_of_the_launchers(tmp_path):
         for _ in range(2):
             assert process.stdout.readline() == "ready\n"
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does: all that runs in it gets the signal
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
     assert process.returncode == 130 and errors == "hybrid-engine launch: interrupted\n"
     assert sorted(output.splitlines()) == ["interrupted 0", "interrupted 1"]
 

@@ -1,12 +1,12 @@
 """`recipes/quick_start.py` under torchrun says what one process says."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import torch
 from chat import build_chat_tokenizer
 from distributed import free_port
+from fresh_python import executable, run_python
 from megatron_checkpoints import save_ranks
 from models import randomised
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -32,11 +32,9 @@ def test_four_processes_say_what_one_says(tmp_path):
     save_ranks(model, tmp_path / "gpt")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     script = Path(quick_start.__file__)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", f"--master-port={free_port()}"]
-    ended = subprocess.run(
-        [*command, script, tmp_path / "gpt", tmp_path / "tokenizer"],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "4", f"--master-port={free_port()}"]
+    environment = os.environ | {"PYTHON_EXEC": executable(), "OMP_NUM_THREADS": "1"}
+    ended = run_python(*command, script, tmp_path / "gpt", tmp_path / "tokenizer", env=environment)
     assert ended.returncode == 0, ended.stderr
     strategy = SimpleTextGenerationStrategy(GPTInferenceWrapper(init_inference(model)), tokenizer)
     params = CommonInferenceParams(temperature=0.8, num_tokens_to_generate=30)

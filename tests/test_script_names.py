@@ -34,7 +34,7 @@ if __name__ == "__main__":
     process = context.Process(target=child, args=(queue,))
     process.start()
     versions = importlib.metadata.version("deepspeed"), deepspeed.__version__
-    print(json.dumps([sys.argv, __file__, sys.path[0], versions, queue.get(timeout=120), sys.flags.utf8_mode]))
+    print(json.dumps([sys.argv, __file__, sys.path[0], versions, queue.get(timeout=300), sys.flags.utf8_mode]))
     process.join()
 """
 

@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import openai
@@ -15,6 +16,9 @@ from distributed import run_distributed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
+
+get = partial(httpx.get, timeout=300)
+post = partial(httpx.post, timeout=300)
 
 LONGEST = 160
 
@@ -224,7 +228,7 @@ def test_many_clients_at_once_get_what_each_gets_alone(client, engine, tokenizer
         assert tokens == expected, number
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
@@ -233,7 +237,7 @@ def until(condition, seconds=20):
 
 def test_clients_that_vanish_free_their_rows_and_harm_nobody(server, client, engine, tokenizer):
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 120, "ignore_eos": True, "stream": True, "n": 4}
-    with httpx.Client() as web, web.stream("POST", f"{server.url}/completions", json=body) as response:
+    with httpx.Client(timeout=300) as web, web.stream("POST", f"{server.url}/completions", json=body) as response:
         next(response.iter_lines())
         kept = threading.Thread(target=lambda: answers.append(ask(client, max_tokens=40)))
         answers = []
@@ -301,7 +305,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_t
 )
 def test_a_wrong_field_is_answered_with_its_name_and_the_server_goes_on(server, client, path, changes, status, word):
     body = (GOOD if path == "completions" else CHAT) | changes
-    answer = httpx.post(f"{server.url}/{path}", json=body)
+    answer = post(f"{server.url}/{path}", json=body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert word in error["message"] and error["type"] and "code" in error and "param" in error
@@ -313,14 +317,14 @@ def test_a_wrong_field_is_answered_with_its_name_and_the_server_goes_on(server, 
 )
 def test_a_body_that_is_no_request_is_refused(server, content):
     for path in ("completions", "chat/completions"):
-        answer = httpx.post(f"{server.url}/{path}", content=content)
+        answer = post(f"{server.url}/{path}", content=content)
         assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
 def test_paths_and_methods_that_are_not_there(server):
-    assert httpx.get(f"{server.url}/nothing").status_code == 404
-    assert httpx.get(f"{server.url}/completions").status_code == 405
-    assert httpx.post(f"{server.url}/completions", content=b"x" * (5 * 2**20)).status_code == 413
+    assert get(f"{server.url}/nothing").status_code == 404
+    assert get(f"{server.url}/completions").status_code == 405
+    assert post(f"{server.url}/completions", content=b"x" * (5 * 2**20)).status_code == 413
 
 
 def test_models_health_and_metrics(server, client):
@@ -330,10 +334,10 @@ def test_models_health_and_metrics(server, client):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     base = server.url.removesuffix("/v1")
-    assert httpx.get(f"{base}/health").json() == {"status": "ok"}
-    before = httpx.get(f"{base}/metrics").text
+    assert get(f"{base}/health").json() == {"status": "ok"}
+    before = get(f"{base}/metrics").text
     ask(client, max_tokens=5, extra_body={"ignore_eos": True})
-    after = httpx.get(f"{base}/metrics").text
+    after = get(f"{base}/metrics").text
 
     def value(text, name):
         return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{name} "))
@@ -434,11 +438,11 @@ def test_a_conversation_that_was_changed_begins_a_branch(server, client):
 def test_a_key_guards_everything_but_health(served, tokenizer):
     with served.serving(tokenizer, model_name="tiny", api_key="secret", max_running=2) as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-            answer = httpx.post(f"{server.url}/completions", json=GOOD, headers=headers)
+            answer = post(f"{server.url}/completions", json=GOOD, headers=headers)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
         base = server.url.removesuffix("/v1")
-        assert httpx.get(f"{base}/health").status_code == 200
-        assert httpx.get(f"{base}/metrics").status_code == 401
+        assert get(f"{base}/health").status_code == 200
+        assert get(f"{base}/metrics").status_code == 401
         assert openai.OpenAI(base_url=server.url, api_key="secret").models.list().data[0].id == "tiny"
 
 
@@ -446,9 +450,7 @@ def test_too_many_that_wait_are_told_to_come_again(served, tokenizer):
     with served.serving(tokenizer, model_name="tiny", max_running=1, max_waiting=2, longest=LONGEST) as server:
         long = {"model": "tiny", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
         with ThreadPoolExecutor(12) as pool:
-            answers = list(
-                pool.map(lambda _: httpx.post(f"{server.url}/completions", json=long, timeout=60), range(12))
-            )
+            answers = list(pool.map(lambda _: post(f"{server.url}/completions", json=long), range(12)))
         codes = {answer.status_code for answer in answers}
         assert codes == {200, 429}
         refused = next(answer for answer in answers if answer.status_code == 429)
@@ -459,15 +461,13 @@ def test_the_end_of_serving_waits_for_what_runs(served, tokenizer):
     answers = []
     with served.serving(tokenizer, model_name="tiny", max_running=2, longest=LONGEST) as server:
         long = {"model": "tiny", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
-        thread = threading.Thread(
-            target=lambda: answers.append(httpx.post(f"{server.url}/completions", json=long, timeout=30))
-        )
+        thread = threading.Thread(target=lambda: answers.append(post(f"{server.url}/completions", json=long)))
         thread.start()
         until(lambda: server.worker.num_running == 1)
     thread.join()
     assert json.loads(answers[0].text)["usage"]["completion_tokens"] == 150
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.url}/models")
+        get(f"{server.url}/models")
 
 
 @pytest.mark.parametrize(

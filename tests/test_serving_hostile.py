@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from urllib.parse import urlsplit
 
 import httpx
@@ -18,6 +19,9 @@ from hybrid_engine.recipes.serve import told_to_end
 from hybrid_engine.serving import app, connections
 from hybrid_engine.serving import server as server_module
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
+
+get = partial(httpx.get, timeout=300)
+send = partial(httpx.post, timeout=300)
 
 GOOD = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -48,12 +52,12 @@ def fresh(tokenizer):
 
 
 def post(server, body, path="completions", **options):
-    return httpx.post(f"{server.url}/{path}", json=body, timeout=60, **options)
+    return send(f"{server.url}/{path}", json=body, **options)
 
 
 def connect(server):
     place = urlsplit(server.url)
-    return socket.create_connection((place.hostname, place.port), timeout=20)
+    return socket.create_connection((place.hostname, place.port), timeout=300)
 
 
 def read_all(connection):
@@ -66,7 +70,7 @@ def read_all(connection):
 def assert_well(server):
     answer = post(server, GOOD)
     assert answer.status_code == 200 and answer.json()["choices"], answer.text
-    assert httpx.get(server.url.removesuffix("/v1") + "/health").status_code == 200
+    assert get(server.url.removesuffix("/v1") + "/health").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_every_field_with_every_kind_of_value_is_answered_or_refused(server, pat
         assert answer.status_code in (200, 400, 404) or may_be_infinite, what
         assert streams or "choices" in answer.json() or answer.json()["error"]["message"], what
 
-    with httpx.Client(timeout=60) as web, ThreadPoolExecutor(8) as pool:
+    with httpx.Client(timeout=300) as web, ThreadPoolExecutor(8) as pool:
         list(pool.map(try_one, [(name, value) for name in fields for value in NASTY]))
     assert_well(server)
     until(lambda: server.worker.num_running == server.worker.num_waiting == 0)
@@ -102,7 +106,7 @@ def test_a_client_cannot_bring_a_template_of_its_own(server):
 
 def test_half_of_a_pair_of_surrogates_is_no_text(server):
     for body in ({"prompt": "\ud800"}, {"stop": "\udfff"}, {"model": "\ud800"}):
-        answer = httpx.post(f"{server.url}/completions", content=json.dumps(GOOD | body))
+        answer = send(f"{server.url}/completions", content=json.dumps(GOOD | body))
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
     assert post(server, GOOD | {"prompt": "\U0001f600"}).status_code == 200
 
@@ -173,7 +177,7 @@ def test_a_client_that_goes_away_while_it_waits_leaves_the_line(fresh, is_stream
         assert first.result().status_code == 200
         until(lambda: server.worker.num_running == server.worker.num_waiting == 0)
         drawn = "hybrid_engine_generated_tokens_total 150"
-        assert drawn in httpx.get(server.url.removesuffix("/v1") + "/metrics").text
+        assert drawn in get(server.url.removesuffix("/v1") + "/metrics").text
 
 
 def test_a_model_that_fails_in_a_turn_tells_everybody(fresh):
@@ -202,7 +206,7 @@ def test_a_model_that_fails_in_a_turn_tells_everybody(fresh):
             assert answer.status_code == 503 and "out of memory" in answer.json()["error"]["message"]
     with pytest.raises(openai.APIError, match="out of memory"):
         list(stream)
-    health = httpx.get(server.url.removesuffix("/v1") + "/health")
+    health = get(server.url.removesuffix("/v1") + "/health")
     assert health.status_code == 503 and "out of memory" in health.text
     assert post(server, GOOD).json()["error"]["code"] == "model_failed"
     server.wait(threading.Event())  # returns: there is nothing to wait for

@@ -3,11 +3,11 @@
 import json
 import os
 import runpy
-import subprocess
 import sys
 import textwrap
 
 from distributed import free_port
+from fresh_python import executable, start_python
 
 SCRIPT = """
 import json, os, pathlib, sys
@@ -49,18 +49,12 @@ def test_shards_and_shared_models_stay_inside_a_node_and_give_what_one_process_g
     }
     environment["OMP_NUM_THREADS"] = "1"
     flags = ["--num_nodes", "2", "--num_gpus", "2", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    commands = [
-        [sys.executable, "-m", "hybrid_engine.command.launcher", *flags, "--node_rank", str(node), "--no_local_rank"]
-        for node in range(2)
-    ]
-    commands = [[*command, str(script), str(tmp_path)] for command in commands]
-    nodes = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for command in commands
-    ]
+    environment["PYTHON_EXEC"] = executable()
+    launch = ["-m", "hybrid_engine.command.launcher", *flags, "--no_local_rank"]
+    nodes = [start_python(*launch, "--node_rank", node, script, tmp_path, env=environment) for node in range(2)]
     for node in nodes:
-        output, _ = node.communicate(timeout=300)
-        assert node.returncode == 0, output
+        ended = node.wait()
+        assert ended.returncode == 0, ended.stderr
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     assert [result["shards"] for result in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 

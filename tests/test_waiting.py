@@ -16,7 +16,7 @@ def environment(port, rank=0, size=3):
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def read_until(capsys, text, seconds=20):
+def read_until(capsys, text, seconds=300):
     """What was written to stderr, once `text` is in it."""
     end, seen = time.monotonic() + seconds, ""
     while text not in seen and time.monotonic() < end:
