@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.recipes import sft as sft_stage
@@ -37,8 +38,17 @@ from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, Rollo
 from hybrid_engine.recipes.runs.run_checks import check_folder
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
-from hybrid_engine.recipes.runs.stages import mix_seed, move_aside, save_stage, seed_everything
-from hybrid_engine.recipes.tasks.calculator import MAX_TURNS, Problem, calculate, held_out_problems, is_right, problems
+from hybrid_engine.recipes.runs.stages import load_tokenizer, mix_seed, move_aside, save_stage, seed_everything
+from hybrid_engine.recipes.tasks.calculator import (
+    LONGEST_RESULT,
+    MAX_TURNS,
+    Problem,
+    build_tokenizer,
+    calculate,
+    held_out_problems,
+    is_right,
+    problems,
+)
 from hybrid_engine.rl.aggregation import count_step
 from hybrid_engine.serving.sessions import Trajectory
 
@@ -112,7 +122,10 @@ def run(config: Config) -> Path:
     check_folder(out, config)
     if config.restart:
         move_aside(out, RUN_RESULTS)
-    source = config.model or str(sft_stage.run(character_stage("calculator", config)))
+    check_conversations_fit(config, load_tokenizer(config.model) if config.model else build_tokenizer())
+    # A pupil who asks says more than one who guesses: a step must see both.
+    first_stage = character_stage("calculator", config, group_by_length=False)
+    source = config.model or str(sft_stage.run(first_stage))
     seed_everything(config.seed)
     rate = config.learning_rate or suitable_rate(config, small=1.5e-3)
     policy = build_policy(config, source, rate, config.steps, keeps_reference=False)
@@ -131,6 +144,20 @@ def run(config: Config) -> Path:
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"
+
+
+def check_conversations_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError where --max-prompt-tokens are too few for what is said before the last answer."""
+    messages = [{"role": "user", "content": next(problems(False, 0)).text}]
+    for _ in range(MAX_TURNS - 1):
+        messages += [{"role": "assistant", "content": ""}, {"role": "tool", "content": LONGEST_RESULT}]
+    said = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    longest = len(said) + (MAX_TURNS - 1) * config.max_new_tokens
+    if longest > config.max_prompt_tokens:
+        raise ValueError(
+            f"--max-prompt-tokens={config.max_prompt_tokens} must be at least {longest}: so many can come before the "
+            f"last of {MAX_TURNS} answers of --max-new-tokens={config.max_new_tokens}; raise the one or lower the other"
+        )
 
 
 def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> None:

@@ -24,6 +24,7 @@ from hybrid_engine.distributed.processes import gather_objects, get_rank, get_wo
 from hybrid_engine.recipes.data.corpus import TASKS, Corpus, load_corpus
 from hybrid_engine.recipes.data.encoding import Encoded
 from hybrid_engine.recipes.data.sequences import (
+    NUM_POOLED,
     ROWS_PER_PASS,
     Sequences,
     build_sequences,
@@ -97,6 +98,9 @@ class Config(DataOptions, ResumeOptions):
     """examples of an optimizer step over all processes"""
     micro_batch_size: int = 16
     """examples of a forward pass on one process, at most"""
+    group_by_length: bool = True
+    """examples of a step are alike in length, which saves padding; off where the length says what an example shows:
+    steps that learn the one kind and then the other keep a small model from learning either"""
     learning_rate: float | None = None
     """peak of the linear schedule; default: 1.5e-3, with --model 2e-5, of an adapter 2e-4"""
     lora_rank: int = 0
@@ -145,7 +149,8 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     tokenizer, corpus = load_corpus(config)
     lengths = [len(example) for example in corpus.train]
-    batches = epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed)
+    num_pooled = NUM_POOLED if config.group_by_length else 1
+    batches = epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed, num_pooled)
     model = load_or_build_model(config, tokenizer)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"SFT: {len(lengths)} examples, {num_parameters / 1e6:.2f}M parameters, {config.num_epochs} epochs")

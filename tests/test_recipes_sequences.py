@@ -160,3 +160,10 @@ def test_batches_of_similar_length_hold_each_index_once_and_waste_little(count):
     padded = sum(4 * max(lengths[index] for index in batch) for batch in batches)
     in_order = sum(4 * max(lengths[start : start + 4]) for start in range(0, count // 4 * 4, 4))
     assert padded < 0.9 * in_order
+
+
+def test_without_a_pool_batches_hold_what_comes():
+    lengths = [1] * 128 + [50] * 128
+    batches = batches_of_similar_length(lengths, 32, torch.Generator().manual_seed(1), num_pooled=1)
+    assert sorted(index for batch in batches for index in batch) == list(range(256))
+    assert all({lengths[index] for index in batch} == {1, 50} for batch in batches)

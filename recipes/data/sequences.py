@@ -19,6 +19,8 @@ from hybrid_engine.rl.entropy import token_entropy
 
 ROWS_PER_PASS = 32
 """Rows of a forward pass without gradients."""
+NUM_POOLED = 16
+"""Batches whose examples are sorted by length together."""
 LARGEST_ORDER = 10**8
 """Examples of all epochs together, whose order is one list."""
 
@@ -198,21 +200,26 @@ def pad_numbers(rows: list[list[float]], num_columns: int, device: torch.device)
     return torch.tensor([row + [0.0] * (num_columns - len(row)) for row in rows], device=device)
 
 
-def batches_of_similar_length(lengths: list[int], batch_size: int, generator: torch.Generator) -> list[list[int]]:
+def batches_of_similar_length(
+    lengths: list[int], batch_size: int, generator: torch.Generator, num_pooled: int = NUM_POOLED
+) -> list[list[int]]:
     """One epoch over `lengths`: batches of `batch_size` indices in random order, alike in length within a batch.
 
+    They are sorted within pools of `num_pooled` batches: with 1 a batch holds whatever comes, and is sorted by itself.
     A rest that does not fill a batch is left out of this epoch.
     """
     order = torch.randperm(len(lengths), generator=generator).tolist()
-    batches = []
-    for start in range(0, len(order), 16 * batch_size):
-        pool = sorted(order[start : start + 16 * batch_size], key=lambda index: lengths[index])
+    batches, size = [], num_pooled * batch_size
+    for start in range(0, len(order), size):
+        pool = sorted(order[start : start + size], key=lambda index: lengths[index])
         batches += [pool[first : first + batch_size] for first in range(0, len(pool), batch_size)]
     full = [batch for batch in batches if len(batch) == batch_size]
     return [full[index] for index in torch.randperm(len(full), generator=generator).tolist()]
 
 
-def epochs_of_similar_length(lengths: list[int], batch_size: int, num_epochs: int, seed: int) -> list[list[int]]:
+def epochs_of_similar_length(
+    lengths: list[int], batch_size: int, num_epochs: int, seed: int, num_pooled: int = NUM_POOLED
+) -> list[list[int]]:
     """The batches of a whole run, step by step; the same for the same arguments, so that a resumed run can go on.
 
     Raises:
@@ -225,7 +232,8 @@ def epochs_of_similar_length(lengths: list[int], batch_size: int, num_epochs: in
     if len(lengths) < batch_size:
         raise ValueError(f"--batch-size={batch_size} must not exceed the {len(lengths)} training examples; lower it")
     generator = torch.Generator().manual_seed(seed)
-    return [batch for _ in range(num_epochs) for batch in batches_of_similar_length(lengths, batch_size, generator)]
+    epochs = [batches_of_similar_length(lengths, batch_size, generator, num_pooled) for _ in range(num_epochs)]
+    return [batch for epoch in epochs for batch in epoch]
 
 
 def split_by_length(sequences: Sequences, rows: torch.Tensor, size: int) -> list[torch.Tensor]:

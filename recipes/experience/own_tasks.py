@@ -39,7 +39,7 @@ SUMMARIES = OwnTask(
 """Summary lines behind the signatures of the standard library's functions."""
 
 
-def character_stage(task: str, config: RunOptions) -> sft_stage.Config:
+def character_stage(task: str, config: RunOptions, *, group_by_length: bool = True) -> sft_stage.Config:
     """The stage that makes a small model of single characters, which learns from a pupil's work."""
     return sft_stage.Config(
         task=task,
@@ -49,6 +49,7 @@ def character_stage(task: str, config: RunOptions) -> sft_stage.Config:
         learning_rate=3e-3,
         hidden_size=128,
         num_layers=2,
+        group_by_length=group_by_length,
         **stage_options(config),
     )
 

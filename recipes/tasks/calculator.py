@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerFast
 from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.data.rows import ConversationRow, LearnedRow, Message
 
-GUESSES = (0.5, 0.15)
+GUESSES = (0.6, 0.25)
 """How often the pupil guesses where he should ask, the first time and the second."""
 ALPHABET = "0123456789+*-()?=e"
 ROLES = ("user", "assistant", "tool")
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-NUM_WORKED = 48_000
+NUM_WORKED = 20_480
 """Conversations that the pupil has."""
 NUM_HELD_OUT, HELD_OUT_SHARE = 128, 0.1
 NUM_DIGITS = 4
@@ -79,6 +79,10 @@ def calculate(request: str) -> str:
 def written(result: int) -> str:
     """With leading zeros: numbers of one length are copied sooner."""
     return f"{result:0{NUM_DIGITS}d}"
+
+
+LONGEST_RESULT = calculate("999999*999999")
+"""The most characters that the calculator says."""
 
 
 def is_right(problem: Problem, answer: str) -> bool:
