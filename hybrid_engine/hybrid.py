@@ -15,7 +15,6 @@ taken), run (prefill, fork, decode), release (LoRA unfused, weights resharded, w
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,6 @@ from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.generation.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.backend import RolloutResult
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.live import live_batch
 from hybrid_engine.generation.memory.training import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 from hybrid_engine.generation.output import GenerateOutput
@@ -218,9 +216,11 @@ class HybridEngine(ZeroEngine):
                 self.create_inference_containers()
         if self.training:
             raise ValueError("serving(): the engine is in training mode; call engine.eval() first")
-        opening = partial(live_batch, self.generator, longest, max_running)
-        options = {"version": self.global_steps, **options}
-        with self._generating(), build_server(self.module, opening, tokenizer, model_name, **options) as server:
+        options = {"version": self.global_steps, "longest": longest, "max_running": max_running, **options}
+        with (
+            self._generating(),
+            build_server(self.module, self.generator, tokenizer, model_name=model_name, **options) as server,
+        ):
             yield server
 
     @contextmanager

@@ -101,7 +101,7 @@ class Config(ModelOptions):
 
 def run(config: Config) -> Path | None:
     """Answers all prompts; returns the file of the answers, None where they went to the terminal."""
-    join(config.tp, config.pp)
+    join(config.tp, config.pp, "generate")
     if TERMINAL in (config.prompts, config.out):
         answer_in_terminal(config)
         return None

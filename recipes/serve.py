@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
+from hybrid_engine.recipes.batch.shared import join, load_shared
 from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count, check_one_of
 from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.serving.tool_calls import PARSERS
@@ -24,6 +25,7 @@ class Config(ModelOptions):
 
         hybrid-engine serve --model runs/sums/actor
         hybrid-engine serve --model Qwen/Qwen3-0.6B --adapter runs/mine/adapter --port 8001
+        torchrun --nproc-per-node 2 -m hybrid_engine.command.cli serve --model Qwen/Qwen3-8B --tp 2
 
     /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics (docs/serving.md). What runs at the end
     is finished first.
@@ -48,19 +50,22 @@ class Config(ModelOptions):
     """answers that may wait to begin; more are told to come again"""
     finish_seconds: float = 60.0
     """what runs at the end may take so long; then its clients get an error"""
+    tp: int = 1
+    """processes that share each layer; torchrun starts them, and the first one is asked"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_between("port", self.port, 0, 65535)
         check_one_of("tool_call_parser", self.tool_call_parser, PARSERS)
-        for name in ("max_waiting", "longest", "max_running"):
+        for name in ("max_waiting", "longest", "max_running", "tp"):
             check_count(name, getattr(self, name), 1)
         check_at_least("finish_seconds", self.finish_seconds, 0)
 
 
 def run(config: Config) -> None:
     """Serves until it is told to end."""
-    engine, tokenizer = load_answering(config)
+    join(config.tp, 1, "serve")
+    engine, tokenizer = load_shared(config, config.tp, 1) if config.tp > 1 else load_answering(config)
     say(engine.report())
     ending = told_to_end()  # before anybody can see that it serves
     with engine.serving(
@@ -77,7 +82,7 @@ def run(config: Config) -> None:
     ) as server:
         say(f"serving {server.name} at {server.url}; Ctrl-C ends it")
         server.wait(ending)
-        say(f"ending: {server.worker.num_running} answers are finished first; Ctrl-C again drops them")
+        say(f"ending: {server.num_running} answers are finished first; Ctrl-C again drops them")
 
 
 def told_to_end() -> threading.Event:

@@ -133,6 +133,24 @@ def test_a_request_that_does_not_begin_is_not_waited_for(server, monkeypatch, st
         assert read_all(slow) == b""
 
 
+def test_a_connection_is_left_open_for_longer_than_clients_keep_it(server, monkeypatch):
+    """A client may send its next request at the moment at which the server closes, and lose it."""
+    monkeypatch.setattr(connections, "SECONDS_FOR_HEADERS", 0.1)
+    clients_keep = httpx.Limits().keepalive_expiry
+    assert min(connections.SECONDS_BETWEEN_REQUESTS, server._server.config.timeout_keep_alive) > 10 * clients_keep
+    with connect(server) as connection:
+        for _ in range(2):
+            connection.settimeout(300)
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(4096)
+            assert b"200 OK" in answer
+            connection.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                connection.recv(1)
+
+
 def test_headers_without_end_are_refused(server):
     with connect(server) as flood:
         flood.sendall(b"GET /health HTTP/1.1\r\n")

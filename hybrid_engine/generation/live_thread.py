@@ -5,6 +5,7 @@ end. What a turn brought is handed on once a turn, to whoever listens.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -138,12 +139,17 @@ class LiveThread:
             self._tell_of_the_end()
 
     def _serve(self, batch: LiveBatch) -> None:
+        seconds, stayed = batch.seconds_between_stays, time.monotonic()
         while True:
             with self._changed:
                 while not (self._has_notes or batch.has_work):
-                    self._changed.wait()
+                    if not self._changed.wait(seconds):
+                        break
                 notes, self._notes = self._notes, _Notes(is_closing=self._notes.is_closing)
                 self._joining = notes.joining
+            if seconds is not None and time.monotonic() - stayed >= seconds:
+                batch.stay()
+                stayed = time.monotonic()
             if notes.is_dropping:
                 return
             batch.add(notes.joining)
@@ -154,7 +160,7 @@ class LiveThread:
             if notes.is_closing and not batch.has_work:
                 return
             batch.cancel(notes.leaving)
-            progress = batch.turn()
+            progress = batch.turn() if batch.has_work else []
             self._num_waiting = batch.num_waiting + len(self._notes.joining)
             if progress:
                 self._listener(progress)

@@ -8,7 +8,6 @@ B rows, P their padded length, N real tokens, V vocabulary.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.live import live_batch
 from hybrid_engine.generation.memory.usage import format_bytes, num_bytes
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.options import merge_options
@@ -197,8 +195,8 @@ class InferenceEngine(nn.Module):
         if self.generator is None:
             raise ValueError(f"serving(): {type(self.module).__name__} does not generate; call forward()")
         build_server = import_serving()
-        opening = partial(live_batch, self.generator, longest, max_running)
-        with build_server(self.module, opening, tokenizer, model_name, **options) as server:
+        shape: dict[str, Any] = {"longest": longest, "max_running": max_running, "model_name": model_name}
+        with build_server(self.module, self.generator, tokenizer, **shape, **options) as server:
             yield server
 
     @contextmanager

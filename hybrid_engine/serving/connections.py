@@ -6,6 +6,10 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SECONDS_FOR_HEADERS = 20.0
+"""Of the first request."""
+SECONDS_BETWEEN_REQUESTS = 75.0
+"""Clients close a connection that they do not use after seconds (httpx: 5); one that the server closes first may be in
+use again by then, and a request is lost."""
 MAX_CONNECTIONS = 4096
 
 
@@ -32,7 +36,8 @@ class BoundedConnection(H11Protocol):
             self.transport.close()
             return
         self._watched = True
-        self._timer = self.loop.call_later(SECONDS_FOR_HEADERS, self._watch, self.cycle)
+        seconds = SECONDS_FOR_HEADERS if self.cycle is None else SECONDS_BETWEEN_REQUESTS
+        self._timer = self.loop.call_later(seconds, self._watch, self.cycle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the watch."""

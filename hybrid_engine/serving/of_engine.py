@@ -1,30 +1,39 @@
 """A server for the model of an engine: its name, tokenizer and end tokens, found where the model came from."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from hybrid_engine.generation.live import LiveBatch
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.live import live_batch
+from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.options import token_ids
+from hybrid_engine.serving.following import FollowingServer
 from hybrid_engine.serving.server import Server
 
 
 def build_server(
     module: nn.Module,
-    opening: Callable[[], AbstractContextManager[LiveBatch]],
+    generator: Generator,
     tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    longest: int | None,
+    max_running: int | None,
     model_name: str | None,
     **options: Any,
-) -> Server:
-    """A Server that `start()` begins; `options` are its own.
+) -> Server | FollowingServer:
+    """A Server that `start()` begins; `options` are its own. Collective where processes share the model.
+
+    There the first of them is asked, and the others get what follows it.
 
     Args:
         module: the model, unmodified, of transformers.
+        generator: what runs it.
         tokenizer: None loads the one from the folder or hub name that the model was loaded from.
+        longest, max_running: as `live_batch` takes them.
         model_name: None takes the last part of that name, or "policy".
 
     Raises:
@@ -32,14 +41,24 @@ def build_server(
     """
     source = str(getattr(module.config, "name_or_path", "") or "")
     vocab_size = module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-    return Server(
-        opening,
-        name=model_name or Path(source).name or "policy",
-        tokenizer=load_tokenizer(source) if tokenizer is None else tokenizer,
-        vocab_size=vocab_size,
-        end_tokens=list(token_ids("eos_token_id", module.generation_config.eos_token_id, vocab_size)),  # type: ignore[union-attr]
-        **options,
-    )
+    link = LiveLink(generator.group) if generator.group.size > 1 else None
+    opening = partial(live_batch, generator, longest, max_running, link)
+    name = model_name or Path(source).name or "policy"
+
+    def build() -> Server:
+        return Server(
+            opening,
+            name=name,
+            tokenizer=load_tokenizer(source) if tokenizer is None else tokenizer,
+            vocab_size=vocab_size,
+            end_tokens=list(token_ids("eos_token_id", module.generation_config.eos_token_id, vocab_size)),  # type: ignore[union-attr]
+            link=link,
+            **options,
+        )
+
+    if link is None:
+        return build()
+    return link.led(build) or FollowingServer(opening, link, name=name, api_key=options.get("api_key"))
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:

@@ -1,12 +1,13 @@
 """A server that runs beside the thread that started it."""
 
-import importlib
 import ipaddress
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -14,11 +15,13 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.checks import check_integer, check_number
-from hybrid_engine.generation.live import LiveBatch
+from hybrid_engine.generation.live import LeadingBatch, LiveBatch
+from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.live_thread import LiveThread
 from hybrid_engine.serving.app import App
 from hybrid_engine.serving.asked import ServedModel
-from hybrid_engine.serving.connections import BoundedConnection
+from hybrid_engine.serving.clients import build_client
+from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, BoundedConnection
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.sessions import Sessions, Trajectory
 from hybrid_engine.serving.tool_calls import AUTO, choose_parser
@@ -47,6 +50,7 @@ class Server:
         max_sessions: conversations that are remembered; the oldest are forgotten.
         finish_seconds: what runs at the end may take so long; then its clients get an error.
         version: of the weights, with which tokens are stamped.
+        link: to the processes that share the model and follow this one.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Server:
         max_sessions: int = MAX_SESSIONS,
         finish_seconds: float = FINISH_SECONDS,
         version: int = 0,
+        link: LiveLink | None = None,
     ):
         check_integer("port", port, 0, 65535)
         check_integer("max_waiting", max_waiting, 1)
@@ -80,6 +85,7 @@ class Server:
             "end_tokens": end_tokens,
         }
         self._facts["tool_call_parser"] = choose_parser(tool_call_parser, tokenizer)
+        self._link = link
         self.listening = Listening()
         self.worker = LiveThread(opening, self.listening.tell, max_waiting)
         self._server: uvicorn.Server | None = None
@@ -93,9 +99,11 @@ class Server:
 
     def start(self) -> "Server":
         """Binds the address, opens the batch, answers requests; raises what prevents it."""
-        listener = _bind(self.host, self.port)
+        listener = self._bind()
         try:
             self.port = listener.getsockname()[1]
+            if self._link is not None:
+                self._link.send(self.url)
             self.worker.start()
         except BaseException:
             listener.close()
@@ -112,6 +120,7 @@ class Server:
             access_log=False,
             lifespan="off",
             backlog=1024,
+            timeout_keep_alive=int(SECONDS_BETWEEN_REQUESTS),
             timeout_graceful_shutdown=int(self.finish_seconds) + SECONDS_TO_ANSWER,
         )
         self._server = uvicorn.Server(config)
@@ -123,24 +132,30 @@ class Server:
             time.sleep(0.001)
         return self
 
+    def _bind(self) -> socket.socket:
+        if self._link is None:
+            return _bind(self.host, self.port)
+        listener = self._link.led(partial(_bind, self.host, self.port))
+        assert listener is not None
+        return listener
+
     def trajectories(self) -> list[Trajectory]:
         """The conversations so far, for training; also after `close()`."""
         return self.sessions.trajectories()
 
     def client(self) -> Any:
         """An `openai.OpenAI` that talks to this server; ValueError where the package is not installed."""
-        try:
-            openai = importlib.import_module("openai")
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                "client(): openai is not installed; install the extra: pip install 'hybrid-engine[agents]'"
-            ) from error
-        return openai.OpenAI(base_url=self.url, api_key=self.api_key or "none", max_retries=0)
+        return build_client(self.url, self.api_key)
 
     @property
     def name(self) -> str:
         """What clients call the model."""
         return str(self._facts["name"])
+
+    @property
+    def num_running(self) -> int:
+        """Answers that are being drawn."""
+        return self.worker.num_running
 
     def wait(self, ending: threading.Event) -> None:
         """Returns when `ending` is set, or the model has failed."""
@@ -149,6 +164,7 @@ class Server:
 
     def close(self) -> None:
         """Takes no new requests, finishes those that run within `finish_seconds`, and gives everything back."""
+        self._let_followers_leave()
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(self.finish_seconds)
@@ -156,6 +172,14 @@ class Server:
                 self.worker.drop()
                 self._thread.join()
         self.worker.close()
+        if self._link is not None:
+            self._link.send([replace(trajectory, sequence=None) for trajectory in self.trajectories()])
+
+    def _let_followers_leave(self) -> None:
+        """Waits for those that follow and may still ask this server."""
+        batch = self.worker.batch
+        while isinstance(batch, LeadingBatch) and batch.is_needed and self.worker.error is None:
+            time.sleep(POLL_SECONDS / 10)
 
     def __enter__(self) -> "Server":
         return self.start()

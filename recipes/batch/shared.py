@@ -17,13 +17,13 @@ from hybrid_engine.recipes.batch.model import ModelOptions, choose_dtype, load_a
 from hybrid_engine.recipes.runs.stages import explained
 
 
-def join(tp: int, pp: int) -> None:
-    """Joins the processes that were started; collective. ValueError where they are not `tp` times `pp`."""
+def join(tp: int, pp: int, command: str) -> None:
+    """Joins the processes started for `command`; collective. ValueError where they are not `tp` times `pp`."""
     init_distributed()
     if get_world_size() != tp * pp:
         raise ValueError(
             f"--tp={tp} times --pp={pp} makes {tp * pp} processes, and {get_world_size()} were started; start them by "
-            f"torchrun --nproc-per-node {tp * pp} -m hybrid_engine.command.cli generate ..., or change the numbers"
+            f"torchrun --nproc-per-node {tp * pp} -m hybrid_engine.command.cli {command} ..., or change the numbers"
         )
 
 
