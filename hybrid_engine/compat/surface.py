@@ -18,6 +18,8 @@ from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.entry import initialize
 from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.inference import InferenceConfig, InferenceEngine, init_inference
+from hybrid_engine.parallel.graph.registering import register_op
+from hybrid_engine.parallel.graph.verifying import verify_op
 
 __version__ = version("hybrid-engine")
 
@@ -46,6 +48,8 @@ __all__ = [
     "is_compile_supported",
     "log_dist",
     "logger",
+    "register_op",
+    "verify_op",
 ]
 
 _package = sys.modules["hybrid_engine"]

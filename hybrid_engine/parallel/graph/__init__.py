@@ -1,0 +1,1 @@
+"""The ops of a module and how each can be split."""

@@ -1,0 +1,224 @@
+"""How an op can be split, written as `"m k+, n k+ -> m n"`: a name per dimension, operands -> results.
+
+| token | meaning |
+|---|---|
+| `m` | may be split: each rank computes its part of every result that has it |
+| `k+` | is summed over: each rank's result is a partial sum |
+| `k^` | must not be split |
+| `*` | all leading dimensions that the other tokens leave over, named `*0`, `*1`, ... |
+| `(h d)` | one dimension made of several; all sizes but one are keywords of those names. Its first name may be split |
+| `?` | no tensor, or one that every rank has whole |
+| `1` | a dimension of size 1 |
+| a lone `+` | the tensor is a term of a sum: where the op gives partial sums, it comes as one |
+
+The interface is nnScaler's (`register_op`); a lone `+` is ours: it lets a bias be added once where a product is summed.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+TOKEN = re.compile(r"\(([^()]*)\)([+^]?)|(\*)([+^]?)|([A-Za-z]\w*)([+^]?)|(1)|(\+)|(\?)|(\S+)")
+SUMMED = "+"
+"""The name of the split that takes partial sums and gives partial sums."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """One dimension of a tensor: the names it is made of, outermost first; none for a dimension of size 1."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TensorPattern:
+    """One operand or result: its dimensions, or None for `?`; whether it is a term of a sum."""
+
+    dims: tuple[Dim, ...] | None
+    is_term: bool = False
+
+    def placement(self, name: str, is_summed: bool) -> Placement:
+        """Where the tensor's elements lie when the op is split along `name`, an op of partial sums or not."""
+        for position, dim in enumerate(self.dims or ()):
+            if name in dim.names:
+                return Shard(position)
+        return Partial() if is_summed and self.is_term else Replicate()
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What an annotation says, for operands with a known number of dimensions.
+
+    `summed` names what is summed over, `fixed` what must not be split.
+    """
+
+    inputs: tuple[TensorPattern, ...]
+    outputs: tuple[TensorPattern, ...]
+    summed: frozenset[str] = frozenset()
+    fixed: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        sides = (", ".join(self._text(pattern) for pattern in side) for side in (self.inputs, self.outputs))
+        return " -> ".join(sides)
+
+    def _text(self, pattern: TensorPattern) -> str:
+        if pattern.dims is None:
+            return "?"
+        words = [self._dim_text(dim) for dim in pattern.dims] + [SUMMED] * pattern.is_term
+        return " ".join(words)
+
+    def _dim_text(self, dim: Dim) -> str:
+        mark = "+" if set(dim.names) & self.summed else "^" if set(dim.names) & self.fixed else ""
+        return f"({' '.join(dim.names)}){mark}" if len(dim.names) > 1 else "".join(dim.names) + mark or "1"
+
+    @cached_property
+    def candidates(self) -> tuple[str, ...]:
+        """The names along which the op can be split, in the order of their first appearance; without sizes."""
+        names = dict.fromkeys(name for pattern in (*self.inputs, *self.outputs) for name in _leading(pattern))
+        found = tuple(name for name in names if name not in self.fixed and self._is_leading(name))
+        return (*found, SUMMED) if any(pattern.is_term for pattern in self.outputs) else found
+
+    def _is_leading(self, name: str) -> bool:
+        dims = (dim for pattern in (*self.inputs, *self.outputs) for dim in pattern.dims or ())
+        return all(dim.names[0] == name for dim in dims if name in dim.names)
+
+    def is_partial(self, name: str) -> bool:
+        """Whether a split along `name` gives partial sums."""
+        return name == SUMMED or name in self.summed
+
+    def input_placements(self, name: str | None) -> tuple[Placement, ...]:
+        """What a split along `name` (None: none) wants of each operand."""
+        if name is None:
+            return (Replicate(),) * len(self.inputs)
+        return tuple(pattern.placement(name, self.is_partial(name)) for pattern in self.inputs)
+
+    def output_placements(self, name: str | None) -> tuple[Placement, ...]:
+        """How the results of a split along `name` (None: none) lie."""
+        if name is None:
+            return (Replicate(),) * len(self.outputs)
+        if self.is_partial(name):
+            return (Partial(),) * len(self.outputs)
+        return tuple(pattern.placement(name, False) for pattern in self.outputs)
+
+    def gradient_placements(self, name: str | None) -> tuple[Placement, ...]:
+        """How the gradients of the operands lie after the backward pass of an op that is split along `name`.
+
+        An operand that every rank has whole gets from each rank what that rank's part of the results made of it. A term
+        of a sum has the gradient of the sum, which every rank has.
+        """
+        wanted = self.input_placements(name)
+        if name is None:
+            return wanted
+        return tuple(Replicate() if p.is_partial() else Partial() if p.is_replicate() else p for p in wanted)
+
+    def sizes(self, shapes: Sequence[Sequence[int] | None], keywords: Mapping[str, int]) -> dict[str, int]:
+        """The size of each name, from the shapes of the operands (None: no tensor) and the keywords; ValueError."""
+        known = {name: size for name, size in keywords.items() if name in self._names}
+        for pattern, shape in zip(self.inputs, shapes, strict=True):
+            if pattern.dims is None or shape is None:
+                continue
+            if len(pattern.dims) != len(shape):
+                raise ValueError(f"{self} wants {len(pattern.dims)} dimensions where an operand has shape {[*shape]}")
+            for dim, size in zip(pattern.dims, shape, strict=True):
+                self._fill_in(known, dim, size)
+        return known
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        patterns = (*self.inputs, *self.outputs)
+        return frozenset(name for pattern in patterns for dim in pattern.dims or () for name in dim.names)
+
+    def _fill_in(self, known: dict[str, int], dim: Dim, size: int) -> None:
+        """Adds to `known` the one name of `dim` whose size is not given; ValueError where sizes disagree."""
+        unknown = [name for name in dim.names if name not in known]
+        product = math.prod(known[name] for name in dim.names if name in known)
+        if len(unknown) > 1:
+            raise ValueError(f"{self}: the sizes of {unknown} are not given; pass all but one as keywords")
+        if unknown and product and size % product == 0:
+            known[unknown[0]] = size // product
+        elif unknown or size != product:
+            raise ValueError(f"{self}: {' '.join(dim.names) or 1} has size {product} but a dimension has {size}")
+
+
+def _leading(pattern: TensorPattern) -> Iterator[str]:
+    yield from (dim.names[0] for dim in pattern.dims or () if dim.names)
+
+
+def parse(text: str, num_dims: Sequence[int | None]) -> Annotation:
+    """The annotation `text` for operands of `num_dims` dimensions each (None: no tensor, taken as `?`).
+
+    ValueError names what is wrong: a token, the number of operands, a name that a result lacks, or one that has two
+    marks.
+    """
+    sides = text.split("->")
+    if len(sides) != 2:
+        raise ValueError(f"annotation {text!r} must have one '->' between operands and results")
+    inputs, outputs = ([(part.split() and part) or " " for part in side.split(",")] for side in sides)
+    if not sides[0].strip() and not num_dims:
+        inputs = []
+    if len(inputs) != len(num_dims):
+        raise ValueError(f"annotation {text!r} has {len(inputs)} operands, the op has {len(num_dims)}")
+    marks: dict[str, set[str]] = {}
+    num_leading: list[int] = []
+    in_patterns = [_pattern(part, size, marks, num_leading, text) for part, size in zip(inputs, num_dims, strict=True)]
+    out_patterns = [_pattern(part, None, marks, num_leading, text) for part in outputs]
+    if any(len(found) > 1 for found in marks.values()):
+        both = next(name for name, found in marks.items() if len(found) > 1)
+        raise ValueError(f"annotation {text!r} marks {both!r} with + and ^; keep one of them")
+    summed, fixed = (frozenset(name for name, found in marks.items() if mark in found) for mark in "+^")
+    annotation = Annotation(tuple(in_patterns), tuple(out_patterns), summed, fixed)
+    check_results(annotation, text)
+    return annotation
+
+
+def check_results(annotation: Annotation, text: str) -> None:
+    """ValueError unless every name that may be split is in all results, or is summed over and in none."""
+    for name in sorted(annotation._names - annotation.fixed):
+        present = [any(name in dim.names for dim in pattern.dims or ()) for pattern in annotation.outputs]
+        if name in annotation.summed and any(present):
+            raise ValueError(f"annotation {text!r}: {name}+ is summed over, so that no result can have it; drop the +")
+        if name not in annotation.summed and not all(present):
+            raise ValueError(f"annotation {text!r}: {name!r} is missing in a result; write {name}+ or {name}^")
+
+
+def _pattern(
+    part: str, num_dims: int | None, marks: dict[str, set[str]], num_leading: list[int], text: str
+) -> TensorPattern:
+    """The pattern of one operand (of `num_dims` dimensions) or result; notes marks and how many dimensions `*` has."""
+    tokens = list(TOKEN.finditer(part))
+    if any(match[9] for match in tokens) and len(tokens) == 1:
+        return TensorPattern(None)
+    dims: list[Dim] = []
+    for match in tokens:
+        group, group_mark, star, star_mark, name, mark, one, plus, _, wrong = match.groups()
+        if wrong or match[9] or (group is not None and not group.split()):
+            raise ValueError(f"annotation {text!r}: {match[0]!r} is no token; see hybrid_engine.register_op")
+        if plus:
+            continue
+        names = group.split() if group is not None else [] if one else [name]
+        if star:
+            count = _leading_dims(num_dims, len(tokens) - 1 - sum(bool(m[8]) for m in tokens), num_leading, text)
+            names = [f"*{position}" for position in range(count)]
+            dims += [Dim((leading,)) for leading in names]
+        else:
+            dims.append(Dim(tuple(names)))
+        for found in names:
+            marks.setdefault(found, set()).update(group_mark or star_mark or mark or ())
+    return TensorPattern(tuple(dims), any(match[8] for match in tokens))
+
+
+def _leading_dims(num_dims: int | None, others: int, num_leading: list[int], text: str) -> int:
+    """How many dimensions `*` stands for: what the operand has beyond its `others`, or what it was elsewhere."""
+    if num_dims is None:
+        if not num_leading:
+            raise ValueError(f"annotation {text!r} has a * in its results alone")
+        return num_leading[0]
+    count = num_dims - others
+    if count < 0 or (num_leading and num_leading[0] != count):
+        raise ValueError(f"annotation {text!r} does not fit an operand of {num_dims} dimensions")
+    num_leading[:] = [count]
+    return count

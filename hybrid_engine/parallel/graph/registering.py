@@ -1,0 +1,73 @@
+"""`register_op`: a function of the user's as one op of the graph, which is split as its annotation says.
+
+@hybrid_engine.register_op("m k+, n k+ -> m n")
+def product(x: Tensor, weight: Tensor) -> Tensor: ...
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hybrid_engine.parallel.graph.annotations import parse
+from hybrid_engine.parallel.graph.op_library import LIBRARY, annotated_by_text, op_name
+
+NAMESPACE = "hybrid_engine_ops"
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+def register_op(annotation: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that makes a function one op of traced graphs, split along the names of `annotation`.
+
+    The function takes and returns tensors and numbers, with type hints; what it computes is differentiated as written.
+    An op that is registered with PyTorch already (`torch.ops.mine.product`, a `torch.library.custom_op`) is annotated
+    as it is. For the tokens see `hybrid_engine.parallel.graph.annotations`. ValueError for an annotation that says
+    nothing sensible, for a function without type hints, and for one whose name is registered for another function.
+    """
+    _check_text(annotation)
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        overload = overload_of(function)
+        if overload is not None:
+            LIBRARY[op_name(overload)] = annotated_by_text(annotation)
+            return function
+        name = f"{function.__module__}_{function.__qualname__}".replace(".", "_").replace("<locals>", "in")
+        if f"{NAMESPACE}::{name}" in LIBRARY:
+            raise ValueError(f"register_op: {function.__module__}.{function.__qualname__} is registered already")
+        _define(name, function)
+        LIBRARY[f"{NAMESPACE}::{name}"] = annotated_by_text(annotation)
+        return getattr(getattr(torch.ops, NAMESPACE), name)
+
+    return register
+
+
+def overload_of(op: Any) -> torch._ops.OpOverload | None:
+    """The registered op that `op` is, None for a plain function."""
+    op = getattr(op, "_opoverload", op)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        op = op.default
+    return op if isinstance(op, torch._ops.OpOverload) else None
+
+
+def _check_text(annotation: str) -> None:
+    """ValueError for an annotation that is wrong whatever the operands are."""
+    operands = annotation.split("->")[0].split(",")
+    parse(annotation, [None if part.strip() == "?" else _num_dims(part) for part in operands])
+
+
+def _num_dims(part: str) -> int:
+    words = part.replace("(", " (").split()
+    depth, count = 0, 0
+    for word in words:
+        count += depth == 0 and word not in ("+", "*")
+        depth += word.count("(") - word.count(")")
+    return count
+
+
+def _define(name: str, function: Callable[..., Any]) -> None:
+    missing = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
+    if missing:
+        raise ValueError(f"register_op: {function.__qualname__} has no type hints for {missing}; write `x: Tensor`")
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    _LIBRARY.impl(name, function, "CompositeImplicitAutograd")

@@ -1,0 +1,151 @@
+"""From a module and sample arguments to a graph of ops on tensors without data, by torch.export.
+
+No weights are needed in memory: parameters and arguments are traced as fake tensors. Ops like `linear` and
+`scaled_dot_product_attention` stay whole. Writing into tensors becomes ops with results, buffers that a forward pass
+changes become results of the graph, and regions without gradients end in `detach`.
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+NO_GRADIENT_REGION = "wrap_with_set_grad_enabled"
+
+
+def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
+    """The forward pass of `module` on arguments like these, by their names; neither is changed.
+
+    ValueError where the arguments do not fit `forward`, and where the ops depend on the values of tensors: it names the
+    line of the module.
+    """
+    check_arguments(module, arguments)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_tensors(module, mode), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            exported = torch.export.export(module, (), _fake(dict(arguments), mode), strict=False)
+        except Exception as error:
+            raise ValueError(_untraceable(module, error)) from error
+        _open_regions(exported.graph_module)
+        exported.graph_module.recompile()
+        return exported.run_decompositions({}) if _writes(exported.graph_module) else exported
+
+
+def _writes(graph_module: fx.GraphModule) -> bool:
+    """Whether any op writes into a tensor; where none does, there is nothing to rewrite, which takes longest."""
+    ops = [node.target for node in graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    return any(op._schema.is_mutable or "batch_norm" in op._schema.name for op in ops)
+
+
+def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """ValueError unless `arguments` can be given to the module's forward by name."""
+    signature = inspect.signature(module.forward)
+    positional = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if positional:
+        raise ValueError(
+            f"{type(module).__name__}.forward takes {positional} by position alone; remove the '/' of its signature"
+        )
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"dummy_forward_args={sorted(arguments)} do not fit {type(module).__name__}.forward{signature}: {error}"
+        ) from error
+
+
+def _fake(value: Any, mode: FakeTensorMode) -> Any:
+    """The same nested arguments with a fake tensor for each tensor, also where one tensor stands twice."""
+    with mode:
+        return pytree.tree_map_only(Tensor, lambda tensor: _fake_tensor(tensor.detach()), value)
+
+
+def _fake_tensor(tensor: Tensor) -> Tensor:
+    """An empty tensor like it; on the CPU where it is on meta, so that the module can make tensors of its own."""
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    return torch.empty_like(tensor, device=device)
+
+
+@contextmanager
+def _fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """Puts fake tensors in the place of parameters and buffers, and these back in the end."""
+    kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
+    fakes: dict[int, Tensor] = {}
+    with mode:
+        for owner, parameters, buffers in kept:
+            for name, tensor in parameters.items():
+                if tensor is not None:
+                    fake = nn.Parameter(_fake_tensor(tensor.detach()), requires_grad=tensor.requires_grad)
+                    owner._parameters[name] = fakes.setdefault(id(tensor), fake)  # type: ignore[assignment]
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    owner._buffers[name] = fakes.setdefault(id(buffer), _fake_tensor(buffer))
+    try:
+        yield
+    finally:
+        for owner, parameters, buffers in kept:
+            owner._parameters.update(parameters)
+            owner._buffers.update(buffers)
+
+
+def _untraceable(module: nn.Module, error: Exception) -> str:
+    """What to say of a module that cannot be traced, with the last line of its own code."""
+    frames, cause = [], error.__traceback__
+    while cause is not None:
+        frames.append((cause.tb_frame.f_code.co_filename, cause.tb_lineno))
+        cause = cause.tb_next
+    own = {inspect.getsourcefile(type(part)) for part in module.modules()} - {None}
+    lines = [f"{file}:{line}" for file, line in frames if file in own and "/torch/" not in file]
+    where = f" at {lines[-1]}" if lines else ""
+    reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return (
+        f"{type(module).__name__} cannot be traced{where}: {reason}\n"
+        "What is computed must not depend on the values of tensors; use torch.where or a mask in place of an if"
+    )
+
+
+def _open_regions(graph_module: fx.GraphModule) -> None:
+    """Puts the ops of regions under `no_grad` in their place; their results are detached."""
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and NO_GRADIENT_REGION in str(node.target):
+            _open_region(graph_module, node)
+
+
+def _open_region(graph_module: fx.GraphModule, node: fx.Node) -> None:
+    has_gradients, inner, *arguments = node.args
+    assert isinstance(inner, fx.Node), f"{inner=}"
+    body = getattr(graph_module, str(inner.target))
+    _open_regions(body)
+    copies = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), arguments, strict=True))
+    results: list[Any] = []
+    with graph_module.graph.inserting_before(node):
+        for entry in body.graph.nodes:
+            if entry.op == "output":
+                results = [
+                    _detached(graph_module, copies[n]) if not has_gradients else copies[n] for n in entry.args[0]
+                ]
+            elif entry.op == "get_attr":
+                setattr(graph_module, f"{inner.target}_{entry.target}", getattr(body, entry.target))
+                copies[entry] = graph_module.graph.get_attr(f"{inner.target}_{entry.target}")
+            elif entry.op != "placeholder":
+                copies[entry] = graph_module.graph.node_copy(entry, copies.__getitem__)
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+        graph_module.graph.erase_node(user)
+    graph_module.graph.erase_node(node)
+    if not inner.users:
+        graph_module.graph.erase_node(inner)
+
+
+def _detached(graph_module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    detached = graph_module.graph.call_function(torch.ops.aten.detach.default, (node,))
+    detached.meta = copy.copy(node.meta)
+    return detached

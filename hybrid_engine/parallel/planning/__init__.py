@@ -1,0 +1,1 @@
+"""Which op is split how: plans, and what makes them."""

@@ -1,0 +1,250 @@
+"""A plan: how each op of a model is split over the processes of a unit, in which stage it runs, what is recomputed.
+
+    plan = Plan.load("plan.json")
+    plan.place("layers.*.mlp.up", out="n")
+    print(plan.diff(other))
+
+The file is JSON keyed by module paths. It holds decisions alone: costs are computed anew by whoever reads it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.parallel.graph.graph import Graph, Op
+
+VERSION = 1
+Names = tuple[str | None, ...]
+"""For each axis of the mesh the name of the annotation along which an op is split, None where it is not."""
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """The decisions, for the graph they were made for."""
+
+    graph: Graph
+    mesh: tuple[int, ...]
+    """The sizes of the axes over which ops are split; their product times the number of stages is `plan_ngpus`."""
+    splits: dict[str, Names] = field(default_factory=dict)
+    """By the key of an op; one that is not here is computed by every rank."""
+    stages: tuple[tuple[str, ...], ...] = ()
+    """For each stage of a pipeline the paths of its modules, in the order in which they run; empty: one stage."""
+    recompute: tuple[str, ...] = ()
+    """Paths, with globs, of modules whose activations are computed again in the backward pass."""
+    num_micro_batches: int = 1
+    schedule: str = "1f1b"
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What its maker says of it; kept in the file and read by nobody else."""
+
+    @property
+    def plan_ngpus(self) -> int:
+        """The number of processes of a unit."""
+        return prod(self.mesh) * max(len(self.stages), 1)
+
+    def split_of(self, op: Op) -> Names:
+        """The names along which `op` is split, by axis."""
+        return self.splits.get(op.key, (None,) * len(self.mesh))
+
+    def place(self, path: str, *, out: str | None, op: str = "*", axis: int = 0) -> list[str]:
+        """Splits the ops of the modules that match the glob `path` along `out`; None: not at all. Their keys.
+
+        `out` is a name of the op's annotation, `+` a sum that stays partial. `op` is a glob of op names. Ops that lack
+        the name stay as they are; ValueError where no op has it, or where it does not divide by the size of the axis.
+        """
+        if not 0 <= axis < len(self.mesh):
+            raise ValueError(f"axis={axis} is none of the mesh {self.mesh}; give 0 to {len(self.mesh) - 1}")
+        found = [o for o in self.graph.ops.values() if fnmatchcase(o.path, path) and fnmatchcase(o.name, op)]
+        if not found:
+            raise ValueError(f"place({path!r}): no module of the graph has an op; {_nearest_paths(self.graph, path)}")
+        changed = [o for o in found if out is None or out in o.rule.annotation.candidates]
+        if not changed:
+            texts = sorted({f"{o.name}: {o.rule.annotation}" for o in found})
+            raise ValueError(f"place({path!r}): out={out!r} can be split in none of its ops; they are {texts}")
+        for one in changed:
+            names = list(self.split_of(one))
+            names[axis] = out
+            check_split(one, tuple(names), self.mesh)
+        for one in changed:
+            names = list(self.split_of(one))
+            names[axis] = out
+            self._set(one.key, tuple(names))
+        return [one.key for one in changed]
+
+    def _set(self, key: str, names: Names) -> None:
+        if any(names):
+            self.splits[key] = names
+        else:
+            self.splits.pop(key, None)
+
+    def check(self) -> None:
+        """ValueError where the plan does not fit its graph: it names the op and what is wrong."""
+        if any(size < 1 for size in self.mesh):
+            raise ValueError(f"mesh={list(self.mesh)} must be numbers of processes, at least 1 each")
+        if self.num_micro_batches < 1:
+            raise ValueError(f"num_micro_batches={self.num_micro_batches} must be at least 1")
+        for key, names in self.splits.items():
+            if key not in self.graph.ops:
+                raise ValueError(f"the plan splits {key!r}, but the model has no such op; remove the line")
+            check_split(self.graph.ops[key], names, self.mesh)
+
+    def diff(self, other: "Plan") -> str:
+        """What differs between this plan and another, one line each; empty if nothing does."""
+        lines = []
+        for name in ("mesh", "stages", "recompute", "num_micro_batches", "schedule"):
+            one, two = getattr(self, name), getattr(other, name)
+            if one != two:
+                lines.append(f"{name}: {one} -> {two}")
+        keys = [key for key in self.graph.ops if key in self.splits or key in other.splits]
+        keys += [key for key in other.graph.ops if key not in self.graph.ops and key in other.splits]
+        for key in keys:
+            one, two = (_words(plan.splits.get(key)) for plan in (self, other))
+            if one != two:
+                lines.append(f"{key}: {one} -> {two}")
+        return "\n".join(lines)
+
+    def for_graph(self, graph: Graph) -> "Plan":
+        """The same decisions for the same model with arguments of other shapes; ValueError where they do not fit."""
+        same = self.graph.signature == graph.signature
+        if not same:
+            raise ValueError(f"the plan is for another model: {difference(self.graph, graph)}")
+        plan = Plan(graph=graph, **{name: getattr(self, name) for name in DECISIONS})
+        plan.check()
+        return plan
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as its file holds it."""
+        ops: dict[str, dict[str, Any]] = {}
+        for key in (key for key in self.graph.ops if key in self.splits):
+            path, op = key.split(":", 1)
+            ops.setdefault(path, {})[op] = list(self.splits[key])
+        return {
+            "version": VERSION,
+            "model": self.graph.signature,
+            "parameters": {key: list(value.shape) for key, value in self.graph.of_kind("parameter").items()},
+            "mesh": list(self.mesh),
+            "stages": [list(stage) for stage in self.stages],
+            "recompute": list(self.recompute),
+            "num_micro_batches": self.num_micro_batches,
+            "schedule": self.schedule,
+            "notes": self.notes,
+            "splits": ops,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan's file."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path, graph: Graph) -> "Plan":
+        """The plan of a file, for `graph`; ValueError for another model's, another version's or a wrong one."""
+        try:
+            content = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the plan file {path} is no JSON: {error}") from error
+        return cls.from_json(content, graph, str(path))
+
+    @classmethod
+    def from_json(cls, content: Any, graph: Graph, source: str = "the plan") -> "Plan":
+        """The plan that `to_json` gave."""
+        _check_content(content, graph, source)
+        splits = {f"{p}:{op}": tuple(names) for p, ops in content["splits"].items() for op, names in ops.items()}
+        plan = cls(
+            graph=graph,
+            mesh=tuple(content["mesh"]),
+            splits=splits,
+            stages=tuple(tuple(stage) for stage in content["stages"]),
+            recompute=tuple(content["recompute"]),
+            num_micro_batches=content["num_micro_batches"],
+            schedule=content["schedule"],
+            notes=content["notes"],
+        )
+        plan.check()
+        return plan
+
+
+DECISIONS = ("mesh", "splits", "stages", "recompute", "num_micro_batches", "schedule", "notes")
+
+
+def check_split(op: Op, names: Sequence[str | None], mesh: Sequence[int]) -> None:
+    """ValueError unless `op` can be split along `names` over the axes of `mesh`."""
+    if len(names) != len(mesh):
+        raise ValueError(f"{op.key}: {list(names)} must have one entry for each axis of the mesh {list(mesh)}")
+    unknown = [name for name in names if name is not None and name not in op.rule.annotation.candidates]
+    if unknown:
+        possible = list(op.rule.annotation.candidates)
+        raise ValueError(
+            f"{op.key} ('{op.rule.annotation}') cannot be split along {unknown[0]!r}; take one of {possible}"
+        )
+    if not op.rule.can_split(names, mesh):
+        sizes = {name: op.rule.sizes.get(name) for name in names if name}
+        raise ValueError(f"{op.key}: sizes {sizes} must divide by the mesh {list(mesh)}; split along another name")
+
+
+def difference(one: Graph, other: Graph) -> str:
+    """The first thing in which the models of two graphs differ."""
+    first, second = one.of_kind("parameter"), other.of_kind("parameter")
+    for key in [*first, *second]:
+        shapes = [side[key].shape if key in side else None for side in (first, second)]
+        if shapes[0] != shapes[1]:
+            return f"parameter {key} has shape {shapes[0]} in one and {shapes[1]} in the other"
+    for key in [*one.ops, *other.ops]:
+        if key not in one.ops or key not in other.ops:
+            return f"op {key} is in one of them alone"
+    return "their ops read other tensors"
+
+
+FIELDS: Mapping[str, type] = {
+    "version": int,
+    "model": str,
+    "parameters": dict,
+    "mesh": list,
+    "stages": list,
+    "recompute": list,
+    "num_micro_batches": int,
+    "schedule": str,
+    "notes": dict,
+    "splits": dict,
+}
+
+
+def _check_content(content: Any, graph: Graph, source: str) -> None:
+    if not isinstance(content, dict):
+        raise ValueError(f"{source} must be an object with the keys {sorted(FIELDS)}")
+    if content.get("version") != VERSION:
+        raise ValueError(
+            f"{source} has version={content.get('version')}, this is version {VERSION}; make the plan anew"
+        )
+    if set(content) != set(FIELDS):
+        wrong = sorted(set(content) ^ set(FIELDS))
+        raise ValueError(f"{source}: the keys {wrong} are missing or unknown; a plan has {sorted(FIELDS)}")
+    for name, kind in FIELDS.items():
+        if not isinstance(content[name], kind):
+            raise ValueError(f"{source}: {name}={content[name]!r} must be of type {kind.__name__}")
+    if content["model"] != graph.signature:
+        raise ValueError(f"{source} is for another model: {_file_difference(content, graph)}")
+    if not all(isinstance(n, list) for ops in content["splits"].values() for n in ops.values()):
+        raise ValueError(f"{source}: splits must map module paths to ops to lists of names, one for each axis")
+
+
+def _file_difference(content: Mapping[str, Any], graph: Graph) -> str:
+    parameters = {key: list(value.shape) for key, value in graph.of_kind("parameter").items()}
+    for key in [*content["parameters"], *parameters]:
+        stored, present = content["parameters"].get(key), parameters.get(key)
+        if stored != present:
+            return f"parameter {key} has shape {stored} in the plan and {present} in the model"
+    missing = [f"{p}:{op}" for p, ops in content["splits"].items() for op in ops if f"{p}:{op}" not in graph.ops]
+    return f"it splits {missing[0]!r}, which the model lacks" if missing else "its ops are others"
+
+
+def _words(names: Names | None) -> str:
+    return ", ".join(name or "whole" for name in names) if names else "whole"
+
+
+def _nearest_paths(graph: Graph, path: str) -> str:
+    near = get_close_matches(path, sorted({op.path for op in graph.ops.values()}), 3, 0.3)
+    return f"the nearest are {near}" if near else "see graph.ops for the paths"
