@@ -23,7 +23,8 @@ from hybrid_engine.distributed.processes import get_rank, on_rank_zero
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.given_sequences import run_sequences
-from hybrid_engine.generation.live import LiveBatch, live_batch
+from hybrid_engine.generation.live import LiveBatch
+from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.recipes.batch.journal import Journal
 from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
@@ -92,6 +93,9 @@ class Config(ModelOptions):
         check_between("seed", self.seed, 0, LARGEST_SEED)
         if self.is_shared and TERMINAL in (self.prompts, self.out):
             raise ValueError(f"--tp={self.tp} --pp={self.pp}: several processes answer files only; name files, not -")
+
+        if self.is_shared and self.adapter is not None:
+            raise ValueError(f"--adapter={self.adapter!r} is not fused where processes share the model; merge it first")
 
     @property
     def is_shared(self) -> bool:

@@ -2,15 +2,21 @@
 
 hybrid-engine serve --model runs/sums/actor
 curl http://127.0.0.1:8000/v1/completions -d '{"model": "actor", "prompt": "384+697=", "max_tokens": 40}'
+torchrun --nproc-per-node 2 -m hybrid_engine.command.cli serve --model Qwen/Qwen3-8B --tp 2
 """
 
 import os
 import signal
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.recipes.batch.adapters import load_with_adapters, read_adapters
+from hybrid_engine.recipes.batch.model import BaseModelOptions
 from hybrid_engine.recipes.batch.shared import join, load_shared
 from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count, check_one_of
 from hybrid_engine.recipes.runs.run_log import say
@@ -20,17 +26,18 @@ KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelOptions):
+class Config(BaseModelOptions):
     """Serves a model at an OpenAI-compatible address, until Ctrl-C or SIGTERM.
 
         hybrid-engine serve --model runs/sums/actor
         hybrid-engine serve --model Qwen/Qwen3-0.6B --adapter runs/mine/adapter --port 8001
-        torchrun --nproc-per-node 2 -m hybrid_engine.command.cli serve --model Qwen/Qwen3-8B --tp 2
 
     /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics (docs/serving.md). What runs at the end
     is finished first.
     """
 
+    adapter: tuple[str, ...] = ()
+    """folders of peft adapters, or NAME=FOLDER: each is a model of its own beside the base model"""
     host: str = "127.0.0.1"
     """address to listen at; any but this machine's own needs an API key"""
     port: int = 8000
@@ -60,19 +67,29 @@ class Config(ModelOptions):
         for name in ("max_waiting", "longest", "max_running", "tp"):
             check_count(name, getattr(self, name), 1)
         check_at_least("finish_seconds", self.finish_seconds, 0)
+        if self.tp > 1 and self.adapter:
+            raise ValueError(
+                f"--adapter={self.adapter[0]!r} is not fused where processes share the model; merge it first"
+            )
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.model_name or Path(str(self.model)).name
 
 
 def run(config: Config) -> None:
     """Serves until it is told to end."""
     join(config.tp, 1, "serve")
-    engine, tokenizer = load_shared(config, config.tp, 1) if config.tp > 1 else load_answering(config)
+    engine, tokenizer, adapters = load(config)
     say(engine.report())
     ending = told_to_end()  # before anybody can see that it serves
     with engine.serving(
         tokenizer,
         longest=config.longest,
         max_running=config.max_running,
-        model_name=config.model_name,
+        model_name=config.name,
+        adapters=adapters,
         tool_call_parser=config.tool_call_parser,
         host=config.host,
         port=config.port,
@@ -80,9 +97,15 @@ def run(config: Config) -> None:
         max_waiting=config.max_waiting,
         finish_seconds=config.finish_seconds,
     ) as server:
-        say(f"serving {server.name} at {server.url}; Ctrl-C ends it")
+        say(f"serving {', '.join((server.name, *adapters))} at {server.url}; Ctrl-C ends it")
         server.wait(ending)
         say(f"ending: {server.num_running} answers are finished first; Ctrl-C again drops them")
+
+
+def load(config: Config) -> tuple[Any, PreTrainedTokenizerBase, dict[str, str]]:
+    """The engine, its tokenizer, and peft's names of the adapters by those of clients."""
+    adapters = read_adapters(config.adapter, str(config.model), config.name)
+    return (*load_shared(config, config.tp, 1), {}) if config.tp > 1 else load_with_adapters(config, adapters)
 
 
 def told_to_end() -> threading.Event:

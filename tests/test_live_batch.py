@@ -7,7 +7,7 @@ from models import build_model
 import hybrid_engine
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.live import live_batch
+from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [4], [20, 21, 22, 23], [30, 31]]

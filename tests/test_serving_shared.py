@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.live import live_batch
 from hybrid_engine.generation.live_link import _Codec
+from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.recipes import serve
 

@@ -21,7 +21,8 @@ from transformers import GenerationConfig
 
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.live import LiveBatch, Progress, live_batch
+from hybrid_engine.generation.live import LiveBatch, Progress
+from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.live_thread import LiveThread
 
 

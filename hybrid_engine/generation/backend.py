@@ -147,12 +147,17 @@ class ContainerRollouts:
         """One pass over the layers."""
         return pass_over_layers(self.model, self.gatherer)
 
-    def start(self, plan: Plan, kv: torch.Tensor, choice: Choice | None = None) -> TextGeneration:
-        """What takes the turns of `plan`, none taken yet; `choice` as `run` takes it."""
+    def start(
+        self, plan: Plan, kv: torch.Tensor, choice: Choice | None = None, is_recorded: bool = True
+    ) -> TextGeneration:
+        """What takes the turns of `plan`, none taken yet; `choice` as `run` takes it.
+
+        `is_recorded`: whether its steps may be, which read weights where they are now.
+        """
         if choice is not None:
             kind = GenerationInStep if isinstance(choice, InStep) else TextGeneration
             return kind(self.model, plan.build_scheduler(), OpenStep(self.model, kv, choice), self.layers)
-        step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed)
+        step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed or not is_recorded)
         lag = 0 if self.gatherer.is_streamed else self.lag
         return TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag)
 

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from hybrid_engine.generation.live import LiveBatch, follow
+from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_link import LiveLink
+from hybrid_engine.generation.live_shared import follow
 
 
 class LiveFollower:

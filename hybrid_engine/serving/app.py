@@ -120,12 +120,13 @@ class App:
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self.model.names]})
 
     async def one_model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._model_card())
+        name = request.path_params["name"]
+        self._check_model(name)
+        return JSONResponse(self._model_card(name))
 
     async def health(self, request: Request) -> Response:
         """`GET /health`: 503 once the model has failed."""
@@ -137,14 +138,16 @@ class App:
         """`GET /metrics`."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    def _model_card(self) -> dict[str, Any]:
-        card = {"id": self.model.name, "object": "model", "created": self.model.created, "owned_by": "hybrid-engine"}
-        return card | {"max_model_len": self.model.longest}
+    def _model_card(self, name: str) -> dict[str, Any]:
+        card = {"id": name, "object": "model", "created": self.model.created, "owned_by": "hybrid-engine"}
+        card |= {"max_model_len": self.model.longest}
+        return card if name == self.model.name else card | {"parent": self.model.name}
 
     def _check_model(self, name: str) -> None:
-        if name != self.model.name:
+        if name not in self.model.names:
+            known = ", ".join(map(repr, self.model.names))
             raise RequestError(
-                f"model {name!r} is not served here; there is {self.model.name!r}",
+                f"model {name!r} is not served here; there is {known}",
                 status=404,
                 param="model",
                 code="model_not_found",

@@ -28,6 +28,13 @@ class ServedModel:
     """Unix time."""
     tool_call_parser: str = NONE
     """How calls of tools are found in its answers."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """peft's adapters of it by the names that clients call them, each a model of its own."""
+
+    @property
+    def names(self) -> list[str]:
+        """All that clients may ask for."""
+        return [self.name, *self.adapters]
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,8 @@ def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
         shared = Prompt(tokens, num_tops=request.num_top_logprobs if is_scored else None)
         options = _options(request, max(1, num_new), len(tokens), model)
         places = range(prompt * request.n, (prompt + 1) * request.n)
-        sequences += [Sequence(shared, row, options, keys[row]) for row in places]
+        adapter = model.adapters.get(request.model)
+        sequences += [Sequence(shared, row, options, keys[row], adapter=adapter) for row in places]
     return Asked(request, prompts, num_new, sequences)
 
 

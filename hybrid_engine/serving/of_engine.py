@@ -1,5 +1,6 @@
 """A server for the model of an engine: its name, tokenizer and end tokens, found where the model came from."""
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,8 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.live import live_batch
 from hybrid_engine.generation.live_link import LiveLink
+from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import token_ids
 from hybrid_engine.serving.following import FollowingServer
 from hybrid_engine.serving.server import Server
@@ -23,6 +24,7 @@ def build_server(
     longest: int | None,
     max_running: int | None,
     model_name: str | None,
+    adapters: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Server | FollowingServer:
     """A Server that `start()` begins; `options` are its own. Collective where processes share the model.
@@ -35,6 +37,7 @@ def build_server(
         tokenizer: None loads the one from the folder or hub name that the model was loaded from.
         longest, max_running: as `live_batch` takes them.
         model_name: None takes the last part of that name, or "policy".
+        adapters: of a `PeftModel` by the names that clients call them; None: the active one is the model.
 
     Raises:
         ValueError: there is no tokenizer, or an option is out of range.
@@ -42,8 +45,9 @@ def build_server(
     source = str(getattr(module.config, "name_or_path", "") or "")
     vocab_size = module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     link = LiveLink(generator.group) if generator.group.size > 1 else None
-    opening = partial(live_batch, generator, longest, max_running, link)
     name = model_name or Path(source).name or "policy"
+    check_adapters(module, adapters or {}, name, is_shared=link is not None)
+    opening = partial(live_batch, generator, longest, max_running, link, tuple((adapters or {}).values()))
 
     def build() -> Server:
         return Server(
@@ -53,12 +57,25 @@ def build_server(
             vocab_size=vocab_size,
             end_tokens=list(token_ids("eos_token_id", module.generation_config.eos_token_id, vocab_size)),  # type: ignore[union-attr]
             link=link,
+            adapters=adapters,
             **options,
         )
 
     if link is None:
         return build()
     return link.led(build) or FollowingServer(opening, link, name=name, api_key=options.get("api_key"))
+
+
+def check_adapters(module: nn.Module, adapters: Mapping[str, str], model_name: str, *, is_shared: bool) -> None:
+    """Raises ValueError where `adapters`, peft's names by those of clients, cannot be served beside the base model."""
+    known = list(getattr(module, "peft_config", {}))
+    for name, adapter in adapters.items():
+        if adapter not in known:
+            raise ValueError(f"adapters: the model has no adapter {adapter!r}; it has {', '.join(known) or 'none'}")
+        if name == model_name:
+            raise ValueError(f"adapters: {name!r} is the name of the base model; pass another name, or model_name")
+    if adapters and is_shared:
+        raise ValueError("adapters: they are not served one by one where processes share the model; serve one, fused")
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:

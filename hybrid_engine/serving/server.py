@@ -4,7 +4,7 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -15,8 +15,9 @@ import uvicorn
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.config.checks import check_integer, check_number
-from hybrid_engine.generation.live import LeadingBatch, LiveBatch
+from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_link import LiveLink
+from hybrid_engine.generation.live_shared import LeadingBatch
 from hybrid_engine.generation.live_thread import LiveThread
 from hybrid_engine.serving.app import App
 from hybrid_engine.serving.asked import ServedModel
@@ -51,6 +52,7 @@ class Server:
         finish_seconds: what runs at the end may take so long; then its clients get an error.
         version: of the weights, with which tokens are stamped.
         link: to the processes that share the model and follow this one.
+        adapters: peft's adapters of the model, which are models of their own, by the names that clients call them.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Server:
         finish_seconds: float = FINISH_SECONDS,
         version: int = 0,
         link: LiveLink | None = None,
+        adapters: Mapping[str, str] | None = None,
     ):
         check_integer("port", port, 0, 65535)
         check_integer("max_waiting", max_waiting, 1)
@@ -83,6 +86,7 @@ class Server:
             "tokenizer": tokenizer,
             "vocab_size": vocab_size,
             "end_tokens": end_tokens,
+            "adapters": dict(adapters or {}),
         }
         self._facts["tool_call_parser"] = choose_parser(tool_call_parser, tokenizer)
         self._link = link

@@ -18,13 +18,11 @@ DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Which model answers."""
+class BaseModelOptions:
+    """Which model answers, adapters aside."""
 
     model: str | None = None
     """Hugging Face name or folder of the model"""
-    adapter: str | None = None
-    """folder of a peft adapter, which is fused into the weights"""
     chat_template: str | None = None
     """a .jinja file that takes the place of the tokenizer's chat template"""
     dtype: str = "auto"
@@ -36,6 +34,14 @@ class ModelOptions:
         check_one_of("dtype", self.dtype, DTYPES)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(BaseModelOptions):
+    """Which model answers."""
+
+    adapter: str | None = None
+    """folder of a peft adapter, which is fused into the weights"""
+
+
 def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:
     """An InferenceEngine and the tokenizer; ValueError, naming the option, for what does not load."""
     tokenizer = load_answering_tokenizer(config)
@@ -45,7 +51,7 @@ def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:
     return hybrid_engine.init_inference(model.eval(), dtype=choose_dtype(config)), tokenizer
 
 
-def load_answering_tokenizer(config: ModelOptions) -> PreTrainedTokenizerBase:
+def load_answering_tokenizer(config: BaseModelOptions) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with the chat template that was asked for."""
     tokenizer = load_tokenizer(str(config.model))
     if config.chat_template is not None:
@@ -56,7 +62,7 @@ def load_answering_tokenizer(config: ModelOptions) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def choose_dtype(config: ModelOptions) -> str:
+def choose_dtype(config: BaseModelOptions) -> str:
     """What the model computes in, "auto" answered."""
     if config.dtype != "auto":
         return config.dtype

@@ -13,7 +13,7 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.inference.empty import build_empty_model
-from hybrid_engine.recipes.batch.model import ModelOptions, choose_dtype, load_answering_tokenizer
+from hybrid_engine.recipes.batch.model import BaseModelOptions, choose_dtype, load_answering_tokenizer
 from hybrid_engine.recipes.runs.stages import explained
 
 
@@ -27,10 +27,8 @@ def join(tp: int, pp: int, command: str) -> None:
         )
 
 
-def load_shared(config: ModelOptions, tp: int, pp: int) -> tuple[Any, PreTrainedTokenizerBase]:
-    """As `load_answering`, on processes of which each reads its part of the weights; collective."""
-    if config.adapter is not None:
-        raise ValueError(f"--adapter={config.adapter!r} is not fused where processes share the model; merge it first")
+def load_shared(config: BaseModelOptions, tp: int, pp: int) -> tuple[Any, PreTrainedTokenizerBase]:
+    """As `load_answering` without an adapter, on processes of which each reads its part of the weights; collective."""
     tokenizer = load_answering_tokenizer(config)
     folder = on_rank_zero(lambda: _local_folder(str(config.model)))
     with explained("model", folder):

@@ -1,0 +1,140 @@
+"""Opens live batches: weights gathered, adapters fused, a KV workspace taken for sequences that are still to come."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from hybrid_engine.config.checks import check_integer
+from hybrid_engine.distributed.presence import naming_who_left
+from hybrid_engine.generation.backend import ContainerRollouts
+from hybrid_engine.generation.batching.plan import BLOCK_SIZE, MAX_RUNNING, Plan, plan_rollout, workspace_bytes
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.live import LiveBatch
+from hybrid_engine.generation.live_adapters import AdapterBatches, FusedAdapter, split_workspace
+from hybrid_engine.generation.live_link import LiveLink
+from hybrid_engine.generation.live_shared import LeadingBatch
+from hybrid_engine.generation.model_group import PIPELINE_OPTION
+from hybrid_engine.generation.options import GenerationOptions
+
+
+@contextmanager
+def live_batch(
+    generator: Generator,
+    longest: int | None = None,
+    max_running: int | None = None,
+    link: LiveLink | None = None,
+    adapters: tuple[str, ...] = (),
+) -> Iterator[LiveBatch]:
+    """Inside, the weights are gathered, LoRA fused and the KV workspace taken for a batch that is empty at first.
+
+    Collective where weights are sharded or shared: each process that has a whole model has a batch of its own, those
+    that share one have the same, which one of them leads.
+
+    Args:
+        generator: whose module is in eval mode.
+        longest: tokens of prompt and answer together; None: as many as the model and `max_out_tokens` allow.
+        max_running: sequences that decode at once; None: as many as in a rollout.
+        link: of the processes that share the model.
+        adapters: of a peft model, each with a batch of its own beside that of the base model; empty: the active one is
+            fused, as in a rollout.
+
+    Raises:
+        ValueError: the model has no containers, its layers are streamed, or several processes share it and there is no
+            link; or there is no memory for one sequence.
+    """
+    partners = generator.partners
+    with torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
+        bytes_to_gather = generator.bytes_to_gather if generator.model is not None else 0
+        spare = workspace_bytes(generator.device, generator.workspace.allocated_bytes, bytes_to_gather)
+        memory = generator.group.gather_objects(Memory(spare, generator.training_bytes))
+        num_parts = len(adapters) + 1 if adapters else 1
+        plan = partners.agree(lambda: _plan(generator, longest, max_running, memory, link is not None, num_parts))
+        native = generator.native
+        assert native is not None
+        num_blocks = num_parts * (plan.num_blocks + native.num_reserved_blocks) - native.num_reserved_blocks
+        kv = partners.agree(lambda: native.gather(replace(plan, num_blocks=num_blocks), release))
+        generator.is_live = True
+        release.callback(setattr, generator, "is_live", False)
+        if adapters:
+            fused = FusedAdapter(generator.module, native.model)
+            release.callback(fused.give_back)
+            yield _open_adapters(native, plan, kv, adapters, fused)
+            return
+        strategy = partners.agree(lambda: native.start(plan, kv))
+        if link is None:
+            yield LiveBatch(native.model, strategy, plan.longest + 1)
+            return
+        release.enter_context(naming_who_left("serving()"))
+        if link.is_leader:
+            release.enter_context(link.leading())
+            yield LeadingBatch(native.model, strategy, plan.longest + 1, link)
+        else:
+            yield LiveBatch(native.model, strategy, plan.longest + 1)
+
+
+def _open_adapters(
+    native: ContainerRollouts, plan: Plan, kv: torch.Tensor, adapters: tuple[str, ...], fused: FusedAdapter
+) -> AdapterBatches:
+    """A batch for each of `adapters` and one for the base model, each with its part of the workspace `kv`."""
+    names: tuple[str | None, ...] = (None, *adapters)
+    batches: dict[str | None, LiveBatch] = {}
+    for name, part in zip(names, split_workspace(kv, native.model, plan, len(names)), strict=True):
+        fused.fuse(name)
+        # A graph holds addresses, which fusing anew may change; on a CPU they last.
+        strategy = native.start(plan, part, is_recorded=kv.device.type == "cpu")
+        batches[name] = LiveBatch(native.model, strategy, plan.longest + 1)
+    return AdapterBatches(batches, fused)
+
+
+class Memory(NamedTuple):
+    """Bytes of one process."""
+
+    spare: int
+    """For the KV workspace."""
+    training: int
+    """That training will take of them."""
+
+
+def _plan(
+    generator: Generator,
+    longest: int | None,
+    max_running: int | None,
+    memory: list[Memory],
+    is_linked: bool,
+    num_parts: int,
+) -> Plan:
+    """A KV workspace for `max_running` sequences of `longest` tokens, or for as many as there is memory for.
+
+    With `num_parts`, one of so many workspaces.
+    """
+    config, model, native = generator.config, generator.model, generator.native
+    if generator.is_live:
+        raise ValueError("serving: the model is served already; wait until that ends")
+    if model is None or native is None:
+        raise ValueError(f"serving: {generator.fallback_reason}; only models with containers are served")
+    if generator.gatherer.is_streamed or (generator.group.size > 1 and not is_linked):
+        what = "layers are gathered one by one" if generator.gatherer.is_streamed else "processes share the model"
+        raise ValueError(f"serving: {what}, and requests come to one process alone; serve from a process with room")
+    if generator.group.num_stages > 1:
+        raise ValueError(
+            f"serving: the layers are dealt out to {generator.group.num_stages} stages, and a batch that requests join "
+            f"at any moment runs on whole layers alone; set {PIPELINE_OPTION}=1 and raise tensor_parallel.tp_size"
+        )
+    limit = min(config.max_out_tokens, (model.max_positions or config.max_out_tokens) + 1)
+    longest = limit if longest is None else longest
+    check_integer("longest", longest, 2, limit)
+    rows = config.max_running or MAX_RUNNING.get(generator.device.type, 256) if max_running is None else max_running
+    check_integer("max_running", rows, 1)
+    spare, training = min(process.spare for process in memory) // num_parts, max(each.training for each in memory)
+    if generator.exact is None:
+        # The next turn of a conversation goes on from the blocks of the last. On a CPU, where a rollout gives each
+        # sequence one block that is its own, small ones took 0.97 to 1.03 of the seconds of CPU.
+        config = replace(config, kv_block_size=config.kv_block_size or BLOCK_SIZE)
+    options = GenerationOptions(max_new_tokens=longest - 1)
+    shapes = [Sequence(Prompt([0]), row, options) for row in range(rows)]
+    plan = plan_rollout(model, shapes, options, config, spare, native.num_reserved_blocks, training)
+    return replace(plan, sequences=[], own=slice(0), longest_later=plan.longest)
