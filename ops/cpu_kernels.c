@@ -403,6 +403,18 @@ int log_sum_exp(const float *values, int64_t row, float *output, int64_t num_row
     return 0;
 }
 
+/* Each row becomes factor exp(x - shift) in place, factor 1 where there is none; sums [num_rows] of the row. */
+int exp_rows(float *values, int64_t row, const float *shift, const float *factor, float *sums, int64_t num_rows,
+             int64_t width, int64_t threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t n = 0; n < num_rows; n++) {
+        float *x = values + n * row, times = factor ? factor[n] : 1.0f, sum = 0.0f;
+        for (int64_t i = 0; i < width; i++) sum += x[i] = times * fast_exp(x[i] - shift[n]);
+        sums[n] = sum;
+    }
+    return 0;
+}
+
 /* The index of the largest of each row, the first of equal ones; of the first NaN where there is one. */
 int first_largest(const float *values, int64_t row, int64_t *output, int64_t num_rows, int64_t width,
                   int64_t threads) {

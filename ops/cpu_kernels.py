@@ -77,6 +77,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "by_rows": [c_void_p] * 2 + [c_int64] * 3,
     "decode_attention": [c_void_p] * 7 + [c_int64] * 3,
     "log_sum_exp": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_double, c_int64],
+    "exp_rows": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3],
     "first_largest": [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64],
     "products": [c_void_p] * 2 + [c_int64] * 4,
 }
@@ -274,7 +275,7 @@ def decode_attention(
 
 
 def can_search(values: torch.Tensor) -> bool:
-    """Whether `log_sum_exp` and `first_largest` take `values [S, V]`."""
+    """Whether `log_sum_exp`, `exp_rows` and `first_largest` take `values [S, V]`."""
     is_dense = values.dim() == 2 and values.numel() > 0 and values.stride(1) == 1
     return is_dense and values.dtype == torch.float32 and use_compiled(values)
 
@@ -287,6 +288,21 @@ def log_sum_exp(values: torch.Tensor, temperature: float) -> torch.Tensor:
         _threads(values.numel()),
     )  # fmt: skip
     return output
+
+
+def exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
+    """Each row of `values [S, V]` becomes `factor * exp(row - shift)` in place; its sum: `[S]` fp32.
+
+    Args:
+        shift: `[S]` fp32, dense.
+        factor: like shift; None: 1.
+    """
+    (num_rows, width), sums = values.shape, torch.empty_like(shift)
+    call(
+        "exp_rows", values.data_ptr(), values.stride(0), shift.data_ptr(), pointer(factor), sums.data_ptr(),
+        num_rows, width, _threads(values.numel()),
+    )  # fmt: skip
+    return sums
 
 
 def first_largest(values: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,139 @@
+"""Log-probabilities straight from hidden states: equal to those of the logits, whatever the tiles, and never all logits
+at once."""
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hybrid_engine.ops import linear_log_prob as op
+from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
+
+N, E, V = 63, 24, 301
+SHAPES = [LogitShape(), LogitShape(temperature=0.7), LogitShape(0.25, 2.0, 1.3)]
+
+
+def build_case(dtype=torch.float32, num_rows=N, has_bias=True):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, E, generator=generator).to(dtype) for n in (num_rows, V))
+    bias = torch.randn(V, generator=generator).to(dtype) if has_bias else None
+    return hidden, weight, torch.randint(V, (num_rows,), generator=generator), bias
+
+
+def plain(hidden, weight, targets, bias, shape):
+    """What torch gives from the logits."""
+    logits = functional.linear(hidden, weight, bias) * shape.scale
+    if shape.softcap:
+        logits = torch.tanh(logits / shape.softcap) * shape.softcap
+    logprobs = functional.log_softmax(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)) / shape.temperature, -1
+    )
+    return logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1)
+
+
+def run(function, case, trained, with_entropy):
+    """Log-probabilities, entropy, and the gradients of `trained` of a weighted sum of both."""
+    tensors = [None if x is None else x.detach().clone() for x in case]
+    leaves = [x.requires_grad_() for x, name in zip(tensors, ("hidden", "weight", "targets", "bias"), strict=True)
+              if x is not None and name in trained]  # fmt: skip
+    logprobs, entropy = function(*tensors)
+    weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
+    loss = (weights * logprobs).sum() + ((weights.flip(0) * entropy).sum() if with_entropy else 0)
+    return [logprobs, *([entropy] if with_entropy else []), *torch.autograd.grad(loss, leaves)]
+
+
+def assert_as_good(found, expected, exact):
+    """No further from the exact numbers than four times what torch's own way is, or a rounding of their size."""
+    for ours, theirs, right in zip(found, expected, exact, strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        error, allowed = (ours.double() - right).abs().max(), 4 * (theirs.double() - right).abs().max()
+        assert error <= allowed + 4 * torch.finfo(ours.dtype).eps * right.abs().max()
+
+
+@pytest.fixture(params=["one tile", "many tiles", "some kept"])
+def tiles(request, monkeypatch):
+    if request.param != "one tile":
+        monkeypatch.setattr(op, "ROWS_AT_ONCE", 20)
+        monkeypatch.setattr(op, "LEAST_COLUMNS", 37)
+        monkeypatch.setattr(op, "TILE_BYTES", 1)
+        monkeypatch.setattr(op, "KEPT_BYTES", 4 * 20 * 37 * 5 if request.param == "some kept" else 0)
+
+
+@pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("hidden", "weight", "bias")], ids="-".join)
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+@pytest.mark.parametrize("shape", SHAPES, ids=["plain", "temperature", "capped"])
+@pytest.mark.usefixtures("tiles")
+def test_values_and_gradients_are_those_of_the_logits(shape, with_entropy, trained):
+    case = build_case()
+    found = run(lambda *case: linear_log_prob(*case, shape, with_entropy), case, trained, with_entropy)
+    expected = run(lambda *case: plain(*case, shape), case, trained, with_entropy)
+    doubled = [x if x is None or not x.is_floating_point() else x.double() for x in case]
+    assert_as_good(found, expected, run(lambda *case: plain(*case, shape), doubled, trained, with_entropy))
+
+
+@pytest.mark.parametrize("trained", [("hidden",), ("hidden", "weight")], ids="-".join)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("tiles")
+def test_sixteen_bits_are_as_good_as_the_logits(dtype, trained):
+    case = build_case(dtype, has_bias=False)
+    found = run(lambda *case: linear_log_prob(*case), case, trained, False)
+    expected = run(lambda *case: plain(*case, LogitShape()), case, trained, False)
+    doubled = [x if x is None or not x.is_floating_point() else x.double() for x in case]
+    assert_as_good(found, expected, run(lambda *case: plain(*case, LogitShape()), doubled, trained, False))
+
+
+@pytest.mark.usefixtures("tiles")
+def test_a_logit_far_above_those_of_earlier_tiles_is_no_overflow():
+    hidden, weight, targets, _ = build_case(has_bias=False)
+    weight[V - 3] = 400 * hidden[0]
+    weight[V - 1] = -400 * hidden[0]
+    found = run(lambda *case: linear_log_prob(*case), (hidden, weight, targets, None), ("hidden",), False)
+    expected = run(lambda *case: plain(*case, LogitShape()), (hidden, weight, targets, None), ("hidden",), False)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-3)
+
+
+def test_the_gradient_can_be_taken_twice(monkeypatch):
+    hidden, weight, targets, _ = build_case(has_bias=False)
+    weight.requires_grad_()
+    loss = linear_log_prob(hidden, weight, targets).logprobs.sum()
+    (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, weight)
+    assert torch.equal(first, second)
+
+
+def test_no_rows_give_no_log_probabilities():
+    hidden, weight, targets, bias = build_case(num_rows=0)
+    weight.requires_grad_()
+    logprobs, entropy = linear_log_prob(hidden, weight, targets, bias, with_entropy=True)
+    assert logprobs.shape == entropy.shape == (0,)
+    (gradient,) = torch.autograd.grad(logprobs.sum() + entropy.sum(), weight)
+    assert not gradient.any()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many elements the largest result of any operator had."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(results) if isinstance(x, torch.Tensor)]
+        self.num_elements = max(self.num_elements, *sizes, 0)
+        return results
+
+
+@pytest.mark.parametrize("is_trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+def test_the_logits_never_exist_at_once(is_trained, with_entropy, monkeypatch):
+    monkeypatch.setattr(op, "TILE_BYTES", 4 * N * 64)
+    monkeypatch.setattr(op, "LEAST_COLUMNS", 1)
+    monkeypatch.setattr(op, "KEPT_BYTES", 0)
+    hidden, weight, targets, _ = build_case(has_bias=False)
+    hidden.requires_grad_()
+    weight.requires_grad_(is_trained)
+    with LargestTensor() as largest:
+        logprobs, entropy = linear_log_prob(hidden, weight, targets, with_entropy=with_entropy)
+        (logprobs.sum() + (entropy.sum() if with_entropy else 0)).backward()
+    assert largest.num_elements == max(N * 64, weight.numel() if is_trained else 0)
