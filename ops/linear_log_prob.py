@@ -199,7 +199,7 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.shape, ctx.is_made = shape, of_hidden and not (of_weight or of_bias or with_entropy)
         ctx.kept, num_kept_bytes = {}, 0
         can_keep = (of_weight or of_bias) and not with_entropy and shape.softcap is None
-        parts = []
+        parts: list[_Finished] = []
         for some, their_targets in zip(hidden.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True):
             sums = _RunningSums(some, their_targets, with_entropy, ctx.is_made)
             for columns, tile in head.tiles(len(some)):
@@ -255,7 +255,7 @@ def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> 
         tile_of_bias = torch.zeros_like(tile.bias, dtype=torch.float32) if needs[2] else None
         for part, first in enumerate(range(0, len(hidden), ROWS_AT_ONCE)):
             rows = slice(first, first + ROWS_AT_ONCE)
-            of_entropy = None if entropy is None else (above_entropy[rows], entropy[rows])
+            of_entropy = None if above_entropy is None else (above_entropy[rows], entropy[rows])
             kept = ctx.kept.get((part, columns.start))
             of_products = _of_products(
                 tile, hidden[rows], targets[rows] - columns.start, log_total[rows], above[rows], of_entropy, kept
