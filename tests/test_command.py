@@ -204,6 +204,6 @@ def test_options_are_read_while_a_finalizer_prints_a_traceback():
 def test_an_option_given_twice_is_refused(capsys):
     """The second would take the first one's place, and nobody would hear of it; lists go on."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", "--model", "m", "--adapter", "a", "--adapter", "b"])
+        cli.main(["serve", "--model", "m", "--model", "b"])
     assert ended.value.code == 2
-    assert "--adapter: takes one value, and there are 'a' and 'b'" in capsys.readouterr().err
+    assert "--model: takes one value, and there are 'm' and 'b'" in capsys.readouterr().err
