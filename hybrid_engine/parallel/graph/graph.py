@@ -113,7 +113,7 @@ def graph_of(exported: ExportedProgram, aliases: Mapping[str, str]) -> Graph:
     ordinals: Counter[tuple[str, str]] = Counter()
     for node in exported.graph_module.graph.nodes:
         if node.op == "placeholder":
-            _enter_placeholder(node, placeholders[node.name], values, nodes)
+            _enter_placeholder(node, placeholders[node.name], aliases, values, nodes)
         elif node.op == "call_function" and node.target is not getitem:
             _enter_op(node, ordinals, values, nodes, ops)
         elif node.op == "call_function":
@@ -122,14 +122,15 @@ def graph_of(exported: ExportedProgram, aliases: Mapping[str, str]) -> Graph:
                 nodes[node] = f"{nodes[producer]}/{index}"
     results = next(iter(reversed(exported.graph_module.graph.nodes))).args[0]
     specs = list(zip(signature.output_specs, results, strict=True))
-    mutations = {str(spec.target): nodes[node] for spec, node in specs if spec.kind is OutputKind.BUFFER_MUTATION}
+    changed = [(str(spec.target), node) for spec, node in specs if spec.kind is OutputKind.BUFFER_MUTATION]
+    mutations = {aliases.get(name, name): nodes[node] for name, node in changed}
     outputs = tuple(
         nodes[node] if isinstance(node, fx.Node) else None
         for spec, node in specs
         if spec.kind is OutputKind.USER_OUTPUT
     )
     trained = frozenset(
-        str(spec.target)
+        aliases.get(str(spec.target), str(spec.target))
         for spec in signature.input_specs
         if spec.kind is InputKind.PARAMETER and exported.state_dict[str(spec.target)].requires_grad
     )
@@ -157,12 +158,14 @@ KINDS = {
 }
 
 
-def _enter_placeholder(node: fx.Node, spec: Any, values: dict[str, Value], nodes: dict[fx.Node, str]) -> None:
+def _enter_placeholder(
+    node: fx.Node, spec: Any, aliases: Mapping[str, str], values: dict[str, Value], nodes: dict[fx.Node, str]
+) -> None:
     tensor = node.meta.get("val")
     if not isinstance(tensor, Tensor):
         return
     kind = KINDS[spec.kind]
-    key = node.name if kind == "input" else str(spec.target)
+    key = node.name if kind == "input" else aliases.get(str(spec.target), str(spec.target))
     key = f"{kind}:{key}" if kind in ("input", "constant") else key
     values[key] = Value(key=key, kind=kind, shape=tuple(tensor.shape), dtype=tensor.dtype)
     nodes[node] = key

@@ -395,6 +395,14 @@ def expanded(call: Call) -> OpRule:
     return of_text(call, text, sizes, "size")
 
 
+@annotate("broadcast_tensors")
+def broadcast(call: Call) -> OpRule:
+    shape = list(call.outputs[0].shape)
+    names = _letters(len(shape))
+    sides = [_aligned(operand, shape, names) for operand in call.shapes]
+    return of_text(call, f"{', '.join(sides)} -> {', '.join([_aligned(shape, shape, names)] * len(call.outputs))}")
+
+
 @annotate("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "new_empty")
 def filled(call: Call) -> OpRule:
     """A tensor of one value, of which each rank can make its part; what it takes dtype and device of is not split."""

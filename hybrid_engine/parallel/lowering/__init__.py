@@ -1,0 +1,1 @@
+"""From a plan to modules that compute on parts."""

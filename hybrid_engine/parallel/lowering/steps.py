@@ -1,0 +1,188 @@
+"""The ops of a planned graph as a list of steps on local tensors; layouts change between them, on edges, alone.
+
+Autograd runs through it: an edge goes back by the inverse change of layout (`DTensor.redistribute`), and a gradient
+that is a partial sum is added up where the layout of its tensor says so (`to_local(grad_placements=...)`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from hybrid_engine.parallel.graph.calls import arguments_of, tensors_in
+from hybrid_engine.parallel.graph.graph import Graph, Op
+from hybrid_engine.parallel.lowering.layouts import Edge, Layout, edges_of, gradient_layout, value_layouts, whole
+from hybrid_engine.parallel.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor among the arguments of a step."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op on local tensors."""
+
+    function: Any
+    edges: tuple[Edge, ...]
+    arguments: dict[str, Any]
+    """With a `Slot` for each operand."""
+    outputs: tuple[tuple[int, str], ...]
+    """Which of its results has which key."""
+    is_single: bool
+    last_used: tuple[str, ...]
+    """Tensors that no later step reads."""
+
+
+class Steps:
+    """A planned graph that runs: from parameters, buffers and arguments to results, on this rank's parts.
+
+    Without a mesh it runs on one process.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, mesh: DeviceMesh | None):
+        self.graph, self.plan, self.mesh = graph, plan, mesh
+        self.layouts = value_layouts(graph, plan)
+        self.whole = whole(plan)
+        last_used = _last_uses(graph)
+        self.steps = [_step(graph, plan, op, last_used.get(key, ())) for key, op in graph.ops.items()]
+
+    def run(self, held: Mapping[str, Tensor], arguments: Mapping[str, Tensor]) -> tuple[list[Tensor | None], Any]:
+        """The results of the forward pass, whole on every rank, and the new values of buffers by name.
+
+        `held` are parameters (DTensors where there is a mesh) and buffers by name, `arguments` the tensors among the
+        arguments by the name of their value. Local tensors are read, not changed.
+        """
+        values = _Values(self.mesh, self.layouts, {**held, **arguments})
+        values.enter({f"constant:{name}": tensor for name, tensor in self.graph.constants.items()})
+        for step in self.steps:
+            operands = [values.local(edge) for edge in step.edges]
+            results = step.function(**_filled(step.arguments, operands))
+            values.enter({key: (results if step.is_single else results[index]) for index, key in step.outputs})
+            for key in step.last_used:
+                values.drop(key)
+        outputs = [
+            None if key is None else values.local(Edge(key, self.whole, self.whole)) for key in self.graph.outputs
+        ]
+        mutations = {
+            name: values.local(Edge(key, self.whole, self.whole)).detach() for name, key in self.graph.mutations.items()
+        }
+        return outputs, mutations
+
+
+class _Values:
+    """The tensors of one run, each in the layouts that were asked for so far."""
+
+    def __init__(self, mesh: DeviceMesh | None, layouts: Mapping[str, Layout], held: dict[str, Tensor]):
+        self.mesh, self.layouts = mesh, layouts
+        self.tensors = held
+        self.distributed: dict[str, dict[Layout, DTensor]] = {}
+
+    def enter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes in local tensors, in the layouts that the plan says they have."""
+        self.tensors |= tensors
+
+    def drop(self, key: str) -> None:
+        """Forgets a tensor."""
+        self.tensors.pop(key, None)
+        self.distributed.pop(key, None)
+
+    def local(self, edge: Edge) -> Tensor:
+        """This rank's part of a tensor in the layout that an op wants."""
+        tensor, layout = self.tensors[edge.key], self.layouts[edge.key]
+        if self.mesh is None:
+            return tensor
+        is_kept = edge.wanted == layout and (edge.gradient == gradient_layout(layout) or not tensor.requires_grad)
+        if is_kept and not isinstance(tensor, DTensor):
+            return tensor
+        reached = tuple(_reachable(*pair) for pair in zip(edge.wanted, layout, strict=True))
+        local = self._distributed(edge.key, reached, tensor).to_local(grad_placements=edge.gradient)
+        num_terms = prod(
+            self.mesh.size(axis)
+            for axis, (wanted, placement) in enumerate(zip(edge.wanted, reached, strict=True))
+            if wanted != placement
+        )
+        return local if num_terms == 1 else _Term.apply(local, num_terms)
+
+    def _distributed(self, key: str, wanted: Layout, tensor: Tensor) -> DTensor:
+        """The tensor in the layout that is wanted, changed once for all that want it."""
+        found = self.distributed.setdefault(key, {})
+        layout = self.layouts[key]
+        if wanted not in found:
+            base = tensor if isinstance(tensor, DTensor) else found.get(layout)
+            if base is None:
+                base = DTensor.from_local(tensor, self.mesh, layout, run_check=False)
+                found[layout] = base
+            if wanted != layout or isinstance(tensor, DTensor):
+                # Also where nothing changes: it brings a parameter's gradient into the parameter's layout.
+                found[wanted] = base.redistribute(self.mesh, wanted)
+        return found[wanted]
+
+
+def _reachable(wanted: Placement, placement: Placement) -> Placement:
+    """What a tensor is redistributed to where an op wants `wanted`: DTensor makes no sums of what is none."""
+    return Replicate() if wanted.is_partial() and not placement.is_partial() else wanted
+
+
+class _Term(torch.autograd.Function):
+    """A tensor that every rank has, as a sum over ranks. Every rank has the sum's gradient, which is the tensor's."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, num_terms: int) -> Tensor:
+        return tensor / num_terms
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _step(graph: Graph, plan: Plan, op: Op, last_used: Sequence[str]) -> Step:
+    function = op.node.target
+    assert isinstance(function, torch._ops.OpOverload), f"{function=}"
+    arguments = arguments_of(function, op.node.args, dict(op.node.kwargs))
+    nodes = list(tensors_in(list(arguments.values())))
+    slots = iter(Slot(position) for position in range(len(nodes)))
+    changed = op.rule.local_arguments(
+        arguments, graph.values[op.outputs[0]].shape if op.outputs else (), plan.split_of(op), plan.mesh
+    )
+    template = {name: _template(value, slots) for name, value in arguments.items()} | changed
+    outputs = tuple((int(key.rsplit("/", 1)[1]), key) for key in op.outputs)
+    is_single = isinstance(op.node.meta["val"], Tensor)
+    return Step(function, edges_of(plan, op), template, outputs, is_single, tuple(last_used))
+
+
+def _template(value: Any, slots: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return next(slots)
+    return [_template(entry, slots) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def _filled(template: dict[str, Any], operands: Sequence[Tensor]) -> dict[str, Any]:
+    return {name: _fill(value, operands) for name, value in template.items()}
+
+
+def _fill(value: Any, operands: Sequence[Tensor]) -> Any:
+    if isinstance(value, Slot):
+        return operands[value.position]
+    return [_fill(entry, operands) for entry in value] if isinstance(value, list) else value
+
+
+def _last_uses(graph: Graph) -> dict[str, list[str]]:
+    """By the key of an op, the results of others that it is the last to read."""
+    last: dict[str, str] = {}
+    for key, op in graph.ops.items():
+        last |= dict.fromkeys((*op.outputs, *op.inputs), key)
+    kept = {*graph.outputs, *graph.mutations.values()}
+    found: dict[str, list[str]] = {}
+    for value, op_key in last.items():
+        if value not in kept and graph.values[value].kind == "result":
+            found.setdefault(op_key, []).append(value)
+    return found
