@@ -20,7 +20,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError:  # platforms without Triton
-    triton = SimpleNamespace(jit=lambda function: function, __version__="")
+    triton = SimpleNamespace(jit=lambda function=None, **_: function or (lambda kernel: kernel), __version__="")
     tl = SimpleNamespace(constexpr=None)
 
 logger = logging.getLogger("hybrid_engine")

@@ -6,7 +6,8 @@
 Queries stand in tiles of TILE_ROWS rows and keys in chunks of CHUNK_KEYS, counted from the start of the sequence; both
 are padded. Each product is of one tile and one chunk, each sum of one chunk, and chunks are added in order. A key that
 is padding or hidden has weight exactly 0, so that it makes no difference how far a context is padded. All in fp32. A
-prefill, a decoded token and the trainer's forward are the same function of tiles.
+prefill, a decoded token and the trainer's forward are the same function of tiles. Where kernels run it is one kernel,
+`fixed_attention_kernel.py`'s, with tiles and chunks of its own.
 
 R sequences, n tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
 """
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from hybrid_engine.ops.batch import DecodeBatch, PrefillBatch, write_rows
+from hybrid_engine.ops.dispatch import use_triton
+from hybrid_engine.ops.fixed_attention_kernel import Queries, attend_by_kernel, of_cache, of_packed, of_padded
 from hybrid_engine.ops.softmax_context import like_lengths
 
 # A product of a row of decode, or of its G heads, is padded to so many rows: 8 cost a batch of decode less than 32.
@@ -68,6 +71,8 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     attention = Attention(scale, window, softcap)
+    if use_triton(query):
+        return _attend_padded(query, key, value, positions, attention, sinks)
     (num_rows, length, num_heads, dim), num_kv_heads = query.shape, key.shape[2]
     group = num_heads // num_kv_heads
     missing = -length * group % TILE_ROWS
@@ -95,6 +100,21 @@ def _attend(
     context = torch.stack(contexts, 1).view(num_rows, num_kv_heads, -1, dim)[:, :, : length * group]
     context = context.unflatten(2, (length, group)).transpose(1, 2).reshape(num_rows, length, num_heads, dim)
     return context.to(query.dtype)
+
+
+def _attend_padded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    positions: torch.Tensor,
+    attention: Attention,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`attend` by the kernel."""
+    num_rows, length = query.shape[:2]
+    starts = torch.arange(num_rows + 1, device=query.device) * length
+    queries = Queries(query.flatten(0, 1), starts, positions.flatten(), length)
+    return attend_by_kernel(queries, of_padded(key, value), attention, sinks).view(query.shape)
 
 
 def _tiled(rows: torch.Tensor, num_tiles: int) -> torch.Tensor:
@@ -157,6 +177,10 @@ def attend_prefill(
     `caches`: keys and values, `[num_blocks, K, block_size, D]`.
     """
     _write(key, value, caches, batch)
+    if use_triton(query):
+        longest = max(batch.lengths)
+        queries = Queries(query, batch.starts, batch.positions, longest)
+        return attend_by_kernel(queries, of_packed(key, value, batch.starts, longest), attention, sinks)
     rows = torch.arange(len(query), device=query.device).split(batch.lengths)
     contexts: list[torch.Tensor] = [query] * len(rows)
     for group in like_lengths(batch.lengths):
@@ -179,6 +203,9 @@ def attend_decode(
 ) -> torch.Tensor:
     """One token per row, `query [S, H, D]`, `key`, `value` `[S, K, D]` -> `[S, H, D]`; as `attend_prefill`."""
     _write(key, value, caches, batch)
+    if use_triton(query):
+        queries = Queries(query, torch.arange(len(query) + 1, device=query.device), batch.positions, 1)
+        return attend_by_kernel(queries, of_cache(caches, batch.block_tables), attention, sinks)
     heads = torch.arange(key.shape[1], device=key.device)[:, None]
     # [S, C, K, D]; what lies in a block beyond the context is hidden.
     keys, values = (cache[batch.block_tables[:, None], heads].flatten(2, 3).transpose(1, 2) for cache in caches)

@@ -1,4 +1,4 @@
-"""Operations whose result for a row depends on that row alone, to the bit: what exact mode is made of, on a CPU.
+"""Operations whose result for a row depends on that row alone, to the bit: what exact mode is made of.
 
 Inside `FixedShapes` every operation that reaches PyTorch's kernels is one of these:
 
@@ -9,6 +9,9 @@ Inside `FixedShapes` every operation that reaches PyTorch's kernels is one of th
                   a tensor, or of a thread's part of it, and what lies strided.
     reductions    along the last dimension of contiguous rows, never one row cut among threads
     the others    sums, products and quotients of elements, comparisons, copies, views: one rounding or none
+
+That is how a CPU computes them. Where kernels run, products are `fixed_product.py`'s and what goes along rows is
+`fixed_rows.py`'s; functions of elements are torch's there, in which a thread computes one element after the other.
 
 What is none of these is refused by name: better than a result that is almost the same. A mode of dispatch stands below
 autograd, which therefore derives the gradients of the operations as they were called; they are the usual ones.
@@ -23,6 +26,12 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from hybrid_engine.ops.dispatch import use_triton
+from hybrid_engine.ops.fixed_product import fixed_product
+from hybrid_engine.ops.fixed_rows import REDUCTIONS as REDUCTION_KERNELS
+from hybrid_engine.ops.fixed_rows import SOFTMAXES as SOFTMAX_KERNELS
+from hybrid_engine.ops.fixed_rows import norm_rows, reduce_rows, softmax_rows
 
 aten = torch.ops.aten
 
@@ -40,6 +49,8 @@ class NotExactError(RuntimeError):
 
 def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`input [N, in]`, `weight [in, out]`, `bias [out]` or None -> `[N, out]`, in pieces of PIECE_ROWS rows."""
+    if use_triton(input):
+        return fixed_product(input, weight, bias)
     num_rows, width = input.shape
     num_padded = -(-num_rows // PIECE_ROWS) * PIECE_ROWS
     rows = input
@@ -73,7 +84,7 @@ def _bmm(function: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor
     The latter is what torch makes of a linear whose weight is frozen and whose input is not contiguous.
     """
     if left.shape[2] == 1:
-        return function(left, right)
+        return left * right
     if left.shape[0] == 1 or right.stride(0) == 0:
         return product(left.reshape(-1, left.shape[2]), right[0]).unflatten(0, left.shape[:2])
     shapes = f"{list(left.shape)} and {list(right.shape)}"
@@ -86,6 +97,8 @@ def _function(function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> 
         raise NotExactError(f"{function} of two tensors is not known to be exact")
     if not input.is_floating_point():
         input = input.to(torch.get_default_dtype())
+    if input.is_cuda:
+        return function(input.contiguous(), *args, **kwargs)
     flat = input.reshape(-1)
     missing = -len(flat) % VECTOR_ELEMENTS
     # A view of a larger tensor may begin anywhere, but it ends where its elements do.
@@ -109,6 +122,8 @@ def _along_rows(function: Any, input: torch.Tensor, dim: Any = None, *args: Any,
     dims = [dim] if isinstance(dim, int) else list(dim or [])
     if [d % input.dim() for d in dims] != [input.dim() - 1]:
         raise NotExactError(f"{function} over dimensions {dims} of {list(input.shape)} is not known to be exact")
+    if input.is_cuda or use_triton(input):
+        return _rows_by_kernel(function, input, *args, **kwargs)
     last = -1 if isinstance(dim, int) else [-1]
     input = input.contiguous()
     if input.numel() == input.shape[-1] >= CUT_ELEMENTS:  # two equal rows, of which one is kept
@@ -116,8 +131,35 @@ def _along_rows(function: Any, input: torch.Tensor, dim: Any = None, *args: Any,
     return function(input, last, *args, **kwargs)
 
 
-def _layer_norm(function: Any, input: torch.Tensor, *args: Any) -> Any:
-    return function(input.contiguous(), *args)
+def _rows_by_kernel(
+    function: Any,
+    input: torch.Tensor,
+    *flags: bool,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """`flags`: of a reduction whether it keeps the dimension, of a softmax whether it makes fp32 of 16 bits."""
+    name = function.overloadpacket.__name__
+    if not use_triton(input) or others or name not in (*REDUCTION_KERNELS, *SOFTMAX_KERNELS):
+        raise NotExactError(f"{function} of {input.dtype} on {input.device.type} is not known to be exact")
+    if name in REDUCTION_KERNELS:
+        return reduce_rows(name, input, any(flags) or keepdim, dtype or input.dtype)
+    return softmax_rows(name, input, torch.float32 if any(flags) else input.dtype)
+
+
+def _layer_norm(function: Any, input: torch.Tensor, shape: list[int], *weights_and_eps: Any) -> Any:
+    """Layer norm, with its means and rstds, or RMS norm with its rstds alone."""
+    *weights, eps = weights_and_eps
+    if not input.is_cuda and not use_triton(input):
+        return function(input.contiguous(), shape, *weights, eps)
+    if not use_triton(input) or len(shape) != 1:
+        raise NotExactError(f"{function} of {input.dtype} over {list(shape)} is not known to be exact")
+    if function.overloadpacket.__name__ == "native_layer_norm":
+        return norm_rows("layer", input, weights[0], weights[1], eps)
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    output, _, rstd = norm_rows("rms", input, weights[0], None, eps)
+    return output, rstd
 
 
 def _scaled_sum(function: Any, input: torch.Tensor, other: Any, *, alpha: float = 1) -> torch.Tensor:

@@ -4,11 +4,54 @@
 
 computed in fp32 whatever the dtype of the logits, over the whole vocabulary: top-k and top-p shape
 which token is drawn, never the probability that is reported for it.
+
+In the kernel one program takes one row, in chunks from its beginning, and no argument depends on how many rows there
+are: a row's result is the same, to the bit, in every batch, and for the trainer as for a rollout.
 """
+
+from typing import Any
 
 import torch
 
 from hybrid_engine.ops import cpu_kernels
+from hybrid_engine.ops.dispatch import launch, tl, triton, use_triton
+from hybrid_engine.ops.fixed_product import aligned
+from hybrid_engine.ops.fixed_rows import chunk_of, top_and_sum_of_row
+
+
+@triton.jit
+def logprob_kernel(logits_ptr, tokens_ptr, logprobs_ptr, lse_ptr, vocab, temperature, CHUNK: tl.constexpr):
+    """Of one row of dense logits: its token's log-probability, and logsumexp(logits / temperature)."""
+    row = tl.program_id(0).to(tl.int64)
+    top, total = top_and_sum_of_row(logits_ptr + row * vocab, vocab, temperature, CHUNK)
+    lse = top + tl.log(total)
+    chosen = tl.load(logits_ptr + row * vocab + tl.load(tokens_ptr + row))
+    tl.store(logprobs_ptr + row, tl.div_rn(chosen, temperature) - lse)
+    tl.store(lse_ptr + row, lse)
+
+
+class _KernelLogprobs(torch.autograd.Function):
+    """The kernel's log-probabilities of `logits [N, V]` fp32; the gradient in torch."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits, (num_rows, vocab) = aligned(logits), logits.shape
+        logprobs, lse = (logits.new_empty(num_rows) for _ in range(2))
+        if num_rows:
+            launch(
+                logprob_kernel, (num_rows,), logits, tokens.contiguous(), logprobs, lse, vocab, temperature,
+                device=logits.device, CHUNK=chunk_of(vocab), num_warps=4,
+            )  # fmt: skip
+        ctx.save_for_backward(logits, tokens, lse)
+        ctx.temperature = temperature
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        logits, tokens, lse = ctx.saved_tensors
+        scaled = gradient[:, None] / ctx.temperature  # of the token's own logit; of all less their probabilities
+        found = torch.exp(logits / ctx.temperature - lse[:, None]).mul_(-scaled)
+        return found.scatter_add_(1, tokens[:, None], scaled), None, None
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
@@ -22,6 +65,9 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     Returns:
         `[...]` fp32, differentiable in `logits`.
     """
+    if use_triton(logits):
+        rows = logits.float().reshape(-1, logits.shape[-1])
+        return _KernelLogprobs.apply(rows, tokens.reshape(-1), float(temperature)).view(tokens.shape)
     if cpu_kernels.can_search(logits):
         chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) / temperature
         return chosen - cpu_kernels.log_sum_exp(logits, temperature)

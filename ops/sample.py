@@ -103,10 +103,15 @@ class SamplingOptions:
 
 
 class SampleOp:
-    """Callable `(logits, keys, draws, seen, slots) -> (tokens, logprobs)`, which draws by `options`."""
+    """Callable `(logits, keys, draws, seen, slots) -> (tokens, logprobs)`, which draws by `options`.
 
-    def __init__(self, options: SamplingOptions):
-        self.options = options
+    Args:
+        is_exact: log-probabilities have the bits that `token_logprobs` gives the trainer, from a launch of its own;
+            else the kernels' may round otherwise.
+    """
+
+    def __init__(self, options: SamplingOptions, is_exact: bool = False):
+        self.options, self.is_exact = options, is_exact
         # An integer would compile kernels of its own.
         self.temperature = float(options.temperature) if options.do_sample else 1.0
         self._banned: torch.Tensor | None = None  # of the device of the first call
@@ -146,7 +151,7 @@ class SampleOp:
         self._check(logits, keys, draws, seen, slots)
         (num_rows, vocab), device = logits.shape, logits.device
         cut = choose_cut(vocab, self.options.top_k if self.options.top_k < vocab else 0)
-        sizes = Sizes(vocab, num_rows, -(-vocab // cut.chunk))
+        sizes = Sizes(vocab, -(-vocab // cut.chunk))
         tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
         draw = Draw(keys, draws, tokens, torch.empty(num_rows, dtype=torch.float32, device=device))
         filters = self._filters(vocab)
@@ -161,6 +166,8 @@ class SampleOp:
                 draw_kernel, (num_rows,), given, drawn, scanned, filters, draw, sizes,
                 device=device, CUT=cut, num_warps=8,
             )  # fmt: skip
+        if self.is_exact:
+            return draw.tokens_ptr, token_logprobs(logits, draw.tokens_ptr, self.temperature)
         return draw.tokens_ptr, draw.logprobs_ptr
 
     def _check(
@@ -211,22 +218,22 @@ class SampleOp:
         cut: Cut,
     ) -> Scanned:
         """Launches the scan, and makes what it writes."""
-        device, chunks = draws.device, (sizes.num_rows, sizes.num_chunks)
+        device, (num_rows, num_chunks) = draws.device, (len(draws), sizes.num_chunks)
         is_filtered = self.options.do_sample and any(amount is not None for amount in filters)
-        raw = torch.empty(2, *chunks, dtype=torch.float32, device=device)
+        raw = torch.empty(num_rows, 2, num_chunks, dtype=torch.float32, device=device)
         own, adjusted, best, candidates, numbers = raw, None, None, None, None
         if not self.options.do_sample:
-            best = torch.empty(2, *chunks, dtype=torch.int32, device=device)
+            best = torch.empty(num_rows, 2, num_chunks, dtype=torch.int32, device=device)
         elif adjustment is not None:
             own = torch.empty_like(raw)
-            adjusted = torch.empty(sizes.num_rows, sizes.vocab, dtype=torch.float32, device=device)
+            adjusted = torch.empty(num_rows, sizes.vocab, dtype=torch.float32, device=device)
         if is_filtered:
-            candidates = torch.empty(*chunks, cut.kept, dtype=torch.float32, device=device)
-            numbers = torch.empty(3, *chunks, dtype=torch.int32, device=device)
+            candidates = torch.empty(num_rows, num_chunks, cut.kept, dtype=torch.float32, device=device)
+            numbers = torch.empty(num_rows, 3, num_chunks, dtype=torch.int32, device=device)
         scanned = Scanned(raw, own, adjusted, best, candidates, numbers)
         unchanged = Adjustment(1.0, None, 0, None, None, 0, 0)
         dispatch.launch(
-            scan_kernel, chunks, logits, draws, adjustment or unchanged, scanned, sizes,
+            scan_kernel, (num_rows, num_chunks), logits, draws, adjustment or unchanged, scanned, sizes,
             device=device, CUT=cut, num_warps=8,
         )  # fmt: skip
         return scanned

@@ -17,7 +17,8 @@ all chunks' smallest candidates is a candidate, or as one counted among them: do
 the whole row would. That is far enough for a top-k of at most `kept` and for as many tokens of a nucleus at least. A
 threshold below is searched through the whole row by its one program, which reads it eight times: the slow way, of wide
 nuclei and a large k. Sums of one fixed order never fall when a term is added, so rounding cannot make the search go
-astray. Everything a row draws depends on that row alone, to the bit.
+astray. Everything a row draws depends on that row alone, to the bit: no argument tells a kernel how many rows there
+are, so that all of them are computed by the same instructions.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +47,6 @@ class Sizes(NamedTuple):
     """What the kernels are told of the problem."""
 
     vocab: int
-    num_rows: int
     num_chunks: int
 
 
@@ -73,12 +73,12 @@ class Adjustment(NamedTuple):
 class Scanned(NamedTuple):
     """What the scan writes; None where nobody reads it."""
 
-    raw_ptr: Any  # [2, S, C]: maxima and sums of the logits over the temperature
+    raw_ptr: Any  # [S, 2, C]: maxima and sums of the logits over the temperature
     own_ptr: Any  # the same of what is drawn from
     adjusted_ptr: Any  # [S, V] what is drawn from, where that is not the logits over the temperature
-    best_ptr: Any  # [2, S, C] int32: likeliest tokens and their logits in order
+    best_ptr: Any  # [S, 2, C] int32: likeliest tokens and their logits in order
     candidates_ptr: Any  # [S, C, kept]: those above the chunk's bound, then the bound
-    numbers_ptr: Any  # [3, S, C] int32: the bound in order, how many are above it, how many equal it
+    numbers_ptr: Any  # [S, 3, C] int32: the bound in order, how many are above it, how many equal it
 
 
 class Filters(NamedTuple):
@@ -131,11 +131,11 @@ def top_and_sum(x):
 
 @triton.jit
 def merge(stats_ptr, row, sizes, CUT: tl.constexpr):
-    """A row's maximum and its chunks' sums `[CUT.chunks]` relative to it, from `[2, S, C]` maxima and sums."""
+    """A row's maximum and its chunks' sums `[CUT.chunks]` relative to it, from `[S, 2, C]` maxima and sums."""
     chunks = tl.arange(0, CUT.chunks)
-    places = stats_ptr + row * sizes.num_chunks + chunks
+    places = stats_ptr + row * 2 * sizes.num_chunks + chunks
     tops = tl.load(places, mask=chunks < sizes.num_chunks, other=float("-inf"))
-    sums = tl.load(places + sizes.num_rows * sizes.num_chunks, mask=chunks < sizes.num_chunks, other=0.0)
+    sums = tl.load(places + sizes.num_chunks, mask=chunks < sizes.num_chunks, other=0.0)
     top = tl.max(tops, 0)
     return top, tl.where(sums == 0.0, 0.0, sums * tl.exp(tops - top))
 
@@ -150,15 +150,16 @@ def store_result(token, row, logits, scanned, draw, sizes, CUT: tl.constexpr):
 
 
 @triton.jit
-def store_stats(stats_ptr, place, x, sizes):
-    """A chunk's maximum and sum, at its `place` in `[2, S, C]`."""
+def store_stats(stats_ptr, row, chunk, x, sizes):
+    """A chunk's maximum and sum, in `[S, 2, C]`."""
     top, total = top_and_sum(x)
-    tl.store(stats_ptr + place, top)
-    tl.store(stats_ptr + sizes.num_rows * sizes.num_chunks + place, total)
+    place = stats_ptr + row * 2 * sizes.num_chunks + chunk
+    tl.store(place, top)
+    tl.store(place + sizes.num_chunks, total)
 
 
 @triton.jit
-def store_candidates(image, x, place, scanned, sizes, CUT: tl.constexpr):
+def store_candidates(image, x, row, chunk, scanned, sizes, CUT: tl.constexpr):
     """The chunk's largest: all above its bound, which are at most `kept`, and how many equal it.
 
     The bound is the first that exactly `kept` reach, on the way down to single bits; of many equal logits that is
@@ -175,28 +176,28 @@ def store_candidates(image, x, place, scanned, sizes, CUT: tl.constexpr):
         shift -= 1
     is_above = image > bound
     num_above = tl.sum(is_above.to(tl.int32), 0)
-    target = scanned.candidates_ptr + place * CUT.kept
+    target = scanned.candidates_ptr + (row * sizes.num_chunks + chunk) * CUT.kept
     tl.store(target + tl.cumsum(is_above.to(tl.int32), 0) - 1, x, mask=is_above)
     slots = tl.arange(0, CUT.kept)
     value = tl.where(bound < 0, bound ^ 0x7FFFFFFF, bound).to(tl.float32, bitcast=True)
     tl.store(target + slots, value, mask=slots >= num_above)
-    size = sizes.num_rows * sizes.num_chunks
-    tl.store(scanned.numbers_ptr + place, bound)
-    tl.store(scanned.numbers_ptr + size + place, num_above)
+    place = scanned.numbers_ptr + row * 3 * sizes.num_chunks + chunk
+    tl.store(place, bound)
+    tl.store(place + sizes.num_chunks, num_above)
     # Where the whole chunk is above it, nothing equals the least integer but what is no token.
     num_equal = tl.sum((image == bound).to(tl.int32), 0)
-    tl.store(scanned.numbers_ptr + 2 * size + place, tl.where(bound == -2147483648, 0, num_equal))
+    tl.store(place + 2 * sizes.num_chunks, tl.where(bound == -2147483648, 0, num_equal))
 
 
 @triton.jit
 def scan_kernel(logits, draws_ptr, adjustment, scanned, sizes, CUT: tl.constexpr):
     """Program 0 is the row, program 1 the chunk."""
     row = tl.program_id(0).to(tl.int64)
-    tokens = tl.program_id(1) * CUT.chunk + tl.arange(0, CUT.chunk)
+    chunk = tl.program_id(1)
+    tokens = chunk * CUT.chunk + tl.arange(0, CUT.chunk)
     is_token = tokens < sizes.vocab
     x = tl.load(logits.ptr + row * logits.stride + tokens, mask=is_token, other=float("-inf"))
-    place = row * sizes.num_chunks + tl.program_id(1)
-    store_stats(scanned.raw_ptr, place, tl.div_rn(x, logits.temperature), sizes)
+    store_stats(scanned.raw_ptr, row, chunk, tl.div_rn(x, logits.temperature), sizes)
     if adjustment.seen_ptr is not None:
         seen_row = adjustment.seen_ptr + tl.load(adjustment.slots_ptr + row) * adjustment.seen_stride
         seen = tl.load(seen_row + tokens, mask=is_token, other=0) != 0
@@ -210,14 +211,15 @@ def scan_kernel(logits, draws_ptr, adjustment, scanned, sizes, CUT: tl.constexpr
         image = tl.where(is_token, ordered(x), -2147483648)
         best = tl.max(image, 0)
         first = tl.min(tl.where((image == best) & is_token, tokens, sizes.vocab), 0)
-        tl.store(scanned.best_ptr + place, first)
-        tl.store(scanned.best_ptr + sizes.num_rows * sizes.num_chunks + place, best)
+        place = scanned.best_ptr + row * 2 * sizes.num_chunks + chunk
+        tl.store(place, first)
+        tl.store(place + sizes.num_chunks, best)
     x = tl.div_rn(x, logits.temperature)
     if scanned.adjusted_ptr is not None:
         tl.store(scanned.adjusted_ptr + row * sizes.vocab + tokens, x, mask=is_token)
-        store_stats(scanned.own_ptr, place, x, sizes)
+        store_stats(scanned.own_ptr, row, chunk, x, sizes)
     if scanned.candidates_ptr is not None:
-        store_candidates(tl.where(is_token, ordered(x), -2147483648), x, place, scanned, sizes, CUT)
+        store_candidates(tl.where(is_token, ordered(x), -2147483648), x, row, chunk, scanned, sizes, CUT)
 
 
 @triton.jit
@@ -225,9 +227,9 @@ def greedy_kernel(logits, scanned, draw, sizes, CUT: tl.constexpr):
     """Program 0 is the row. The first of equally likely tokens."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CUT.chunks)
-    places = scanned.best_ptr + row * sizes.num_chunks + chunks
+    places = scanned.best_ptr + row * 2 * sizes.num_chunks + chunks
     firsts = tl.load(places, mask=chunks < sizes.num_chunks, other=sizes.vocab)
-    images = tl.load(places + sizes.num_rows * sizes.num_chunks, mask=chunks < sizes.num_chunks, other=-2147483648)
+    images = tl.load(places + sizes.num_chunks, mask=chunks < sizes.num_chunks, other=-2147483648)
     token = tl.min(tl.where(images == tl.max(images, 0), firsts, sizes.vocab), 0)
     store_result(token, row, logits, scanned, draw, sizes, CUT)
 
@@ -291,13 +293,12 @@ def apply_filters(drawn, row, top, masses, scanned, filters, sizes, CUT: tl.cons
     chunks = tl.arange(0, CUT.chunks)
     slots = tl.arange(0, CUT.kept)
     place = row * sizes.num_chunks + chunks
-    numbers = scanned.numbers_ptr + place
-    size = sizes.num_rows * sizes.num_chunks
+    numbers = scanned.numbers_ptr + row * 3 * sizes.num_chunks + chunks
     is_chunk = chunks < sizes.num_chunks
     # From here up the candidates are the whole row.
     known = tl.max(tl.load(numbers, mask=is_chunk, other=-2147483648), 0)
-    num_above = tl.load(numbers + size, mask=is_chunk, other=0)[:, None]
-    num_equal = tl.load(numbers + 2 * size, mask=is_chunk, other=0)[:, None]
+    num_above = tl.load(numbers + sizes.num_chunks, mask=is_chunk, other=0)[:, None]
+    num_equal = tl.load(numbers + 2 * sizes.num_chunks, mask=is_chunk, other=0)[:, None]
     values = tl.load(
         scanned.candidates_ptr + place[:, None] * CUT.kept + slots[None, :], mask=is_chunk[:, None], other=0.0
     )

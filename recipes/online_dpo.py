@@ -102,7 +102,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
     """peak of the linear schedule; default: 3e-4, with --model 1e-6, of an adapter on it 1e-5"""
     max_new_tokens: int = 48
     exact: bool = False
-    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
+    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)"""
 
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)

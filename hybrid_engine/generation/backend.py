@@ -83,8 +83,8 @@ class ContainerRollouts:
         self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
         self.lasting, self.partners = lasting, partners
         is_cuda = model.device.type == "cuda"
-        # The experts' reference reads their numbers of tokens on the host.
-        is_on_device = use_triton(model.weight) or not model.has_experts
+        # The experts' reference reads their numbers of tokens on the host, and a module whatever it likes.
+        is_on_device = not model.runs_module and (use_triton(model.weight) or not model.has_experts)
         recorder = CudaGraphs() if is_cuda and config.enable_cuda_graph and is_on_device else None
         has_tapes = model.device.type == "cpu" and config.enable_cuda_graph
         self.steps = DecodeSteps(model, config.max_out_tokens, recorder, has_tapes)

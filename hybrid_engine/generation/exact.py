@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.ops import Batch, PrefillBatch
-from hybrid_engine.ops.dispatch import use_triton
+from hybrid_engine.ops.dispatch import SWITCH, use_triton
 from hybrid_engine.ops.fixed_attention import Attention, attend, attend_decode, attend_prefill
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
 
@@ -105,12 +105,13 @@ class ExactModel(InferenceModel):
     def __init__(self, module: nn.Module):
         super().__init__(module)
         self.module = module
-        if self.device.type != "cpu" or use_triton(self.embedding.weight):
-            raise UnsupportedModelError(
-                f"on {self.device.type} with kernels, a sum depends on how many rows there are; it runs on a CPU"
-            )
         if self.dtype not in DTYPES:
             raise UnsupportedModelError(f"the weights are {self.dtype}; it takes float32 or bfloat16")
+        if self.device.type != "cpu" and not use_triton(self.embedding.weight):
+            raise UnsupportedModelError(
+                f"without kernels a sum on {self.device.type} depends on how many rows there are; it takes a CPU, or "
+                f"CUDA with Triton installed and {SWITCH} not set"
+            )
         if any(rotary.depends_on_length for rotary in self.rotaries.values()):
             raise UnsupportedModelError("its rotary angles depend on how long a sequence becomes")
         if "logits_to_keep" not in inspect.signature(self.base.forward).parameters:
@@ -208,7 +209,7 @@ def _check_training(module: nn.Module, given: dict[str, Any]) -> None:
         raise ValueError(f"{OPTION}: attention_mask has shape {list(mask.shape)}; pass [B, T], 1 on tokens")
     if given.get("past_key_values") is not None:
         raise ValueError(f"{OPTION}: past_key_values is given; pass whole sequences, or call engine.generate()")
-    if torch.is_autocast_enabled("cpu"):
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise ValueError(f"{OPTION}: the forward runs under autocast, rollouts do not; set the dtype in the config")
     if module.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules()):
         raise ValueError(f"{OPTION}: the model drops activations at random while it trains; set its dropout to 0")

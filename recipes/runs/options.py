@@ -103,7 +103,7 @@ class RolloutOptions(AnswerOptions):
     logprob_bound: float = 1e-3
     """mean difference of rollout and trainer log-probabilities up to which the rollout's serve as the old ones"""
     exact: bool = False
-    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md); on a CPU"""
+    """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -81,4 +81,6 @@ class DecodeSteps:
         tapes: StepTapes | None = None,
     ) -> DecodeStep:
         tables = SlotTables(num_slots, num_columns, kv.shape[2] - 1, self.model.vocab_size, kv.device)
-        return DecodeStep(self.model, SampleOp(plan.sampling), tables, kv, graphs, tapes)
+        return DecodeStep(
+            self.model, SampleOp(plan.sampling, is_exact=self.model.runs_module), tables, kv, graphs, tapes
+        )
