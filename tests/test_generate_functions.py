@@ -3,7 +3,17 @@
 import pytest
 import torch
 from models import PAD, build_model, padded_prompts
-from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import hybrid_engine
@@ -16,6 +26,16 @@ def build_engine(family="llama", **block):
     engine = hybrid_engine.initialize(model=build_model(family), config=config)[0].eval()
     engine.generator.own.run = None  # the model's own generate() must not run
     return engine
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return build_engine()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model()
 
 
 class ByHistory(LogitsProcessor):
@@ -70,6 +90,27 @@ def test_functions_choose_what_they_choose_in_transformers(name, family):
     ours = engine.generate(input_ids, attention_mask=mask, return_dict_in_generate=True, **GREEDY, **FUNCTIONS[name]())
     assert torch.equal(ours.sequences, expected)
     assert torch.isfinite(ours.logprobs).all() and ours.lengths.tolist() == ours.logprobs.ne(0).sum(1).tolist()
+
+
+BUILT_IN = [
+    ({"repetition_penalty": 1.9}, lambda: [RepetitionPenaltyLogitsProcessor(1.2)]),
+    ({"repetition_penalty": 1.9}, lambda: [ByHistory(), RepetitionPenaltyLogitsProcessor(1.0)]),
+    ({}, lambda: [RepetitionPenaltyLogitsProcessor(1.5)]),
+    ({"suppress_tokens": [5, 6, 9]}, lambda: [SuppressTokensLogitsProcessor([28])]),
+    ({"no_repeat_ngram_size": 1}, lambda: [NoRepeatNGramLogitsProcessor(3), NoRepeatNGramLogitsProcessor(2)]),
+    ({"sequence_bias": {(5,): 9.0}}, lambda: [SequenceBiasLogitsProcessor({(9,): 9.0}), ByHistory()]),
+    ({"min_new_tokens": 12}, lambda: [MinNewTokensLengthLogitsProcessor(9, 2, [7, 13, 28])]),
+    ({"min_length": 21}, lambda: [MinLengthLogitsProcessor(11, [7, 13, 28])]),
+    ({"min_length": 21}, lambda: [MinNewTokensLengthLogitsProcessor(9, 2, [7, 13, 28])]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "given"), BUILT_IN)
+def test_a_processor_of_a_built_ins_type_takes_the_place_that_it_takes_in_transformers(engine, model, options, given):
+    input_ids, mask = padded_prompts()
+    both = GREEDY | options
+    expected = model.generate(input_ids, attention_mask=mask, logits_processor=given(), **both)
+    assert torch.equal(engine.generate(input_ids, attention_mask=mask, logits_processor=given(), **both), expected)
 
 
 def test_a_processor_is_given_what_transformers_gives_and_finished_rows_take_no_pass():

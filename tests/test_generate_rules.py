@@ -71,6 +71,18 @@ def test_a_rule_gives_what_transformers_gives(engine, model, name):
         assert plain.shape != expected.shape or not torch.equal(plain, expected), "the rule must matter"
 
 
+@pytest.mark.parametrize("family", ["qwen2-biases", "opt"])
+def test_other_families_follow_the_rules_as_well(family):
+    engine, model = build_engine(family, max_running=3), build_model(family)
+    engine.generator.own.run = None
+    input_ids, mask = padded_prompts()
+    rules = rules_of(drawn(model))
+    for name, value in rules.items():
+        options = GREEDY | {name: value}
+        expected = model.generate(input_ids, attention_mask=mask, **options)
+        assert torch.equal(engine.generate(input_ids, attention_mask=mask, **options), expected), name
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_rules_together_give_what_transformers_gives(engine, model, seed):
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ import pytest
 from chat import build_chat_tokenizer
 from test_serving import build, until
 
+from hybrid_engine.generation.sampling import guides
 from hybrid_engine.recipes.serve import told_to_end
 from hybrid_engine.serving import app, connections
 from hybrid_engine.serving import server as server_module
@@ -244,6 +245,26 @@ def test_a_model_that_fails_at_a_prompt_tells_whoever_sent_it(fresh):
     assert answer.status_code == 503 and "no room" in answer.json()["error"]["message"]
     with pytest.raises(MemoryError):
         serving.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("place", ["__call__", "is_complete", "__init__"])
+def test_an_error_of_one_requests_own_rule_ends_that_request_alone(server, monkeypatch, place):
+    pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+
+    def fail(*_):
+        raise RuntimeError("the grammar has no end")
+
+    long = LONG | {"seed": 1}
+    beside = post(server, long).json()["choices"]
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(post, server, long)
+        until(lambda: server.worker.num_running == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(guides.GuidedTokens, place, fail)
+            answer = post(server, GOOD | {"guided_choice": ["yes", "no"]})
+        assert answer.status_code == 500 and "the grammar has no end" in answer.json()["error"]["message"]
+        assert other.result().json()["choices"] == beside
+    assert_well(server)
 
 
 def test_the_end_does_not_wait_without_end(fresh, monkeypatch):

@@ -6,11 +6,11 @@ from pydantic import ValidationError
 
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.serving.answers import Choice
-from hybrid_engine.serving.asked import ServedModel, read_completion
+from hybrid_engine.serving.asked import ServedModel, read_chat, read_completion
 from hybrid_engine.serving.errors import RequestError, wrong_body
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 from hybrid_engine.serving.server import check_address
-from hybrid_engine.serving.sessions import Sessions
+from hybrid_engine.serving.sessions import Sessions, recorder_of_chat
 
 
 def served(template=PLAIN_TEMPLATE):
@@ -104,3 +104,20 @@ def test_the_oldest_sessions_are_forgotten_and_a_fork_has_two_ends():
     choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, "z", [5], [-1.0])
     sessions.record("other", None, choice, [])
     assert [node.session_id for node in sessions.trajectories()] == ["other"]
+
+
+def test_tokens_of_all_conversations_are_bounded_and_a_longer_one_is_refused():
+    model = served()
+    first = answer(model, Sessions(model, 0, 10), chat("hi"), "there")
+    sessions = Sessions(model, 0, 10, max_tokens=2 * len(first.tokens))
+    for session_id in ("a", "b", "c"):  # each as long as the first
+        prompt, node = sessions.find_chat(session_id, chat("hi"))
+        drawn = first.tokens[len(prompt) :]
+        choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, "there", drawn, [-1.0] * len(drawn))
+        sessions.record(session_id, node, choice, [])
+    assert [node.session_id for node in sessions.trajectories()] == ["b", "c"]
+    request = chat("hi").model_copy(update={"max_tokens": len(first.tokens)})
+    asked = read_chat(request, model, first.tokens)
+    sessions.check_room("new", asked)
+    with pytest.raises(RequestError, match="begin another session"):
+        recorder_of_chat(sessions, "c", asked, None)

@@ -16,7 +16,8 @@ class Progress(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     finish_reason: str | None
-    """None: more is to come. "error": the model's logits are not finite, or the batch came to its end."""
+    """None: more is to come. "error": a rule of its own failed (`sequence.error`), the model's logits are not finite,
+    or the batch came to its end."""
 
 
 class LiveBatch:
@@ -33,6 +34,7 @@ class LiveBatch:
 
     def __init__(self, model: InferenceModel, strategy: TextGeneration, longest: int):
         self.model, self.strategy, self.scheduler, self.longest = model, strategy, strategy.scheduler, longest
+        strategy.raises_errors = False  # they end the sequence that has them
         self._num_told: dict[Sequence, int] = {}  # of each unfinished sequence, the tokens that were handed on
 
     @property
@@ -96,6 +98,10 @@ class LiveBatch:
         return progress
 
     def _tell(self, sequence: Sequence) -> Progress | None:
+        if sequence.error is not None:
+            if sequence.finish_reason is None:
+                self.scheduler.cancel(sequence)
+            return Progress(sequence, [], [], "error")
         first, known = self._num_told[sequence], len(sequence.logprobs)
         # A sequence that ran out of new tokens has finished before its last tokens came back from the device.
         is_complete = sequence.finish_reason is not None and known == len(sequence.tokens)

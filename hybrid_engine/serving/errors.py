@@ -62,6 +62,16 @@ def not_finite() -> RequestError:
     )
 
 
+def rule_failed(error: Exception) -> RequestError:
+    """500: what shapes this answer alone, a guide for instance, raised `error`."""
+    return RequestError(
+        f"a rule of this request failed: {type(error).__name__}: {error}; nothing more comes of this answer",
+        status=500,
+        kind="server_error",
+        code="rule_failed",
+    )
+
+
 def ended(cause: BaseException | None) -> RequestError:
     """503: nobody takes turns any more, since `cause` was raised, or None: the server was told to end."""
     if cause is None:

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.live import Progress
 from hybrid_engine.generation.live_thread import EndedError, LiveThread, TooManyWaitError
-from hybrid_engine.serving.errors import RequestError, ended, not_finite, overloaded
+from hybrid_engine.serving.errors import RequestError, ended, not_finite, overloaded, rule_failed
 
 
 class Finishing(Protocol):
@@ -76,7 +76,7 @@ class Listening:
         takes out all of them.
 
         Raises:
-            RequestError: too many wait, or the model failed.
+            RequestError: too many wait, a rule of the request's own failed, or the model.
         """
         self._loop = asyncio.get_running_loop()
         inbox = Inbox()
@@ -90,6 +90,8 @@ class Listening:
                         continue
                     if told.finish_reason == "error":
                         left.discard(told.sequence)
+                        if told.sequence.error is not None:
+                            raise rule_failed(told.sequence.error)
                         raise ended(worker.error) if worker.has_ended else not_finite()
                     heard = read(told)
                     if heard.finish_reason is not None:

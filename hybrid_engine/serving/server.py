@@ -24,7 +24,7 @@ from hybrid_engine.serving.asked import ServedModel
 from hybrid_engine.serving.clients import build_client
 from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, BoundedConnection
 from hybrid_engine.serving.listening import Listening
-from hybrid_engine.serving.sessions import Sessions, Trajectory
+from hybrid_engine.serving.sessions import MAX_SESSION_TOKENS, Sessions, Trajectory
 from hybrid_engine.serving.tool_calls import AUTO, choose_parser
 
 MAX_WAITING = 1024
@@ -49,6 +49,7 @@ class Server:
         api_key: what clients must send. Needed for every address that others can reach.
         max_waiting: sequences that may wait to begin; more are answered with 429.
         max_sessions: conversations that are remembered; the oldest are forgotten.
+        max_session_tokens: tokens of their answers together, each counted from the conversation's first one; the same.
         finish_seconds: what runs at the end may take so long; then its clients get an error.
         version: of the weights, with which tokens are stamped.
         link: to the processes that share the model and follow this one.
@@ -69,6 +70,7 @@ class Server:
         api_key: str | None = None,
         max_waiting: int = MAX_WAITING,
         max_sessions: int = MAX_SESSIONS,
+        max_session_tokens: int = MAX_SESSION_TOKENS,
         finish_seconds: float = FINISH_SECONDS,
         version: int = 0,
         link: LiveLink | None = None,
@@ -77,10 +79,12 @@ class Server:
         check_integer("port", port, 0, 65535)
         check_integer("max_waiting", max_waiting, 1)
         check_integer("max_sessions", max_sessions, 1)
+        check_integer("max_session_tokens", max_session_tokens, 1)
         check_number("finish_seconds", finish_seconds, 0)
         check_address(host, api_key)
         self.host, self.port, self.api_key = host, port, api_key
-        self.version, self.max_sessions, self.finish_seconds = version, max_sessions, finish_seconds
+        self.version, self.finish_seconds = version, finish_seconds
+        self._bounds = max_sessions, max_session_tokens
         self._facts: dict[str, Any] = {
             "name": name,
             "tokenizer": tokenizer,
@@ -114,7 +118,7 @@ class Server:
             raise
         assert self.worker.batch is not None
         model = ServedModel(longest=self.worker.batch.longest, created=int(time.time()), **self._facts)  # type: ignore[arg-type]
-        self.sessions = Sessions(model, self.version, self.max_sessions)
+        self.sessions = Sessions(model, self.version, *self._bounds)
         self.app = App(model, self.worker, self.listening, self.sessions, api_key=self.api_key)
         config = uvicorn.Config(
             self.app.asgi,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.batching.sequence import Sequence as BatchSequence
 from hybrid_engine.serving.answers import Choice
 from hybrid_engine.serving.asked import Asked, ServedModel, chat_text, chat_tokens
@@ -18,6 +19,8 @@ from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import ChatRequest
 from hybrid_engine.serving.tool_calls import for_template
 
+MAX_SESSION_TOKENS = 2**25
+"""Of all conversations together unless told otherwise; some 60 bytes each."""
 # Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
 _PLACEHOLDER = "ANSWERa8f31c94d07e"
 
@@ -47,11 +50,14 @@ class Sessions:
     Args:
         version: of the weights that answer.
         max_sessions: the oldest is forgotten when there are more.
+        max_tokens: the same when their answers, each from the conversation's first token, have more tokens together;
+            a conversation that has so many alone takes no more requests.
     """
 
-    def __init__(self, model: ServedModel, version: int, max_sessions: int):
-        self.model, self.version, self.max_sessions = model, version, max_sessions
+    def __init__(self, model: ServedModel, version: int, max_sessions: int, max_tokens: int = MAX_SESSION_TOKENS):
+        self.model, self.version, self.max_sessions, self.max_tokens = model, version, max_sessions, max_tokens
         self._nodes: dict[str, list[Trajectory]] = {}  # by session, in the order in which they came
+        self._num_tokens: dict[str, int] = {}  # of their nodes
         self._continued: set[Trajectory] = set()
         self._lock = threading.Lock()
 
@@ -107,10 +113,35 @@ class Sessions:
         )
         with self._lock:
             self._nodes.setdefault(session_id, []).append(new)
+            self._num_tokens[session_id] = self._num_tokens.get(session_id, 0) + len(tokens)
             if node is not None:
                 self._continued.add(node)
-            while len(self._nodes) > self.max_sessions:
-                self._continued -= set(self._nodes.pop(next(iter(self._nodes))))
+            self._forget_oldest(session_id)
+
+    def _forget_oldest(self, newest: str) -> None:
+        """Forgets sessions, though not `newest`, until the others are within their bounds."""
+        while len(self._nodes) > self.max_sessions or sum(self._num_tokens.values()) > self.max_tokens:
+            oldest = next((session for session in self._nodes if session != newest), None)
+            if oldest is None:
+                return
+            say_once(
+                f"serving: more than max_sessions={self.max_sessions:,} conversations, or than "
+                f"max_session_tokens={self.max_tokens:,} tokens in them: the oldest are forgotten"
+            )
+            self._continued -= set(self._nodes.pop(oldest))
+            del self._num_tokens[oldest]
+
+    def check_room(self, session_id: str, asked: Asked) -> None:
+        """Raises RequestError where a conversation would have more tokens than may be remembered of all."""
+        coming = sum(len(sequence.prompt.tokens) + asked.num_new for sequence in asked.sequences)
+        num_tokens = self._num_tokens.get(session_id, 0) + coming
+        if num_tokens > self.max_tokens:
+            raise RequestError(
+                f"session_id {session_id!r}: its answers would have {num_tokens:,} tokens, each counted from the first "
+                f"one of the conversation, and at most {self.max_tokens:,} are remembered; begin another session",
+                param="session_id",
+                code="session_too_long",
+            )
 
     def trajectories(self) -> list[Trajectory]:
         """The conversations that nothing went on from, sessions in the order of their first answers."""
@@ -133,7 +164,8 @@ Recorder = Callable[[Sequence[Choice]], None]
 
 
 def recorder_of_chat(sessions: Sessions, session_id: str, asked: Asked, node: Trajectory | None) -> Recorder:
-    """Of a chat whose prompt goes on from `node`."""
+    """Of a chat whose prompt goes on from `node`; RequestError where the conversation has no room."""
+    sessions.check_room(session_id, asked)
     keep_context(asked, [node])
     request = asked.request
     assert isinstance(request, ChatRequest)
@@ -146,7 +178,8 @@ def recorder_of_chat(sessions: Sessions, session_id: str, asked: Asked, node: Tr
 
 
 def recorder_of_tokens(sessions: Sessions, session_id: str, asked: Asked) -> Recorder:
-    """Of completions, which go on from where their prompts say."""
+    """Of completions, which go on from where their prompts say; RequestError where the conversation has no room."""
+    sessions.check_room(session_id, asked)
     nodes = [sessions.find_tokens(session_id, prompt) for prompt in asked.prompts]
     keep_context(asked, nodes)
 

@@ -40,6 +40,7 @@ class Sequence:
     processors: Any = None  # of its logits, where its rules read its tokens; made when it is first drawn for
     tops: list[list[tuple[int, float]]] = field(default_factory=list)  # likeliest tokens at each position, where wanted
     adapter: str | None = None  # peft's, in a live batch that serves several; None: the base model, or what is fused
+    error: Exception | None = None  # of a rule of its own, which ends it
     finish_reason: str | None = None  # "stop": drew what ends it; "length": ran out of new tokens
 
     def __len__(self) -> int:

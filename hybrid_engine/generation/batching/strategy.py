@@ -46,6 +46,8 @@ class TextGeneration:
     ):
         self.model, self.scheduler, self.layers = model, scheduler, layers
         self.step, self.kv, self.lag = step, step.kv, lag
+        self.raises_errors = True
+        """Whether an error of one row's own rule ends the turn; else it ends that row."""
         self.copy_blocks = BlockCopyOp()
         self.prefill_time, self.decode_time = Stopwatch(self.kv.device), Stopwatch(self.kv.device)
         self._under_way: deque[tuple[list[Sequence], Draw]] = deque()
@@ -172,6 +174,10 @@ class TextGeneration:
                         row.tops.append(likeliest[: row.options.rules.top_logprobs])
             ended = [rows[index] for index in ends]
             ended += [row for row in rows if row.options.rules.has_ends and is_ended(row, self.model.vocab_size)]
+            failed = [row for row in rows if row.error is not None]
+            if failed and self.raises_errors:
+                raise failed[0].error  # type: ignore[misc]
+            ended += failed
             for row in ended:
                 if row.finish_reason != "stop":
                     del row.tokens[len(row.logprobs) :]

@@ -7,18 +7,25 @@ layers any more, `input_ids` has padding for them, and their scores are those of
 R rows, P padded prompt length, t tokens drawn, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
 
 from hybrid_engine.generation.batching.scheduler import Admission
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.decoding.decode import Drawn, send_to_host
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.generation.sampling.processors import processors_after, processors_before
+from hybrid_engine.generation.sampling.processors import merge_processors, processors_after, processors_before
 from hybrid_engine.generation.sampling.rows import MixedRows, RowState
 
 NAMES = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer")
@@ -32,6 +39,8 @@ class UserFunctions:
     prefix_allowed_tokens_fn: Any
     stopping_criteria: StoppingCriteriaList
     streamer: Any
+    is_min_new: bool = False
+    """Whether `min_new_tokens` was given."""
 
 
 def read_functions(merged: dict[str, Any]) -> UserFunctions | None:
@@ -56,6 +65,7 @@ def read_functions(merged: dict[str, Any]) -> UserFunctions | None:
         prefix_allowed_tokens_fn=prefix,
         stopping_criteria=StoppingCriteriaList(given["stopping_criteria"] or []),
         streamer=streamer,
+        is_min_new=merged.get("min_new_tokens") is not None,
     )
 
 
@@ -66,16 +76,42 @@ class RowsInStep(MixedRows):
         self, sequences: list[Sequence], functions: UserFunctions, width: int, vocab: int, device: torch.device
     ):
         """`width`: P."""
-        super().__init__(sequences, vocab, device, asks_rows=False)
-        options = sequences[0].options
-        self.before = processors_before(options)
-        prefix = functions.prefix_allowed_tokens_fn
-        self.after = processors_after(options, width, device, prefix, functions.logits_processor)
+        options, prefix = sequences[0].options, functions.prefix_allowed_tokens_fn
+        ends, penalty = _early_ends(options, width, functions.is_min_new), _penalty(options)
+        before, after = processors_before(options), processors_after(options, width, device, prefix, ends)
+        merged = merge_processors([*before, *penalty, *after], functions.logits_processor)
+        # What stands for options that `MixedRows` sees to itself, unless the user's took all their places.
+        stand_ins = [*penalty, *ends]
+        left = {type(stand_in) for stand_in in stand_ins if stand_in in merged}
+        sampling = replace(
+            options.sampling,
+            repetition_penalty=options.repetition_penalty if left & {type(each) for each in penalty} else 1.0,
+            min_new_tokens=options.min_new_tokens if left & {type(each) for each in ends} else 0,
+        )
+        super().__init__(sequences, vocab, device, sampling)
+        first = len(before) + len(penalty)
+        self.before, self.after = (
+            LogitsProcessorList([processor for processor in part if processor not in stand_ins])
+            for part in (merged[:first], merged[first:])
+        )
         self.input_ids = torch.empty(0)
 
     def _apply_rules(self, logits: torch.Tensor, state: RowState) -> torch.Tensor:
         adjusted = self._penalise(self.before(self.input_ids, logits.clone()), state)
         return self.after(self.input_ids, adjusted)
+
+
+def _penalty(options: GenerationOptions) -> list[LogitsProcessor]:
+    return [RepetitionPenaltyLogitsProcessor(options.repetition_penalty)] if options.repetition_penalty != 1.0 else []
+
+
+def _early_ends(options: GenerationOptions, width: int, is_min_new: bool) -> list[LogitsProcessor]:
+    """What transformers makes of `min_length`, and for `min_new_tokens` beside it."""
+    least, ends = options.min_new_tokens, list(options.eos_token_ids)
+    if least == 0 or not ends:
+        return []
+    made: list[LogitsProcessor] = [MinLengthLogitsProcessor(width + least, ends)]
+    return [*made, MinNewTokensLengthLogitsProcessor(width, least, ends)] if is_min_new else made
 
 
 class InStep:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers.generation import logits_process as transformers_logits
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.sampling.guides import GuidedTokens
@@ -27,15 +27,16 @@ def processors_after(
     prompt_length: int,
     device: torch.device,
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
-    others: Iterable[Any] = (),
+    early_ends: Iterable[LogitsProcessor] = (),
 ) -> LogitsProcessorList:
-    """What comes between penalties and temperature; `others` are the user's, which come last."""
+    """What comes between penalties and temperature; `early_ends` stand where transformers forbids those."""
     rules, ends, made = options.rules, list(options.eos_token_ids), LogitsProcessorList()
     if rules.no_repeat_ngram_size:
         made.append(transformers_logits.NoRepeatNGramLogitsProcessor(rules.no_repeat_ngram_size))
     bad_words = [list(ids) for ids in rules.bad_words_ids if not (len(ids) == 1 and ids[0] in ends)]
     if bad_words:
         made.append(transformers_logits.NoBadWordsLogitsProcessor(bad_words))
+    made.extend(early_ends)
     if prefix_allowed_tokens_fn is not None:
         made.append(transformers_logits.PrefixConstrainedLogitsProcessor(prefix_allowed_tokens_fn, 1))
     if rules.forced_bos_token_id is not None:
@@ -53,8 +54,19 @@ def processors_after(
         made.append(transformers_logits.SuppressTokensAtBeginLogitsProcessor(rules.begin_suppress_tokens, begin))
     if rules.guide is not None:
         made.append(GuidedTokens(rules.guide, rules.tokenizer, options.eos_token_ids, prompt_length))
-    made.extend(others)
     return made
+
+
+def merge_processors(defaults: Iterable[Any], given: Iterable[Any]) -> list[Any]:
+    """The user's processors among the `defaults`: of a default's type they take its place, and others come last.
+
+    Source: transformers, `GenerationMixin._merge_criteria_processor_list`.
+    """
+    merged = [next((own for own in given if type(own) is type(default)), default) for default in defaults]
+    for own in given:
+        if own not in merged:
+            merged.append(own)
+    return merged
 
 
 class RowProcessors(NamedTuple):

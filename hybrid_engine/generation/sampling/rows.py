@@ -4,12 +4,16 @@ What the options say is put into tensors when the rows change, and serves until 
 tokens are asked row by row, and only for rows that have any. S rows, n of them sampled, V vocabulary.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
+from transformers import LogitsProcessorList
 
 from hybrid_engine.generation.batching.sequence import Sequence
-from hybrid_engine.generation.sampling.processors import build_row_processors, warp
+from hybrid_engine.generation.sampling.processors import RowProcessors, build_row_processors, warp
+from hybrid_engine.ops import SamplingOptions
 from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.ops.sample_rows import (
     adjust_rows,
@@ -18,6 +22,8 @@ from hybrid_engine.ops.sample_rows import (
     filter_rows,
     pick_rows,
 )
+
+Result = TypeVar("Result")
 
 
 class DrawnRows(NamedTuple):
@@ -49,14 +55,17 @@ class RowState(NamedTuple):
 class MixedRows:
     """Draws for `sequences`, in their order, from logits over `vocab` tokens on `device`."""
 
-    def __init__(self, sequences: list[Sequence], vocab: int, device: torch.device, asks_rows: bool = True):
-        """`asks_rows`: whether rules that read a row's tokens are asked here."""
+    def __init__(
+        self, sequences: list[Sequence], vocab: int, device: torch.device, all_rows: SamplingOptions | None = None
+    ):
+        """`all_rows`: what holds for every row, whose rules that read its tokens are asked elsewhere then."""
         self.sequences, self.device = sequences, device
-        self.options = build_row_options([sequence.options.sampling for sequence in sequences], vocab, device)
+        sampling = [all_rows or sequence.options.sampling for sequence in sequences]
+        self.options = build_row_options(sampling, vocab, device)
         rules = [sequence.options.rules for sequence in sequences]
-        self._ruled = [row for row, rule in enumerate(rules) if asks_rows and rule.changes_by_tokens]
+        self._ruled = [row for row, rule in enumerate(rules) if all_rows is None and rule.changes_by_tokens]
         for row in self._ruled:
-            self._build_processors(sequences[row])
+            self._attempt(row, partial(self._build_processors, sequences[row]))
         self._presence = self._column([rule.presence_penalty for rule in rules])
         self._frequency = self._column([rule.frequency_penalty for rule in rules])
         cells = [(row, token, bias) for row, rule in enumerate(rules) for token, bias in rule.logit_bias]
@@ -108,17 +117,26 @@ class MixedRows:
 
     def _apply_rules(self, logits: torch.Tensor, state: RowState) -> torch.Tensor:
         """What is drawn from before temperature and filters."""
-        read = {row: self._tokens(self.sequences[row]) for row in self._ruled}
-        adjusted = logits
-        for row, tokens in read.items():
-            before = self.sequences[row].processors.before
-            if before:
-                adjusted = _with_row(adjusted, row, before(tokens, adjusted[row : row + 1].clone()))
+        adjusted = self._ask(logits, lambda processors: processors.before)
         adjusted = self._penalise(adjusted, state)
-        for row, tokens in read.items():
-            after = self.sequences[row].processors.after
-            adjusted = _with_row(adjusted, row, after(tokens, adjusted[row : row + 1].clone()))
-        return adjusted
+        return self._ask(adjusted, lambda processors: processors.after)
+
+    def _ask(self, scores: torch.Tensor, part: Callable[[RowProcessors], LogitsProcessorList]) -> torch.Tensor:
+        """`scores` after this part of the processors of rows that have any."""
+        for row in self._ruled:
+            sequence = self.sequences[row]
+            if sequence.error is None and (processors := part(sequence.processors)):
+                ask = partial(processors, self._tokens(sequence), scores[row : row + 1].clone())
+                scores = _with_row(scores, row, self._attempt(row, ask))
+        return scores
+
+    def _attempt(self, row: int, action: Callable[[], Result]) -> Result | None:
+        """What `action`, of one row's rules, brings; None where it fails, which is noted and the end of that row."""
+        try:
+            return action()
+        except Exception as error:
+            self.sequences[row].error = error
+            return None
 
     def _penalise(self, adjusted: torch.Tensor, state: RowState) -> torch.Tensor:
         """What works on single tokens, for all rows at once."""
@@ -150,5 +168,5 @@ class MixedRows:
         return torch.stack((ids.double(), values.double()))
 
 
-def _with_row(scores: torch.Tensor, row: int, changed: torch.Tensor) -> torch.Tensor:
-    return torch.cat((scores[:row], changed, scores[row + 1 :]))
+def _with_row(scores: torch.Tensor, row: int, changed: torch.Tensor | None) -> torch.Tensor:
+    return scores if changed is None else torch.cat((scores[:row], changed, scores[row + 1 :]))

@@ -11,7 +11,15 @@ from hybrid_engine.generation.detokenize import first_stop
 
 
 def is_ended(row: Sequence, vocab: int) -> bool:
-    """Whether the last token that was read of `row` ends it."""
+    """Whether the last token that was read of `row` ends it; an error of its rules is noted there, and does."""
+    try:
+        return _is_ended(row, vocab)
+    except Exception as error:
+        row.error = row.error or error
+        return True
+
+
+def _is_ended(row: Sequence, vocab: int) -> bool:
     rules, tokens = row.options.rules, row.tokens[: len(row.logprobs)]
     if any(tuple(tokens[-len(stop) :]) == stop for stop in rules.stop_sequences):
         return True
