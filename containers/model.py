@@ -25,7 +25,7 @@ from hybrid_engine.containers.policy import (
 from hybrid_engine.containers.rotary import FixedRotary, Rotary
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, has_module, submodule
-from hybrid_engine.ops import Batch, KVBlocks, PrefillBatch, VectorMatMulOp
+from hybrid_engine.ops import Batch, KVBlocks, MixedBatch, PrefillBatch, VectorMatMulOp
 
 
 def layer_class_name(layer: nn.Module) -> str:
@@ -241,7 +241,7 @@ class InferenceModel:
                 self.tables[kind] = rotary.table(num_positions, self.dtype, self.device)
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """Next-token logits `[R, V]` fp32: of each sequence's last token (prefill) or of each row (decode).
+        """Next-token logits `[R, V]` fp32: of each sequence's last token (prefill) or of each row (decode), or of both.
 
         `layers` yields `self.layers` in order; whoever streams weights gathers each as it is asked for.
         Writes the batch's keys and values into `kv`.
@@ -261,7 +261,7 @@ class InferenceModel:
 
     def _head(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Logits `[R, V]` fp32 from what the last layer made, `[N, E]`."""
-        if isinstance(batch, PrefillBatch):
+        if batch.wanted is not None:
             hidden = hidden[batch.wanted]
         if self.final_norm:
             hidden = self.final_norm.apply(hidden)
@@ -293,6 +293,10 @@ class InferenceModel:
         return self.parallel.all_gather(torch.nn.functional.pad(logits, (0, missing)))[:, : last[1]]
 
     def _rotary_rows(self, kind: str | None, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(batch, MixedBatch):
+            of_parts = zip(*(self._rotary_rows(kind, part) for part in (batch.decode, batch.prefill)), strict=True)
+            cos, sin = map(torch.cat, of_parts)
+            return cos, sin
         if isinstance(batch, PrefillBatch) and self.rotaries[kind].depends_on_length:
             return self.rotaries[kind].rows(batch.positions, batch.row_lengths, self.dtype)
         cos, sin = self.tables[kind]

@@ -45,6 +45,39 @@ class DecodeBatch:
         column = self.positions // block_size
         return self.block_tables.gather(1, column[:, None]).squeeze(1), self.positions % block_size
 
+    @property
+    def wanted(self) -> None:
+        """Next-token logits are wanted of every token."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedBatch:
+    """A decode step and a prefill in one pass over the layers: the S decoded tokens, then the packed ones.
+
+    No sequence is in both. Everything but attention takes a token for a token.
+    """
+
+    decode: DecodeBatch
+    prefill: PrefillBatch
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """`[N]` int64."""
+        return torch.cat((self.decode.tokens, self.prefill.tokens))
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`[N]` int64: index of each token in its sequence."""
+        return torch.cat((self.decode.positions, self.prefill.positions))
+
+    @property
+    def wanted(self) -> torch.Tensor:
+        """`[S+R]` int64: the tokens whose next-token logits are wanted."""
+        num_rows = len(self.decode.tokens)
+        rows = torch.arange(num_rows, device=self.prefill.wanted.device)
+        return torch.cat((rows, self.prefill.wanted + num_rows))
+
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderBatch:
@@ -54,7 +87,7 @@ class EncoderBatch:
     starts: torch.Tensor  # [R+1] int32: where each sequence starts, and N
 
 
-Batch = PrefillBatch | DecodeBatch
+Batch = PrefillBatch | DecodeBatch | MixedBatch
 
 
 class QKV(NamedTuple):
@@ -64,6 +97,17 @@ class QKV(NamedTuple):
     k: torch.Tensor  # [N, K, D]
     v: torch.Tensor  # [N, K, D]
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin rows [N, R] as `rotary_table` makes them
+
+    def split(self, num_rows: int) -> tuple["QKV", "QKV"]:
+        """Those of the first `num_rows` tokens, and those of the others."""
+        parts = [[x[:num_rows], x[num_rows:]] for x in (self.q, self.k, self.v, *(self.rotary or ()))]
+        first, others = ([part[place] for part in parts] for place in (0, 1))
+        (q, k, v, *rotary), (other_q, other_k, other_v, *other_rotary) = first, others
+        return QKV(q, k, v, _pair(rotary)), QKV(other_q, other_k, other_v, _pair(other_rotary))
+
+
+def _pair(rotary: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return (rotary[0], rotary[1]) if rotary else None
 
 
 class KVBlocks(NamedTuple):
@@ -82,7 +126,7 @@ class HeadWeights(NamedTuple):
     alibi: torch.Tensor | None = None  # [H] fp32 slopes
 
 
-def write_rows(batch: Batch, num_kv_heads: int, block_size: int) -> torch.Tensor:
+def write_rows(batch: PrefillBatch | DecodeBatch, num_kv_heads: int, block_size: int) -> torch.Tensor:
     """Rows `[N, K]` of the workspace seen as `[num_blocks * K * block_size, D]` that the tokens write."""
     key = ("rows", num_kv_heads, block_size)
     if key not in batch.made:

@@ -33,6 +33,7 @@ from hybrid_engine.ops.batch import (
     EncoderBatch,
     HeadWeights,
     KVBlocks,
+    MixedBatch,
     PrefillBatch,
     write_rows,
 )
@@ -100,6 +101,10 @@ class SoftmaxContextOp:
         self, qkv: QKV, cache: KVBlocks, batch: Batch | EncoderBatch, weights: HeadWeights = NO_WEIGHTS
     ) -> torch.Tensor:
         """Writes the batch's keys and values into `cache`, unless it is an encoder's, and attends."""
+        if isinstance(batch, MixedBatch):
+            decoded, packed = qkv.split(len(batch.decode.tokens))
+            contexts = self(decoded, cache, batch.decode, weights), self(packed, cache, batch.prefill, weights)
+            return torch.cat(contexts)
         if isinstance(batch, DecodeBatch) and batch.rows_meet:
             # Kernels and the compiled function write and look row by row, several rows at a time.
             return self.reference(qkv, cache, batch, weights)
@@ -132,7 +137,11 @@ class SoftmaxContextOp:
         return True
 
     def reference(
-        self, qkv: QKV, cache: KVBlocks, batch: Batch | EncoderBatch, weights: HeadWeights = NO_WEIGHTS
+        self,
+        qkv: QKV,
+        cache: KVBlocks,
+        batch: PrefillBatch | DecodeBatch | EncoderBatch,
+        weights: HeadWeights = NO_WEIGHTS,
     ) -> torch.Tensor:
         """The reference: the function of the kernel in plain torch."""
         heads = qkv._replace(q=qkv.q.reshape(-1, self.num_heads, self.head_dim))
@@ -273,7 +282,9 @@ class SoftmaxContextOp:
         rows = cache[batch.block_tables].transpose(1, 2).flatten(2, 3)
         return rows[:, :, : batch.context].flatten(0, 1)
 
-    def _launch(self, qkv: QKV, cache: KVBlocks, batch: Batch | EncoderBatch, weights: HeadWeights) -> torch.Tensor:
+    def _launch(
+        self, qkv: QKV, cache: KVBlocks, batch: PrefillBatch | DecodeBatch | EncoderBatch, weights: HeadWeights
+    ) -> torch.Tensor:
         """The same with kernels. ValueError for a tensor that they cannot read."""
         self._check(qkv, cache, weights)
         if isinstance(batch, EncoderBatch):

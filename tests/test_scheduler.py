@@ -36,10 +36,11 @@ def build(prompt_lengths, num_samples, max_new_tokens=25, **limits):
     return sequences, Scheduler(sequences, **({"max_prefill_tokens": 64} | limits))
 
 
-def run(sequences, scheduler, lengths):
+def run(sequences, scheduler, lengths, mixes=False):
     """Plays the strategy's part, with the row's number and position for a token; returns the turns taken.
 
-    Before every decode each running row must find its own prompt and response in its blocks.
+    Before every decode each running row must find its own prompt and response in its blocks. With `mixes` rows decode
+    beside prefills.
     """
     memory = Memory(scheduler.pool.num_blocks, scheduler.block_size)
     order, turns = [], 0
@@ -51,14 +52,23 @@ def run(sequences, scheduler, lengths):
                 order.append(row.row)
                 scheduler.finish(row, "stop")
 
+    def decode(rows):
+        for row in rows:
+            memory.write(row.blocks, len(row) - 1, row.tokens[-1])
+        for row in rows:
+            assert memory.read(row.blocks, len(row)) == row.prompt.tokens + row.tokens
+
     while scheduler.has_work:
         turns += 1
         assert turns < 10_000, "no progress"
         admission = scheduler.admit()
         assert len(scheduler.running) <= scheduler.max_running
+        rows = scheduler.grow_beside(admission) if mixes and admission.prefills else []
         for prefill in admission.prefills:
             for position, token in enumerate(prefill.tokens):
                 memory.write(prefill.blocks, position, token)
+        decode(rows)
+        draw(rows)
         for copy in admission.copies:
             memory.copy(copy)
         draw(admission.sequences)
@@ -68,16 +78,13 @@ def run(sequences, scheduler, lengths):
         for copy in scheduler.close_gaps():
             memory.copy(copy)
         rows = list(scheduler.running)
-        for row in rows:
-            memory.write(row.blocks, len(row) - 1, row.tokens[-1])
-        for row in rows:
-            assert memory.read(row.blocks, len(row)) == row.prompt.tokens + row.tokens
+        decode(rows)
         draw(rows)
     return order, turns
 
 
-def count_turns(lengths, prompt_length, num_samples=1, **limits):
-    """Prefill turns, decode turns and the mean share of slots that decode while anything waits."""
+def count_turns(lengths, prompt_length, num_samples=1, mixes=False, **limits):
+    """Pure prefill turns, turns that decode and the mean share of slots that decode while anything waits."""
     _, scheduler = build([prompt_length] * (len(lengths) // num_samples), num_samples, **limits)
     prefills, decodes, rows_while_waiting = 0, 0, []
 
@@ -89,8 +96,12 @@ def count_turns(lengths, prompt_length, num_samples=1, **limits):
 
     while scheduler.has_work:
         admission = scheduler.admit()
+        beside = scheduler.grow_beside(admission) if mixes and admission.prefills else []
+        draw(beside)
         draw(admission.sequences)
-        if admission.prefills:
+        if beside:
+            decodes += 1
+        elif admission.prefills:
             prefills += 1
         elif scheduler.running:
             scheduler.grow()
@@ -114,6 +125,15 @@ def test_prompts_enter_in_bulk_so_that_decoding_seldom_stops_and_few_slots_wait(
     prefills, decodes, busy = count_turns(lengths, 256, max_prefill_tokens=8192, **LARGE)
     assert 16 * prefills <= decodes, f"{prefills=} {decodes=}"
     assert busy >= 0.95, "slots are left empty for the sake of fewer prefills"
+
+
+@pytest.mark.parametrize("mean", [64, 128, 256])
+def test_prefills_that_rows_decode_beside_stop_nobody_however_short_answers_are(mean):
+    lengths = log_normal_lengths(1024, mean=mean, sigma=0.8, longest=1024)
+    prefills, decodes, busy = count_turns(lengths, 256, mixes=True, max_prefill_tokens=8192, **LARGE)
+    assert 16 * prefills <= decodes, f"{prefills=} {decodes=}"
+    assert prefills == 1, "nothing runs before the first"
+    assert busy >= 0.95
 
 
 def test_a_pass_that_is_full_of_tokens_does_not_wait_for_more_prompts():
@@ -154,8 +174,9 @@ def test_samples_of_a_prefilled_prompt_enter_at_once():
     assert scheduler.admit().sequences == [sequences[64]]
 
 
+@pytest.mark.parametrize("mixes", [False, True], ids=["one kind a turn", "mixed turns"])
 @pytest.mark.parametrize("seed", range(40))
-def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(seed):
+def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(seed, mixes):
     rng = random.Random(seed)
     block_size = rng.choice([1, 3, 4, 16, 64])
     num_samples = rng.choice([1, 1, 2, 5])
@@ -170,7 +191,7 @@ def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(seed):
         block_size=block_size,
         max_prefill_tokens=rng.choice([8, 64]),
     )
-    order, _ = run(sequences, scheduler, lengths)
+    order, _ = run(sequences, scheduler, lengths, mixes)
     assert sorted(order) == list(range(len(sequences)))
     assert [len(sequence.tokens) for sequence in sequences] == lengths
     assert scheduler.pool.free == list(range(scheduler.pool.num_blocks))

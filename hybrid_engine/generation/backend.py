@@ -88,6 +88,7 @@ class ContainerRollouts:
         recorder = CudaGraphs() if is_cuda and config.enable_cuda_graph and is_on_device else None
         has_tapes = model.device.type == "cpu" and config.enable_cuda_graph
         self.steps = DecodeSteps(model, config.max_out_tokens, recorder, has_tapes)
+        self.mixes = True  # see TextGeneration
         self.lag = 1 if is_cuda else 0  # turns whose tokens are read late, so that the host need not wait
 
     @property
@@ -159,7 +160,7 @@ class ContainerRollouts:
             return kind(self.model, plan.build_scheduler(), OpenStep(self.model, kv, choice), self.layers)
         step = self.steps.for_rollout(plan, kv, self.gatherer.is_streamed or not is_recorded)
         lag = 0 if self.gatherer.is_streamed else self.lag
-        return TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag)
+        return TextGeneration(self.model, plan.build_scheduler(), step, self.layers, lag, self.mixes)
 
     def run(self, plan: Plan, kv: torch.Tensor, input_ids: torch.Tensor, choice: Choice | None = None) -> RolloutResult:
         """Takes turns until every sequence has finished; streamed, until those of every process have.

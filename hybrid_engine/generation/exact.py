@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.ops import Batch, PrefillBatch
+from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch
 from hybrid_engine.ops.dispatch import SWITCH, use_triton
 from hybrid_engine.ops.fixed_attention import Attention, attend, attend_decode, attend_prefill
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
@@ -68,10 +68,30 @@ def _attention(
     if isinstance(now, TrainerPass):
         return _over_padded(query, key, value, now.order, attention, s_aux), None
     layer = 2 * int(module.layer_idx)  # type: ignore[arg-type]
-    tensors = (query[0], key[0], value[0], (now.caches[layer], now.caches[layer + 1]))
-    if isinstance(now.batch, PrefillBatch):
-        return attend_prefill(*tensors, now.batch, attention, s_aux)[None], None
-    return attend_decode(*tensors, now.batch, attention, s_aux)[None], None
+    caches = now.caches[layer], now.caches[layer + 1]
+    if not isinstance(now.batch, MixedBatch):
+        return _over_blocks(query[0], key[0], value[0], caches, now.batch, attention, s_aux)[None], None
+    num_rows = len(now.batch.decode.tokens)
+    contexts = [
+        _over_blocks(query[0, part], key[0, part], value[0, part], caches, batch, attention, s_aux)
+        for part, batch in ((slice(num_rows), now.batch.decode), (slice(num_rows, None), now.batch.prefill))
+    ]
+    return torch.cat(contexts)[None], None
+
+
+def _over_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    batch: PrefillBatch | DecodeBatch,
+    attention: Attention,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of packed or decoded tokens, `query [N, H, D]`, `key`, `value` `[N, K, D]` -> `[N, H, D]`."""
+    if isinstance(batch, PrefillBatch):
+        return attend_prefill(query, key, value, caches, batch, attention, sinks)
+    return attend_decode(query, key, value, caches, batch, attention, sinks)
 
 
 def _over_padded(
@@ -146,7 +166,7 @@ class ExactModel(InferenceModel):
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """As the containers'; the module passes over its layers itself."""
         caches = kv.view(-1, *kv.shape[2:]).unbind(0)
-        wanted = batch.wanted if isinstance(batch, PrefillBatch) else 0
+        wanted = 0 if batch.wanted is None else batch.wanted  # 0: all
         with self._installed(RolloutPass(batch, caches)):
             output = self.module(
                 input_ids=batch.tokens[None],

@@ -5,8 +5,9 @@ next waiting ones take its place. A prompt is prefilled once; its samples share 
 the last partial one. When blocks run out, prompts kept for later samples go first, then the newest
 running sequence is preempted: its blocks are freed and it is prefilled again later, response included.
 
-While a prefill runs nothing is decoded, so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that
-is prefilled already enter at once.
+A pass with a prefill is no recorded step, and what runs waits for it where it cannot decode in the same pass (see
+`grow_beside`), so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that is prefilled already enter at
+once.
 """
 
 from bisect import insort
@@ -247,6 +248,26 @@ class Scheduler:
                 sequence.blocks += self.pool.allocate(1)
                 self.changed.append(sequence)
 
+    def grow_beside(self, admission: Admission) -> list[Sequence]:
+        """Those that decode in the pass that prefills `admission`, with a place for their newest tokens; maybe none.
+
+        Where blocks are short none do: who has to go is decided when all decode. What the prefill writes and the copies
+        read is left alone, though it may belong to nobody any more.
+        """
+        entering = set(admission.sequences)
+        rows = [row for row in self.rows if row not in entering]
+        short = self.short_of_blocks()  # nobody who enters is among them
+        busy = {block for prefill in admission.prefills for block in prefill.blocks}
+        busy |= {copy.source for copy in admission.copies}
+        free = [block for block in self.pool.free if block not in busy] if short else []
+        if len(short) > len(free):
+            return []
+        for sequence, block in zip(short, free, strict=False):
+            self.pool.take(block)
+            sequence.blocks.append(block)
+            self.changed.append(sequence)
+        return rows
+
     @property
     def must_preempt(self) -> bool:
         """Whether `grow` would find too few blocks."""
@@ -263,9 +284,13 @@ class Scheduler:
         """What runs, in the order in which it is decoded: by blocks where each has one, that row i may own block i."""
         return sorted(self.running, key=lambda s: s.blocks[0]) if self.is_contiguous else list(self.running)
 
-    def take_changed(self) -> list[Sequence]:
-        """`changed`, which is empty afterwards."""
+    def take_changed(self, rows: list[Sequence] | None = None) -> list[Sequence]:
+        """`changed`, which is empty afterwards; or those of it that are `rows`, and the others stay."""
         changed, self.changed = self.changed, []
+        if rows is not None:
+            among = set(rows)
+            self.changed = [sequence for sequence in changed if sequence not in among]
+            changed = [sequence for sequence in changed if sequence in among]
         return changed
 
     def _preempt(self, sequence: Sequence) -> None:

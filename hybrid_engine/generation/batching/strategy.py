@@ -1,8 +1,8 @@
 """Continuous batching: turns waiting sequences into finished ones, one model pass per turn.
 
-A turn is either a prefill of what was just admitted or a decode of everything that runs. That every turn
-passes once over the layers is what lets processes whose weights are streamed layer by layer stay in step
-although their sequences differ.
+A turn is a decode of everything that runs, a prefill of what was just admitted, or both in one pass: a mixed turn, as
+in Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310). That every turn passes once over the layers is what lets
+processes whose weights are streamed layer by layer stay in step although their sequences differ.
 
 With `lag=1` the tokens of a turn are read while the next one runs, so that the host never waits for the
 device: a sequence whose end of sequence is noticed late has been fed once too often, which its own blocks
@@ -34,6 +34,9 @@ class TextGeneration:
         step: decodes; its KV workspace is the one that the scheduler's block numbers count in.
         layers: called once per turn; yields the model's layers in order, gathered where they are sharded.
         lag: turns that may be under way before their tokens are read; 0 reads them at once.
+        mixes: whether what runs decodes in the pass of a prefill; not with an OpenStep. Neither is a recorded step
+            then, but a prefill never is, so that a mixed turn saves a pass: on two busy Zen 5 cores rollouts with 64
+            slots took 0.89 to 0.99 of the seconds of CPU.
     """
 
     def __init__(
@@ -43,8 +46,10 @@ class TextGeneration:
         step: DecodeStep | OpenStep,
         layers: Callable[[], Iterable[InferenceLayer]],
         lag: int = 0,
+        mixes: bool = False,
     ):
-        self.model, self.scheduler, self.layers = model, scheduler, layers
+        self.model, self.scheduler, self.layers, self.mixes = model, scheduler, layers, mixes
+        self.num_prefill_turns = self.num_mixed_turns = 0
         self.step, self.kv, self.lag = step, step.kv, lag
         self.raises_errors = True
         """Whether an error of one row's own rule ends the turn; else it ends that row."""
@@ -63,8 +68,8 @@ class TextGeneration:
         admission = self.scheduler.admit()
         if admission.prefills or admission.extensions:
             with self.prefill_time.measure():
-                self._prefill(admission)
-                self._read(self.lag)
+                is_mixed = self._prefill(admission)
+                self._read(self.lag * (2 if is_mixed else 1))  # a mixed turn draws twice
             return
         # Reading counts too: where the host is the slower one, the device waits for it until the next turn.
         with self.decode_time.measure():
@@ -88,17 +93,36 @@ class TextGeneration:
         for _ in self.layers():
             pass
 
-    def _prefill(self, admission: Admission) -> None:
+    def _prefill(self, admission: Admission) -> bool:
+        """Prefills what was admitted and draws for it; whether what runs decoded in the same pass."""
         own = self._extend(admission.extensions)
-        logits = []
+        logits: torch.Tensor | list[torch.Tensor] = []
+        rows: list[Sequence] = []
         if admission.prefills:
-            logits = self.model.forward(self._prefill_batch(admission.prefills), self.kv, self.layers())
+            batch, rows = self._prefill_batch(admission.prefills), self._rows_beside(admission)
+            if rows:
+                assert isinstance(self.step, DecodeStep)
+                draw, logits = self.step.run_beside(batch, rows, self.scheduler.take_changed(rows), self.layers)
+                self._note(rows, draw)
+            else:
+                logits = self.model.forward(batch, self.kv, self.layers())
         for prefill, row in zip(admission.prefills, logits, strict=True):
             if isinstance(prefill.owner, Prompt):
                 prefill.owner.logits = row.clone()  # a view would keep all rows alive
             else:
                 own[prefill.owner] = row
         self._enter(admission, own)
+        self.num_prefill_turns += not rows
+        self.num_mixed_turns += bool(rows)
+        return bool(rows)
+
+    def _rows_beside(self, admission: Admission) -> list[Sequence]:
+        """What decodes in the pass that prefills `admission`; nothing in a pure prefill turn."""
+        if not self.mixes:
+            return []
+        entering = set(admission.sequences)
+        self._read_for([row for row in self.scheduler.running if row not in entering])
+        return self.scheduler.grow_beside(admission)
 
     def _extend(self, extensions: list[Extension]) -> dict[Sequence, torch.Tensor]:
         """Feeds what is new of prompts whose beginnings are in the workspace; the logits after each.
@@ -139,8 +163,7 @@ class TextGeneration:
     def _decode(self) -> None:
         if self.scheduler.must_preempt:
             self._read(0)  # some may have finished; a preempted one is recomputed from its tokens
-        elif self._under_way and any(row.options.rules.changes_by_tokens for row in self.scheduler.running):
-            self._read(0)  # what they may draw depends on what they drew
+        self._read_for(self.scheduler.running)
         self.scheduler.grow()
         self._copy(self.scheduler.close_gaps())
         rows = self.scheduler.rows
@@ -148,6 +171,11 @@ class TextGeneration:
             self._note(rows, self.step.run(rows, self.scheduler.take_changed(), self.layers))
         else:
             self.idle()
+
+    def _read_for(self, rows: list[Sequence]) -> None:
+        """Reads what is under way where what `rows` may draw depends on what they drew."""
+        if self._under_way and any(row.options.rules.changes_by_tokens for row in rows):
+            self._read(0)
 
     def _note(self, rows: list[Sequence], draw: Draw) -> None:
         """Holds places for the drawn tokens; those leave that have all they may have."""

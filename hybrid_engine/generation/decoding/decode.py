@@ -34,7 +34,7 @@ from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.decoding.graph import StepGraphs, batch_bucket, context_bucket
 from hybrid_engine.generation.decoding.tape import StepTapes
 from hybrid_engine.generation.sampling.rows import DrawnRows, MixedRows, RowState
-from hybrid_engine.ops import DecodeBatch, SampleOp
+from hybrid_engine.ops import DecodeBatch, MixedBatch, PrefillBatch, SampleOp
 
 _POSITION, _DRAW, _KEY, _LIVE = range(4)
 
@@ -250,17 +250,34 @@ class DecodeStep:
             self._draw_mixed(self._mixed, logits[: len(sequences)], slots, numbers[_KEY], drawn_before)
         return send_to_host(self._results[:, : len(sequences)], None if self._mixed is None else self._tops)
 
+    def run_beside(
+        self,
+        prefill: PrefillBatch,
+        sequences: list[Sequence],
+        changed: list[Sequence],
+        layers: Callable[[], Iterable[InferenceLayer]],
+    ) -> tuple[Draw, torch.Tensor]:
+        """`run` with `prefill` in the same pass, never recorded; returns the draw and the prefill's logits `[R, V]`."""
+        tables, num_rows = self.tables, len(sequences)
+        if tables.send(sequences, changed):
+            self._mixed = self._mix(sequences)
+        slots = tables.rows[:num_rows]
+        numbers = tables.numbers.index_select(1, slots)
+        context = tables.longest()
+        decode = self._batch(slots, numbers, context, self._is_identity(context))
+        logits = self.model.forward(MixedBatch(decode=decode, prefill=prefill), self.kv, layers())
+        self._draw_by(self._mixed, logits[:num_rows], slots, numbers[_KEY], numbers[_DRAW])
+        self._advance(slots, numbers)
+        tables.advance()
+        return send_to_host(self._results[:, :num_rows], self._tops), logits[num_rows:]
+
     def draw(self, sequences: list[Sequence], logits: torch.Tensor) -> Draw:
         """Draws the first token of sequences that start, from `logits [S, V]` fp32 of a prefill."""
         for sequence in sequences:
             self.tables.enter(sequence)
         numbers = [[s.slot for s in sequences], [s.key for s in sequences], [len(s.tokens) for s in sequences]]
         slots, keys, draws = send_to_device(torch.tensor(numbers, dtype=torch.int64), logits.device)
-        mixed = self._mix(sequences)
-        if mixed is None:
-            self._draw(logits, slots, keys, draws)
-        else:
-            self._draw_mixed(mixed, logits, slots, keys, draws)
+        self._draw_by(self._mix(sequences), logits, slots, keys, draws)
         return send_to_host(self._results[:, : len(sequences)], self._tops)
 
     def _mix(self, sequences: list[Sequence]) -> MixedRows | None:
@@ -279,14 +296,16 @@ class DecodeStep:
         layers: Callable[[], Iterable[InferenceLayer]],
     ) -> torch.Tensor:
         """Logits `[S, V]` after the newest tokens of `slots [S]`, whose `numbers [4, S]` these are."""
-        batch = DecodeBatch(
+        return self.model.forward(self._batch(slots, numbers, context, is_identity), self.kv, layers())
+
+    def _batch(self, slots: torch.Tensor, numbers: torch.Tensor, context: int, is_identity: bool) -> DecodeBatch:
+        return DecodeBatch(
             tokens=self.tables.tokens[slots],
             positions=numbers[_POSITION],
             block_tables=self.tables.blocks[slots, : -(-context // self.kv.shape[4])],
             context=context,
             is_identity=is_identity,
         )
-        return self.model.forward(batch, self.kv, layers())
 
     def _run_unrecorded(
         self, num_rows: int, context: int, layers: Callable[[], Iterable[InferenceLayer]]
@@ -345,6 +364,19 @@ class DecodeStep:
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor) -> None:
         tokens, logprobs = self.sample(logits, keys, draws, self.tables.seen, slots)
         self._note(slots, DrawnRows(tokens, logprobs, (tokens[:, None] == self._ends).any(1)))
+
+    def _draw_by(
+        self,
+        mixed: MixedRows | None,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        draws: torch.Tensor,
+    ) -> None:
+        if mixed is None:
+            self._draw(logits, slots, keys, draws)
+        else:
+            self._draw_mixed(mixed, logits, slots, keys, draws)
 
     def _draw_mixed(
         self, mixed: MixedRows, logits: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor, draws: torch.Tensor

@@ -11,7 +11,7 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.generation.pipeline.links import StageLinks
 from hybrid_engine.generation.pipeline.stage import Stage, split_layers
-from hybrid_engine.ops import Batch, PrefillBatch
+from hybrid_engine.ops import Batch
 
 
 class StageModel(InferenceModel):
@@ -54,7 +54,7 @@ class StageModel(InferenceModel):
         self.links.begin_turn(1)
         logits = self.run_stage(batch, kv, layers)
         self.links.finish()
-        num_rows = len(batch.wanted) if isinstance(batch, PrefillBatch) else len(batch.tokens)
+        num_rows = len(batch.tokens if batch.wanted is None else batch.wanted)
         return self.links.broadcast_logits(logits, num_rows, self.vocab_size)
 
     def run_stage(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
@@ -67,5 +67,5 @@ class StageModel(InferenceModel):
         if self.stage.is_last:
             return self._head(hidden, batch)
         self.links.send_hidden(hidden)
-        num_rows = len(batch.wanted) if isinstance(batch, PrefillBatch) else len(hidden)
+        num_rows = len(batch.tokens if batch.wanted is None else batch.wanted)
         return hidden.new_empty(num_rows, 0)
