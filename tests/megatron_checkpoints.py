@@ -86,7 +86,8 @@ def whole(model):
     weights, options = (whole_llama if model.config.model_type == "llama" else whole_gpt2)(model)
     options |= {
         "num_layers": model.config.num_hidden_layers, "num_attention_heads": model.config.num_attention_heads,
-        "hidden_size": model.config.hidden_size, "max_position_embeddings": model.config.max_position_embeddings,
+        "vocab_size": model.config.vocab_size, "hidden_size": model.config.hidden_size,
+        "max_position_embeddings": model.config.max_position_embeddings,
     }  # fmt: skip
     return weights, argparse.Namespace(**options, params_dtype=torch.float32, attention_backend=Backend.AUTO)
 

@@ -22,7 +22,8 @@ from hybrid_engine.inference.megatron.gpt import MegatronGPT, MegatronGPTConfig
 def build_empty_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The model of a checkpoint on the meta device, in evaluation mode: a MegatronGPT, or a Llama, Qwen2 or Qwen3.
 
-    Its vocabulary is as long as the checkpoint's, which Megatron pads; ids beyond the tokenizer's are no tokens.
+    Its vocabulary is as long as the checkpoint's, which Megatron pads. Where the checkpoint says how long it was before
+    (`vocab_size`), the model's `generation_config` suppresses the ids beyond: they are no tokens.
 
     Args:
         folder: the checkpoint's, or the one above with `latest_checkpointed_iteration.txt` or `latest` in it.
@@ -31,8 +32,12 @@ def build_empty_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype 
     Raises:
         ValueError: as `MegatronCheckpoint`.
     """
+    checkpoint = MegatronCheckpoint(folder)
     with torch.device("meta"):
-        model = _build(MegatronCheckpoint(folder).config).to(dtype)
+        model = _build(checkpoint.config).to(dtype)
+    padded, size = model.config.vocab_size, checkpoint.arguments.get("vocab_size")
+    if isinstance(size, int) and 0 < size < padded:
+        model.generation_config.suppress_tokens = list(range(size, padded))
     for name, module in model.named_modules():
         if f"{name}.weight".endswith(ROUTER):
             module.float()
