@@ -544,7 +544,27 @@ def serve_own_policy(rank, world_size):
         ids = torch.tensor([[5, 6, 7]])
         policy.backward(policy(input_ids=ids, labels=ids).loss)
         policy.step()
+    answer_from_streamed_layers(policy, tokenizer, rank)
     return answers
+
+
+def answer_from_streamed_layers(policy, tokenizer, rank):
+    """Layers are gathered one by one; only one process is asked, and the other leaves at once."""
+    from hybrid_engine.generation import generator
+
+    with policy.eval().serving(tokenizer, model_name="tiny") as server:
+        expected = ask(server.client()).choices[0].token_ids
+    generator.usable_memory_bytes = lambda device: 0
+    with policy.serving(tokenizer, model_name="tiny", longest=60) as server:
+        assert policy.generator.gatherer.is_streamed
+        if rank == 1:
+            return
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        with pytest.raises(openai.APIStatusError, match="not scored"):
+            ask(client, echo=True, logprobs=0)
+        with ThreadPoolExecutor(3) as pool:
+            answers = [answer.choices[0].token_ids for answer in pool.map(lambda _: ask(client), range(3))]
+        assert answers == [expected] * 3
 
 
 def test_two_processes_serve_the_policy_that_they_share(tokenizer, engine):

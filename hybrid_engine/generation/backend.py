@@ -216,9 +216,9 @@ class ContainerRollouts:
                     self.partners.raise_together(error)
                 if highest == 0:
                     return
-                error = self._turn(strategy) or attempt(held.pass_on)[1]
+                error = self.turn_over_stream(strategy) or attempt(held.pass_on)[1]
 
-    def _turn(self, strategy: TextGeneration) -> BaseException | None:
+    def turn_over_stream(self, strategy: TextGeneration) -> BaseException | None:
         """One turn, which ends with the last layer also after an error; returns that."""
         self.gatherer.begin_pass()
         _, error = attempt(strategy.turn)

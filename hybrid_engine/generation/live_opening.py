@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.config.checks import check_integer
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.batching.plan import BLOCK_SIZE, MAX_RUNNING, Plan, plan_rollout, workspace_bytes
@@ -17,6 +18,7 @@ from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_adapters import AdapterBatches, FusedAdapter, split_workspace
 from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.live_shared import LeadingBatch
+from hybrid_engine.generation.live_streamed import StreamedBatch
 from hybrid_engine.generation.model_group import PIPELINE_OPTION
 from hybrid_engine.generation.options import GenerationOptions
 
@@ -43,8 +45,8 @@ def live_batch(
             fused, as in a rollout.
 
     Raises:
-        ValueError: the model has no containers, its layers are streamed, or several processes share it and there is no
-            link; or there is no memory for one sequence.
+        ValueError: the model has no containers, or several processes share it and there is no link; or there is no
+            memory for one sequence.
     """
     partners = generator.partners
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
@@ -65,6 +67,12 @@ def live_batch(
             yield _open_adapters(native, plan, kv, adapters, fused)
             return
         strategy = partners.agree(lambda: native.start(plan, kv))
+        if generator.gatherer.is_streamed:
+            say_once("serving: layers are gathered one by one on every turn, with those of all processes")
+            streamed = StreamedBatch(native.model, strategy, plan.longest + 1, native, partners)
+            yield streamed
+            streamed.leave()
+            return
         if link is None:
             yield LiveBatch(native.model, strategy, plan.longest + 1)
             return
@@ -116,9 +124,16 @@ def _plan(
         raise ValueError("serving: the model is served already; wait until that ends")
     if model is None or native is None:
         raise ValueError(f"serving: {generator.fallback_reason}; only models with containers are served")
-    if generator.gatherer.is_streamed or (generator.group.size > 1 and not is_linked):
-        what = "layers are gathered one by one" if generator.gatherer.is_streamed else "processes share the model"
-        raise ValueError(f"serving: {what}, and requests come to one process alone; serve from a process with room")
+    if generator.group.size > 1 and not is_linked:
+        raise ValueError(
+            "serving: processes share the model, and requests come to one process alone; use serving(), or a process "
+            "with room for the model"
+        )
+    if generator.gatherer.is_streamed and (is_linked or num_parts > 1):
+        raise ValueError(
+            "serving: layers are gathered one by one, which serves neither processes that share the model nor several "
+            "adapters; use more processes, or serve one adapter"
+        )
     if generator.group.num_stages > 1:
         raise ValueError(
             f"serving: the layers are dealt out to {generator.group.num_stages} stages, and a batch that requests join "

@@ -1,0 +1,71 @@
+"""A live batch over layers that are gathered one by one: every process gathers each layer for all of them.
+
+Each process has requests of its own. Before a turn they say whether one of them has work; then all pass over the
+layers, those without work computing nothing. They meet like that as long as one of them serves.
+"""
+
+from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.generation.backend import ContainerRollouts
+from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.generation.batching.strategy import TextGeneration
+from hybrid_engine.generation.live import LiveBatch, Progress
+
+_LEFT, _IDLE, _WORKS, _FAILED = range(4)
+
+
+class StreamedBatch(LiveBatch):
+    """LiveBatch, whose turns are those of all processes.
+
+    Args:
+        native: runs a turn over the stream.
+        partners: whose layers are gathered with these.
+    """
+
+    seconds_between_stays = 0.02
+
+    def __init__(
+        self,
+        model: InferenceModel,
+        strategy: TextGeneration,
+        longest: int,
+        native: ContainerRollouts,
+        partners: Partners,
+    ):
+        super().__init__(model, strategy, longest)
+        self._native, self._partners = native, partners
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """LiveBatch's; prompts are not scored, which ends their sequences."""
+        for sequence in sequences:
+            if sequence.prompt.num_tops is not None:
+                sequence.prompt.num_tops = None
+                sequence.error = ValueError("prompts are not scored where layers are gathered one by one")
+        super().add(sequences)
+
+    def turn(self) -> list[Progress]:
+        """One pass over the layers, on all processes."""
+        self._meet(_WORKS)
+        return self._tell_all()
+
+    def stay(self) -> None:
+        """Takes part in the turns of others; where there is work here, its next turn does."""
+        if not self.has_work:
+            self._meet(_IDLE)
+
+    def leave(self) -> None:
+        """Takes part in the turns of others until all have left."""
+        while self._meet(_LEFT) != _LEFT:
+            pass
+
+    def _meet(self, state: int) -> int:
+        """A turn of all, if one has work; returns the highest state. An error of one is raised on all."""
+        (highest,) = self._partners.highest([state])
+        if highest == _FAILED:
+            self._partners.raise_together(None)
+        if highest == _WORKS:
+            error = self._native.turn_over_stream(self.strategy)
+            if error is not None:
+                self._partners.highest([_FAILED])
+                self._partners.raise_together(error)
+        return highest
