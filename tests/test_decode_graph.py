@@ -164,29 +164,43 @@ def test_from_the_third_rollout_on_nothing_is_recorded(make_model, is_released):
     assert (engine.generator.workspace.allocated_bytes == 0) == is_released
 
 
-def recorded_under_stage_3(rank, world_size):
+SETTINGS = {
+    "stage 3": (3, build_model, {}),
+    "stage 3, lora": (3, adapted_model, {}),
+    "stage 0": (0, build_model, {}),
+    "stage 1": (1, build_model, {"release_inference_cache": True}),
+    "stage 2, lora": (2, adapted_model, {}),
+    "stage 3, shared": (3, build_model, {"inference_tp_size": 2}),
+    "stage 3, shared, lora": (3, adapted_model, {"inference_tp_size": 2, "release_inference_cache": True}),
+    "stage 2, shared": (2, build_model, {"inference_tp_size": 2}),
+}
+
+
+def recorded_on_two(rank, world_size):
     """Whether recorded rollouts equal plain ones, and what each recorded; their weights move between all of them."""
-    results = []
-    for make_model in (build_model, adapted_model):
+    results = {}
+    for name, (stage, make_model, options) in SETTINGS.items():
         engines = [
-            build(model=make_model(), is_recorded=is_recorded, lag=int(is_recorded), stage=3)
+            build(model=make_model(), is_recorded=is_recorded, lag=int(is_recorded), stage=stage, **options)
             for is_recorded in (True, False)
         ]
+        taken = []
         rollouts = []
         for index in range(4):
             recorded, plain = (rollout(engine, seed=index, eos_token_id=None) for engine in engines)
             rollouts.append((recorded.sequences.tolist() == plain.sequences.tolist(), captures(engines[0])))
             for engine in engines:
                 train_step(engine)
-        results.append(rollouts)
+            taken += [torch.full((n,), torch.nan) for n in (1024, 4096, 12288, 49152)]  # of what a rollout gave back
+        results[name] = rollouts
     return results
 
 
 def test_sharded_weights_are_read_where_recorded_steps_find_them_again():
-    for results in run_distributed(recorded_under_stage_3, 2):
-        for rollouts in results:
-            assert all(is_equal for is_equal, _ in rollouts)
-            assert rollouts[0][1] > 0 and [count for _, count in rollouts[2:]] == [0, 0]
+    for results in run_distributed(recorded_on_two, 2):
+        for name, rollouts in results.items():
+            assert all(is_equal for is_equal, _ in rollouts), name
+            assert rollouts[0][1] > 0 and [count for _, count in rollouts[2:]] == [0, 0], name
 
 
 def test_few_kinds_of_rollout_are_kept_and_an_older_one_is_recorded_anew():

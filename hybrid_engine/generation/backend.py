@@ -118,6 +118,8 @@ class ContainerRollouts:
         """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor."""
         # Under autocast the projections would leave the dtype of the workspace.
         release.enter_context(torch.autocast(self.model.device.type, enabled=False))
+        if self.steps.recorder is not None:
+            self.gatherer.keep_addresses()
         if self._reads_copies:
             release.enter_context(bound_to_copies(self.model, self.gatherer, self.lasting))
         else:

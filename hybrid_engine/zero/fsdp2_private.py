@@ -18,6 +18,7 @@ versions` runs the tests with each of them.
 | `_sharding_spec` (and its `tensor_meta`)                 | a parameter       | 2.11 to 2.14  |
 | `sharded_param`, `unsharded_param`, `_unsharded_param`   | a parameter       | 2.11 to 2.15  |
 | `_post_load_hook_handle`, `all_gather_outputs`           | a parameter       | 2.11 to 2.15  |
+| `free_unsharded_param()`                                 | a parameter       | 2.11 to 2.15  |
 | `unsharded_accumulated_grad`                             | a parameter       | 2.11 to 2.14; |
 |                                                          |                   | read-only 2.15|
 | `_fsdp_common.TrainingState`                             | the package       | 2.11 to 2.15  |
@@ -72,6 +73,16 @@ def return_to_gathered_storage(param: Any) -> None:
     whole, gathered = param.unsharded_param, param.all_gather_outputs[0]
     if whole.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr():
         whole.data = gathered.view(-1)[: whole.numel()].view(whole.shape)
+
+
+def keep_gathered_storage(modules: Iterable[FSDPModule]) -> None:
+    """Lets gathered parameters lie at the same addresses from now on: resharding no longer frees their memory."""
+    for param in fsdp_params(modules):
+        param.free_unsharded_param = _free_nothing
+
+
+def _free_nothing() -> None:
+    pass
 
 
 def _param_groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from hybrid_engine.zero.fsdp2_private import keep_gathered_storage
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import SliceReader
 
@@ -137,6 +138,16 @@ class WeightGatherer:
         finally:
             for module in modules:
                 module.set_reshard_after_forward(self.sharding.stage == 3, recurse=False)
+
+    def keep_addresses(self) -> None:
+        """From now on parts of weights, and weights that stay whole, lie where they lay in every later rollout.
+
+        Layers that are gathered for a rollout are copied instead: see `LastingWeights`.
+        """
+        if self.slices is not None:
+            self.slices.has_lasting_addresses = True
+        if self.sharding.stays_whole:
+            keep_gathered_storage(self.sharding.fsdp_modules())
 
     def begin_pass(self) -> None:
         """Before each pass over streamed layers."""

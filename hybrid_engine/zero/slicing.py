@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.containers.lasting import LastingBuffer
 from hybrid_engine.containers.tensor_parallel import Cut, whole
 from hybrid_engine.zero.sharding import Sharding
 
@@ -25,6 +26,9 @@ class SliceReader:
 
     def __init__(self, sharding: Sharding, size: int):
         self.sharding, self.size = sharding, size
+        self.has_lasting_addresses = False
+        """Whether what is read lies where it lay the last time, for recorded steps that read it."""
+        self._lasting: dict[tuple[int, Cut | None], tuple[torch.Tensor, LastingBuffer]] = {}
         self._bytes_read = 0
         self._under_way: list[tuple[Any, torch.Tensor]] = []
         self._slices: list[torch.Tensor] = []
@@ -32,13 +36,13 @@ class SliceReader:
     def read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
         """The part of tensor-parallel rank `rank`, this process's; filled once `wait` returns."""
         if not isinstance(parameter, DTensor):
-            return self._cut_local(whole(parameter, name), cut, rank)
+            return self._cut_local(parameter, whole(parameter, name), cut, rank)
         mesh = parameter.device_mesh
         local = parameter.detach().to_local().to(mesh.device_type)  # offloaded shards lie elsewhere
         group = mesh["fsdp"].get_group() if mesh.ndim > 1 else mesh.get_group()
         num_processes = dist.get_world_size(group)
         if num_processes == 1:
-            return self._cut_local(local, cut, rank)
+            return self._cut_local(parameter, local, cut, rank)
         length = parameter.shape[0]
         per_process = -(-length // num_processes)
         bounds = [(min(p * per_process, length), min((p + 1) * per_process, length)) for p in range(num_processes)]
@@ -50,17 +54,29 @@ class SliceReader:
         counts = [_num_elements(bound, part, rank, row, parameter.shape) for bound in bounds]
         shape = list(parameter.shape)
         shape[part.dim] = sum(stop - start for start, stop in part.ranges[rank])
-        output = torch.empty(shape, dtype=local.dtype, device=local.device)
+        output = self._allocate(parameter, cut, shape, local)
         self._exchange(output, counts, pieces, group)
         return output
 
-    def _cut_local(self, local: torch.Tensor, cut: Cut | None, rank: int) -> torch.Tensor:
+    def _cut_local(self, parameter: torch.Tensor, local: torch.Tensor, cut: Cut | None, rank: int) -> torch.Tensor:
         if cut is None:
             return local
         part = cut.of(local, rank)
-        if part.untyped_storage().data_ptr() != local.untyped_storage().data_ptr():
-            self._slices.append(part)
+        if part.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+            return part
+        if self.has_lasting_addresses:
+            return self._allocate(parameter, cut, list(part.shape), part).copy_(part)
+        self._slices.append(part)
         return part
+
+    def _allocate(self, parameter: torch.Tensor, cut: Cut | None, shape: list[int], like: torch.Tensor) -> torch.Tensor:
+        """Memory for a part of `parameter`: where it lay in the last rollout, or anywhere."""
+        if not self.has_lasting_addresses:
+            output = torch.empty(shape, dtype=like.dtype, device=like.device)
+            self._slices.append(output)
+            return output
+        _, buffer = self._lasting.setdefault((id(parameter), cut), (parameter, LastingBuffer()))
+        return buffer.take(tuple(shape), like.dtype, like.device)
 
     def _exchange(
         self, output: torch.Tensor, counts: list[int], pieces: list[torch.Tensor], group: dist.ProcessGroup
@@ -77,7 +93,6 @@ class SliceReader:
         )
         self._bytes_read += output.nbytes
         self._under_way.append((work, sent))
-        self._slices.append(output)
 
     def count_bytes(self) -> int:
         """Bytes read from other processes' shards and this one's since the last call."""
@@ -91,8 +106,11 @@ class SliceReader:
         self._under_way.clear()
 
     def release(self) -> None:
-        """Frees everything that was read; whoever still looks at it finds no storage."""
+        """Frees everything that was read; whoever still looks at it finds no storage, or must not read it."""
         self.wait()
+        self._lasting = {key: kept for key, kept in self._lasting.items() if kept[1].num_bytes}  # read this time
+        for _, buffer in self._lasting.values():
+            buffer.release()
         for tensor in self._slices:
             tensor.untyped_storage().resize_(0)
         self._slices.clear()
