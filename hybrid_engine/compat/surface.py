@@ -18,14 +18,20 @@ from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.entry import initialize
 from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.inference import InferenceConfig, InferenceEngine, init_inference
+from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.graph.registering import register_op
 from hybrid_engine.parallel.graph.verifying import verify_op
+from hybrid_engine.parallel.optimizer import build_optimizer
+from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.parallelize import parallelize
 
 __version__ = version("hybrid-engine")
 
 DeepSpeedInferenceConfig = InferenceConfig
 
 __all__ = [
+    "BroadcastGenFilesStrategy",
+    "ComputeConfig",
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedDataLoader",
@@ -36,10 +42,13 @@ __all__ = [
     "HybridEngine",
     "InferenceEngine",
     "OnDevice",
+    "ParallelModule",
+    "ReuseType",
     "ZeroEngine",
     "__git_branch__",
     "__git_hash__",
     "add_config_arguments",
+    "build_optimizer",
     "enable_compat",
     "get_accelerator",
     "init_distributed",
@@ -48,6 +57,7 @@ __all__ = [
     "is_compile_supported",
     "log_dist",
     "logger",
+    "parallelize",
     "register_op",
     "verify_op",
 ]

@@ -68,7 +68,18 @@ def _whole(call: Call) -> OpRule:
 
 annotate(
     *("arange", "scalar_tensor", "rand", "randn", "randint", "randperm", "linspace", "tril_indices", "triu_indices"),
-    *("eye", "lift_fresh_copy", "nonzero", "unique_dim", "bernoulli", "multinomial", "empty", "sym_size"),
+    *(
+        "eye",
+        "lift_fresh_copy",
+        "nonzero",
+        "unique_dim",
+        "bernoulli",
+        "isin",
+        "type_as",
+        "multinomial",
+        "empty",
+        "sym_size",
+    ),
 )(_whole)
 
 
@@ -131,6 +142,8 @@ ELEMENTWISE = (
 
 @annotate(*ELEMENTWISE)
 def elementwise(call: Call) -> OpRule:
+    if op_name(call.op) == "to" and len(call.tensors) == 2:
+        return _whole(call)
     return of_text(call, _broadcast_text(call, [""] * len(call.tensors), ""))
 
 
@@ -281,11 +294,13 @@ def batch_norm_in_evaluation(call: Call) -> OpRule:
 
 
 @annotate("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "flip", "sort", "argsort", "topk", "cumprod")
-@annotate("glu", "logcumsumexp", "roll", "tril", "triu", "renorm")
+@annotate("glu", "logcumsumexp", "roll", "tril", "triu")
 def along_one_dim(call: Call) -> OpRule:
     """Works along one dimension (of `tril`: the last two; of `flip` and `roll`: several), the others being batch."""
     num_dims = len(call.shapes[0])
     dims = call.arguments.get("dim", call.arguments.get("dims", [-1, -2]))
+    if dims == []:
+        return _whole(call)
     cut = {dim % num_dims for dim in (dims if isinstance(dims, list | tuple) else [dims])} if num_dims else set()
     side = " ".join(name + "^" * (position in cut) for position, name in enumerate(_letters(num_dims)))
     return of_text(call, f"{side} -> {', '.join([side] * len(call.outputs))}")

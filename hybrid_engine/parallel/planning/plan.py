@@ -108,13 +108,15 @@ class Plan:
         return "\n".join(lines)
 
     def for_graph(self, graph: Graph) -> "Plan":
-        """The same decisions for the same model with arguments of other shapes; ValueError where they do not fit."""
+        """The same decisions for arguments of other shapes; ValueError for another model.
+
+        An op whose dimension does not divide there is computed whole by every rank.
+        """
         same = self.graph.signature == graph.signature
         if not same:
             raise ValueError(f"the plan is for another model: {difference(self.graph, graph)}")
-        plan = Plan(graph=graph, **{name: getattr(self, name) for name in DECISIONS})
-        plan.check()
-        return plan
+        fitting = {key: names for key, names in self.splits.items() if _fits(graph.ops[key], names, self.mesh)}
+        return Plan(graph=graph, **{name: getattr(self, name) for name in DECISIONS} | {"splits": fitting})
 
     def to_json(self) -> dict[str, Any]:
         """The plan as its file holds it."""
@@ -168,6 +170,11 @@ class Plan:
 
 
 DECISIONS = ("mesh", "splits", "stages", "recompute", "num_micro_batches", "schedule", "notes")
+
+
+def _fits(op: Op, names: Names, mesh: Sequence[int]) -> bool:
+    known = all(name is None or name in op.rule.annotation.candidates for name in names)
+    return known and op.rule.can_split(names, mesh)
 
 
 def check_split(op: Op, names: Sequence[str | None], mesh: Sequence[int]) -> None:

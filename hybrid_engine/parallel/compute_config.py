@@ -1,0 +1,93 @@
+"""What `parallelize` is asked for: how many processes, and what of earlier runs is used again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+TRACE_STRATEGIES = ("cpu", "cuda", "meta", "cuda_run_cpu_offload", "reuse_cache")
+
+
+class ReuseType(Enum):
+    """What is done with a plan that lies in the folder."""
+
+    MATCH = "match"
+    """Used when graph and config are the same, an error when not, made when there is none."""
+    OVERRIDE = "override"
+    """Made anew."""
+    MOO = "moo"
+    """Match or override: used when graph and config are the same, else made anew."""
+    GRAPH = "graph"
+    """Made anew; tracing takes no longer than reading a graph, so that this is OVERRIDE where the graph is the same."""
+
+
+class BroadcastGenFilesStrategy(Enum):
+    """What of the folder is sent from the process that wrote it to the other nodes."""
+
+    NONE = "none"
+    ALL = "all"
+    NO_WEIGHTS = "no_weights"
+    CODE = "code"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """How a module is run. A *unit* is `plan_ngpus` processes that hold the module together and take the same input."""
+
+    plan_ngpus: int
+    """Processes of a unit."""
+    runtime_ngpus: int
+    """Processes of all units, which take different inputs; a multiple of `plan_ngpus`."""
+    constant_folding: bool = False
+    trace_strategy: str = "cuda_run_cpu_offload"
+    """For scripts that give one: tracing never runs the module, so that all strategies are the same."""
+    use_zero: bool = False
+    """Whether units share the optimizer's state, gradients and parameters out among them."""
+    zero_ngroups: int = 1
+    """Groups of units, each of which holds all."""
+    zero_use_reduce_scatter: bool = False
+    """Whether gradients are reduced to the process that steps them alone, which ZeRO does here in any case."""
+    inference_only: bool = False
+    """Whether the module is never trained."""
+    use_end2end: bool = False
+    """Whether `forward` takes a sample and returns the loss: `train_step` and `infer_step` run it."""
+    use_async_reducer: bool = False
+    reducer_bucket_cap_mb: float | None = None
+    pas_config: Mapping[str, Any] = field(default_factory=dict)
+    """The policy's options; free ones begin with `_`."""
+    user_config: Mapping[str, Any] = field(default_factory=dict)
+    """What of the user's makes the graph what it is."""
+
+    def __post_init__(self) -> None:
+        """ValueError names the option, its value and the rule."""
+        for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a number of at least 1")
+        if self.runtime_ngpus % self.plan_ngpus:
+            raise ValueError(
+                f"runtime_ngpus={self.runtime_ngpus} must be a multiple of plan_ngpus={self.plan_ngpus}; change either"
+            )
+        if self.trace_strategy not in TRACE_STRATEGIES:
+            raise ValueError(f"trace_strategy={self.trace_strategy!r} must be one of {list(TRACE_STRATEGIES)}")
+        if self.zero_ngroups > 1 and self.zero_use_reduce_scatter:
+            raise ValueError(
+                f"zero_use_reduce_scatter=True holds for zero_ngroups=1 alone, not {self.zero_ngroups}; leave one out"
+            )
+        if self.num_units % self.zero_ngroups:
+            raise ValueError(f"zero_ngroups={self.zero_ngroups} must divide the number of units, {self.num_units}")
+        for name in ("use_async_reducer", "reducer_bucket_cap_mb"):
+            if getattr(self, name) and not self.use_end2end:
+                raise ValueError(f"{name}={getattr(self, name)} needs use_end2end=True; set it, or leave {name} out")
+
+    @property
+    def num_units(self) -> int:
+        """Groups of processes that take different inputs."""
+        return self.runtime_ngpus // self.plan_ngpus
+
+    def to_json(self) -> dict[str, Any]:
+        """What a plan was made for, in the words of its file."""
+        return {name: _plain(getattr(self, name)) for name in ("plan_ngpus", "pas_config", "user_config")}
+
+
+def _plain(value: Any) -> Any:
+    return {str(name): _plain(entry) for name, entry in value.items()} if isinstance(value, Mapping) else value

@@ -1,0 +1,145 @@
+"""`build_optimizer`: any optimizer on the parameters that this rank holds, with gradients summed over units."""
+
+from collections.abc import Callable, Iterable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.reducer import Hook, Reducer
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+def build_optimizer(
+    module: nn.Module,
+    optimizer_fn: Callable[..., torch.optim.Optimizer],
+    *args: Any,
+    param_groups: Callable[[NamedParameters], list[dict[str, Any]]] | None = None,
+    **kwargs: Any,
+) -> torch.optim.Optimizer:
+    """`optimizer_fn(parameters, *args, **kwargs)` for a parallel module, or a plain one that contains such.
+
+    `param_groups` makes groups from names and parameters; without it there is one. The optimizer gets these besides:
+    `sync_shard_grad()`, which sums gradients over units (`step()` does when nobody did), `scale_grads(factor)` and
+    `clip_gnorm(max_norm)`, which need that first, and `register_reducer_pre_hook` and `register_reducer_post_hook`.
+    Where the config says `use_zero`, the module is sharded over units here. ValueError for modules without a parallel
+    part, of different configs, or for inference.
+    """
+    parts = [part for part in module.modules() if isinstance(part, ParallelModule)]
+    _check_parts(parts)
+    for part in parts:
+        if part.config.use_zero and part.data_mesh is not None:
+            _shard(part)
+    inside = {id(p) for part in parts if isinstance(part, FSDPModule) for p in part.parameters()}
+    parallel = {id(p) for part in parts for p in part.parameters()}
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    group = parts[0].data_mesh.get_group() if parts[0].data_mesh is not None else None
+    reducers = [
+        Reducer([p for _, p in trained if id(p) in parallel and id(p) not in inside], group),
+        Reducer([p for _, p in trained if id(p) not in parallel], group),
+    ]
+    groups = param_groups(trained) if param_groups is not None else [{"params": [p for _, p in trained]}]
+    optimizer = optimizer_fn(_of_one_kind(groups), *args, **kwargs)
+    _Additions(optimizer, reducers, [p for _, p in trained]).attach()
+    return optimizer
+
+
+def _check_parts(parts: list[ParallelModule]) -> None:
+    if not parts:
+        raise ValueError("module has no parallel part; call parallelize, or build the optimizer itself")
+    if any(part.config.inference_only for part in parts):
+        raise ValueError("inference_only=True: the module is never trained; change the compute config")
+    for name in ("plan_ngpus", "runtime_ngpus"):
+        values = sorted({getattr(part.config, name) for part in parts})
+        if len(values) > 1:
+            raise ValueError(f"the parallel parts have {name} of {values}; all must have the same")
+
+
+def _shard(part: ParallelModule) -> None:
+    """ZeRO over units: gradients are summed, never averaged, as the backward pass makes them."""
+    if part.config.zero_ngroups > 1:
+        raise ValueError(f"zero_ngroups={part.config.zero_ngroups} is not there yet; use 1")
+    sharded = fully_shard(part, mesh=part.data_mesh, reshard_after_forward=False)
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _of_one_kind(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups, each divided by what its parameters are sharded over: optimizers step those of one kind at once."""
+    divided = []
+    for group in groups:
+        kinds: dict[Any, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+        divided += [{**group, "params": parameters} for parameters in kinds.values()]
+    return divided
+
+
+class _Additions:
+    """What `build_optimizer` adds to an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reducers: list[Reducer], parameters: list[nn.Parameter]):
+        self.optimizer, self.reducers, self.parameters = optimizer, reducers, parameters
+        self.is_synced = False
+
+    def attach(self) -> None:
+        """Gives the optimizer its methods, and has `step` sync first."""
+        optimizer: Any = self.optimizer
+        optimizer.sync_shard_grad = self.sync_shard_grad
+        optimizer.scale_grads = self.scale_grads
+        optimizer.clip_gnorm = self.clip_gnorm
+        optimizer.register_reducer_pre_hook = lambda hook: self._register("pre_hooks", hook)
+        optimizer.register_reducer_post_hook = lambda hook: self._register("post_hooks", hook)
+        optimizer._non_parallel_module_reducer = self.reducers[1]
+        optimizer.register_step_pre_hook(lambda *_: self.sync_shard_grad())
+        optimizer.register_step_post_hook(lambda *_: self._begin())
+        zero_grad = type(optimizer).zero_grad
+
+        def zero_and_begin(self_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+            zero_grad(self_, set_to_none)
+            self._begin()
+
+        optimizer.zero_grad = MethodType(zero_and_begin, optimizer)
+
+    def _begin(self) -> None:
+        self.is_synced = False
+
+    def _register(self, which: str, hook: Hook) -> None:
+        for reducer in self.reducers:
+            getattr(reducer, which).append(hook)
+
+    def sync_shard_grad(self) -> None:
+        """Sums gradients over units; nothing where that is done since the last step. Collective."""
+        if not self.is_synced:
+            for reducer in self.reducers:
+                if reducer.parameters:
+                    reducer.reduce()
+        self.is_synced = True
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiplies all gradients; ValueError before they are synced, when units would sum what was scaled apart."""
+        if not self.is_synced:
+            raise ValueError("scale_grads before the gradients are synced; call sync_shard_grad() first")
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    @torch.no_grad()
+    def clip_gnorm(self, max_norm: float | None = None) -> Tensor:
+        """The norm of all gradients over all axes, which are scaled down to `max_norm` if it is greater; collective."""
+        self.sync_shard_grad()
+        norms = [_norm(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        if max_norm is not None and max_norm > 0:
+            self.scale_grads(min(1.0, max_norm / (float(total) + 1e-6)))
+        return total
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(gradient)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,165 @@
+"""`parallelize`: from a module, a sample and a policy to a module that runs on any number of processes."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hybrid_engine.distributed.processes import broadcast_module, default_device, get_world_size, on_rank_zero
+from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+from hybrid_engine.parallel.graph.graph import Graph, build_graph
+from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.planning.named_policies import Policy, plan_by
+from hybrid_engine.parallel.planning.plan import Plan
+
+PLAN_FILE = "plan.json"
+MADE_FOR_FILE = "made_for.json"
+
+
+def parallelize(
+    module_or_module_class: nn.Module | type[nn.Module],
+    dummy_forward_args: Mapping[str, Any],
+    pas_policy: str | Policy,
+    compute_config: ComputeConfig,
+    *,
+    gen_savedir: str | Path = "./.hybrid_engine",
+    reuse: ReuseType | str = ReuseType.MATCH,
+    instance_name: str | None = None,
+    load_module: bool = True,
+    module_dtype: torch.dtype | None = None,
+    module_fn: Callable[[], nn.Module] | None = None,
+    init_module_params: bool = True,
+    broadcast_strategy: BroadcastGenFilesStrategy | str = "none",
+) -> Any:
+    """A `ParallelModule` for an object, a subclass of it for a class, None with `load_module=False`; collective.
+
+    Rank 0 makes the plan, or reads it from the folder, and all take it. `load_module=False` needs no process group.
+    Parameters are rank 0's. ValueError, on every rank, where the arguments do not fit, the module cannot be traced, or
+    what lies in the folder is for something else.
+    """
+    if isinstance(module_or_module_class, ParallelModule) or (
+        isinstance(module_or_module_class, type) and issubclass(module_or_module_class, ParallelModule)
+    ):
+        return module_or_module_class
+    reuse, broadcast_strategy = ReuseType(reuse), BroadcastGenFilesStrategy(broadcast_strategy)
+    _check_processes(compute_config, load_module, broadcast_strategy)
+    is_class = isinstance(module_or_module_class, type)
+    build = (module_fn or module_or_module_class) if is_class else (lambda: module_or_module_class)
+    traced = _on_meta(build) if is_class else module_or_module_class
+    _check_not_nested(traced, compute_config)
+    if module_dtype is not None:
+        traced = traced.to(module_dtype)
+    folder = Path(gen_savedir) / f"{_full_name(traced)}" / (instance_name or "_")
+    graph = build_graph(traced, dummy_forward_args)
+    content = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
+    plan = Plan.from_json(content, graph)
+    if not load_module:
+        return None
+    if is_class:
+        return _subclass(module_or_module_class, build, plan, compute_config, module_dtype, init_module_params)
+    return _loaded(traced, plan, compute_config, init_module_params)
+
+
+def _check_processes(config: ComputeConfig, load_module: bool, strategy: BroadcastGenFilesStrategy) -> None:
+    world_size = get_world_size()
+    if strategy is not BroadcastGenFilesStrategy.NONE and not torch.distributed.is_initialized():
+        raise ValueError(f"broadcast_strategy={strategy.value!r} needs a process group; call init_distributed first")
+    if load_module and config.runtime_ngpus != world_size:
+        raise ValueError(
+            f"runtime_ngpus={config.runtime_ngpus} must be the number of processes, {world_size}; start as many, or "
+            "pass load_module=False to make the plan alone"
+        )
+
+
+def _check_not_nested(module: nn.Module, config: ComputeConfig) -> None:
+    inner = [name for name, part in module.named_modules() if isinstance(part, ParallelModule)]
+    if inner:
+        raise ValueError(f"{inner[0]!r} of the module is parallel already; parallelize the parts, or the whole")
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def _full_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}".replace("<locals>", "_")
+
+
+def _planned(
+    graph: Graph, policy: str | Policy, config: ComputeConfig, folder: Path, reuse: ReuseType
+) -> dict[str, Any]:
+    """The plan as its file holds it: that of the folder where `reuse` says so and it fits, else a new one."""
+    name = policy if isinstance(policy, str) else f"{policy.__module__}.{getattr(policy, '__qualname__', policy)}"
+    made_for = {"graph": graph.hash, "policy": name, **config.to_json()}
+    made_for = json.loads(json.dumps(made_for, default=str))
+    stored = _stored(folder)
+    if stored is not None and reuse in (ReuseType.MATCH, ReuseType.MOO):
+        differing = [key for key in made_for if stored[1].get(key) != made_for[key]]
+        if not differing:
+            return Plan.from_json(stored[0], graph, str(folder / PLAN_FILE)).to_json()
+        if reuse is ReuseType.MATCH:
+            raise ValueError(
+                f"{folder} holds a plan for another {', '.join(differing)}; pass reuse='moo' to make it anew, or "
+                "another instance_name to keep both"
+            )
+    if folder.exists():
+        _remove(folder)
+    plan = plan_by(policy, graph, config)
+    folder.mkdir(parents=True, exist_ok=True)
+    plan.save(folder / PLAN_FILE)
+    (folder / MADE_FOR_FILE).write_text(json.dumps(made_for, indent=1) + "\n")
+    return plan.to_json()
+
+
+def _stored(folder: Path) -> tuple[Any, dict[str, Any]] | None:
+    """The plan in the folder and what it was made for, None where there is none that is complete."""
+    try:
+        return tuple(json.loads((folder / name).read_text()) for name in (PLAN_FILE, MADE_FOR_FILE))  # type: ignore[return-value]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def _remove(folder: Path) -> None:
+    """Removes what this module wrote into the folder."""
+    for name in (PLAN_FILE, MADE_FOR_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _meshes(plan: Plan, config: ComputeConfig) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """The mesh of this process's unit and that of its counterparts in other units; None for one process."""
+    if config.runtime_ngpus == 1:
+        return None, None
+    names = tuple(f"part{axis}" for axis in range(len(plan.mesh)))
+    mesh = init_device_mesh(default_device().type, (config.num_units, *plan.mesh), mesh_dim_names=("units", *names))
+    return (mesh[names] if config.plan_ngpus > 1 else None), (mesh["units"] if config.num_units > 1 else None)
+
+
+def _loaded(module: nn.Module, plan: Plan, config: ComputeConfig, init_module_params: bool) -> ParallelModule:
+    if init_module_params:
+        broadcast_module(module)
+    return ParallelModule(module, plan, config, _meshes(plan, config))
+
+
+def _subclass(
+    module_class: type[nn.Module],
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    config: ComputeConfig,
+    dtype: torch.dtype | None,
+    init_module_params: bool,
+) -> type[ParallelModule]:
+    """A class whose objects are the parallelised module, each built anew by `build`."""
+
+    def __init__(self: ParallelModule) -> None:
+        module = build()
+        module = module if dtype is None else module.to(dtype)
+        if init_module_params:
+            broadcast_module(module)
+        ParallelModule.__init__(self, module, plan, config, _meshes(plan, config))
+
+    return type(f"Parallel{module_class.__name__}", (ParallelModule,), {"__init__": __init__})

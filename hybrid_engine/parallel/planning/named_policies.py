@@ -1,0 +1,68 @@
+"""The policies by their names, with the options that each takes."""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from hybrid_engine.parallel.compute_config import ComputeConfig
+from hybrid_engine.parallel.graph.graph import Graph
+from hybrid_engine.parallel.planning.plan import Plan
+from hybrid_engine.parallel.planning.policies import batch_plan, random_plan, replicated_plan
+
+Policy = Callable[[Graph, ComputeConfig], Plan | None]
+
+
+def data_parallel(graph: Graph, config: ComputeConfig) -> Plan:
+    """`dp`: every process has the whole module; ValueError unless a unit is one process."""
+    if config.plan_ngpus != 1:
+        raise ValueError(
+            f"policy 'dp' needs plan_ngpus=1, not {config.plan_ngpus}; use 'data' or 'tp' for larger units"
+        )
+    return replicated_plan(graph, (1,))
+
+
+def random_splits(graph: Graph, config: ComputeConfig) -> Plan:
+    """`tp`: every op split along a name drawn with the option `seed`."""
+    return random_plan(graph, (config.plan_ngpus,), config.pas_config.get("seed", 1))
+
+
+def split_batch(graph: Graph, config: ComputeConfig) -> Plan:
+    """`data`: dimension 0 of the arguments split inside the unit."""
+    return batch_plan(graph, (config.plan_ngpus,))
+
+
+POLICIES: Mapping[str, Policy] = {"dp": data_parallel, "tp": random_splits, "data": split_batch}
+OPTIONS: Mapping[str, frozenset[str]] = {"dp": frozenset(), "tp": frozenset({"seed"}), "data": frozenset()}
+
+
+def plan_by(policy: str | Policy, graph: Graph, config: ComputeConfig) -> Plan:
+    """The plan that a policy makes, checked; ValueError for an unknown policy or option, or for a plan that is wrong.
+
+    A callable gets the graph and the config and returns a plan.
+    """
+    if not isinstance(policy, str):
+        plan = policy(graph, config)
+        if not isinstance(plan, Plan):
+            raise ValueError(f"pas_policy {policy} returned {type(plan).__name__}; return a hybrid_engine Plan")
+    else:
+        check_options(policy, config.pas_config)
+        plan = POLICIES[policy](graph, config)
+        assert plan is not None, f"{policy=}"
+    if plan.plan_ngpus != config.plan_ngpus:
+        raise ValueError(f"the plan is for {plan.plan_ngpus} processes, plan_ngpus={config.plan_ngpus}; change either")
+    plan.check()
+    return plan
+
+
+def check_options(policy: str, options: Mapping[str, Any]) -> None:
+    """ValueError for a policy that does not exist and for an option that it does not have."""
+    if policy not in POLICIES:
+        raise ValueError(f"pas_policy={policy!r} must be one of {sorted(POLICIES)}, or a callable")
+    for name in options:
+        if not name.startswith("_") and name not in OPTIONS[policy]:
+            near = get_close_matches(name, OPTIONS[policy], 1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            known = sorted(OPTIONS[policy])
+            raise ValueError(
+                f"pas_config[{name!r}] is no option of {policy!r}; {hint}it has {known}; free ones begin with _"
+            )

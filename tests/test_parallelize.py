@@ -1,0 +1,244 @@
+"""`parallelize` and `build_optimizer`: one process, and two that train as one."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_distributed
+from torch import nn
+
+from hybrid_engine.parallel.compute_config import ComputeConfig
+from hybrid_engine.parallel.optimizer import build_optimizer
+from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.parallelize import parallelize
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer that is written into, a dict as its sample: end to end."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(16, 8), Block(), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, sample):
+        self.calls += 1
+        logits = self.head(self.block(self.embed(sample["ids"])))
+        return F.cross_entropy(logits.flatten(0, 1), sample["ids"].roll(1).flatten(), reduction="sum"), logits
+
+
+class Whole(nn.Module):
+    """A plain module around one that may be parallel."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(8, 8), Block()
+
+    def forward(self, x):
+        return self.block(self.first(x).tanh())
+
+
+def sample(seed, length=6):
+    return {"ids": torch.randint(0, 16, (4, length), generator=torch.Generator().manual_seed(seed))}
+
+
+def config(**changes):
+    return ComputeConfig(**{"plan_ngpus": 1, "runtime_ngpus": 1, "use_end2end": True} | changes)
+
+
+def make(tmp_path, policy="dp", module=None, **options):
+    return parallelize(
+        module or Net(),
+        {"sample": sample(0)},
+        policy,
+        config(**options.pop("config", {})),
+        gen_savedir=tmp_path,
+        **options,
+    )
+
+
+def plain_training(batches, clip=0.7):
+    """Weights and gradient norms of five Adam steps of the plain module, each on the sum of `batches(step)`."""
+    torch.manual_seed(0)
+    module = Net()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    norms = []
+    for step in range(5):
+        optimizer.zero_grad()
+        for batch in batches(step):
+            module(batch)[0].backward()
+        norms.append(nn.utils.clip_grad_norm_(module.parameters(), clip).item())
+        optimizer.step()
+    return {name: p.detach() for name, p in module.named_parameters()}, norms
+
+
+def parallel_training(rank, world_size, folder, policy, plan_ngpus, use_zero):
+    torch.manual_seed(rank)
+    unit, num_units = rank // plan_ngpus, world_size // plan_ngpus
+    if rank == 0:
+        torch.manual_seed(0)
+    options = {"plan_ngpus": plan_ngpus, "runtime_ngpus": world_size, "use_zero": use_zero}
+    module = make(folder, policy, config=options)
+    optimizer = build_optimizer(module, torch.optim.Adam, lr=0.01)
+    norms = []
+    for step in range(5):
+        results = module.train_step([sample(100 * step + 2 * unit + i, 6 + step % 2) for i in range(2)])
+        assert results[0][1].shape == (4, 6 + step % 2, 16)
+        norms.append(float(optimizer.clip_gnorm(0.7)))
+        optimizer.step()
+    weights = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.named_parameters()}
+    return {name: weight.detach() for name, weight in weights.items()}, norms, num_units, module.calls.item()
+
+
+LAYOUTS = [("tp", 2, False), ("data", 2, False), ("dp", 1, False), ("dp", 1, True)]
+
+
+def all_layouts(rank, world_size, folder):
+    return [parallel_training(rank, world_size, folder / str(number), *layout) for number, layout in enumerate(LAYOUTS)]
+
+
+def test_two_processes_train_as_one_under_every_layout(tmp_path):
+    outcomes = run_distributed(all_layouts, 2, tmp_path, seconds=300)
+    for results in zip(*outcomes, strict=True):
+        num_units = results[0][2]
+        expected = plain_training(lambda step, units=num_units: samples_of(step, 2 * units))
+        for weights, norms, _, calls in results:
+            assert calls == 10
+            torch.testing.assert_close(norms, expected[1], rtol=1e-5, atol=1e-6)
+            for name, weight in expected[0].items():
+                torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-5)
+
+
+def samples_of(step, count):
+    return [sample(100 * step + i, 6 + step % 2) for i in range(count)]
+
+
+def test_one_process_computes_what_the_module_computes_also_for_another_length(tmp_path):
+    module = Net()
+    parallel = make(tmp_path, module=module)
+    assert isinstance(parallel, ParallelModule)
+    assert list(parallel.state_dict()) == list(module.state_dict())
+    for length in (6, 9):
+        assert torch.equal(parallel.infer_step([sample(1, length)])[0][1], module(sample(1, length))[1])
+    assert parallel.calls == module.calls == 2
+    module.embed.weight.data.zero_()
+    assert parallel.embed.weight.abs().sum() > 0
+
+
+def test_a_class_gives_a_class(tmp_path):
+    kind = parallelize(Net, {"sample": sample(0)}, "dp", config(), gen_savedir=tmp_path)
+    assert issubclass(kind, ParallelModule)
+    assert parallelize(kind, {}, "dp", config()) is kind
+    assert len(kind().infer_step([sample(0)])) == 1
+
+
+def test_a_submodule_may_be_parallel_in_a_plain_module(tmp_path):
+    torch.manual_seed(0)
+    module, x = Whole(), torch.randn(4, 8)
+    module(x).sum().backward()
+    expected = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    module.block = parallelize(module.block, {"x": x}, "dp", config(use_end2end=False), gen_savedir=tmp_path)
+    groups = lambda named: [{"params": [p], "lr": 0.1} for _, p in named]  # noqa: E731
+    optimizer = build_optimizer(module, torch.optim.SGD, lr=1.0, momentum=0.9, param_groups=groups)
+    module(x).sum().backward()
+    assert len(optimizer.param_groups) == 6
+    assert [p.shape for p in optimizer._non_parallel_module_reducer.parameters] == [(8, 8), (8,)]
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name])
+
+
+def test_gradients_are_scaled_after_they_are_synced_alone(tmp_path):
+    optimizer = build_optimizer(make(tmp_path), torch.optim.SGD, lr=0.1)
+    seen = []
+    optimizer.register_reducer_post_hook(lambda reducer, flat: seen.append(flat.numel()))
+    with pytest.raises(ValueError, match="call sync_shard_grad"):
+        optimizer.scale_grads(0.5)
+    optimizer.sync_shard_grad()
+    optimizer.scale_grads(0.5)
+    assert len(seen) == 1
+
+
+def test_a_dummy_batch_counts_nothing_and_losses_are_scaled(tmp_path):
+    module = make(tmp_path)
+    module.train_step([sample(0)])
+    gradient = module.block.up.weight.grad
+    module.train_step([sample(0), sample(1)], is_dummy_batch=[False, True], scale_fn=lambda loss: 3 * loss)
+    torch.testing.assert_close(module.block.up.weight.grad, 3 * gradient)
+
+
+def test_a_plan_is_used_again_for_the_same_model_and_config_alone(tmp_path):
+    made = []
+
+    def policy(graph, compute_config):
+        from hybrid_engine.parallel.planning.policies import replicated_plan
+
+        made.append(1)
+        return replicated_plan(graph, (1,))
+
+    make(tmp_path, policy)
+    make(tmp_path, policy)
+    assert len(made) == 1
+    with pytest.raises(ValueError, match=r"holds a plan for another user_config.*reuse='moo'"):
+        make(tmp_path, policy, config={"user_config": {"a": 1}})
+    make(tmp_path, policy, config={"user_config": {"a": 1}}, reuse="moo")
+    make(tmp_path, policy, config={"user_config": {"a": 1}}, reuse="override")
+    assert len(made) == 3
+
+
+def test_a_plan_for_other_processes_is_made_without_a_process_group(tmp_path):
+    assert make(tmp_path, "tp", config={"plan_ngpus": 4, "runtime_ngpus": 8}, load_module=False) is None
+    assert len(list(tmp_path.glob("*.Net/_/plan.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"plan_ngpus": 2, "runtime_ngpus": 3}, "runtime_ngpus=3 must be a multiple of plan_ngpus=2"),
+        ({"plan_ngpus": 0}, "plan_ngpus=0 must be"),
+        ({"trace_strategy": "x"}, "trace_strategy='x' must be one of"),
+        ({"zero_ngroups": 2}, "zero_ngroups=2 must divide the number of units, 1"),
+        ({"use_async_reducer": True, "use_end2end": False}, "use_async_reducer=True needs use_end2end"),
+    ],
+)
+def test_a_wrong_config_is_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "match"),
+    [
+        ("dpp", {}, "pas_policy='dpp' must be one of"),
+        ("dp", {"config": {"pas_config": {"seed": 2}}}, "pas_config.'seed'. is no option of 'dp'"),
+        ("tp", {"config": {"plan_ngpus": 2, "runtime_ngpus": 2}}, "runtime_ngpus=2 must be the number of processes, 1"),
+        ("dp", {"broadcast_strategy": "all"}, "broadcast_strategy='all' needs a process group"),
+    ],
+)
+def test_a_wrong_call_is_refused(tmp_path, policy, changes, match):
+    with pytest.raises(ValueError, match=match):
+        make(tmp_path, policy, **changes)
+
+
+def test_what_an_end_to_end_module_does_not_do_is_refused(tmp_path):
+    module = make(tmp_path)
+    with pytest.raises(ValueError, match="call train_step"):
+        module(sample(0))
+    with pytest.raises(ValueError, match="is_dummy_batch has 2 entries, samples 1"):
+        module.train_step([sample(0)], [True, False])
+    module.config = dataclasses.replace(module.config, inference_only=True)
+    with pytest.raises(ValueError, match="inference_only"):
+        module.train_step([sample(0)])
+    with pytest.raises(ValueError, match="inference_only"):
+        build_optimizer(module, torch.optim.SGD, lr=0.1)
