@@ -1,20 +1,25 @@
-"""Log-probabilities of tokens that are given, by one pass of the containers over whole sequences.
+"""Log-probabilities of tokens that are given, by one pass over whole sequences: of the containers, or a wrapped model.
 
-N packed tokens, V vocabulary.
+N packed tokens, V vocabulary; b rows, S columns.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.generation.batching.sequence import Prompt
-from hybrid_engine.ops import PrefillBatch
+from hybrid_engine.ops import PrefillBatch, token_logprobs
+
+if TYPE_CHECKING:
+    from hybrid_engine.generation.levels.wrapped_model import AbstractModelInferenceWrapper
 
 MAX_LOGITS = 2**27
 """Of one pass; more are made in several."""
+TOKENS_AT_ONCE = 2048
+"""Of wrapped models, at least one row: with 150 000 logits each, 1.2 GB."""
 
 
 class TokenScores(NamedTuple):
@@ -30,12 +35,19 @@ def score_packed(
     model: InferenceModel, tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Logits `[N, V]` fp32 after every one of the packed `tokens [N]` of sequences of `lengths`, or after `wanted`."""
-    device, longest = model.device, max(lengths)
+    longest = max(lengths)
+    model.prepare_positions(longest)
+    kv = torch.zeros(model.kv_shape(len(lengths), longest), dtype=model.dtype, device=model.device)
+    return model.forward(pack(tokens, lengths, wanted), kv, model.layers)
+
+
+def pack(tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None = None) -> PrefillBatch:
+    """The packed `tokens [N]` of sequences of `lengths`, each in a block of its own; logits after all or `wanted`."""
+    device = tokens.device
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     sizes = torch.tensor(lengths)
     blocks = torch.arange(len(lengths)).repeat_interleave(sizes).to(device)
-    model.prepare_positions(longest)
-    batch = PrefillBatch(
+    return PrefillBatch(
         tokens=tokens,
         positions=positions,
         write_blocks=blocks,
@@ -45,8 +57,6 @@ def score_packed(
         wanted=torch.arange(len(tokens), device=device) if wanted is None else wanted,
         row_lengths=sizes.repeat_interleave(sizes).to(device),
     )
-    kv = torch.zeros(model.kv_shape(len(lengths), longest), dtype=model.dtype, device=device)
-    return model.forward(batch, kv, model.layers)
 
 
 def score_prompts(model: InferenceModel, prompts: Iterable[Prompt]) -> None:
@@ -68,3 +78,24 @@ def score_tokens(model: InferenceModel, tokens: list[int], num_tops: int) -> Tok
         pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
         tops += [list(zip(ids, values, strict=True)) for ids, values in pairs]
     return TokenScores(logprobs, tops)
+
+
+def score_rows(wrapper: "AbstractModelInferenceWrapper", tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """`[b, S - 1]` fp32: entry t is of token t + 1 of `tokens [b, S]`, raw; 0 from a row's length on.
+
+    Collective: all processes of the wrapper score all rows, through its own methods.
+    """
+    width = tokens.shape[1]
+    scores = torch.zeros(len(tokens), width - 1, device=tokens.device)
+    if width == 1:
+        return scores
+    rows_at_once = max(1, TOKENS_AT_ONCE // width)
+    with wrapper.reading():
+        for first in range(0, len(tokens), rows_at_once):
+            rows = tokens[first : first + rows_at_once]
+            wrapper.prep_model_for_inference(rows)
+            logits = wrapper(wrapper.get_batch_for_context_window(0, width - 1))
+            scores[first : first + rows_at_once] = token_logprobs(logits, rows[:, 1:])
+        wrapper.release()
+    places = torch.arange(1, width, device=tokens.device)
+    return scores.masked_fill(places >= torch.tensor(lengths, device=tokens.device)[:, None], 0.0)

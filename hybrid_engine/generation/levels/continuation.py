@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.levels.log_probs import score
 from hybrid_engine.generation.levels.parameters import CommonInferenceParams
 from hybrid_engine.generation.levels.turns import BatchStatus, StrategyChoice, Turn, check_drawn, first_decides
 from hybrid_engine.generation.levels.wrapped_model import GPTInferenceWrapper
 from hybrid_engine.generation.options import WITHOUT_EFFECT
 from hybrid_engine.generation.output import response_lengths
+from hybrid_engine.generation.scoring import score_rows
 
 if TYPE_CHECKING:
     from hybrid_engine.generation.levels.strategy import SimpleTextGenerationStrategy
@@ -111,7 +111,7 @@ def collect(
         tokens[row, :length] = prompts_tokens[row, :length]
         tokens[row, length:row_end] = tokens.new_tensor(continued[row].tokens)
     counted = prompts_lengths.new_tensor([row.num_counted for row in continued])
-    log_probs = score(strategy.inference_wrapped_model, tokens, ends) if params.return_log_probs else None
+    log_probs = score_rows(strategy.inference_wrapped_model, tokens, ends) if params.return_log_probs else None
     return tokens, prompts_lengths + counted, log_probs
 
 

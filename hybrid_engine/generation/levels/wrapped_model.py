@@ -14,7 +14,8 @@ from hybrid_engine.containers import InferenceModel
 from hybrid_engine.distributed.verdict import Partners, everyone
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.usage import usable_memory_bytes
-from hybrid_engine.ops import DecodeBatch, PrefillBatch
+from hybrid_engine.generation.scoring import pack
+from hybrid_engine.ops import DecodeBatch
 
 # Rows of a decode pass that feeds several positions of a window: each reads its row's keys anew.
 MAX_ROWS = 64
@@ -186,17 +187,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
         width = self.prompts_tokens.shape[1]
         model.prepare_positions(width)
         self._state = torch.zeros(model.kv_shape(num_rows, width), dtype=model.dtype, device=device)
-        positions = torch.arange(length, device=device).repeat(num_rows)
-        batch = PrefillBatch(
-            tokens=tokens.reshape(-1),
-            positions=positions,
-            write_blocks=torch.arange(num_rows, device=device).repeat_interleave(length),
-            write_offsets=positions,
-            lengths=(length,) * num_rows,
-            starts=(torch.arange(num_rows + 1, device=device) * length).int(),
-            wanted=torch.arange(num_rows * length, device=device),
-            row_lengths=torch.full_like(positions, length),
-        )
+        batch = pack(tokens.reshape(-1), [length] * num_rows)
         return model.forward(batch, self._state, self.generator.layers()).unflatten(0, (num_rows, length))
 
     def _feed(self, model: InferenceModel, tokens: torch.Tensor, start: int) -> torch.Tensor:
