@@ -20,14 +20,15 @@ Sources: transformers, integrations/moe.py and models/gpt_oss/modeling_gpt_oss.p
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
 from hybrid_engine.ops.cpu_gemm import linear_transposed
-from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, next_power_of_2, tl, triton, use_triton
+from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, tl, triton, use_triton
 from hybrid_engine.ops.moe_gating import Routing
+from hybrid_engine.ops.skinny_gemm import multiply
 
 LAYOUTS = ("plain", "halves", "interleaved")
 CLAMPED_SWIGLU = "clamped_swiglu"
@@ -201,49 +202,87 @@ class ExpertGemmOp:
         output = torch.empty(num_tokens, top_k, hidden, dtype=dtype, device=input.device)
         if num_pairs == 0:
             return output
-        self._launch_product(
-            _up_kernel, input, routing, up, up_bias, inner, size, (self.alpha, self.limit),
-            LAYOUT=LAYOUTS.index(self.layout), ACTIVATION=self.activation,
-        )  # fmt: skip
+        form = {"LAYOUT": LAYOUTS.index(self.layout), "ACTIVATION": self.activation}
+        gate = Gate(self.alpha, self.limit)
+        _launch_product(_up_kernel, input, routing, (up, up_bias), Inner(inner, size), gate, **form)
         weights = routing.weights.contiguous()
-        self._launch_product(_down_kernel, inner, routing, down, down_bias, output, hidden, (weights,))
+        _launch_product(_down_kernel, inner, routing, (down, down_bias), Inner(output, hidden), weights)
         return output
 
-    def _launch_product(
-        self,
-        kernel: Callable,
-        input: torch.Tensor,
-        routing: Routing,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        output: torch.Tensor,
-        columns: int,
-        rest: tuple,
-        **constants: int | str,
-    ) -> None:
-        num_pairs, num_experts, depth = len(routing.order), weight.shape[0], weight.shape[1]
-        tiles = choose_tiles(num_pairs, num_experts, columns, input.dtype)
-        some_bias = weight[:, 0, :] if bias is None else bias  # where there is none, a pointer that is not read
-        launch(
-            kernel,
-            (max_tiles(num_pairs, num_experts, tiles.m), -(-columns // tiles.n)),
-            input, routing.order, routing.offsets, weight, some_bias, output, *rest,
-            num_experts, routing.weights.shape[1], depth, columns,
-            *input.stride(), *weight.stride(), *some_bias.stride(),
-            device=input.device,
-            HAS_BIAS=bias is not None, UPCASTS=IS_INTERPRETED, BLOCK_X=max(next_power_of_2(num_experts), 2),
-            BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k,
-            num_warps=tiles.warps, num_stages=tiles.stages, **constants,
-        )  # fmt: skip
+
+class Rows(NamedTuple):
+    """What is multiplied."""
+
+    ptr: Any  # [N or M, in]
+    stride_m: int
+    stride_k: int
+
+
+class Pairs(NamedTuple):
+    """The pairs of token and slot, sorted by expert."""
+
+    order_ptr: Any  # [M] int64: each pair's number, token * top_k + slot
+    offsets_ptr: Any  # [X + 1] int32: where each expert's begin
+    num_experts: int
+    top_k: int
+
+
+class ExpertWeights(NamedTuple):
+    """W `[X, in, out]` and the bias `[X, out]` or None."""
+
+    ptr: Any
+    stride_x: int
+    stride_k: int
+    stride_n: int
+    depth: int  # in
+    bias_ptr: Any
+    bias_stride_x: int
+    bias_stride_n: int
+
+
+class Inner(NamedTuple):
+    """What is written, whose columns are dense: of gate and up one."""
+
+    ptr: Any
+    columns: int
+
+
+class Gate(NamedTuple):
+    """Numbers of the clamped SwiGLU."""
+
+    alpha: float
+    limit: float
+
+
+def _launch_product(
+    kernel: Callable,
+    input: torch.Tensor,
+    routing: Routing,
+    weight_and_bias: tuple[torch.Tensor, torch.Tensor | None],
+    output: Inner,
+    gate_or_weights: Gate | torch.Tensor,
+    **form: int | str,
+) -> None:
+    weight, bias = weight_and_bias
+    (num_experts, depth, _), num_pairs = weight.shape, len(routing.order)
+    tiles = choose_tiles(num_pairs, num_experts, output.columns, input.dtype)
+    pairs = Pairs(routing.order, routing.offsets, num_experts, routing.weights.shape[1])
+    weights = ExpertWeights(weight, *weight.stride(), depth, bias, *((0, 0) if bias is None else bias.stride()))
+    launch(
+        kernel, (max_tiles(num_pairs, num_experts, tiles.m), -(-output.columns // tiles.n)),
+        Rows(input, *input.stride()), pairs, weights, output, gate_or_weights,
+        device=input.device, EXPERTS=max(next_power_of_2(num_experts), 2), TILES=tiles,
+        num_warps=tiles.warps, num_stages=tiles.stages, **form,
+    )  # fmt: skip
 
 
 @triton.jit
-def _find_tile(offsets, tile, num_experts, BLOCK_X: tl.constexpr, BLOCK_M: tl.constexpr):
+def _find_tile(pairs, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Expert, first and end sorted pair of a tile; expert >= num_experts where there is no such tile."""
-    x = tl.arange(0, BLOCK_X)
-    mask = x < num_experts
-    begin = tl.load(offsets + x, mask=mask, other=0)
-    end = tl.load(offsets + x + 1, mask=mask, other=0)
+    x = tl.arange(0, EXPERTS)
+    mask = x < pairs.num_experts
+    begin = tl.load(pairs.offsets_ptr + x, mask=mask, other=0)
+    end = tl.load(pairs.offsets_ptr + x + 1, mask=mask, other=0)
     tiles = (end - begin + BLOCK_M - 1) // BLOCK_M
     last = tl.cumsum(tiles, axis=0)
     expert = tl.sum((last <= tile).to(tl.int32), axis=0)
@@ -253,103 +292,95 @@ def _find_tile(offsets, tile, num_experts, BLOCK_X: tl.constexpr, BLOCK_M: tl.co
 
 
 @triton.jit
-def _product(
-    a, a_mask, b, depth, stride_ak, stride_wk, b_mask,
-    UPCASTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`[BLOCK_M, BLOCK_N]` fp32 from pointers to rows `a [BLOCK_M]` and columns `b [BLOCK_N]`."""
-    k = tl.arange(0, BLOCK_K)
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, depth, BLOCK_K):
-        left = depth - start
-        x = tl.load(
-            a[:, None] + (start + k)[None, :] * stride_ak, mask=a_mask[:, None] & (k < left)[None, :], other=0.0
-        )
-        w = tl.load(
-            b[None, :] + (start + k)[:, None] * stride_wk, mask=b_mask[None, :] & (k < left)[:, None], other=0.0
-        )
-        if UPCASTS:  # the interpreter multiplies the bits of bfloat16
-            x, w = x.to(tl.float32), w.to(tl.float32)
-        total = tl.dot(x, w, total, input_precision="ieee")
+def _load_rows(x, rows, row_mask, k, depth):
+    """Columns `k` of the rows whose numbers are `rows`."""
+    place = x.ptr + rows.to(tl.int64)[:, None] * x.stride_m + k[None, :] * x.stride_k
+    return tl.load(place, mask=row_mask[:, None] & (k < depth)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_weights(w, expert, n, n_mask, k):
+    """Columns `n` of an expert's weight at `k`."""
+    place = w.ptr + expert.to(tl.int64) * w.stride_x + n[None, :] * w.stride_n + k[:, None] * w.stride_k
+    return tl.load(place, mask=n_mask[None, :] & (k < w.depth)[:, None], other=0.0)
+
+
+@triton.jit
+def _product(x, rows, row_mask, w, expert, n, n_mask, TILES: tl.constexpr):
+    """`[BLOCK_M, columns n]` fp32 of the rows and an expert's weight."""
+    BLOCK_M: tl.constexpr = TILES.m
+    BLOCK_K: tl.constexpr = TILES.k
+    total = tl.zeros((BLOCK_M, n.shape[0]), dtype=tl.float32)
+    for start in range(0, w.depth, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        loaded = _load_rows(x, rows, row_mask, k, w.depth)
+        total = multiply(loaded, _load_weights(w, expert, n, n_mask, k), total)
     return total
 
 
 @triton.jit
-def _product_pair(
-    a, a_mask, b, up_distance, depth, stride_ak, stride_wk, b_mask,
-    UPCASTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The same for the columns `b` and those `up_distance` elements on, reading the rows once."""
-    k = tl.arange(0, BLOCK_K)
+def _product_pair(x, rows, row_mask, w, expert, n, n_mask, columns, TILES: tl.constexpr):
+    """The same for the columns `n` and those `columns` on, reading the rows once."""
+    BLOCK_M: tl.constexpr = TILES.m
+    BLOCK_N: tl.constexpr = TILES.n
+    BLOCK_K: tl.constexpr = TILES.k
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, depth, BLOCK_K):
-        left = depth - start
-        mask = b_mask[None, :] & (k < left)[:, None]
-        place = b[None, :] + (start + k)[:, None] * stride_wk
-        x = tl.load(
-            a[:, None] + (start + k)[None, :] * stride_ak, mask=a_mask[:, None] & (k < left)[None, :], other=0.0
-        )
-        w = tl.load(place, mask=mask, other=0.0)
-        v = tl.load(place + up_distance, mask=mask, other=0.0)
-        if UPCASTS:
-            x, w, v = x.to(tl.float32), w.to(tl.float32), v.to(tl.float32)
-        gate = tl.dot(x, w, gate, input_precision="ieee")
-        up = tl.dot(x, v, up, input_precision="ieee")
+    for start in range(0, w.depth, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        loaded = _load_rows(x, rows, row_mask, k, w.depth)
+        gate = multiply(loaded, _load_weights(w, expert, n, n_mask, k), gate)
+        up = multiply(loaded, _load_weights(w, expert, columns + n, n_mask, k), up)
     return gate, up
 
 
 @triton.jit
-def _add_bias(total, bias, n, stride_bn, mask, HAS_BIAS: tl.constexpr):
+def _add_bias(total, w, expert, n, mask):
     """`total` (already in the dtype) plus the bias of columns `n`, rounded to the dtype, as fp32."""
     result = total.to(tl.float32)
-    if HAS_BIAS:
-        offset = tl.load(bias + n * stride_bn, mask=mask, other=0.0).to(tl.float32)
+    if w.bias_ptr is not None:
+        place = w.bias_ptr + expert.to(tl.int64) * w.bias_stride_x + n * w.bias_stride_n
+        offset = tl.load(place, mask=mask, other=0.0).to(tl.float32)
         result = (result + offset[None, :]).to(total.dtype).to(tl.float32)
     return result
 
 
 @triton.jit
 def _up_kernel(
-    input, order, offsets, weight, bias, inner, alpha, limit, num_experts, top_k, depth, columns,
-    stride_an, stride_ak, stride_wx, stride_wk, stride_wn, stride_bx, stride_bn,
-    LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, UPCASTS: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, pairs, w, inner, gate_numbers,
+    LAYOUT: tl.constexpr, ACTIVATION: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M pairs of one expert times BLOCK_N columns of `inner`; LAYOUT 0 plain, 1 halves, 2 interleaved."""
-    expert, first, end = _find_tile(offsets, tl.program_id(0), num_experts, BLOCK_X, BLOCK_M)
-    if expert >= num_experts:
+    BLOCK_M: tl.constexpr = TILES.m
+    BLOCK_N: tl.constexpr = TILES.n
+    expert, first, end = _find_tile(pairs, tl.program_id(0), EXPERTS, BLOCK_M)
+    if expert >= pairs.num_experts:
         return
-    dtype = inner.dtype.element_ty
+    dtype = inner.ptr.dtype.element_ty
     rows = first + tl.arange(0, BLOCK_M)
     row_mask = rows < end
-    tokens = tl.load(order + rows, mask=row_mask, other=0) // top_k
+    tokens = tl.load(pairs.order_ptr + rows, mask=row_mask, other=0) // pairs.top_k
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask = n < columns
-    a = input + tokens * stride_an
-    w = weight + expert.to(tl.int64) * stride_wx
-    bias += expert.to(tl.int64) * stride_bx
+    n_mask = n < inner.columns
     if LAYOUT == 2:  # one tile holds gate and up side by side, as they lie
         both = tl.program_id(1) * BLOCK_N * 2 + tl.arange(0, 2 * BLOCK_N)
-        both_mask = both < 2 * columns
-        pair = _product(a, row_mask, w + both * stride_wn, depth, stride_ak, stride_wk, both_mask,
-                        UPCASTS, BLOCK_M, 2 * BLOCK_N, BLOCK_K)  # fmt: skip
-        pair = _add_bias(pair.to(dtype), bias, both, stride_bn, both_mask, HAS_BIAS)
+        both_mask = both < 2 * inner.columns
+        pair = _product(x, tokens, row_mask, w, expert, both, both_mask, TILES)
+        pair = _add_bias(pair.to(dtype), w, expert, both, both_mask)
         gate, up = tl.split(tl.reshape(pair, (BLOCK_M, BLOCK_N, 2)))
     elif LAYOUT == 1:
-        gate, up = _product_pair(a, row_mask, w + n * stride_wn, columns * stride_wn, depth, stride_ak, stride_wk,
-                                 n_mask, UPCASTS, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
-        gate = _add_bias(gate.to(dtype), bias, n, stride_bn, n_mask, HAS_BIAS)
-        up = _add_bias(up.to(dtype), bias, columns + n, stride_bn, n_mask, HAS_BIAS)
+        gate, up = _product_pair(x, tokens, row_mask, w, expert, n, n_mask, inner.columns, TILES)
+        gate = _add_bias(gate.to(dtype), w, expert, n, n_mask)
+        up = _add_bias(up.to(dtype), w, expert, inner.columns + n, n_mask)
     else:
-        gate = _product(a, row_mask, w + n * stride_wn, depth, stride_ak, stride_wk, n_mask,
-                        UPCASTS, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
-        gate = _add_bias(gate.to(dtype), bias, n, stride_bn, n_mask, HAS_BIAS)
+        gate = _product(x, tokens, row_mask, w, expert, n, n_mask, TILES)
+        gate = _add_bias(gate.to(dtype), w, expert, n, n_mask)
         up = gate
     if ACTIVATION == "clamped_swiglu":
+        limit = gate_numbers.limit
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
-        gate = gate * tl.sigmoid((gate * alpha).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        gate = gate * tl.sigmoid((gate * gate_numbers.alpha).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         gate = gate.to(dtype).to(tl.float32)
         up = (up + 1.0).to(dtype).to(tl.float32)
     else:
@@ -357,31 +388,26 @@ def _up_kernel(
     result = gate
     if LAYOUT != 0:
         result = gate * up
-    place = inner + rows.to(tl.int64)[:, None] * columns + n[None, :]
+    place = inner.ptr + rows.to(tl.int64)[:, None] * inner.columns + n[None, :]
     tl.store(place, result.to(dtype), mask=row_mask[:, None] & n_mask[None, :])
 
 
 @triton.jit
-def _down_kernel(
-    inner, order, offsets, weight, bias, output, weights, num_experts, top_k, depth, columns,
-    stride_an, stride_ak, stride_wx, stride_wk, stride_wn, stride_bx, stride_bn,
-    HAS_BIAS: tl.constexpr, UPCASTS: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def _down_kernel(x, pairs, w, output, weights_ptr, EXPERTS: tl.constexpr, TILES: tl.constexpr):
     """BLOCK_M sorted pairs of one expert times BLOCK_N columns, weighted, written to the pairs' own places."""
-    expert, first, end = _find_tile(offsets, tl.program_id(0), num_experts, BLOCK_X, BLOCK_M)
-    if expert >= num_experts:
+    BLOCK_M: tl.constexpr = TILES.m
+    BLOCK_N: tl.constexpr = TILES.n
+    expert, first, end = _find_tile(pairs, tl.program_id(0), EXPERTS, BLOCK_M)
+    if expert >= pairs.num_experts:
         return
-    dtype = inner.dtype.element_ty
     rows = first + tl.arange(0, BLOCK_M)
     row_mask = rows < end
-    pairs = tl.load(order + rows, mask=row_mask, other=0)
+    numbers = tl.load(pairs.order_ptr + rows, mask=row_mask, other=0)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask = n < columns
-    w = weight + expert.to(tl.int64) * stride_wx + n * stride_wn
-    total = _product(inner + rows.to(tl.int64) * stride_an, row_mask, w, depth, stride_ak, stride_wk, n_mask,
-                     UPCASTS, BLOCK_M, BLOCK_N, BLOCK_K)  # fmt: skip
-    total = _add_bias(total.to(dtype), bias + expert.to(tl.int64) * stride_bx, n, stride_bn, n_mask, HAS_BIAS)
-    scale = tl.load(weights + pairs, mask=row_mask, other=0.0).to(tl.float32)
-    total = (total * scale[:, None]).to(output.dtype.element_ty)
-    tl.store(output + pairs[:, None] * columns + n[None, :], total, mask=row_mask[:, None] & n_mask[None, :])
+    n_mask = n < output.columns
+    total = _product(x, rows, row_mask, w, expert, n, n_mask, TILES)
+    total = _add_bias(total.to(x.ptr.dtype.element_ty), w, expert, n, n_mask)
+    scale = tl.load(weights_ptr + numbers, mask=row_mask, other=0.0).to(tl.float32)
+    total = (total * scale[:, None]).to(output.ptr.dtype.element_ty)
+    place = output.ptr + numbers[:, None] * output.columns + n[None, :]
+    tl.store(place, total, mask=row_mask[:, None] & n_mask[None, :])

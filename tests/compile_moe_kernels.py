@@ -6,6 +6,7 @@ at one and at many tokens, of gpt-oss-20b and of a Megatron layer.
 
 import torch
 import triton
+from compile_kernels import compile_kernel as compile_with_tuples
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -38,16 +39,18 @@ def compile_products(dtype: torch.dtype, form: tuple) -> None:
     """Both grouped products of one form, weights stored [X, out, in] and, for gpt-oss, [X, in, out]."""
     tokens, num_experts, top_k, columns, layout, activation, has_bias = form
     tiles = expert_gemm.choose_tiles(tokens * top_k, num_experts, columns, dtype)
-    floats = dict.fromkeys(("input", "inner", "weight", "bias", "output"), NAMES[dtype])
-    types = {**floats, "order": "*i64", "offsets": "*i32", "weights": "*fp32", "alpha": "fp32", "limit": "fp32"}
-    constants = {
-        "HAS_BIAS": has_bias, "UPCASTS": False, "BLOCK_X": next_power_of_2(num_experts),
-        "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "stride_ak": 1,
-        ("stride_wn" if layout == 2 else "stride_wk"): 1,
-    }  # fmt: skip
+    pointer, width = NAMES[dtype], "i32/16"
+    bias = (pointer, width, 1) if has_bias else (None, 0, 0)
+    strides = (width, 1) if layout == 2 else (1, width)  # of k and n
+    pairs = expert_gemm.Pairs("*i64", "*i32", "i32", "i32" if top_k > 1 else 1)
+    given = {"x": expert_gemm.Rows(pointer, width, 1), "pairs": pairs}
+    given["w"] = expert_gemm.ExpertWeights(pointer, width, *strides, width, *bias)
+    fixed = {"EXPERTS": next_power_of_2(num_experts), "TILES": tiles}
     sizes = tiles.warps, tiles.stages
-    compile_kernel(expert_gemm._up_kernel, types, {**constants, "LAYOUT": layout, "ACTIVATION": activation}, *sizes)
-    compile_kernel(expert_gemm._down_kernel, types, constants, *sizes)
+    up = {**given, "inner": expert_gemm.Inner(pointer, width), "gate_numbers": expert_gemm.Gate("fp32", "fp32")}
+    compile_with_tuples(expert_gemm._up_kernel, up, {**fixed, "LAYOUT": layout, "ACTIVATION": activation}, *sizes)
+    down = {**given, "output": expert_gemm.Inner("*fp32", width), "weights_ptr": "*fp32"}
+    compile_with_tuples(expert_gemm._down_kernel, down, fixed, *sizes)
 
 
 def compile_rest(dtype: torch.dtype) -> None:
