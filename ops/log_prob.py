@@ -68,11 +68,16 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
     if use_triton(logits):
         rows = logits.float().reshape(-1, logits.shape[-1])
         return _KernelLogprobs.apply(rows, tokens.reshape(-1), float(temperature)).view(tokens.shape)
-    if cpu_kernels.can_search(logits):
-        chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) / temperature
-        return chosen - cpu_kernels.log_sum_exp(logits, temperature)
     scaled = logits.float()
     if temperature != 1.0:
         scaled = scaled / temperature
     chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return chosen - scaled.logsumexp(-1)
+
+
+def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """`token_logprobs` for a rollout that need not have its bits: compiled on a CPU, which rounds otherwise."""
+    if not cpu_kernels.can_search(logits):
+        return token_logprobs(logits, tokens, temperature)
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) / temperature
+    return chosen - cpu_kernels.log_sum_exp(logits, temperature)

@@ -20,7 +20,7 @@ import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, use_triton
-from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.ops.log_prob import sampled_logprobs, token_logprobs
 from hybrid_engine.ops.sample_filters import filter_logits
 from hybrid_engine.ops.sample_kernels import (
     CHUNK,
@@ -106,8 +106,8 @@ class SampleOp:
     """Callable `(logits, keys, draws, seen, slots) -> (tokens, logprobs)`, which draws by `options`.
 
     Args:
-        is_exact: log-probabilities have the bits that `token_logprobs` gives the trainer, from a launch of its own;
-            else the kernels' may round otherwise.
+        is_exact: log-probabilities have the bits that `token_logprobs` gives the trainer; else what is compiled may
+            round otherwise.
     """
 
     def __init__(self, options: SamplingOptions, is_exact: bool = False):
@@ -249,7 +249,8 @@ class SampleOp:
         """The reference: the function of the kernel in plain torch."""
         with self._adjusted(logits, draws, seen, slots) as adjusted:
             tokens = self._draw(adjusted, keys, draws) if self.options.do_sample else first_largest(adjusted)
-        return tokens, token_logprobs(logits, tokens, self.temperature)
+        measure = token_logprobs if self.is_exact else sampled_logprobs
+        return tokens, measure(logits, tokens, self.temperature)
 
     @contextmanager
     def _adjusted(

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import hybrid_engine
-from hybrid_engine.ops import token_logprobs
+from hybrid_engine.ops import SampleOp, SamplingOptions, token_logprobs
 from hybrid_engine.ops.fixed_attention import Attention, attend, attend_as_usual
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
 
@@ -204,6 +204,21 @@ def test_nothing_of_the_model_stays_changed():
     assert model.config._attn_implementation == before
     tokens = torch.arange(3, 12)[None]
     assert torch.allclose(model(input_ids=tokens).logits, engine(input_ids=tokens).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rollout_records_the_bits_that_the_trainer_computes(dtype):
+    """Over a vocabulary of several blocks; a rollout's logits are fp32 and want no gradient."""
+    torch.manual_seed(0)
+    logits = (torch.randn(2, 40, 3000) * 3).to(dtype).requires_grad_()
+    rows, numbers = logits.detach().float().flatten(0, 1), torch.arange(80)
+    op = SampleOp(SamplingOptions(do_sample=True, temperature=0.7), is_exact=True)
+    tokens, logprobs = op(rows, numbers, numbers)
+    assert torch.equal(token_logprobs(logits, tokens.view(2, 40), 0.7).flatten(), logprobs)
+    with torch.no_grad():
+        assert torch.equal(token_logprobs(rows, tokens, 0.7), logprobs)
+    alone = op(rows[7:8], numbers[7:8], numbers[7:8])
+    assert (int(alone[0]), float(alone[1])) == (int(tokens[7]), float(logprobs[7]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -285,7 +285,7 @@ class DecodeStep:
         kinds = {id(sequence.options): sequence.options for sequence in sequences}
         if all(options.is_plain and options.sampling == self.sample.options for options in kinds.values()):
             return None
-        return MixedRows(sequences, self.model.vocab_size, self.kv.device)
+        return MixedRows(sequences, self.model.vocab_size, self.kv.device, is_exact=self.sample.is_exact)
 
     def _forward(
         self,

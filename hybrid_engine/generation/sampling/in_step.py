@@ -88,7 +88,7 @@ class RowsInStep(MixedRows):
             repetition_penalty=options.repetition_penalty if left & {type(each) for each in penalty} else 1.0,
             min_new_tokens=options.min_new_tokens if left & {type(each) for each in ends} else 0,
         )
-        super().__init__(sequences, vocab, device, sampling)
+        super().__init__(sequences, vocab, device, sampling, is_exact=True)
         first = len(before) + len(penalty)
         self.before, self.after = (
             LogitsProcessorList([processor for processor in part if processor not in stand_ins])

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.sampling.processors import RowProcessors, build_row_processors, warp
 from hybrid_engine.ops import SamplingOptions
-from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.ops.log_prob import sampled_logprobs, token_logprobs
 from hybrid_engine.ops.sample_rows import (
     adjust_rows,
     build_row_options,
@@ -56,10 +56,19 @@ class MixedRows:
     """Draws for `sequences`, in their order, from logits over `vocab` tokens on `device`."""
 
     def __init__(
-        self, sequences: list[Sequence], vocab: int, device: torch.device, all_rows: SamplingOptions | None = None
+        self,
+        sequences: list[Sequence],
+        vocab: int,
+        device: torch.device,
+        all_rows: SamplingOptions | None = None,
+        *,
+        is_exact: bool = False,
     ):
-        """`all_rows`: what holds for every row, whose rules that read its tokens are asked elsewhere then."""
-        self.sequences, self.device = sequences, device
+        """`all_rows`: what holds for every row, whose rules that read its tokens are asked elsewhere then.
+
+        `is_exact`: as `SampleOp`'s.
+        """
+        self.sequences, self.device, self.is_exact = sequences, device, is_exact
         sampling = [all_rows or sequence.options.sampling for sequence in sequences]
         self.options = build_row_options(sampling, vocab, device)
         rules = [sequence.options.rules for sequence in sequences]
@@ -113,7 +122,8 @@ class MixedRows:
         tokens = pick_rows(adjusted, scores, self.options, state.keys, state.draws)
         ends = (tokens[:, None] == self.options.ends).any(1)
         reported = self._reported(logits, adjusted, scores)
-        return DrawnRows(tokens, token_logprobs(reported, tokens), ends, self._tops(reported))
+        measure = token_logprobs if self.is_exact else sampled_logprobs
+        return DrawnRows(tokens, measure(reported, tokens), ends, self._tops(reported))
 
     def _apply_rules(self, logits: torch.Tensor, state: RowState) -> torch.Tensor:
         """What is drawn from before temperature and filters."""
