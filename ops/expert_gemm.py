@@ -202,7 +202,7 @@ class ExpertGemmOp:
         output = torch.empty(num_tokens, top_k, hidden, dtype=dtype, device=input.device)
         if num_pairs == 0:
             return output
-        form = {"LAYOUT": LAYOUTS.index(self.layout), "ACTIVATION": self.activation}
+        form: dict[str, Any] = {"LAYOUT": LAYOUTS.index(self.layout), "ACTIVATION": self.activation}
         gate = Gate(self.alpha, self.limit)
         _launch_product(_up_kernel, input, routing, (up, up_bias), Inner(inner, size), gate, **form)
         weights = routing.weights.contiguous()
@@ -267,7 +267,8 @@ def _launch_product(
     (num_experts, depth, _), num_pairs = weight.shape, len(routing.order)
     tiles = choose_tiles(num_pairs, num_experts, output.columns, input.dtype)
     pairs = Pairs(routing.order, routing.offsets, num_experts, routing.weights.shape[1])
-    weights = ExpertWeights(weight, *weight.stride(), depth, bias, *((0, 0) if bias is None else bias.stride()))
+    (x, k, n), (bias_x, bias_n) = weight.stride(), (0, 0) if bias is None else bias.stride()
+    weights = ExpertWeights(weight, x, k, n, depth, bias, bias_x, bias_n)
     launch(
         kernel, (max_tiles(num_pairs, num_experts, tiles.m), -(-output.columns // tiles.n)),
         Rows(input, *input.stride()), pairs, weights, output, gate_or_weights,
