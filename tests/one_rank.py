@@ -7,13 +7,13 @@ import hybrid_engine
 from hybrid_engine.zero.sharding import local_tensor
 
 
-def build_engine(stage, pinned=True, trains=True):
+def build_engine(stage, pinned=True, trains=True, **options):
     torch.manual_seed(0)
     config = {
         "train_batch_size": 2,
         "zero_optimization": {"stage": stage},
         **({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}} if trains else {}),
-        "hybrid_engine": {"enabled": True, "pin_parameters": pinned, "max_running": 2},
+        "hybrid_engine": {"enabled": True, "pin_parameters": pinned, "max_running": 2, **options},
     }
     return hybrid_engine.initialize(model=build_model(), config=config)[0]
 

@@ -108,8 +108,36 @@ def different_wishes(rank, world_size):
     return results
 
 
+def shared_cases(rank, world_size):
+    """What an error in the middle of a rollout gives where both ranks share the model, and the rollout after it.
+
+    The other rank waits for a sum inside a layer then.
+    """
+    input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
+    engine, results = build_engine(3, inference_tp_size=world_size), {}
+    engine.eval()
+    model, native = engine.generator.model, engine.generator.native
+    expected = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+    layer = model.layers[1]
+    places = {
+        "at once": (layer.attention, "vector_matmul", 0),
+        "in the second layer": (layer, "forward", 0),
+        "later": (layer, "forward", 3),
+        "at the head": (model, "_head", 1),
+        "in the draw": (native, "start", 0),
+    }
+    for who in range(world_size):
+        for (place, (owner, method, calls)), (name, error) in zip(places.items(), RUN_ERRORS.items(), strict=True):
+            with Broken(owner, method, error, calls if rank == who else 10**9):
+                found = outcome(lambda: engine.generate(input_ids, attention_mask=mask, **GREEDY))
+            again = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+            results[place, who, name] = found, torch.equal(again, expected)
+    return results
+
+
 def generations_of_both(rank, world_size):
-    return generate_cases(rank, world_size), different_wishes(rank, world_size)
+    shared = shared_cases(rank, world_size)
+    return generate_cases(rank, world_size), different_wishes(rank, world_size), shared
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +146,7 @@ def generations():
 
 
 def test_an_error_on_one_rank_in_a_rollout_is_raised_on_all_and_the_next_rollout_is_right(generations):
-    first, second = (cases for cases, _ in generations)
+    first, second = (cases for cases, *_ in generations)
     assert first.keys() == second.keys() and len(first) == 2 * (4 + 2 * 15)
     for key in first:
         who = key[1]
@@ -126,9 +154,19 @@ def test_an_error_on_one_rank_in_a_rollout_is_raised_on_all_and_the_next_rollout
         assert first[key][1] and second[key][1], key
 
 
+def test_an_error_of_a_rank_that_others_wait_for_inside_a_layer_is_raised_on_all_and_the_next_rollout_is_right(
+    generations,
+):
+    first, second = (shared for *_, shared in generations)
+    assert first.keys() == second.keys() and len(first) == 2 * len(RUN_ERRORS)
+    for key in first:
+        check_error([first[key], second[key]], key[1], key)
+        assert first[key][1] and second[key][1], key
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_ranks_that_want_different_things_get_them_and_stay_together(generations, kind):
-    parts = [wishes[kind] for _, wishes in generations]
+    parts = [wishes[kind] for _, wishes, _ in generations]
     for part in parts:
         for name, is_right in part.items():
             if name == "all empty":

@@ -25,6 +25,10 @@ class LostError(RuntimeError):
     """
 
 
+class FollowedError(RuntimeError):
+    """Another process stopped in the middle, which ended a collective of this one; a verdict says why it did."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """An error, as it travels to other processes."""
@@ -110,7 +114,8 @@ class Partners:
 
     def exchange_errors(self, error: BaseException | None) -> BaseException:
         """`error`, this process's, or the first of the others', where it is known that one has one; collective."""
-        found = self.first_error(error, self.exchange(None if error is None else describe_error(error)))
+        problem = None if error is None or isinstance(error, FollowedError) else describe_error(error)
+        found = self.first_error(error, self.exchange(problem))
         assert found is not None
         return found
 
@@ -121,13 +126,16 @@ class Partners:
             raise found
 
     def first_error(self, error: BaseException | None, problems: list[Problem | None]) -> BaseException | None:
-        """`error`, this process's, or the first of all processes' `problems` as an error to raise here; local."""
-        if error is not None:
+        """`error`, this process's, or the first of all processes' `problems` as an error to raise here; local.
+
+        A FollowedError gives way to the problem that it follows from.
+        """
+        if error is not None and not isinstance(error, FollowedError):
             return error
         for rank, problem in enumerate(problems):
             if problem is not None:
                 return problem.raised_on(rank if self.group is None else dist.get_global_rank(self.group, rank))
-        return None
+        return error
 
     def highest(self, numbers: list[int]) -> list[int]:
         """The highest of each of `numbers` over all processes; collective.

@@ -7,7 +7,7 @@ with a verdict of all processes, so that an error of one is raised on all.
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import HeldInterrupts
-from hybrid_engine.distributed.verdict import Partners, attempt, describe_error
+from hybrid_engine.distributed.processes import get_world_size
+from hybrid_engine.distributed.verdict import LostError, Partners, attempt, describe_error
 from hybrid_engine.generation.backend import ContainerRollouts, ModuleRollouts, RolloutResult
 from hybrid_engine.generation.batching.noise import prompt_digest, rank_seed
 from hybrid_engine.generation.batching.plan import (
@@ -510,7 +511,18 @@ class Generator:
 
     def run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
         """The rollout itself, which Ctrl-C that is `held` may end; an error of one process is raised on all."""
-        return self.partners.agree(lambda: self._run(request, kv, held))
+        try:
+            return self.partners.agree(lambda: self._run(request, kv, held))
+        except LostError:
+            raise
+        except BaseException:
+            self._renew_sums()
+            raise
+
+    def _renew_sums(self) -> None:
+        """After an error that all processes have raised; only all processes of a run can make groups."""
+        if self.group.sums is not None and self.partners.size == get_world_size():
+            self.group.sums.renew()
 
     def _run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
         wishes = request.wishes
@@ -519,7 +531,8 @@ class Generator:
                 return self.own.run(wishes.input_ids, wishes.mask, wishes.options, request.seed, wishes.kwargs)
             assert self.native is not None and kv is not None
             choice = self._choice if wishes.functions is None else self._stay_in_step(request.plan, wishes)
-            result = self.native.run(request.plan, kv, wishes.input_ids, choice)
+            with nullcontext() if self.group.sums is None else self.group.sums.ending_others():
+                result = self.native.run(request.plan, kv, wishes.input_ids, choice)
             if isinstance(choice, InStep):
                 choice.finish()
             if isinstance(result.output, GenerateOutput):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
+from hybrid_engine.distributed.layer_sums import LayerSums
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.generation.pipeline.stage import Stage
@@ -36,6 +37,8 @@ class ModelGroup:
     """Processes that share the model; None for one process."""
     layer_group: dist.ProcessGroup | None = None
     """Those of them that share each layer; None for one process."""
+    sums: LayerSums | None = None
+    """What adds up the parts of layers, where an error of one process ends the waiting of the others; or None."""
     slices: SliceReader | None = None
     """Reads this rank's part of parameters that are sharded over the processes; None where nothing is shared."""
     has_same_prompts: bool = False
@@ -114,7 +117,10 @@ def join_model_group(size: int, device: torch.device, option: str) -> ModelGroup
     if size == 1:
         return ModelGroup()
     mesh = init_device_mesh(device.type, (get_world_size() // size, size), mesh_dim_names=("replicate", "tensor"))
-    return describe_group(mesh["tensor"].get_group(), option)
+    sums = LayerSums(torch.arange(get_world_size()).view(-1, size).tolist())
+    group = describe_group(mesh["tensor"].get_group(), option)
+    parallel = replace(group.parallel, all_reduce=sums.all_reduce, all_gather=sums.all_gather)
+    return replace(group, parallel=parallel, sums=sums)
 
 
 def describe_group(group: dist.ProcessGroup, option: str) -> ModelGroup:
