@@ -80,6 +80,7 @@ annotate(
         "empty",
         "sym_size",
     ),
+    "diff",
 )(_whole)
 
 
