@@ -35,9 +35,13 @@ from hybrid_engine.recipes.algorithms.advantages import compute_advantages
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, policy_objective
-from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, response_logits, response_logprobs
+from hybrid_engine.recipes.data.sequences import (
+    Sequences,
+    build_sequences,
+    response_logprobs,
+    response_logprobs_and_entropy,
+)
 from hybrid_engine.rl.aggregation import count_step
-from hybrid_engine.rl.entropy import token_entropy
 from hybrid_engine.rl.preferences import PairLogprobs, build_loss
 
 TOLERANCE = 1e-5
@@ -243,7 +247,7 @@ def of_algorithm(
         mask=mask,
         logprobs_ref=logprobs_ref,
         weights=weights,
-        entropy=token_entropy(response_logits(model, batch)) if algorithm.entropy_coef else None,
+        entropy=response_logprobs_and_entropy(model, batch)[1] if algorithm.entropy_coef else None,
     )
     clipped = policy_figures(algorithm, tokens)["clip_fraction"]
     assert is_on_policy or 0.1 < clipped < 0.9, f"{clipped=}: the clip is to be seen at work, and the ratio too"

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hybrid_engine.distributed.processes import gather_objects
-from hybrid_engine.ops.log_prob import token_logprobs
-from hybrid_engine.rl.entropy import token_entropy
+from hybrid_engine.training.head_log_probs import Asked, token_log_probs
 
 ROWS_PER_PASS = 32
 """Rows of a forward pass without gradients."""
@@ -109,32 +108,26 @@ def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths
     )
 
 
-def response_logits(model: nn.Module, batch: Sequences) -> torch.Tensor:
-    """`[B, T, V]`: the logits that each response token was chosen from."""
-    logits = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
-        logits_to_keep=batch.response_mask.shape[1] + 1,
-        use_cache=False,
-    ).logits
-    return logits[:, :-1]
-
-
 def response_logprobs(model: nn.Module, batch: Sequences, temperature: float = 1.0) -> torch.Tensor:
     """`[B, T]` fp32: the log-probability of each response token, 0 on gaps and padding."""
-    logprobs = token_logprobs(response_logits(model, batch), batch.responses, temperature)
-    return torch.where(batch.response_mask, logprobs, 0.0)
+    return token_log_probs(model, Asked(batch.response_mask, temperature), _inputs(batch)).logprobs
 
 
 def response_logprobs_and_entropy(
     model: nn.Module, batch: Sequences, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`[B, T]` fp32 each: `response_logprobs`, and the entropy in nats of what each token was drawn from; 0 on gaps."""
-    logits = response_logits(model, batch)
-    logprobs = token_logprobs(logits, batch.responses, temperature)
-    entropy = token_entropy(logits.float() / temperature)
-    return torch.where(batch.response_mask, logprobs, 0.0), torch.where(batch.response_mask, entropy, 0.0)
+    logprobs, entropy = token_log_probs(model, Asked(batch.response_mask, temperature, True), _inputs(batch))
+    assert entropy is not None
+    return logprobs, entropy
+
+
+def _inputs(batch: Sequences) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": batch.input_ids,
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+    }
 
 
 class ValueModel(nn.Module):

@@ -1,0 +1,1 @@
+"""What a training pass computes beside the loss."""

@@ -1,0 +1,150 @@
+"""Log-probabilities of a causal model's tokens from its last hidden states: its logits never exist at once.
+
+The model runs as it is. What its head is given is caught before the head, which is handed no rows instead, so that the
+model's own code behind the head (softcap, scale) has nothing to do. The catch happens inside the model's forward pass,
+where a sharded head is whole, and what it gives becomes the model's output, which sharding follows into the backward
+pass.
+
+B rows, T the last columns of the input, whose tokens are asked for; E hidden size, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
+from hybrid_engine.ops.log_prob import token_logprobs
+from hybrid_engine.rl.entropy import token_entropy
+
+
+class Asked(NamedTuple):
+    """Which tokens' log-probabilities are asked for, and of which distribution."""
+
+    mask: torch.Tensor  # [B, T] bool: True where they are needed
+    temperature: float = 1.0
+    with_entropy: bool = False
+
+
+class TokenLogProbs(NamedTuple):
+    """`[B, T]` fp32 each, 0 where nothing was asked."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None  # in nats; None unless asked for
+
+
+def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.Tensor]) -> TokenLogProbs:
+    """What `model` says about the last T tokens of `inputs["input_ids"]`, differentiable in its weights.
+
+    Collective where its forward pass is. The head must be a plain linear layer whose products become logits by the
+    scale and softcap of the model's config; the first pass through a model tries that on one token a row. Any other
+    model makes its logits, as does an engine in exact mode and one under autocast, and a line says so once.
+
+    Args:
+        model: a causal model of transformers, one with an adapter of peft, or an engine around one.
+        asked: which tokens.
+        inputs: what its forward takes; `input_ids [B, P+T]` among it, P at least 1.
+    """
+    module = getattr(model, "module", model)
+    head = _plain_head(model, module)
+    if head is None or _differs.get(head, False):
+        return _from_logits(model, asked, inputs)
+    catch = _Catch(head, _logit_shape(module, asked.temperature), asked, inputs["input_ids"])
+    found = catch.run(model, module, _given(asked, inputs))
+    if catch.difference is not None:
+        _differs[head] = catch.difference > _allowed(head.weight.dtype)
+        if _differs[head]:
+            say_once(
+                f"{type(module).__name__}: log-probabilities are made from logits, because what it makes of its head's "
+                f"products is not what its config says; they differ by {catch.difference:.2g} of the largest"
+            )
+            return _from_logits(model, asked, inputs)
+    return found
+
+
+# Whether a head's logits, for the models that were tried, are something else than `LogitShape` makes of its products.
+_differs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _plain_head(model: nn.Module, module: nn.Module) -> nn.Linear | None:
+    exact = getattr(getattr(model, "generator", None), "exact", None)
+    find = getattr(module, "get_output_embeddings", None)
+    head: Any = find() if find is not None else None
+    if exact is not None or type(head) is not nn.Linear:
+        return None
+    return None if torch.is_autocast_enabled(head.weight.device.type) else head
+
+
+def _logit_shape(module: nn.Module, temperature: float) -> LogitShape:
+    """By the names that transformers' configs have: Cohere's logit_scale, Granite's logits_scaling, Gemma's softcap."""
+    config: Any = module.config
+    scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+    return LogitShape(scale, getattr(config, "final_logit_softcapping", None), temperature)
+
+
+def _allowed(dtype: torch.dtype) -> float:
+    """How far logits may lie apart for rounding, relative to the largest."""
+    return 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+
+
+def _given(asked: Asked, inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {**inputs, "logits_to_keep": asked.mask.shape[1] + 1, "use_cache": False}
+
+
+def _from_logits(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.Tensor]) -> TokenLogProbs:
+    logits = model(**_given(asked, inputs)).logits[:, -asked.mask.shape[1] - 1 : -1]
+    logprobs = token_logprobs(logits, inputs["input_ids"][:, -asked.mask.shape[1] :], asked.temperature)
+    entropy = token_entropy(logits.float() / asked.temperature) if asked.with_entropy else None
+    return TokenLogProbs(*(None if x is None else torch.where(asked.mask, x, 0.0) for x in (logprobs, entropy)))
+
+
+class _Catch:
+    """One forward pass whose head gives log-probabilities."""
+
+    def __init__(self, head: nn.Linear, shape: LogitShape, asked: Asked, input_ids: torch.Tensor):
+        self.head, self.shape, self.asked = head, shape, asked
+        self.targets = input_ids[:, -asked.mask.shape[1] :]
+        self.is_trial = head not in _differs
+        self.difference: float | None = None  # of the trial's logits, relative to the largest
+        self.found: dict[str, torch.Tensor] = {}
+        self.expected: torch.Tensor | None = None  # [B, 1, V]: what the trial should give
+
+    def run(self, model: nn.Module, module: nn.Module, inputs: dict[str, Any]) -> TokenLogProbs:
+        hooks = [
+            self.head.register_forward_pre_hook(self._before_head),
+            module.register_forward_hook(self._after_model, prepend=True),
+        ]
+        try:
+            output = model(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return TokenLogProbs(output["logprobs"], output.get("entropy"))
+
+    def _before_head(self, head: nn.Linear, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        (hidden,) = arguments
+        mask, width = self.asked.mask, self.asked.mask.shape[1]
+        rows = hidden[:, -width - 1 : -1][mask]
+        part = linear_log_prob(rows, head.weight, self.targets[mask], head.bias, self.shape, self.asked.with_entropy)
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=rows.device)
+        self.found = {
+            name: zeros.masked_scatter(mask, values)
+            for name, values in zip(("logprobs", "entropy"), part, strict=True)
+            if values is not None
+        }
+        if not self.is_trial:
+            return (hidden[:, :0],)
+        with torch.no_grad():
+            products = nn.functional.linear(hidden[:, -1:].detach(), head.weight, head.bias)
+            self.expected = self.shape._replace(temperature=1.0).apply(products)
+        return (hidden[:, -1:].detach(),)
+
+    def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> dict[str, torch.Tensor]:
+        if self.expected is not None:
+            logits = output.logits.detach().float()
+            apart = (logits - self.expected).abs().max() / self.expected.abs().max().clamp(min=1e-30)
+            self.difference = apart.item()
+        return self.found
