@@ -114,7 +114,7 @@ class TapeRecorder:
                 if hasattr(func, "_schema") and (is_view(func) or is_allocation(func)):
                     continue  # what was made then is still where it was
                 again = func(*args, **kwargs)
-                if func.namespace == "c10d":
+                if getattr(func, "namespace", None) == "c10d":
                     again[-1].wait()  # a collective; on a GPU the stream waits
                 for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
