@@ -202,7 +202,7 @@ class _LinearLogProb(torch.autograd.Function):
         parts: list[_Finished] = []
         for some, their_targets in zip(hidden.split(ROWS_AT_ONCE), targets.split(ROWS_AT_ONCE), strict=True):
             sums = _RunningSums(some, their_targets, with_entropy, ctx.is_made)
-            for columns, tile in head.tiles(len(some)):
+            for columns, tile in head.tiles(min(len(hidden), ROWS_AT_ONCE)):  # as the backward pass cuts them
                 exps = sums.add(columns, tile, some)
                 num_kept_bytes += exps.nbytes
                 if can_keep and num_kept_bytes <= KEPT_BYTES:

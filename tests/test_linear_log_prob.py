@@ -83,6 +83,17 @@ def test_sixteen_bits_are_as_good_as_the_logits(dtype, trained):
     assert_as_good(found, expected, run(lambda *case: plain(*case, LogitShape()), doubled, trained, False))
 
 
+def test_a_last_few_rows_are_cut_forwards_as_backwards(monkeypatch):
+    monkeypatch.setattr(op, "ROWS_AT_ONCE", 60)
+    monkeypatch.setattr(op, "LEAST_COLUMNS", 1)
+    monkeypatch.setattr(op, "TILE_BYTES", 4 * 60 * 100)  # three tiles of 60 rows; one would do for three rows
+    case = build_case()
+    found = run(lambda *case: linear_log_prob(*case), case, ("hidden", "weight"), False)
+    expected = run(lambda *case: plain(*case, LogitShape()), case, ("hidden", "weight"), False)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.usefixtures("tiles")
 def test_a_logit_far_above_those_of_earlier_tiles_is_no_overflow():
     hidden, weight, targets, _ = build_case(has_bias=False)
