@@ -40,8 +40,9 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
     """What `model` says about the last T tokens of `inputs["input_ids"]`, differentiable in its weights.
 
     Collective where its forward pass is. The head must be a plain linear layer whose products become logits by the
-    scale and softcap of the model's config; the first pass through a model tries that on one token a row. Any other
-    model makes its logits, as does an engine in exact mode and one under autocast, and a line says so once.
+    scale and softcap of the model's config; the first pass through a model tries that on one token a row, and a line
+    says where it finds something else. Any other model makes its logits, as does an engine in exact mode and one under
+    autocast.
 
     Args:
         model: a causal model of transformers, one with an adapter of peft, or an engine around one.
@@ -55,7 +56,7 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
     catch = _Catch(head, _logit_shape(module, asked.temperature), asked, inputs["input_ids"])
     found = catch.run(model, module, _given(asked, inputs))
     if catch.difference is not None:
-        _differs[head] = catch.difference > _allowed(head.weight.dtype)
+        _differs[head] = catch.difference > catch.allowed
         if _differs[head]:
             say_once(
                 f"{type(module).__name__}: log-probabilities are made from logits, because what it makes of its head's "
@@ -109,6 +110,7 @@ class _Catch:
         self.targets = input_ids[:, -asked.mask.shape[1] :]
         self.is_trial = head not in _differs
         self.difference: float | None = None  # of the trial's logits, relative to the largest
+        self.allowed = 0.0  # of that, for the rounding of the products' dtype
         self.found: dict[str, torch.Tensor] = {}
         self.expected: torch.Tensor | None = None  # [B, 1, V]: what the trial should give
 
@@ -140,6 +142,7 @@ class _Catch:
         with torch.no_grad():
             products = nn.functional.linear(hidden[:, -1:].detach(), head.weight, head.bias)
             self.expected = self.shape._replace(temperature=1.0).apply(products)
+            self.allowed = _allowed(products.dtype)  # what is computed in may not be what sharded weights are kept in
         return (hidden[:, -1:].detach(),)
 
     def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> dict[str, torch.Tensor]:
