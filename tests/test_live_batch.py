@@ -1,5 +1,7 @@
 """A batch that sequences join and leave while it runs, in the model's own dtype."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models import build_model
@@ -8,6 +10,7 @@ import hybrid_engine
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.live_opening import live_batch
+from hybrid_engine.generation.live_streamed import _FAILED, _LEFT, StreamedBatch
 from hybrid_engine.generation.options import GenerationOptions
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [4], [20, 21, 22, 23], [30, 31]]
@@ -65,3 +68,30 @@ def test_in_bf16_company_and_arrival_change_log_probabilities_within_the_models_
         own_errors.append((logprobs_of(own, sequence) - expected).abs())
     errors, own_errors = torch.cat(errors), torch.cat(own_errors)
     assert errors.mean() <= 1.25 * own_errors.mean() and errors.max() <= 2 * own_errors.max()
+
+
+class Others:
+    """Processes that gather layers with this one, and do as it does; `heard` is what it told them."""
+
+    def __init__(self):
+        self.heard = []
+
+    def highest(self, states):
+        self.heard += states
+        return states
+
+    def raise_together(self, error):
+        raise error
+
+
+@pytest.mark.parametrize(("error", "heard"), [(None, [_LEFT]), (KeyError("of whoever listens"), [_FAILED])])
+def test_whoever_leaves_a_streamed_batch_tells_the_others_by_an_error_too(error, heard):
+    others = Others()
+    batch = StreamedBatch(None, SimpleNamespace(scheduler=None), 8, None, others)
+    try:
+        with batch.leaving():
+            if error is not None:
+                raise error
+    except KeyError as raised:
+        assert raised is error
+    assert others.heard == heard

@@ -70,8 +70,8 @@ def live_batch(
         if generator.gatherer.is_streamed:
             say_once("serving: layers are gathered one by one on every turn, with those of all processes")
             streamed = StreamedBatch(native.model, strategy, plan.longest + 1, native, partners)
-            yield streamed
-            streamed.leave()
+            with streamed.leaving():
+                yield streamed
             return
         if link is None:
             yield LiveBatch(native.model, strategy, plan.longest + 1)

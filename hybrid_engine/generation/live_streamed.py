@@ -4,6 +4,9 @@ Each process has requests of its own. Before a turn they say whether one of them
 layers, those without work computing nothing. They meet like that as long as one of them serves.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.generation.backend import ContainerRollouts
@@ -34,6 +37,8 @@ class StreamedBatch(LiveBatch):
     ):
         super().__init__(model, strategy, longest)
         self._native, self._partners = native, partners
+        self._has_parted = False
+        """Whether the others have heard of an error, or hear nothing from here any more."""
 
     def add(self, sequences: list[Sequence]) -> None:
         """LiveBatch's; prompts are not scored, which ends their sequences."""
@@ -53,19 +58,33 @@ class StreamedBatch(LiveBatch):
         if not self.has_work:
             self._meet(_IDLE)
 
-    def leave(self) -> None:
-        """Takes part in the turns of others until all have left."""
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Takes part in the turns of others afterwards until all have left; an error inside is raised on all."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._has_parted:
+                self._fail(error)
+            raise
         while self._meet(_LEFT) != _LEFT:
             pass
 
     def _meet(self, state: int) -> int:
         """A turn of all, if one has work; returns the highest state. An error of one is raised on all."""
+        self._has_parted = True
         (highest,) = self._partners.highest([state])
         if highest == _FAILED:
             self._partners.raise_together(None)
+        self._has_parted = False
         if highest == _WORKS:
             error = self._native.turn_over_stream(self.strategy)
             if error is not None:
-                self._partners.highest([_FAILED])
-                self._partners.raise_together(error)
+                self._fail(error)
         return highest
+
+    def _fail(self, error: BaseException) -> None:
+        """Raises `error` here, and its like on the others where they meet next; collective."""
+        self._has_parted = True
+        self._partners.highest([_FAILED])
+        self._partners.raise_together(error)
