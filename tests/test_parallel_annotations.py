@@ -113,6 +113,23 @@ def test_every_split_that_the_library_claims_gives_what_the_whole_op_gives(op, s
     assert set(verify_op(op, shapes, *args)) == names
 
 
+def test_tensors_of_different_sizes_are_joined_whole_along_that_dimension_alone():
+    first, second = (torch.randn(2, size, dtype=torch.float64, requires_grad=True) for size in (4, 6))
+    assert verify_op(aten.cat, [], [first, second], 1) == ["a", "+"]
+
+
+@pytest.mark.parametrize(
+    ("op", "operands"),
+    [
+        (aten.isin.Tensor_Tensor, [torch.arange(24.0).view(4, 6), torch.arange(6.0)]),
+        (aten.type_as, [(2, 4), (3, 5, 6)]),
+    ],
+    ids=str,
+)
+def test_an_operand_that_every_element_reads_whole_is_not_cut(op, operands):
+    assert verify_op(op, operands) == []
+
+
 @pytest.mark.parametrize(("is_causal", "names"), [(True, {"a", "b"}), (False, {"a", "b", "l"})])
 def test_attention_is_split_by_samples_heads_and_where_nothing_is_masked_queries(is_causal, names):
     shapes = [(2, 4, 6, 8)] * 3

@@ -126,14 +126,12 @@ ELEMENTWISE = (
     *("__xor__", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "where", "masked_fill", "isnan", "isinf"),
     *(
         "isfinite",
-        "isin",
         "lerp",
         "addcmul",
         "addcdiv",
         "nan_to_num",
         "to",
         "_to_copy",
-        "type_as",
         "fill",
         "true_divide",
     ),
@@ -429,13 +427,18 @@ def filled(call: Call) -> OpRule:
 
 
 def _cut_along(call: Call, dims: Iterable[int], drops: bool = False) -> OpRule:
-    """Ops that take or join pieces along `dims`, which are not split; `drops`: results do not have them."""
-    num_dims = len(call.shapes[0])
-    cut = set(dims)
-    names = [name + "^" * (position in cut) for position, name in enumerate(_letters(num_dims))]
+    """Ops that take or join pieces along `dims`, which are not split; `drops`: results do not have them.
+
+    Operands that are joined have a name each for the dimension along which they are, where their sizes may differ.
+    """
+    letters, cut = _letters(len(call.shapes[0])), set(dims)
+    sides = [
+        [f"{name}{number or ''}^" if position in cut else name for position, name in enumerate(letters)]
+        for number in range(len(call.tensors))
+    ]
     term = " +" if call.outputs[0].is_floating_point() else ""
-    result = " ".join(name for name in names if not (drops and name.endswith("^")))
-    operands = [" ".join(names) + term] * len(call.tensors)
+    result = " ".join(name for name in sides[0] if not (drops and name.endswith("^")))
+    operands = [" ".join(side) + term for side in sides]
     return of_text(call, f"{', '.join(operands)} -> {', '.join([result + term] * len(call.outputs))}")
 
 
