@@ -12,6 +12,7 @@ from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.optimizer import build_optimizer
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.parallelize import parallelize
+from hybrid_engine.parallel.planning.plan import Plan
 
 
 class Block(nn.Module):
@@ -170,6 +171,18 @@ def test_gradients_are_scaled_after_they_are_synced_alone(tmp_path):
     assert len(seen) == 1
 
 
+def test_gradients_of_the_next_step_are_synced_also_where_the_last_was_left_out(tmp_path):
+    module = make(tmp_path)
+    optimizer = build_optimizer(module, torch.optim.SGD, lr=0.1)
+    seen = []
+    optimizer.register_reducer_pre_hook(lambda reducer, flat: seen.append(flat.sum().item()))
+    for number in (0, 1):  # as where a step is left out for a norm that is not finite
+        module.train_step([sample(number)])
+        optimizer.clip_gnorm(1.0)
+        optimizer.clip_gnorm(0.5)
+    assert len(seen) == 2
+
+
 def test_a_dummy_batch_counts_nothing_and_losses_are_scaled(tmp_path):
     module = make(tmp_path)
     module.train_step([sample(0)])
@@ -210,6 +223,11 @@ def test_a_plan_for_other_processes_is_made_without_a_process_group(tmp_path):
         ({"trace_strategy": "x"}, "trace_strategy='x' must be one of"),
         ({"zero_ngroups": 2}, "zero_ngroups=2 must divide the number of units, 1"),
         ({"use_async_reducer": True, "use_end2end": False}, "use_async_reducer=True needs use_end2end"),
+        ({"use_async_reducer": True}, "use_async_reducer=True is not supported.*leave it out"),
+        ({"reducer_bucket_cap_mb": 25.0}, "reducer_bucket_cap_mb=25.0 is not supported.*leave it out"),
+        ({"constant_folding": True}, "constant_folding=True is not supported.*leave it out"),
+        ({"zero_ngroups": 2, "runtime_ngpus": 4}, "zero_ngroups=2 is not supported.*leave it out"),
+        ({"zero_use_reduce_scatter": True}, "zero_use_reduce_scatter=True needs use_zero"),
     ],
 )
 def test_a_wrong_config_is_refused(changes, match):
@@ -223,12 +241,35 @@ def test_a_wrong_config_is_refused(changes, match):
         ("dpp", {}, "pas_policy='dpp' must be one of"),
         ("dp", {"config": {"pas_config": {"seed": 2}}}, "pas_config.'seed'. is no option of 'dp'"),
         ("tp", {"config": {"plan_ngpus": 2, "runtime_ngpus": 2}}, "runtime_ngpus=2 must be the number of processes, 1"),
-        ("dp", {"broadcast_strategy": "all"}, "broadcast_strategy='all' needs a process group"),
+        ("dp", {"broadcast_strategy": "all"}, "broadcast_strategy='all' is not supported.*pass 'none'"),
+        ("dp", {"broadcast_strategy": "most"}, "broadcast_strategy='most' must be one of"),
+        ("dp", {"reuse": "graph"}, "reuse='graph' is not supported.*pass 'override'"),
+        ("dp", {"module_fn": Net}, "module_fn=.* builds a class's modules"),
     ],
 )
 def test_a_wrong_call_is_refused(tmp_path, policy, changes, match):
     with pytest.raises(ValueError, match=match):
         make(tmp_path, policy, **changes)
+
+
+@pytest.mark.parametrize(
+    "decision", [{"stages": ((), ())}, {"recompute": ("block",)}, {"num_micro_batches": 4}, {"schedule": "gpipe"}]
+)
+def test_what_of_a_plan_is_not_carried_out_is_refused_before_it_is_kept(tmp_path, decision):
+    def policy(graph, compute_config):
+        return Plan(graph=graph, mesh=(1,), **decision)
+
+    with pytest.raises(ValueError, match=rf"the plan has {next(iter(decision))}=.*; leave it at"):
+        make(tmp_path, policy, config={"plan_ngpus": len(decision.get("stages", [1]))}, load_module=False)
+    assert not list(tmp_path.glob("**/plan.json"))
+
+
+def test_an_edited_plan_that_is_not_carried_out_is_refused(tmp_path):
+    make(tmp_path)
+    (file,) = tmp_path.glob("**/plan.json")
+    file.write_text(file.read_text().replace('"num_micro_batches": 1', '"num_micro_batches": 2'))
+    with pytest.raises(ValueError, match="the plan has num_micro_batches=2"):
+        make(tmp_path)
 
 
 def test_what_an_end_to_end_module_does_not_do_is_refused(tmp_path):

@@ -6,6 +6,13 @@ from enum import Enum
 from typing import Any
 
 TRACE_STRATEGIES = ("cpu", "cuda", "meta", "cuda_run_cpu_offload", "reuse_cache")
+WITHOUT_EFFECT: Mapping[str, Any] = {
+    "constant_folding": False,
+    "zero_ngroups": 1,
+    "use_async_reducer": False,
+    "reducer_bucket_cap_mb": None,
+}
+"""Options of nnScaler's that nothing reads yet, with the one value that each may have."""
 
 
 class ReuseType(Enum):
@@ -18,11 +25,11 @@ class ReuseType(Enum):
     MOO = "moo"
     """Match or override: used when graph and config are the same, else made anew."""
     GRAPH = "graph"
-    """Made anew; tracing takes no longer than reading a graph, so that this is OVERRIDE where the graph is the same."""
+    """The graph alone is used again: refused, as graphs are traced anew in any case."""
 
 
 class BroadcastGenFilesStrategy(Enum):
-    """What of the folder is sent from the process that wrote it to the other nodes."""
+    """What of the folder is sent from the process that wrote it to the other nodes; refused but for NONE."""
 
     NONE = "none"
     ALL = "all"
@@ -39,12 +46,13 @@ class ComputeConfig:
     runtime_ngpus: int
     """Processes of all units, which take different inputs; a multiple of `plan_ngpus`."""
     constant_folding: bool = False
+    """True is refused: no op is computed ahead."""
     trace_strategy: str = "cuda_run_cpu_offload"
     """For scripts that give one: tracing never runs the module, so that all strategies are the same."""
     use_zero: bool = False
     """Whether units share the optimizer's state, gradients and parameters out among them."""
     zero_ngroups: int = 1
-    """Groups of units, each of which holds all."""
+    """Groups of units, each of which holds all; more than one is refused."""
     zero_use_reduce_scatter: bool = False
     """Whether gradients are reduced to the process that steps them alone, which ZeRO does here in any case."""
     inference_only: bool = False
@@ -52,7 +60,9 @@ class ComputeConfig:
     use_end2end: bool = False
     """Whether `forward` takes a sample and returns the loss: `train_step` and `infer_step` run it."""
     use_async_reducer: bool = False
+    """True is refused: gradients are reduced after the backward pass."""
     reducer_bucket_cap_mb: float | None = None
+    """A number is refused: gradients of one dtype are reduced at once."""
     pas_config: Mapping[str, Any] = field(default_factory=dict)
     """The policy's options; free ones begin with `_`."""
     user_config: Mapping[str, Any] = field(default_factory=dict)
@@ -78,6 +88,15 @@ class ComputeConfig:
         for name in ("use_async_reducer", "reducer_bucket_cap_mb"):
             if getattr(self, name) and not self.use_end2end:
                 raise ValueError(f"{name}={getattr(self, name)} needs use_end2end=True; set it, or leave {name} out")
+        if self.zero_use_reduce_scatter and not self.use_zero:
+            raise ValueError("zero_use_reduce_scatter=True needs use_zero=True; set it, or leave the former out")
+        self._check_effects()
+
+    def _check_effects(self) -> None:
+        """ValueError for what would change nothing."""
+        for name, without in WITHOUT_EFFECT.items():
+            if (value := getattr(self, name)) != without:
+                raise ValueError(f"{name}={value!r} is not supported, it would change nothing; leave it out")
 
     @property
     def num_units(self) -> int:

@@ -1,5 +1,6 @@
 """`build_optimizer`: any optimizer on the parameters that this rank holds, with gradients summed over units."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
@@ -62,8 +63,6 @@ def _check_parts(parts: list[ParallelModule]) -> None:
 
 def _shard(part: ParallelModule) -> None:
     """ZeRO over units: gradients are summed, never averaged, as the backward pass makes them."""
-    if part.config.zero_ngroups > 1:
-        raise ValueError(f"zero_ngroups={part.config.zero_ngroups} is not there yet; use 1")
     sharded = fully_shard(part, mesh=part.data_mesh, reshard_after_forward=False)
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
@@ -85,7 +84,15 @@ class _Additions:
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducers: list[Reducer], parameters: list[nn.Parameter]):
         self.optimizer, self.reducers, self.parameters = optimizer, reducers, parameters
-        self.is_synced = False
+        self._summed: list[
+            weakref.ref[Tensor] | None
+        ] = []  # gradients of `parameters`; empty: none since the last step
+
+    @property
+    def is_synced(self) -> bool:
+        """Whether the gradients are those that were summed last; one that a later backward pass made is another."""
+        found = [None if ref is None else ref() for ref in self._summed]
+        return bool(found) and all(p.grad is gradient for p, gradient in zip(self.parameters, found, strict=True))
 
     def attach(self) -> None:
         """Gives the optimizer its methods, and has `step` sync first."""
@@ -107,7 +114,7 @@ class _Additions:
         optimizer.zero_grad = MethodType(zero_and_begin, optimizer)
 
     def _begin(self) -> None:
-        self.is_synced = False
+        self._summed = []
 
     def _register(self, which: str, hook: Hook) -> None:
         for reducer in self.reducers:
@@ -119,7 +126,7 @@ class _Additions:
             for reducer in self.reducers:
                 if reducer.parameters:
                     reducer.reduce()
-        self.is_synced = True
+            self._summed = [None if p.grad is None else weakref.ref(p.grad) for p in self.parameters]
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies all gradients; ValueError before they are synced, when units would sum what was scaled apart."""

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.planning.named_policies import Policy, plan_by
 from hybrid_engine.parallel.planning.plan import Plan
+
+Option = TypeVar("Option", bound=Enum)
 
 PLAN_FILE = "plan.json"
 MADE_FOR_FILE = "made_for.json"
@@ -45,18 +48,22 @@ def parallelize(
         isinstance(module_or_module_class, type) and issubclass(module_or_module_class, ParallelModule)
     ):
         return module_or_module_class
-    reuse, broadcast_strategy = ReuseType(reuse), BroadcastGenFilesStrategy(broadcast_strategy)
-    _check_processes(compute_config, load_module, broadcast_strategy)
+    reuse = _member(ReuseType, "reuse", reuse)
+    _check_effects(reuse, _member(BroadcastGenFilesStrategy, "broadcast_strategy", broadcast_strategy))
+    _check_processes(compute_config, load_module)
     is_class = isinstance(module_or_module_class, type)
+    if module_fn is not None and not is_class:
+        raise ValueError(f"module_fn={module_fn} builds a class's modules, and a module is given; leave it out")
     build = (module_fn or module_or_module_class) if is_class else (lambda: module_or_module_class)
     traced = _on_meta(build) if is_class else module_or_module_class
-    _check_not_nested(traced, compute_config)
+    _check_not_nested(traced)
     if module_dtype is not None:
         traced = traced.to(module_dtype)
     folder = Path(gen_savedir) / f"{_full_name(traced)}" / (instance_name or "_")
     graph = build_graph(traced, dummy_forward_args)
     content = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
     plan = Plan.from_json(content, graph)
+    plan.check_runs()  # what lies in the folder may have been edited
     if not load_module:
         return None
     if is_class:
@@ -64,10 +71,27 @@ def parallelize(
     return _loaded(traced, plan, compute_config, init_module_params)
 
 
-def _check_processes(config: ComputeConfig, load_module: bool, strategy: BroadcastGenFilesStrategy) -> None:
+def _member(kind: type[Option], name: str, value: Option | str) -> Option:
+    """`value` as one of an option's values; ValueError where it is none."""
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={value!r} must be one of {[member.value for member in kind]}") from error
+
+
+def _check_effects(reuse: ReuseType, strategy: BroadcastGenFilesStrategy) -> None:
+    """ValueError for what would change nothing."""
+    if reuse is ReuseType.GRAPH:
+        raise ValueError("reuse='graph' is not supported, graphs are traced anew in any case; pass 'override'")
+    if strategy is not BroadcastGenFilesStrategy.NONE:
+        raise ValueError(
+            f"broadcast_strategy={strategy.value!r} is not supported: rank 0 alone reads and writes gen_savedir, and "
+            "sends all others the plan; pass 'none'"
+        )
+
+
+def _check_processes(config: ComputeConfig, load_module: bool) -> None:
     world_size = get_world_size()
-    if strategy is not BroadcastGenFilesStrategy.NONE and not torch.distributed.is_initialized():
-        raise ValueError(f"broadcast_strategy={strategy.value!r} needs a process group; call init_distributed first")
     if load_module and config.runtime_ngpus != world_size:
         raise ValueError(
             f"runtime_ngpus={config.runtime_ngpus} must be the number of processes, {world_size}; start as many, or "
@@ -75,7 +99,7 @@ def _check_processes(config: ComputeConfig, load_module: bool, strategy: Broadca
         )
 
 
-def _check_not_nested(module: nn.Module, config: ComputeConfig) -> None:
+def _check_not_nested(module: nn.Module) -> None:
     inner = [name for name, part in module.named_modules() if isinstance(part, ParallelModule)]
     if inner:
         raise ValueError(f"{inner[0]!r} of the module is parallel already; parallelize the parts, or the whole")

@@ -51,6 +51,7 @@ def plan_by(policy: str | Policy, graph: Graph, config: ComputeConfig) -> Plan:
     if plan.plan_ngpus != config.plan_ngpus:
         raise ValueError(f"the plan is for {plan.plan_ngpus} processes, plan_ngpus={config.plan_ngpus}; change either")
     plan.check()
+    plan.check_runs()
     return plan
 
 

@@ -92,6 +92,14 @@ class Plan:
                 raise ValueError(f"the plan splits {key!r}, but the model has no such op; remove the line")
             check_split(self.graph.ops[key], names, self.mesh)
 
+    def check_runs(self) -> None:
+        """ValueError for decisions that a plan can hold and nothing carries out yet."""
+        for name, without in WITHOUT_EFFECT.items():
+            if (value := getattr(self, name)) != without:
+                raise ValueError(
+                    f"the plan has {name}={value!r}, which is not carried out yet; leave it at {without!r}"
+                )
+
     def diff(self, other: "Plan") -> str:
         """What differs between this plan and another, one line each; empty if nothing does."""
         lines = []
@@ -170,6 +178,10 @@ class Plan:
 
 
 DECISIONS = ("mesh", "splits", "stages", "recompute", "num_micro_batches", "schedule", "notes")
+
+
+WITHOUT_EFFECT: Mapping[str, Any] = {"stages": (), "recompute": (), "num_micro_batches": 1, "schedule": "1f1b"}
+"""Decisions that nothing carries out yet, with the one value that each may have where a plan is run."""
 
 
 def _fits(op: Op, names: Names, mesh: Sequence[int]) -> bool:
