@@ -93,6 +93,7 @@ LIBRARY = [
     (aten.amax, [(2, 4)], ([1],), {"a"}),
     (aten.view, [(2, 24)], ([2, 4, 6],), {"a", "b", "+"}),
     (aten.reshape, [(2, 4, 6)], ([8, 6],), {"a", "c", "+"}),
+    (aten.squeeze.dim, [(2, 1, 4)], (1,), {"a", "b", "+"}),
     (aten.transpose.int, [(2, 4, 6)], (0, 2), {"a", "b", "c", "+"}),
     (aten.permute, [(2, 4, 6)], ([2, 0, 1],), {"a", "b", "c", "+"}),
     (aten.expand, [(2, 1, 4)], ([2, 6, 4],), {"a", "b", "c"}),
@@ -123,10 +124,11 @@ def test_tensors_of_different_sizes_are_joined_whole_along_that_dimension_alone(
     [
         (aten.isin.Tensor_Tensor, [torch.arange(24.0).view(4, 6), torch.arange(6.0)]),
         (aten.type_as, [(2, 4), (3, 5, 6)]),
+        (aten.squeeze, [(2, 1, 4)]),  # half of the first dimension would be dropped as well
     ],
     ids=str,
 )
-def test_an_operand_that_every_element_reads_whole_is_not_cut(op, operands):
+def test_an_op_whose_parts_are_no_parts_of_the_result_is_not_split(op, operands):
     assert verify_op(op, operands) == []
 
 

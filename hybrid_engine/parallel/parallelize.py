@@ -41,8 +41,8 @@ def parallelize(
     """A `ParallelModule` for an object, a subclass of it for a class, None with `load_module=False`; collective.
 
     Rank 0 makes the plan, or reads it from the folder, and all take it. `load_module=False` needs no process group.
-    Parameters are rank 0's. ValueError, on every rank, where the arguments do not fit, the module cannot be traced, or
-    what lies in the folder is for something else.
+    Parameters are rank 0's, with `init_module_params=False` those of each unit's first process. ValueError, on every
+    rank, where the arguments do not fit, the module cannot be traced, or what lies in the folder is for something else.
     """
     if isinstance(module_or_module_class, ParallelModule) or (
         isinstance(module_or_module_class, type) and issubclass(module_or_module_class, ParallelModule)

@@ -374,11 +374,20 @@ def viewed(call: Call) -> OpRule:
     """The dimensions that input and result have in common, by themselves or as the outer factor of another."""
     before, after, sizes = view_texts(call.shapes[0], list(call.outputs[0].shape))
     name = op_name(call.op)
+    if name == "squeeze" and not _drops_all_it_names(call):
+        return _whole(call)
     argument = {"view": "size", "_unsafe_view": "size", "reshape": "shape"}.get(name)
     if (name in ("flatten", "unsqueeze", "squeeze") or argument) and "dtype" not in call.arguments:
         term = " +" if call.outputs[0].is_floating_point() else ""
         return of_text(call, f"{before}{term} -> {after}{term}", sizes, argument)
     return _whole(call)
+
+
+def _drops_all_it_names(call: Call) -> bool:
+    """Whether a squeeze names dimensions of size 1 alone; another may have size 1 on each rank once it is split."""
+    dims = call.arguments.get("dim")
+    given = dims if isinstance(dims, list | tuple) else [dims]
+    return dims is not None and bool(call.shapes[0]) and all(call.shapes[0][dim] == 1 for dim in given)
 
 
 @annotate("transpose", "permute", "t", "numpy_T", "movedim", "swapaxes")
