@@ -33,6 +33,10 @@ RUN_ERRORS = {
 }
 
 
+def go_on(input_ids, scores):
+    return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 def generate_cases(rank, world_size):
     input_ids, mask = (tensor.chunk(world_size)[rank] for tensor in padded_prompts())
     results = {}
@@ -64,6 +68,9 @@ def generate_cases(rank, world_size):
                 with Broken(owner, method, MemoryError("no"), 0 if fails else 10**9):
                     found = outcome(generate)
                 results[kind, who, f"MemoryError in {phase}"] = found, torch.equal(generate(), expected)
+            with Broken(engine.generator, "_stay_in_step", MemoryError("no"), 0 if fails else 10**9):
+                found = outcome(lambda: generate(stopping_criteria=[go_on]))
+            results[kind, who, "MemoryError before rows in step"] = found, torch.equal(generate(), expected)
     return results
 
 
@@ -147,7 +154,7 @@ def generations():
 
 def test_an_error_on_one_rank_in_a_rollout_is_raised_on_all_and_the_next_rollout_is_right(generations):
     first, second = (cases for cases, *_ in generations)
-    assert first.keys() == second.keys() and len(first) == 2 * (4 + 2 * 15)
+    assert first.keys() == second.keys() and len(first) == 2 * (5 + 2 * 16)
     for key in first:
         who = key[1]
         check_error([first[key], second[key]], who, key)

@@ -525,19 +525,26 @@ class Generator:
             self.group.sums.renew()
 
     def _run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
-        wishes = request.wishes
+        wishes, plan = request.wishes, request.plan
+        choice = self._choice
+        if plan is not None:
+            # An error of one is raised on all before they meet in layers: a streamer may be one process's alone.
+            choice = self.partners.agree(lambda: self._choose(plan, wishes))
         with held.allowed():
-            if request.plan is None:
+            if plan is None:
                 return self.own.run(wishes.input_ids, wishes.mask, wishes.options, request.seed, wishes.kwargs)
             assert self.native is not None and kv is not None
-            choice = self._choice if wishes.functions is None else self._stay_in_step(request.plan, wishes)
             with nullcontext() if self.group.sums is None else self.group.sums.ending_others():
-                result = self.native.run(request.plan, kv, wishes.input_ids, choice)
+                result = self.native.run(plan, kv, wishes.input_ids, choice)
             if isinstance(choice, InStep):
                 choice.finish()
             if isinstance(result.output, GenerateOutput):
-                add_prompt_scores(result.output, request.plan.sequences[request.plan.own], wishes.mask)
+                add_prompt_scores(result.output, plan.sequences[plan.own], wishes.mask)
             return result
+
+    def _choose(self, plan: Plan, wishes: Wishes) -> Choice | None:
+        """What draws the tokens of `plan`; None: the options of its sequences."""
+        return self._choice if wishes.functions is None else self._stay_in_step(plan, wishes)
 
     def _stay_in_step(self, plan: Plan, wishes: Wishes) -> InStep | None:
         assert self.model is not None and wishes.functions is not None
