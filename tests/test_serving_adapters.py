@@ -11,7 +11,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from test_serving import build
 
 import hybrid_engine
-from hybrid_engine.generation import live_adapters
+from hybrid_engine.generation import backend, live_adapters
+from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.recipes import serve
 from hybrid_engine.recipes.batch.adapters import load_with_adapters, read_adapters
 from hybrid_engine.recipes.batch.model import BaseModelOptions
@@ -142,3 +143,14 @@ def test_an_engine_serves_adapters_that_its_model_has(folder):
         )
         with pytest.raises(ValueError, match=word), engine.serving(tokenizer, model_name="tiny", adapters=adapters):
             pass
+
+
+def test_adapters_are_fused_into_gathered_weights_and_not_into_copies_of_them(folder, monkeypatch):
+    """Where steps are recorded, sharded weights are copied and parted again, and no other adapter can be read."""
+    model = PeftModel.from_pretrained(build(build_chat_tokenizer()).module, folder / "first")
+    model.load_adapter(str(folder / "second"), "second")
+    generator = hybrid_engine.init_inference(model.eval()).generator
+    generator.native.steps.recorder, generator.gatherer.can_stream = object(), True
+    monkeypatch.setattr(backend, "bound_to_copies", None)
+    with live_batch(generator, 16, 2, adapters=("default", "second")) as batch:
+        assert not batch.has_work

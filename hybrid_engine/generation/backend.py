@@ -114,13 +114,16 @@ class ContainerRollouts:
             step.record(range(1, plan.max_running + 1), range(shortest + 1, plan.longest + 1), self.layers)
         return self.steps.stats
 
-    def gather(self, plan: Plan, release: ExitStack) -> torch.Tensor:
-        """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor."""
+    def gather(self, plan: Plan, release: ExitStack, is_recorded: bool = True) -> torch.Tensor:
+        """Weights whole or a stream of them, LoRA fused, KV workspace taken; returns the workspace's tensor.
+
+        `is_recorded`: whether steps may be, which read copies of sharded weights. Copies have no other adapter.
+        """
         # Under autocast the projections would leave the dtype of the workspace.
         release.enter_context(torch.autocast(self.model.device.type, enabled=False))
-        if self.steps.recorder is not None:
+        if self.steps.recorder is not None and is_recorded:
             self.gatherer.keep_addresses()
-        if self._reads_copies:
+        if self._reads_copies and is_recorded:
             release.enter_context(bound_to_copies(self.model, self.gatherer, self.lasting))
         else:
             gathered = self.gatherer.gathered_for_forward if self.model.runs_module else self.gatherer.gathered

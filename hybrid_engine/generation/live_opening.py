@@ -58,7 +58,8 @@ def live_batch(
         native = generator.native
         assert native is not None
         num_blocks = num_parts * (plan.num_blocks + native.num_reserved_blocks) - native.num_reserved_blocks
-        kv = partners.agree(lambda: native.gather(replace(plan, num_blocks=num_blocks), release))
+        whole = replace(plan, num_blocks=num_blocks)
+        kv = partners.agree(lambda: native.gather(whole, release, is_recorded=not adapters))
         generator.is_live = True
         release.callback(setattr, generator, "is_live", False)
         if adapters:
