@@ -69,7 +69,9 @@ def generate_cases(rank, world_size):
                     found = outcome(generate)
                 results[kind, who, f"MemoryError in {phase}"] = found, torch.equal(generate(), expected)
             with Broken(engine.generator, "_stay_in_step", MemoryError("no"), 0 if fails else 10**9):
-                found = outcome(lambda: generate(stopping_criteria=[go_on]))
+                found = outcome(
+                    lambda: generate(input_ids=input_ids[:2], attention_mask=mask[:2], stopping_criteria=[go_on])
+                )
             results[kind, who, "MemoryError before rows in step"] = found, torch.equal(generate(), expected)
     return results
 

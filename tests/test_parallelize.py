@@ -259,8 +259,9 @@ def test_what_of_a_plan_is_not_carried_out_is_refused_before_it_is_kept(tmp_path
     def policy(graph, compute_config):
         return Plan(graph=graph, mesh=(1,), **decision)
 
+    num_stages = len(decision.get("stages", [1]))
     with pytest.raises(ValueError, match=rf"the plan has {next(iter(decision))}=.*; leave it at"):
-        make(tmp_path, policy, config={"plan_ngpus": len(decision.get("stages", [1]))}, load_module=False)
+        make(tmp_path, policy, config={"plan_ngpus": num_stages, "runtime_ngpus": num_stages}, load_module=False)
     assert not list(tmp_path.glob("**/plan.json"))
 
 
