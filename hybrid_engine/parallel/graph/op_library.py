@@ -386,8 +386,9 @@ def viewed(call: Call) -> OpRule:
 def _drops_all_it_names(call: Call) -> bool:
     """Whether a squeeze names dimensions of size 1 alone; another may have size 1 on each rank once it is split."""
     dims = call.arguments.get("dim")
-    given = dims if isinstance(dims, list | tuple) else [dims]
-    return dims is not None and bool(call.shapes[0]) and all(call.shapes[0][dim] == 1 for dim in given)
+    if dims is None or not call.shapes[0]:
+        return False
+    return all(call.shapes[0][dim] == 1 for dim in (dims if isinstance(dims, list | tuple) else [dims]))
 
 
 @annotate("transpose", "permute", "t", "numpy_T", "movedim", "swapaxes")
