@@ -7,8 +7,6 @@ import torch
 from distributed import run_distributed
 from models import BUILDERS, build_model
 from peft import LoraConfig, get_peft_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import hybrid_engine
 from hybrid_engine.ops.log_prob import token_logprobs
@@ -111,35 +109,6 @@ def test_a_model_that_does_more_behind_its_head_than_its_config_says_makes_logit
         found, (expected, _) = token_log_probs(model, asked, inputs), from_logits(model, asked, inputs)
         assert torch.equal(found.logprobs, expected)
     assert caplog.text.count("log-probabilities are made from logits") == 1
-
-
-@pytest.fixture
-def alone():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
-def test_a_model_that_is_kept_in_fp32_and_computes_in_bf16_may_round_as_bf16_does(alone):
-    model, inputs, asked = build_model("llama").eval(), build_inputs(), build_asked()
-    forward = type(model).forward
-
-    class Scaled(type(model)):
-        """As Granite, whose division rounds otherwise than a product with the inverse."""
-
-        def forward(self, *args, **kwargs):
-            output = forward(self, *args, **kwargs)
-            output.logits = output.logits / 3.0
-            return output
-
-    model.__class__ = Scaled
-    model.config.logits_scaling = 3.0
-    in_bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(model, mesh=alone, mp_policy=in_bf16, reshard_after_forward=True)
-    head = model.get_output_embeddings()
-    with torch.no_grad(), at_most_one_row_of_logits(head):
-        found = token_log_probs(model, asked, inputs)
-    assert head.weight.dtype == torch.float32 and found.logprobs.shape == (3, T)
 
 
 def test_a_pass_that_fails_leaves_no_hook():
