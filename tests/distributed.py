@@ -77,6 +77,12 @@ def _run(
         dist.destroy_process_group()
 
 
+def leave_process_group() -> None:
+    """Ends a process group that an earlier test of this process may have left, as one of a single process is."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from distributed import leave_process_group
 from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,6 +35,7 @@ from hybrid_engine.parallel.planning.policies import batch_plan, random_plan, re
 
 @pytest.fixture(scope="module", autouse=True)
 def _four_simulated_ranks() -> Iterator[None]:
+    leave_process_group()
     dist.init_process_group("fake", rank=0, world_size=4)
     yield
     dist.destroy_process_group()

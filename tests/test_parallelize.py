@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed import run_distributed
+from distributed import leave_process_group, run_distributed
 from torch import nn
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
@@ -13,6 +13,11 @@ from hybrid_engine.parallel.optimizer import build_optimizer
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.parallelize import parallelize
 from hybrid_engine.parallel.planning.plan import Plan
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process_alone():
+    leave_process_group()
 
 
 class Block(nn.Module):
