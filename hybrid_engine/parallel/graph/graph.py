@@ -18,8 +18,8 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils._pytree import TreeSpec
 
 from hybrid_engine.parallel.graph.calls import call_of, tensors_in
+from hybrid_engine.parallel.graph.library import op_name, rule_for
 from hybrid_engine.parallel.graph.normalising import normalise
-from hybrid_engine.parallel.graph.op_library import op_name, rule_for
 from hybrid_engine.parallel.graph.rules import OpRule
 from hybrid_engine.parallel.graph.tracing import trace
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.parallel.graph.annotations import parse
-from hybrid_engine.parallel.graph.op_library import LIBRARY, annotated_by_text, op_name
+from hybrid_engine.parallel.graph.annotations import Annotation, parse
+from hybrid_engine.parallel.graph.calls import Call
+from hybrid_engine.parallel.graph.library import LIBRARY, Rule, op_name
+from hybrid_engine.parallel.graph.rules import OpRule
 
 NAMESPACE = "hybrid_engine_ops"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -71,3 +73,26 @@ def _define(name: str, function: Callable[..., Any]) -> None:
         raise ValueError(f"register_op: {function.__qualname__} has no type hints for {missing}; write `x: Tensor`")
     _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
     _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+
+
+def annotated_by_text(text: str) -> Rule:
+    """The rule of an op whose annotation is `text`, one operand per argument (`register_op`)."""
+    return lambda call: _registered(call, text)
+
+
+def _registered(call: Call, text: str) -> OpRule:
+    sides = text.split("->")[0].split(",")
+    values = list(call.arguments.items())
+    if len(sides) > len(values):
+        raise ValueError(f"annotation {text!r} has {len(sides)} operands, {call.op} has {len(values)} arguments")
+    tensors = [value for _, value in values[: len(sides)]]
+    if any(isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value) for value in tensors):
+        raise ValueError(f"annotation {text!r}: an argument of {call.op} is a list of tensors; give them one by one")
+    is_tensor = [isinstance(value, torch.Tensor) for value in tensors]
+    whole = parse(text, [value.dim() if isinstance(value, torch.Tensor) else None for value in tensors])
+    keywords = {name: value for name, value in values if isinstance(value, int) and not isinstance(value, bool)}
+    used = frozenset(keywords) & frozenset(whole._names)
+    sizes = whole.sizes([list(v.shape) if isinstance(v, torch.Tensor) else None for v in tensors], keywords)
+    inputs = tuple(pattern for pattern, is_one in zip(whole.inputs, is_tensor, strict=True) if is_one)
+    annotation = Annotation(inputs, whole.outputs, whole.summed, whole.fixed)
+    return OpRule(annotation=annotation, sizes=sizes, keywords=used)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Placement
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.parallel.graph.calls import Call, arguments_of, tensors_in
-from hybrid_engine.parallel.graph.op_library import rule_for
+from hybrid_engine.parallel.graph.library import rule_for
 from hybrid_engine.parallel.graph.registering import overload_of
 from hybrid_engine.parallel.graph.rules import OpRule
 
