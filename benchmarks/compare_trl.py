@@ -1,12 +1,11 @@
 """Whether the losses and gradients are TRL's: its GRPO, RLOO and DPO trainers beside this project, on the same numbers.
 
-    pip install trl
     python benchmarks/compare_trl.py
 
 One tiny random Llama, the same prompts, answers, rewards and reference for both. TRL's trainers tokenize, score and
 compute advantages, loss and gradients by their own code; only what they would sample is given to them, and the
 log-probabilities of an earlier policy, so that ratios leave 1 and clips take hold. One reward function has no opinion
-on one answer. Nothing is timed. TRL is needed here alone; no test and no recipe imports it.
+on one answer. Nothing is timed.
 
 Differences are absolute for the loss, and for gradients over all parameters relative to the largest gradient.
 """

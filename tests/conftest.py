@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 # What models were probed is forgotten with the tests.
 if "HYBRID_ENGINE_CACHE" not in os.environ:
     os.environ["HYBRID_ENGINE_CACHE"] = tempfile.mkdtemp()

@@ -15,7 +15,18 @@ LAYERS = ("ops", "containers", "hybrid_engine", "recipes")
 MAPPED = ("ops", "containers", "recipes")
 # From the lowest to the highest; a file imports its own room and those below. Modules of the package itself are rooms.
 LOWER_ROOMS = ("config", "distributed", "zero", "optim", "checkpoint")
-ROOMS = (*LOWER_ROOMS, "training", "generation", "serving", "inference", "parallel", "engine", "hybrid", "entry")
+ROOMS = (
+    *LOWER_ROOMS,
+    "training",
+    "generation",
+    "serving",
+    "inference",
+    "attaching",
+    "parallel",
+    "engine",
+    "hybrid",
+    "entry",
+)
 # The package names its surface, which lies in compat; it may import whatever it offers.
 ABOVE_ALL = ("compat", "command", "__init__")
 # What watches and what computes need nothing but numbers and the config's dataclasses.

@@ -3,6 +3,7 @@
 import sys
 from importlib.metadata import version
 
+from hybrid_engine.attaching import Attached, attach
 from hybrid_engine.compat.accelerator import get_accelerator
 from hybrid_engine.compat.aliases import enable_compat, register
 from hybrid_engine.compat.arguments import add_config_arguments
@@ -30,6 +31,7 @@ __version__ = version("hybrid-engine")
 DeepSpeedInferenceConfig = InferenceConfig
 
 __all__ = [
+    "Attached",
     "BroadcastGenFilesStrategy",
     "ComputeConfig",
     "DeepSpeedConfig",
@@ -48,6 +50,7 @@ __all__ = [
     "__git_branch__",
     "__git_hash__",
     "add_config_arguments",
+    "attach",
     "build_optimizer",
     "enable_compat",
     "get_accelerator",

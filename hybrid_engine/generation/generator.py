@@ -410,7 +410,7 @@ class Generator:
         if is_in_step:  # no sample waits for another, and each is prefilled for itself
             prompts = [prompt for prompt in prompts for _ in range(num_samples)]
             of_prompts = [options for options in of_prompts for _ in range(num_samples)]
-        sequences = build_sequences(prompts, of_prompts, 1 if is_in_step else num_samples)
+        sequences = build_sequences(prompts, of_prompts, 1 if is_in_step else num_samples, shares_equal=not is_in_step)
         spare_bytes = min(share.spare_bytes for share in shares)
         training_bytes = max(share.training_bytes for share in shares)
         reserved = self.native.num_reserved_blocks

@@ -18,6 +18,8 @@ versions` runs the tests with each of them.
 | `_sharding_spec` (and its `tensor_meta`)                 | a parameter       | 2.11 to 2.14  |
 | `sharded_param`, `unsharded_param`, `_unsharded_param`   | a parameter       | 2.11 to 2.15  |
 | `_post_load_hook_handle`, `all_gather_outputs`           | a parameter       | 2.11 to 2.15  |
+| `_auto_reshard_after_forward`                            | its state         | 2.11 to 2.13  |
+| `post_forward_mesh_info`                                 | a parameter group | 2.11 to 2.13  |
 | `free_unsharded_param()`                                 | a parameter       | 2.11 to 2.15  |
 | `unsharded_accumulated_grad`                             | a parameter       | 2.11 to 2.14; |
 |                                                          |                   | read-only 2.15|
@@ -28,6 +30,7 @@ What torch 2.15 changed: a parameter's public `grad_dtype` says in which dtype F
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -73,6 +76,20 @@ def return_to_gathered_storage(param: Any) -> None:
     whole, gathered = param.unsharded_param, param.all_gather_outputs[0]
     if whole.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr():
         whole.data = gathered.view(-1)[: whole.numel()].view(whole.shape)
+
+
+@contextmanager
+def keeping_reshard_after_forward(modules: Iterable[FSDPModule]) -> Iterator[None]:
+    """Whether and to where `modules` are resharded after a forward pass is at the end what it was."""
+    states = [module._get_fsdp_state() for module in modules]
+    holders = [(state, "_auto_reshard_after_forward") for state in states]
+    holders += [(state._fsdp_param_group, "post_forward_mesh_info") for state in states if state._fsdp_param_group]
+    values = [getattr(holder, name) for holder, name in holders]
+    try:
+        yield
+    finally:
+        for (holder, name), value in zip(holders, values, strict=True):
+            setattr(holder, name, value)
 
 
 def keep_gathered_storage(modules: Iterable[FSDPModule]) -> None:

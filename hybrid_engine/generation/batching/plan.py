@@ -69,14 +69,20 @@ class Plan:
         )
 
 
-def build_sequences(prompts: list[list[int]], options: list[GenerationOptions], num_samples: int) -> list[Sequence]:
+def build_sequences(
+    prompts: list[list[int]], options: list[GenerationOptions], num_samples: int, shares_equal: bool = False
+) -> list[Sequence]:
     """`num_samples` sequences for each prompt, with its `options`; sample g of prompt b has row `b * G + g`.
 
-    Their keys come later.
+    Equal prompts that follow each other are prefilled once where `shares_equal`: trainers repeat a row for each sample
+    of its group. Keys come later.
     """
     sequences: list[Sequence] = []
+    prompt = None
     for tokens, of_prompt in zip(prompts, options, strict=True):
-        prompt = Prompt(tokens, num_tops=of_prompt.rules.prompt_logprobs)
+        num_tops = of_prompt.rules.prompt_logprobs
+        if prompt is None or not shares_equal or (prompt.tokens, prompt.num_tops) != (tokens, num_tops):
+            prompt = Prompt(tokens, num_tops=num_tops)
         sequences += [Sequence(prompt, len(sequences) + g, of_prompt) for g in range(num_samples)]
     return sequences
 

@@ -1,0 +1,82 @@
+"""How a model that somebody else trains lies in memory: whole, sharded by FSDP2, or in a way containers cannot read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.zero.fsdp2_private import keeping_reshard_after_forward, make_root
+from hybrid_engine.zero.sharding import Sharding
+
+
+def find_sharding(model: nn.Module) -> Sharding:
+    """How `model` lies on the processes now, by FSDP2's own marks; one that is whole has no partners."""
+    wrapped = fsdp_modules(model)
+    if not wrapped:
+        return Sharding(root=model, stage=0, world_size=1, rank=0)
+    make_root(wrapped[0])
+    mesh = next(param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
+    # 3: between two calls a process has its shards, whatever FSDP2 keeps from a forward pass to its backward pass.
+    return Sharding(root=model, layers=wrapped[1:], stage=3, world_size=get_world_size(), rank=get_rank(), mesh=mesh)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """What FSDP2 gathers one at a time, the model itself first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def reason_unreadable(model: nn.Module) -> str | None:
+    """Why containers cannot read the weights of `model` as they lie now; None where they can."""
+    wrapped = fsdp_modules(model)
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        return "its weights are flattened by FSDP's first version; shard it by fully_shard (fsdp_version: 2)"
+    if wrapped and wrapped[0] is not model:
+        return "parts of it are sharded by fully_shard, and itself it is not; call fully_shard(model) after its layers"
+    parameters = list(model.parameters())
+    if not wrapped and any(isinstance(parameter, DTensor) for parameter in parameters):
+        return "its weights are DTensors that FSDP2 does not gather"
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return "its weights are partitioned by DeepSpeed"
+    if any(parameter.is_meta for parameter in parameters):
+        return "some of its weights lie elsewhere until a layer needs them (device_map)"
+    if len({parameter.device for parameter in parameters}) > 1:
+        return "its weights lie on several devices"
+    if not all(parameter.is_floating_point() for parameter in parameters):
+        return "its weights are quantised"
+    return None
+
+
+def fingerprint(model: nn.Module) -> tuple[object, ...]:
+    """Equal as long as `find_sharding` and `reason_unreadable` would say the same, and dtype and device are the same."""
+    first = next(model.parameters())
+    is_distributed = torch.distributed.is_initialized()
+    return (tuple(map(id, fsdp_modules(model))), first.dtype, first.device, is_distributed, reason_unreadable(model))
+
+
+@contextmanager
+def own_forward(model: nn.Module) -> Iterator[None]:
+    """Inside, without what accelerate has put around `forward()` for mixed precision; weights keep their dtype."""
+    wrapped, own = model.__dict__.get("forward"), model.__dict__.get("_original_forward")
+    if wrapped is None or own is None:
+        yield
+        return
+    model.forward = own
+    try:
+        yield
+    finally:
+        model.forward = wrapped
+
+
+@contextmanager
+def as_found(sharding: Sharding) -> Iterator[None]:
+    """At the end a sharded model is shards, with FSDP2's settings as its user made them."""
+    if not sharding.is_sharded:
+        yield
+        return
+    sharding.reshard()  # what an evaluation left gathered may be older than the shards
+    with keeping_reshard_after_forward(sharding.fsdp_modules()):
+        yield

@@ -1,0 +1,368 @@
+"""`attach`: any model's `generate()` on containers, in training loops that know nothing of them.
+
+What it gives is compared with the `generate()` of a copy of the model that was never attached.
+"""
+
+import copy
+import io
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from distributed import run_distributed
+from models import build_model, padded_prompts
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from training_reference import tiny_llama
+from transformers import (
+    GenerationConfig,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+import hybrid_engine
+
+GREEDY = {"max_new_tokens": 6, "do_sample": False}
+LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+
+
+def theirs(model, ids, mask, **options):
+    """What a copy of the model generates by itself, in eval mode."""
+    return copy.deepcopy(model).eval().generate(ids, attention_mask=mask, **{**GREEDY, **options})
+
+
+def assert_follows(model, ids, mask):
+    torch.testing.assert_close(model.generate(ids, attention_mask=mask, **GREEDY), theirs(model, ids, mask))
+
+
+def train_a_step(model, ids, lr=0.5):
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def runs_on_containers(attached):
+    return attached.generator is not None and attached.generator.model is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_training_loop_generates_what_the_model_would(family):
+    model, (ids, mask) = build_model(family), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    assert runs_on_containers(attached)
+    model.train()
+    seen = set()
+    for _ in range(3):
+        assert_follows(model, ids, mask)
+        seen.add(tuple(model.generate(ids, attention_mask=mask, **GREEDY).flatten().tolist()))
+        train_a_step(model, ids)
+    assert len(seen) > 1, "the weights must have changed what is generated"
+    assert all(module.training for module in model.modules())
+
+
+def test_dropout_is_off_while_it_generates_and_each_module_has_its_mode_again():
+    model, (ids, mask) = tiny_llama(dropout=0.5), padded_prompts()
+    ids = ids % 65
+    hybrid_engine.attach(model)
+    model.train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    assert_follows(model, ids, mask)
+    # An option that only the model's own generate() serves.
+    torch.testing.assert_close(
+        model.generate(ids, attention_mask=mask, num_beams=2, **GREEDY), theirs(model, ids, mask, num_beams=2)
+    )
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_gradient_checkpointing_goes_on_and_gives_the_same_gradients():
+    model, (ids, mask) = build_model(), padded_prompts(num_prompts=2)
+    plain = copy.deepcopy(model).train()
+    model.train()
+    model.gradient_checkpointing_enable()
+    hybrid_engine.attach(model)
+    assert_follows(model, ids, mask)
+    assert model.is_gradient_checkpointing
+    for one in (plain, model):
+        one(input_ids=ids, labels=ids).loss.backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_weights_that_are_loaded_replaced_or_cast_are_followed():
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    model.load_state_dict(build_model(seed=3).state_dict())
+    assert_follows(model, ids, mask)
+    with torch.no_grad():
+        model.lm_head.weight.data = model.lm_head.weight.data.flip(0).contiguous()
+    assert_follows(model, ids, mask)
+    model.to(torch.bfloat16)
+    model.generate(ids, attention_mask=mask, **GREEDY)
+    assert runs_on_containers(attached) and attached.generator.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("is_attached_first", [True, False])
+def test_adapters_are_followed(is_attached_first):
+    base, (ids, mask) = build_model(), padded_prompts()
+    plain = theirs(base, ids, mask)
+    if is_attached_first:
+        attached = hybrid_engine.attach(base)
+        model = get_peft_model(base, LoraConfig(**LORA))
+    else:
+        model = get_peft_model(base, LoraConfig(**LORA))
+        attached = hybrid_engine.attach(model)
+    model.train()
+    assert not torch.equal(model.generate(input_ids=ids, attention_mask=mask, **GREEDY), plain)
+    train_a_step(model, ids)
+    expected = copy.deepcopy(model).eval().generate(input_ids=ids, attention_mask=mask, **GREEDY)
+    torch.testing.assert_close(model.generate(input_ids=ids, attention_mask=mask, **GREEDY), expected)
+    with model.disable_adapter():
+        torch.testing.assert_close(model.generate(input_ids=ids, attention_mask=mask, **GREEDY), plain)
+    assert runs_on_containers(attached)
+
+
+def test_what_is_returned_is_transformers_class_with_the_samplers_log_probabilities():
+    model, (ids, mask) = build_model(), padded_prompts()
+    hybrid_engine.attach(model)
+    config = GenerationConfig(max_new_tokens=5, do_sample=True, top_k=0, temperature=0.7, num_return_sequences=2)
+    config.pad_token_id, config.return_dict_in_generate = 0, True
+    torch.manual_seed(5)
+    output = model.generate(ids, config, attention_mask=mask)
+    torch.manual_seed(5)
+    again = model.generate(inputs=ids, generation_config=config, attention_mask=mask)
+    assert isinstance(output, GenerateDecoderOnlyOutput) and output.past_key_values is None
+    assert torch.equal(output.sequences, again.sequences)
+    rows, full = output.sequences, torch.cat([mask.repeat_interleave(2, 0), torch.ones(len(ids) * 2, 5).long()], 1)
+    assert torch.equal(rows[:, : ids.shape[1]], ids.repeat_interleave(2, 0))
+    positions = (full.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(rows, attention_mask=full, position_ids=positions).logits[:, ids.shape[1] - 1 : -1] / 0.7
+    expected = logits.log_softmax(-1).gather(-1, rows[:, ids.shape[1] :, None]).squeeze(-1)
+    torch.testing.assert_close(output.logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_equal_rows_that_follow_each_other_are_prefilled_once(monkeypatch):
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    prefilled = []
+    forward = attached.generator.model.forward
+
+    def counting(batch, kv, layers):
+        prefilled.append(len(batch.tokens))
+        return forward(batch, kv, layers)
+
+    def tokens(rows, row_mask):
+        prefilled.clear()
+        output = model.generate(rows, attention_mask=row_mask, max_new_tokens=1, do_sample=True, top_k=0)
+        return output, sum(prefilled)
+
+    monkeypatch.setattr(attached.generator.model, "forward", counting)
+    torch.manual_seed(2)
+    repeated, num_repeated = tokens(ids.repeat_interleave(4, 0), mask.repeat_interleave(4, 0))
+    assert num_repeated == int(mask.sum()) == tokens(ids, mask)[1]
+    torch.manual_seed(2)
+    samples = model.generate(
+        ids, attention_mask=mask, max_new_tokens=1, do_sample=True, top_k=0, num_return_sequences=4
+    )
+    assert torch.equal(repeated, samples) and len(repeated.unique(dim=0)) > len(ids)
+
+
+def test_embeddings_and_no_prompt_at_all_go_to_the_models_own():
+    model, (ids, _) = build_model(), padded_prompts(num_prompts=2)
+    embeddings = model.get_input_embeddings()(ids).detach()
+    expected = [model.generate(inputs_embeds=embeddings, **GREEDY), model.generate(bos_token_id=3, **GREEDY)]
+    hybrid_engine.attach(model)
+    torch.testing.assert_close(model.generate(inputs_embeds=embeddings, **GREEDY), expected[0])
+    torch.testing.assert_close(model.generate(bos_token_id=3, **GREEDY), expected[1])
+
+
+def test_detach_puts_back_what_was_there_and_copies_are_their_own():
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert other.generate.__self__ is other
+        assert torch.equal(other.generate(ids, attention_mask=mask, **GREEDY), theirs(model, ids, mask))
+    attached.detach()
+    attached.detach()
+    assert "generate" not in vars(model) and model.generate.__func__ is type(model).generate
+    hybrid_engine.attach(model).detach()
+
+    def own_generate(*args, **kwargs):
+        return "somebody else's"
+
+    model.generate = own_generate
+    attached = hybrid_engine.attach(model)
+    assert isinstance(model.generate(ids, attention_mask=mask, **GREEDY), torch.Tensor)
+    attached.detach()
+    assert model.generate is own_generate
+
+
+def test_a_model_without_policy_generates_by_itself_and_one_line_says_so(caplog):
+    torch.manual_seed(0)
+    model = MambaForCausalLM(MambaConfig(vocab_size=96, hidden_size=16, num_hidden_layers=2, state_size=4)).eval()
+    ids = padded_prompts()[0]
+    expected = model.generate(ids, return_dict_in_generate=True, output_logits=True, **GREEDY)
+    attached = hybrid_engine.attach(model)
+    assert "MambaForCausalLM generates by its own generate(): no policy" in caplog.text
+    model.train()
+    found = model.generate(ids, return_dict_in_generate=True, output_logits=True, **GREEDY)
+    assert type(found) is type(expected) and torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert "no policy" in attached.report() and model.training
+
+
+def test_what_cannot_be_attached_is_refused():
+    model = build_model()
+    attached = hybrid_engine.attach(model)
+    for again in (model, get_peft_model(model, LoraConfig(**LORA))):
+        with pytest.raises(ValueError, match=r"attached already; call detach\(\)"):
+            hybrid_engine.attach(again)
+    attached.detach()
+    with pytest.raises(ValueError, match="max_runing=4 is no option; did you mean max_running"):
+        hybrid_engine.attach(model, max_runing=4)
+    with pytest.raises(ValueError, match="max_running=-1"):
+        hybrid_engine.attach(model, max_running=-1)
+    with pytest.raises(ValueError, match="Linear is no decoder-only language model"):
+        hybrid_engine.attach(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="model is a str"):
+        hybrid_engine.attach("gpt2")
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration is no decoder-only"):
+        hybrid_engine.attach(t5)
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "hybrid_engine": {"enabled": True}}
+    engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
+    with pytest.raises(ValueError, match="is an engine"):
+        hybrid_engine.attach(engine)
+    with pytest.raises(ValueError, match="belongs to an engine"):
+        hybrid_engine.attach(engine.module)
+
+
+def test_wrong_input_is_refused_before_anything_is_done():
+    model, (ids, mask) = build_model(), padded_prompts()
+    hybrid_engine.attach(model)
+    model.train()
+    with pytest.raises(ValueError, match="max_new_tokns=3 is no option"):
+        model.generate(ids, attention_mask=mask, max_new_tokns=3)
+    with pytest.raises(ValueError, match="two names of the prompts"):
+        model.generate(ids, input_ids=ids)
+    with pytest.raises(ValueError, match="padding after a token"):
+        model.generate(ids, attention_mask=mask.flip(1), **GREEDY)
+    assert model.training
+    assert_follows(model, ids, mask)
+
+
+class Generating(TrainerCallback):
+    """Generates at the end of every step, as a user who watches samples does."""
+
+    def __init__(self, ids):
+        self.ids, self.seen = ids, []
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        assert model.training
+        self.seen.append(model.generate(self.ids, **GREEDY))
+
+
+def test_transformers_trainer_trains_as_it_did_and_its_samples_are_the_same(tmp_path):
+    ids = torch.randint(65, (8, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    runs = []
+    for is_attached in (False, True):
+        model, callback = tiny_llama(), Generating(ids[:3])
+        if is_attached:
+            attached = hybrid_engine.attach(model)
+        arguments = TrainingArguments(
+            tmp_path, max_steps=4, learning_rate=0.05, logging_steps=1, use_cpu=True, report_to=[], save_strategy="no"
+        )
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((losses, torch.stack(callback.seen)))
+    assert runs_on_containers(attached)
+    assert runs[0][0] == runs[1][0]
+    assert torch.equal(runs[0][1], runs[1][1]) and len(runs[0][1].unique(dim=0)) > 1
+
+
+def test_accelerates_mixed_precision_around_forward_is_looked_through():
+    AcceleratorState._reset_state(True)
+    try:
+        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+        model, (ids, mask) = build_model(), padded_prompts()
+        expected = theirs(model, ids, mask)
+        prepared = accelerator.prepare(model)
+        attached = hybrid_engine.attach(prepared)
+        assert runs_on_containers(attached)
+        wrapped = prepared.forward
+        assert torch.equal(accelerator.unwrap_model(prepared).generate(ids, attention_mask=mask, **GREEDY), expected)
+        assert prepared.forward == wrapped
+    finally:
+        AcceleratorState._reset_state(True)
+
+
+def sharded_run(rank, world_size):
+    """Two steps of FSDP2 training with generation in between; tokens, and whether settings are what they were."""
+    model, (ids, mask) = build_model(), padded_prompts()
+    ids, mask = ids[2 * rank : 2 * rank + 3], mask[2 * rank : 2 * rank + 3]
+    attached = hybrid_engine.attach(model)  # whole; that it is sharded afterwards is seen
+    for layer in model.model.layers:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model)
+    for module in (*model.model.layers, model):
+        module.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in (*model.model.layers, model)]
+    found = []
+    for _ in range(2):
+        model.train()
+        found.append(model.generate(ids, attention_mask=mask, **GREEDY))
+        found.append(model.generate(ids, attention_mask=mask, num_beams=2, **GREEDY))
+        settings = [group.post_forward_mesh_info is None for group in groups]
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.generate(ids, attention_mask=mask, **GREEDY)
+        assert settings[:2] == [True, True]
+        assert [group.post_forward_mesh_info is None for group in groups] == settings
+    return found, runs_on_containers(attached), attached.generator.sharding.is_sharded
+
+
+def test_a_model_sharded_by_fsdp2_generates_what_the_whole_one_does():
+    results = run_distributed(sharded_run, 2)
+    model, (ids, mask) = build_model(), padded_prompts()
+    parts = [(ids[2 * rank : 2 * rank + 3], mask[2 * rank : 2 * rank + 3]) for rank in range(2)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(2):
+        for (found, is_native, is_sharded), part in zip(results, parts, strict=True):
+            assert is_native and is_sharded
+            assert torch.equal(found[2 * step], theirs(model, *part))
+            assert torch.equal(found[2 * step + 1], theirs(model, *part, num_beams=2))
+        for part_ids, _ in parts:
+            (model(input_ids=part_ids, labels=part_ids).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parallel_run(rank, world_size):
+    model, (ids, mask) = build_model(), padded_prompts()
+    wrapped = DistributedDataParallel(model)
+    attached = hybrid_engine.attach(wrapped)
+    train_a_step(wrapped, ids[rank : rank + 2])
+    if rank == 0:  # each process generates alone
+        assert_follows(model, ids, mask)
+    return runs_on_containers(attached)
+
+
+def test_with_ddp_each_process_generates_alone():
+    assert run_distributed(parallel_run, 2) == [True, True]
