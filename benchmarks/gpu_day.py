@@ -103,6 +103,11 @@ PARTS = (
         ("benchmarks/profile_decode.py", "--csv", "{csv}"),
         ("benchmarks/profile_decode.py", "--small", "--csv", "{csv}"),
     ),
+    Part(
+        "log_prob", "what do log-probabilities without logits save",
+        ("benchmarks/bench_log_prob.py", "--csv", "{csv}"),
+        ("benchmarks/bench_log_prob.py", "--small", "--csv", "{csv}"), TABLES,
+    ),
     # A part of its own: its threads are transformers' own, and may hang.
     Part(
         "batching", "and than transformers' continuous batching",
@@ -111,7 +116,7 @@ PARTS = (
     Part(
         "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
         (*TESTS, *(f"tests/test_kernels_{name}.py" for name in
-                   ("softmax_context", "gemm", "sample", "moe", "block_copy", "model"))),
+                   ("softmax_context", "gemm", "sample", "moe", "block_copy", "linear_log_prob", "model"))),
         (*TESTS, "tests/test_kernels_block_copy.py"), ("pytest",),
     ),
 )  # fmt: skip

@@ -3,12 +3,16 @@ at once."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from distributed import run_distributed
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybrid_engine.ops import linear_log_prob as op
+from hybrid_engine.ops import linear_log_prob_tiles
 from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
+from hybrid_engine.training.vocabulary_share import vocabulary_share
 
 N, E, V = 63, 24, 301
 SHAPES = [LogitShape(), LogitShape(temperature=0.7), LogitShape(0.25, 2.0, 1.3)]
@@ -51,12 +55,20 @@ def assert_as_good(found, expected, exact):
         assert error <= allowed + 4 * torch.finfo(ours.dtype).eps * right.abs().max()
 
 
+def compare(case, shape, with_entropy, trained):
+    """Asserts that values and gradients are as good as those of torch's logits."""
+    found = run(lambda *case: linear_log_prob(*case, shape, with_entropy), case, trained, with_entropy)
+    expected = run(lambda *case: plain(*case, shape), case, trained, with_entropy)
+    doubled = [x if x is None or not x.is_floating_point() else x.double() for x in case]
+    assert_as_good(found, expected, run(lambda *case: plain(*case, shape), doubled, trained, with_entropy))
+
+
 @pytest.fixture(params=["one tile", "many tiles", "some kept"])
 def tiles(request, monkeypatch):
     if request.param != "one tile":
         monkeypatch.setattr(op, "ROWS_AT_ONCE", 20)
-        monkeypatch.setattr(op, "LEAST_COLUMNS", 37)
-        monkeypatch.setattr(op, "TILE_BYTES", 1)
+        monkeypatch.setattr(linear_log_prob_tiles, "LEAST_COLUMNS", 37)
+        monkeypatch.setattr(linear_log_prob_tiles, "TILE_BYTES", 1)
         monkeypatch.setattr(op, "KEPT_BYTES", 4 * 20 * 37 * 5 if request.param == "some kept" else 0)
 
 
@@ -65,28 +77,22 @@ def tiles(request, monkeypatch):
 @pytest.mark.parametrize("shape", SHAPES, ids=["plain", "temperature", "capped"])
 @pytest.mark.usefixtures("tiles")
 def test_values_and_gradients_are_those_of_the_logits(shape, with_entropy, trained):
-    case = build_case()
-    found = run(lambda *case: linear_log_prob(*case, shape, with_entropy), case, trained, with_entropy)
-    expected = run(lambda *case: plain(*case, shape), case, trained, with_entropy)
-    doubled = [x if x is None or not x.is_floating_point() else x.double() for x in case]
-    assert_as_good(found, expected, run(lambda *case: plain(*case, shape), doubled, trained, with_entropy))
+    compare(build_case(), shape, with_entropy, trained)
 
 
 @pytest.mark.parametrize("trained", [("hidden",), ("hidden", "weight")], ids="-".join)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.usefixtures("tiles")
 def test_sixteen_bits_are_as_good_as_the_logits(dtype, trained):
-    case = build_case(dtype, has_bias=False)
-    found = run(lambda *case: linear_log_prob(*case), case, trained, False)
-    expected = run(lambda *case: plain(*case, LogitShape()), case, trained, False)
-    doubled = [x if x is None or not x.is_floating_point() else x.double() for x in case]
-    assert_as_good(found, expected, run(lambda *case: plain(*case, LogitShape()), doubled, trained, False))
+    compare(build_case(dtype, has_bias=False), LogitShape(), False, trained)
 
 
 def test_a_last_few_rows_are_cut_forwards_as_backwards(monkeypatch):
     monkeypatch.setattr(op, "ROWS_AT_ONCE", 60)
-    monkeypatch.setattr(op, "LEAST_COLUMNS", 1)
-    monkeypatch.setattr(op, "TILE_BYTES", 4 * 60 * 100)  # three tiles of 60 rows; one would do for three rows
+    monkeypatch.setattr(linear_log_prob_tiles, "LEAST_COLUMNS", 1)
+    monkeypatch.setattr(
+        linear_log_prob_tiles, "TILE_BYTES", 4 * 60 * 100
+    )  # three tiles of 60 rows; one would do for three rows
     case = build_case()
     found = run(lambda *case: linear_log_prob(*case), case, ("hidden", "weight"), False)
     expected = run(lambda *case: plain(*case, LogitShape()), case, ("hidden", "weight"), False)
@@ -97,12 +103,10 @@ def test_a_last_few_rows_are_cut_forwards_as_backwards(monkeypatch):
 @pytest.mark.usefixtures("tiles")
 def test_a_logit_far_above_those_of_earlier_tiles_is_no_overflow():
     hidden, weight, targets, _ = build_case(has_bias=False)
+    hidden, weight = hidden.round(), weight.round()  # logits of thousands are exact then, in whatever order
     weight[V - 3] = 400 * hidden[0]
     weight[V - 1] = -400 * hidden[0]
-    found = run(lambda *case: linear_log_prob(*case), (hidden, weight, targets, None), ("hidden",), False)
-    expected = run(lambda *case: plain(*case, LogitShape()), (hidden, weight, targets, None), ("hidden",), False)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-3)
+    compare((hidden, weight, targets, None), LogitShape(), False, ("hidden",))
 
 
 def test_the_gradient_can_be_taken_twice(monkeypatch):
@@ -138,8 +142,8 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("is_trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
 def test_the_logits_never_exist_at_once(is_trained, with_entropy, monkeypatch):
-    monkeypatch.setattr(op, "TILE_BYTES", 4 * N * 64)
-    monkeypatch.setattr(op, "LEAST_COLUMNS", 1)
+    monkeypatch.setattr(linear_log_prob_tiles, "TILE_BYTES", 4 * N * 64)
+    monkeypatch.setattr(linear_log_prob_tiles, "LEAST_COLUMNS", 1)
     monkeypatch.setattr(op, "KEPT_BYTES", 0)
     hidden, weight, targets, _ = build_case(has_bias=False)
     hidden.requires_grad_()
@@ -148,3 +152,26 @@ def test_the_logits_never_exist_at_once(is_trained, with_entropy, monkeypatch):
         logprobs, entropy = linear_log_prob(hidden, weight, targets, with_entropy=with_entropy)
         (logprobs.sum() + (entropy.sum() if with_entropy else 0)).backward()
     assert largest.num_elements == max(N * 64, weight.numel() if is_trained else 0)
+
+
+def shared_head(rank, world_size, trained, with_entropy):
+    """What each process gets for its rows of a head, 200 and 101 of them."""
+    torch.manual_seed(0)
+    hidden, weight, targets, bias = build_case()
+    rows = slice(0, 200) if rank == 0 else slice(200, V)
+    share = vocabulary_share(dist.group.WORLD, rows.stop - rows.start)
+    case = hidden, weight[rows], targets, bias[rows]
+    return run(lambda *case: linear_log_prob(*case, SHAPES[2], with_entropy, share), case, trained, with_entropy)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["logprobs", "entropy"])
+@pytest.mark.parametrize("trained", [("hidden",), ("hidden", "weight", "bias")], ids="-".join)
+def test_processes_that_hold_parts_of_the_head_get_what_one_gets(trained, with_entropy):
+    expected = run(lambda *case: linear_log_prob(*case, SHAPES[2], with_entropy), build_case(), trained, with_entropy)
+    found = run_distributed(shared_head, 2, trained, with_entropy)
+    num_same = 2 + with_entropy  # log-probabilities, entropy, gradient of the hidden states
+    for ours, theirs in zip(*(result[:num_same] for result in found), strict=True):
+        assert torch.equal(ours, theirs)
+    parts = [torch.cat(pair) for pair in zip(*(result[num_same:] for result in found), strict=True)]
+    for ours, right in zip([*found[0][:num_same], *parts], expected, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,221 @@
+"""The tiles of a head's logits in plain torch: sums over them, and the gradient of their products.
+
+N tokens, E hidden size, V vocabulary; a tile is some columns of `[N, V]`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from hybrid_engine.ops import cpu_kernels
+
+TILE_BYTES = 8 * 2**20  # of fp32 logits that exist at once, so that they lie in a CPU's cache
+TILE_BYTES_ON_GPU = 64 * 2**20  # large enough for a product that fills the device
+LEAST_COLUMNS = 256
+FAR = 40.0  # exp(40) times the vocabulary is far from what fp32 holds, 3e38
+
+
+class LogitShape(NamedTuple):
+    """What a model does to the products of its head before they are logits."""
+
+    scale: float = 1.0  # Cohere's logit_scale, the inverse of Granite's logits_scaling
+    softcap: float | None = None  # Gemma's final_logit_softcapping
+    temperature: float = 1.0
+
+    def apply(self, products: torch.Tensor) -> torch.Tensor:
+        """fp32 logits of the products, of any shape."""
+        if self.scale != 1.0:
+            products = products * self.scale
+        if self.softcap is not None:
+            products = torch.tanh(products / self.softcap) * self.softcap
+        logits = products.float()
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of a logit by its product: one number, or with a softcap a tensor like `logits`."""
+        slope = self.scale / self.temperature
+        if self.softcap is None:
+            return slope
+        return slope * (1 - (logits * (self.temperature / self.softcap)).square())
+
+
+PLAIN = LogitShape()
+
+
+class Head(NamedTuple):
+    """A linear head, or some rows of it."""
+
+    weight: torch.Tensor  # [V, E]
+    bias: torch.Tensor | None  # [V]
+    shape: LogitShape
+
+    def tiles(self, num_rows: int) -> Iterator[tuple[slice, "Head"]]:
+        """Parts of the vocabulary and the head of each, such that the fp32 logits of so many rows fit into a tile."""
+        num_bytes = TILE_BYTES_ON_GPU if self.weight.is_cuda else TILE_BYTES
+        width = max(LEAST_COLUMNS, num_bytes // 4 // max(num_rows, 1))
+        for first in range(0, len(self.weight), width):
+            columns = slice(first, first + width)
+            bias = None if self.bias is None else self.bias[columns]
+            yield columns, self._replace(weight=self.weight[columns], bias=bias)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[N, V]` fp32."""
+        return self.shape.apply(functional.linear(hidden, self.weight, self.bias))
+
+
+class Sums(NamedTuple):
+    """Of each token over a part of the vocabulary, fp32, `[N]` each; `base` is near the largest logit of the part."""
+
+    base: torch.Tensor
+    total: torch.Tensor  # of exp(logit - base)
+    chosen: torch.Tensor  # the target's logit, 0 where it is in another part
+    weighted: torch.Tensor  # of exp(logit - base) * (logit - base); 0 where no entropy was asked for
+
+
+def merged(parts: Sums) -> Sums:
+    """The sums over all parts of the vocabulary, of those of each, `[P, N]`."""
+    base = parts.base.amax(0)
+    fading = torch.exp(parts.base - base)
+    weighted = torch.where(fading > 0, parts.weighted - (base - parts.base) * parts.total, 0.0)
+    return Sums(base, (parts.total * fading).sum(0), parts.chosen.sum(0), (weighted * fading).sum(0))
+
+
+class Tile(NamedTuple):
+    """What a forward pass may keep of a tile."""
+
+    exps: torch.Tensor  # [N, columns] fp32: exp(logit - base)
+    base: torch.Tensor  # [N] fp32
+
+
+def running_sums(
+    hidden: torch.Tensor,
+    tiles: Iterable[tuple[slice, Head]],
+    places: torch.Tensor,
+    with_entropy: bool,
+    with_rows: bool,
+    keep: Callable[[int, Tile], None],
+) -> tuple[Sums, torch.Tensor | None]:
+    """The sums over `tiles`; with rows also `[N, E]` fp32: the sum of exp(logit - base), its slope and the head's row.
+
+    Args:
+        hidden: `[N, E]`.
+        places: `[N]`, the targets counted from the first row of the head; outside of it they are in another part.
+        keep: is given every tile's first column and what there is to keep of it.
+    """
+    sums = _RunningSums(hidden, places, with_entropy, with_rows)
+    for columns, tile in tiles:
+        exps = sums.add(columns, tile, hidden)
+        keep(columns.start, Tile(exps, sums.base))
+    return Sums(sums.base, sums.total, sums.chosen, sums.weighted), sums.rows
+
+
+class _RunningSums:
+    """Sums over the tiles seen so far, of exp(logit - base).
+
+    `base` is near the largest logit of a row: the largest of the first tile, until a later one is far above it.
+    """
+
+    def __init__(self, hidden: torch.Tensor, places: torch.Tensor, with_entropy: bool, with_rows: bool):
+        self.places = places
+        self.far = FAR if hidden.dtype == torch.float32 else 0.0  # what is multiplied in 16 bits stays below 1
+        self.base = hidden.new_full(places.shape, -torch.inf, dtype=torch.float32)
+        self.total, self.chosen, self.weighted = (torch.zeros_like(self.base) for _ in range(3))
+        self.with_entropy = with_entropy
+        self.rows = torch.zeros_like(hidden, dtype=torch.float32) if with_rows else None
+
+    def add(self, columns: slice, head: Head, hidden: torch.Tensor) -> torch.Tensor:
+        """Adds a tile; its exp(logit - base), `[N, columns]` fp32, which is valid until the base is raised."""
+        logits = head.logits(hidden)
+        self._find_chosen(columns.start, logits)
+        self._raise_base(logits.amax(1))
+        slope = head.shape.slope(logits) if self.rows is not None else 1.0
+        weights = logits.clone() if self.with_entropy else logits
+        self.total += _exp_rows(weights, self.base)
+        if self.with_entropy:
+            self.weighted += torch.linalg.vecdot(weights, logits.sub_(self.base[:, None]))
+        if self.rows is not None:
+            add_product(self.rows, _times(weights, slope).to(head.weight.dtype), head.weight)
+        return weights
+
+    def _raise_base(self, largest: torch.Tensor) -> None:
+        is_far = largest > self.base + self.far
+        if is_far.any():
+            base = torch.where(is_far, largest, self.base)
+            fading = torch.where(is_far, torch.exp(self.base - base), 1.0)
+            if self.with_entropy:
+                lifted = torch.where(fading > 0, (base - self.base) * self.total, 0.0)
+                self.weighted.sub_(lifted).mul_(fading)
+            self.base = base
+            self.total *= fading
+            if self.rows is not None:
+                self.rows *= fading[:, None]
+
+    def _find_chosen(self, first: int, logits: torch.Tensor) -> None:
+        places, is_inside = _places_inside(self.places - first, logits.shape[1])
+        self.chosen = torch.where(is_inside, logits.gather(1, places).squeeze(1), self.chosen)
+
+
+def gradient_of_products(
+    tile: Head,
+    hidden: torch.Tensor,
+    places: torch.Tensor,
+    log_total: torch.Tensor,
+    above: torch.Tensor,
+    of_entropy: tuple[torch.Tensor, torch.Tensor] | None,
+    kept: Tile | None,
+) -> torch.Tensor:
+    """`[N, columns]`, in the dtype of the weights: the gradient of a tile's products.
+
+        d logprob / d logit_v = [v is the target] - p_v        d entropy / d logit_v = -p_v (log p_v + entropy)
+
+    Args:
+        places: `[N]`, the targets counted from the tile's first column.
+        log_total: `[N]`, logsumexp of all logits.
+        above: `[N]`, what comes from above to the log-probabilities.
+        of_entropy: what comes from above to the entropy, and the entropy.
+        kept: the tile as the forward pass left it.
+    """
+    if kept is not None:
+        slope = tile.shape.slope(kept.exps)
+        gradient = kept.exps * (torch.exp(kept.base - log_total) * -above)[:, None]
+    elif of_entropy is None:
+        gradient = tile.logits(hidden)
+        slope = tile.shape.slope(gradient)
+        _exp_rows(gradient, log_total, -above)
+    else:
+        logits = tile.logits(hidden)
+        slope = tile.shape.slope(logits)
+        above_entropy, entropy = of_entropy
+        logprobs = logits.sub_(log_total[:, None])
+        probs = logprobs.exp()
+        gradient = logprobs.add_(entropy[:, None]).mul_(above_entropy[:, None]).add_(above[:, None]).mul_(probs).neg_()
+    places, is_inside = _places_inside(places, gradient.shape[1])
+    gradient.scatter_add_(1, places, torch.where(is_inside, above, 0.0)[:, None])
+    return _times(gradient, slope).to(tile.weight.dtype)
+
+
+def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`sums`, fp32, get what `left @ right` is."""
+    if left.dtype == sums.dtype:
+        sums.addmm_(left, right)
+    else:
+        sums += left @ right
+
+
+def _exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
+    """`values [N, columns]` become factor * exp(values - shift) in place; their sums along the rows, `[N]`."""
+    if cpu_kernels.can_search(values):
+        return cpu_kernels.exp_rows(values, shift, factor)
+    values.sub_(shift[:, None]).exp_()
+    return (values if factor is None else values.mul_(factor[:, None])).sum(1)
+
+
+def _times(values: torch.Tensor, slope: torch.Tensor | float) -> torch.Tensor:
+    return values if isinstance(slope, float) and slope == 1.0 else values.mul_(slope)
+
+
+def _places_inside(places: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[N, 1]`: the places in a tile, any if not inside; `[N]`: True where they are."""
+    return places.clamp(0, width - 1)[:, None], (places >= 0) & (places < width)
