@@ -29,8 +29,11 @@ from transformers import (
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.lowering.layouts import parameter_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
+from hybrid_engine.parallel.planning.autodist import best_plan
+from hybrid_engine.parallel.planning.machine import COLLECTIVES, Device, Link, Machine
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.policies import batch_plan, random_plan, replicated_plan
+from hybrid_engine.parallel.planning.setting import Setting
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -201,6 +204,24 @@ def test_random_plans_compute_what_the_module_computes(name):
 def test_a_random_plan_of_a_model_of_transformers_computes_what_it_computes(name):
     module, arguments, graph = build(name)
     check_plan(graph, random_plan(graph, (2,), seed=7), module, arguments, expected_step(module, arguments))
+
+
+SLOW_DEVICE = Device(kind="cpu", memory_bytes=1 << 40, flops_per_s={"float32": 1e6}, bytes_per_s=1e6, op_s=0.0)
+FAST_LINKS = dict.fromkeys(COLLECTIVES, Link(0.0, 1e7))
+
+
+@pytest.mark.parametrize("name", ["mlp", "transformer", "experts", "llama"])
+def test_plans_of_autodist_compute_what_the_module_computes(name):
+    module, arguments, graph = build(name)
+    expected = expected_step(module, arguments)
+    machine = Machine(name="", source="", device=SLOW_DEVICE, processes_per_node=4, near=FAST_LINKS, far=FAST_LINKS)
+    setting = Setting(machine=machine, plan_ngpus=4)
+    plans = [best_plan(graph, setting), best_plan(graph, replace(setting, max_partition_degree=2))]
+    assert [len(plan.mesh) for plan in plans][1] == 2
+    for plan in plans:
+        linears = [op for op in graph.ops.values() if op.name in ("linear", "einsum")]
+        assert all(any(plan.split_of(op)) for op in linears)
+        check_plan(graph, plan, module, arguments, expected)
 
 
 def test_a_batch_plan_splits_everything_between_the_first_op_and_the_loss():

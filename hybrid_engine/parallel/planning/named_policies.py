@@ -6,6 +6,8 @@ from typing import Any
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph
+from hybrid_engine.parallel.planning.autodist import autodist
+from hybrid_engine.parallel.planning.options import OPTION_NAMES
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.policies import batch_plan, random_plan, replicated_plan
 
@@ -31,8 +33,18 @@ def split_batch(graph: Graph, config: ComputeConfig) -> Plan:
     return batch_plan(graph, (config.plan_ngpus,))
 
 
-POLICIES: Mapping[str, Policy] = {"dp": data_parallel, "tp": random_splits, "data": split_batch}
-OPTIONS: Mapping[str, frozenset[str]] = {"dp": frozenset(), "tp": frozenset({"seed"}), "data": frozenset()}
+POLICIES: Mapping[str, Policy] = {
+    "dp": data_parallel,
+    "tp": random_splits,
+    "data": split_batch,
+    "autodist": autodist,
+}
+OPTIONS: Mapping[str, frozenset[str]] = {
+    "dp": frozenset(),
+    "tp": frozenset({"seed"}),
+    "data": frozenset(),
+    "autodist": OPTION_NAMES,
+}
 
 
 def plan_by(policy: str | Policy, graph: Graph, config: ComputeConfig) -> Plan:

@@ -60,7 +60,7 @@ class Plan:
             raise ValueError(f"axis={axis} is none of the mesh {self.mesh}; give 0 to {len(self.mesh) - 1}")
         found = [o for o in self.graph.ops.values() if fnmatchcase(o.path, path) and fnmatchcase(o.name, op)]
         if not found:
-            raise ValueError(f"place({path!r}): no module of the graph has an op; {_nearest_paths(self.graph, path)}")
+            raise ValueError(f"place({path!r}): no module of the graph has an op; {nearest_paths(self.graph, path)}")
         changed = [o for o in found if out is None or out in o.rule.annotation.candidates]
         if not changed:
             texts = sorted({f"{o.name}: {o.rule.annotation}" for o in found})
@@ -264,6 +264,7 @@ def _words(names: Names | None) -> str:
     return ", ".join(name or "whole" for name in names) if names else "whole"
 
 
-def _nearest_paths(graph: Graph, path: str) -> str:
+def nearest_paths(graph: Graph, path: str) -> str:
+    """What to say of a glob that matches no module."""
     near = get_close_matches(path, sorted({op.path for op in graph.ops.values()}), 3, 0.3)
     return f"the nearest are {near}" if near else "see graph.ops for the paths"

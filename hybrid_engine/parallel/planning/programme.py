@@ -1,0 +1,257 @@
+"""The best plan of a space, by an integer programme: one binary variable for each split of each class of ops.
+
+A tensor's way from the layout it is made in to one that is wanted is a continuous variable, which the variables of its
+maker and its reader fix; what readers share is a variable that is at least each of theirs. HiGHS finds the optimum.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+
+from hybrid_engine.parallel.planning.moving import Layout
+from hybrid_engine.parallel.planning.space import Cost, Reader, Space, State, TensorClass, peaks
+
+GAP = 1e-6
+"""How far, relatively, a solution may be from the optimum."""
+Variables = tuple[int, ...]
+"""Variables whose sum is 1 where something is so, else 0."""
+
+
+@dataclass
+class _Programme:
+    """Rows and columns while they are put together."""
+
+    costs: list[Cost] = field(default_factory=list)
+    """Of each variable."""
+    is_integer: list[bool] = field(default_factory=list)
+    rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
+    """Coefficients, and between what their sum must be."""
+
+    def variable(self, cost: Cost | None = None, is_integer: bool = False) -> int:
+        self.costs.append(cost or Cost())
+        self.is_integer.append(is_integer)
+        return len(self.costs) - 1
+
+    def charge(self, variables: Iterable[int], cost: Cost) -> None:
+        """Adds `cost` where one of `variables` is 1."""
+        for variable in variables:
+            self.costs[variable] += cost
+
+    def row(self, terms: Iterable[tuple[Variables, float]], low: float, high: float) -> None:
+        coefficients: dict[int, float] = {}
+        for variables, factor in terms:
+            for variable in variables:
+                coefficients[variable] = coefficients.get(variable, 0.0) + factor
+        self.rows.append((coefficients, low, high))
+
+    def any_of(self, indicators: Sequence[Variables], cost: Cost) -> None:
+        """Adds `cost` once where at least one of `indicators` is 1."""
+        if cost == Cost():
+            return
+        if len(indicators) == 1:
+            self.charge(indicators[0], cost)
+            return
+        shared = self.variable(cost)
+        for indicator in indicators:
+            self.row([((shared,), 1.0), (indicator, -1.0)], 0.0, np.inf)
+
+
+class Infeasible(ValueError):
+    """No plan keeps to the memory that there is; `least_bytes` is what the most frugal one needs."""
+
+    def __init__(self, least_bytes: float):
+        super().__init__(f"{least_bytes=}")
+        self.least_bytes = least_bytes
+
+
+def solve(space: Space, constants: float = 0.0, excluded: Sequence[Mapping[int, int]] = ()) -> list[int]:
+    """A choice for each class, of all plans within `memory_bytes` the fastest; Infeasible where there is none.
+
+    `constants` are the bytes that generation needs besides what is resident. Plans that make all choices of one of
+    `excluded` (by class) are left out.
+    """
+    programme = _Programme()
+    chosen = [[programme.variable(cost, is_integer=True) for cost in one.costs] for one in space.classes]
+    for variables in chosen:
+        programme.row([(tuple(variables), 1.0)], 1.0, 1.0)
+    for tensor in space.tensors:
+        _enter_tensor(programme, space, tensor, chosen)
+    for choices in excluded:
+        taken = tuple(chosen[number][choice] for number, choice in choices.items())
+        programme.row([(taken, 1.0)], 0.0, len(taken) - 1)
+    largest = _enter_largest(programme, space, chosen)
+    setting = space.setting
+    scale = 1000.0 / max(
+        sum(min(c.seconds(setting.num_micro_batches) for c in one.costs) for one in space.classes), 1e-12
+    )
+    objective = np.array([cost.seconds(setting.num_micro_batches) * scale for cost in programme.costs])
+    memory = _memory_rows(programme, space, largest, constants)
+    limits = [(row, -np.inf, setting.memory_bytes / GB - constant) for row, constant in memory]
+    found = _run(programme, objective, limits if np.isfinite(setting.memory_bytes) else [])
+    if found is None:
+        raise Infeasible(_least(programme, memory))
+    return [int(np.argmax(found[variables])) for variables in chosen]
+
+
+GB = 1e9
+
+
+def _memory_rows(
+    programme: _Programme, space: Space, largest: int, constants: float
+) -> list[tuple[dict[int, float], float]]:
+    """For each moment at which memory may be scarce, the GB that each variable takes, and those there in any case."""
+    rows: dict[str, dict[int, float]] = {}
+    for variable, cost in enumerate(programme.costs):
+        for moment, num_bytes in peaks(cost, 0.0, space.setting).items():
+            if num_bytes:
+                rows.setdefault(moment, {})[variable] = num_bytes / GB
+    for moment, num_bytes in peaks(Cost(), 1.0, space.setting).items():
+        if num_bytes:
+            rows.setdefault(moment, {})[largest] = num_bytes
+    return [(row, constants / GB if moment == "generation" else 0.0) for moment, row in rows.items()]
+
+
+def _enter_largest(programme: _Programme, space: Space, chosen: list[list[int]]) -> int:
+    """A variable that is at least the GB of the largest tensor."""
+    largest = programme.variable()
+    floor = max((min(one.largest) for one in space.classes), default=0.0)
+    for one, variables in zip(space.classes, chosen, strict=True):
+        if max(one.largest) >= floor and max(one.largest) > 0:
+            terms = [((v,), -size / GB) for v, size in zip(variables, one.largest, strict=True)]
+            programme.row([((largest,), 1.0), *terms], 0.0, np.inf)
+    return largest
+
+
+Pairs = dict[tuple[Layout, State], Variables]
+"""By where a tensor comes from and how it is wanted, the variables that say so."""
+
+
+def _enter_tensor(programme: _Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> None:
+    """What moving and keeping the tensors of a class costs."""
+    if tensor.value.kind == "parameter":
+        ways = _parameter_ways(programme, space, tensor, chosen)
+    else:
+        made = _made(space, tensor, chosen)
+        ways = [_ways(programme, space, reader, made, chosen) for reader in tensor.readers]
+        for source, variables in made.items():
+            _charge_maker(programme, space, tensor, source, variables)
+    together: dict[tuple[Layout, State], list[Variables]] = {}
+    kept: dict[tuple[Layout, Layout, bool], list[Variables]] = {}
+    for reader, pairs in zip(tensor.readers, ways, strict=True):
+        by_layout: dict[tuple[Layout, Layout], Variables] = {}
+        for (source, state), variables in pairs.items():
+            together.setdefault((source, state), []).append(variables)
+            by_layout[source, state[0]] = by_layout.get((source, state[0]), ()) + variables
+        if reader.keeps:
+            for (source, layout), variables in by_layout.items():
+                kept.setdefault((source, layout, reader.again), []).append(variables)
+    for (source, state), indicators in together.items():
+        programme.any_of(indicators, space.move_cost(tensor, source, state))
+    for (source, layout, again), indicators in kept.items():
+        entered = again and tensor.enters and layout == source
+        if not space.is_kept_free(tensor, source, layout) and not entered:
+            programme.any_of(indicators, space.keep_cost(tensor, layout, again))
+
+
+def _charge_maker(
+    programme: _Programme, space: Space, tensor: TensorClass, source: Layout, variables: Variables
+) -> None:
+    if tensor.kept_by_maker:
+        programme.charge(variables, space.keep_cost(tensor, source, tensor.made_again))
+    if tensor.enters and variables:
+        programme.charge(variables, space.keep_cost(tensor, source, False))
+
+
+def _made(space: Space, tensor: TensorClass, chosen: list[list[int]]) -> dict[Layout, Variables]:
+    """By layout, the variables of the choices that make the tensor in it; none where it is given whole."""
+    if tensor.maker is None:
+        return {space.whole: ()}
+    number, position = tensor.maker
+    found: dict[Layout, Variables] = {}
+    for variable, outputs in zip(chosen[number], space.classes[number].outputs, strict=True):
+        found[outputs[position]] = (*found.get(outputs[position], ()), variable)
+    return found
+
+
+def _wanted(space: Space, reader: Reader, chosen: list[list[int]]) -> dict[State, Variables]:
+    """By state, the variables of the choices that want it; none where all leave it whole."""
+    if reader.op_class is None:
+        return {(space.whole, space.whole): ()}
+    found: dict[State, Variables] = {}
+    for variable, state in zip(chosen[reader.op_class], space.reader_states(reader), strict=True):
+        found[state] = (*found.get(state, ()), variable)
+    return found
+
+
+def _ways(
+    programme: _Programme, space: Space, reader: Reader, made: Mapping[Layout, Variables], chosen: list[list[int]]
+) -> Pairs:
+    """Variables for each way of a tensor from its maker to a reader."""
+    wanted = _wanted(space, reader, chosen)
+    if len(made) == 1:
+        (source,) = made
+        return {(source, state): variables for state, variables in wanted.items()}
+    if len(wanted) == 1:
+        (state,) = wanted
+        return {(source, state): variables for source, variables in made.items()}
+    pairs: Pairs = {(source, state): (programme.variable(),) for source in made for state in wanted}
+    for source, variables in made.items():
+        programme.row([*((pairs[source, state], 1.0) for state in wanted), (variables, -1.0)], 0.0, 0.0)
+    for state, variables in wanted.items():
+        programme.row([*((pairs[source, state], 1.0) for source in made), (variables, -1.0)], 0.0, 0.0)
+    return pairs
+
+
+def _parameter_ways(programme: _Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> list[Pairs]:
+    """A parameter lies as its readers want it: a variable for each combination of what they want."""
+    wanted = [_wanted(space, reader, chosen) for reader in tensor.readers]
+    ways: list[Pairs] = [{} for _ in wanted]
+    marginals: list[dict[State, list[int]]] = [{} for _ in wanted]
+    for states in product(*wanted):
+        source = space.kept_layout(states)
+        variables: Variables = wanted[0][states[0]] if len(wanted) == 1 else (programme.variable(),)
+        programme.charge(variables, space.parameter_cost(tensor, source))
+        for position, state in enumerate(states):
+            ways[position][source, state] = ways[position].get((source, state), ()) + variables
+            marginals[position].setdefault(state, []).extend(variables)
+    if len(wanted) > 1:
+        for by_state, found in zip(wanted, marginals, strict=True):
+            for state, ones in found.items():
+                programme.row([(tuple(ones), 1.0), (by_state[state], -1.0)], 0.0, 0.0)
+    return ways
+
+
+def _least(programme: _Programme, memory: Sequence[tuple[dict[int, float], float]]) -> float:
+    """The bytes that the most frugal plan needs."""
+    peak = programme.variable()
+    objective = np.zeros(len(programme.costs))
+    objective[peak] = 1.0
+    rows = [({**row, peak: -1.0}, -np.inf, -constant) for row, constant in memory]
+    found = _run(programme, objective, rows)
+    assert found is not None, "every class has a choice"
+    return float(found[peak]) * GB
+
+
+def _run(
+    programme: _Programme, objective: np.ndarray, more: Sequence[tuple[dict[int, float], float, float]]
+) -> np.ndarray | None:
+    """The solution, None where there is none."""
+    # Half a second to import, which nobody else needs.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import csr_matrix
+
+    rows = [*programme.rows, *more]
+    places = [(number, column, factor) for number, (row, _, _) in enumerate(rows) for column, factor in row.items()]
+    numbers, columns, factors = zip(*places, strict=True)
+    matrix = csr_matrix((factors, (numbers, columns)), shape=(len(rows), len(objective)))
+    result = milp(
+        objective,
+        constraints=LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows]),
+        integrality=np.array(programme.is_integer, dtype=int),
+        bounds=Bounds(0.0, np.where(programme.is_integer, 1.0, np.inf)),
+        options={"mip_rel_gap": GAP},
+    )
+    assert result.status in (0, 2), f"{result.message=}"
+    return result.x if result.status == 0 else None

@@ -1,0 +1,425 @@
+"""All plans that a planner chooses from, as tables: which ops are split alike, in which ways, what each way costs.
+
+Ops of repeated modules (`layers.0`, `layers.1`, ...) that do the same form one class, which is split in one way. A
+tensor that several ops want in the same layout is moved once.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from torch.distributed.tensor import Replicate
+
+from hybrid_engine.parallel.graph.graph import Graph, Op, Value
+from hybrid_engine.parallel.planning.moving import Layout, gradient_layout, local_elements
+from hybrid_engine.parallel.planning.op_costs import Kept, differentiable, is_alias, kept_by, split_degree, work
+from hybrid_engine.parallel.planning.plan import Names, Plan
+from hybrid_engine.parallel.planning.policies import batch_plan
+from hybrid_engine.parallel.planning.setting import Setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What something costs one rank: seconds of one micro-batch, `reduction_s` once a step, and bytes."""
+
+    compute_s: float = 0.0
+    communication_s: float = 0.0
+    reduction_s: float = 0.0
+    resident_bytes: float = 0.0
+    """Parameters and what the optimizer keeps of them."""
+    gradient_bytes: float = 0.0
+    stepping_bytes: float = 0.0
+    """What the optimizer allocates while it steps."""
+    kept_bytes: float = 0.0
+    """Kept from the forward pass of a micro-batch to its backward pass."""
+    again_bytes: float = 0.0
+    """Kept while a recomputed module runs backward."""
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(**{f: getattr(self, f) + getattr(other, f) for f in FIELDS})
+
+    def times(self, factor: float) -> "Cost":
+        """The same, `factor` times."""
+        return Cost(**{f: getattr(self, f) * factor for f in FIELDS})
+
+    def seconds(self, num_micro_batches: int) -> float:
+        """The time of a step of the optimizer."""
+        return num_micro_batches * (self.compute_s + self.communication_s) + self.reduction_s
+
+
+FIELDS = tuple(f.name for f in fields(Cost))
+ZERO = Cost()
+
+State = tuple[Layout, Layout]
+"""The layout in which an op wants an operand, and that of the gradient which it gives back."""
+
+
+class Reader(NamedTuple):
+    """One operand of a class of ops; `op_class` None: the tensor leaves the graph, whole on every rank."""
+
+    op_class: int | None
+    position: int
+    keeps: bool
+    """Whether it is kept, from there on, for the backward pass."""
+    again: bool
+    """Whether that is in a module that is recomputed."""
+
+
+@dataclass(kw_only=True)
+class OpClass:
+    """Ops that are split alike."""
+
+    ops: list[Op]
+    choices: list[Names] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    """Of all its ops, for each choice."""
+    largest: list[float] = field(default_factory=list)
+    """Bytes of the largest tensor that one of them reads or makes, for each choice."""
+    states: list[tuple[State, ...]] = field(default_factory=list)
+    """Of the operands, for each choice."""
+    outputs: list[tuple[Layout, ...]] = field(default_factory=list)
+    """Of the results, for each choice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorClass:
+    """Tensors that are made and read alike."""
+
+    value: Value
+    maker: tuple[int, int] | None
+    """The class of ops that makes it and which of its results it is; None for what the graph is given."""
+    readers: tuple[Reader, ...]
+    has_gradient: bool
+    is_view: bool
+    """Whether it lies in the memory of another tensor."""
+    kept_by_maker: bool
+    made_again: bool
+    """Whether a recomputed module makes it."""
+    enters: bool
+    """Whether a recomputed module reads it and another makes it."""
+    count: int
+
+
+class Space:
+    """The plans of one mesh; `choices(op)` gives the splits of an op that are considered.
+
+    `ops` are those of one stage, all of them by default; what comes from other stages and goes there is whole.
+    `recomputed` says to which recomputed module an op belongs, if to any.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        mesh: Sequence[int],
+        setting: Setting,
+        choices: Callable[[Op], Iterable[Names]],
+        *,
+        ops: Sequence[Op] | None = None,
+        shares: bool = True,
+        recomputed: Mapping[str, str] | None = None,
+    ):
+        self.graph, self.mesh, self.setting = graph, tuple(mesh), setting
+        self.recomputed = dict(recomputed or {})
+        self.num_recomputed = max(len(set(self.recomputed.values())), 1)
+        self.whole: Layout = (Replicate(),) * len(self.mesh)
+        self.ops = list(graph.ops.values()) if ops is None else list(ops)
+        self.gradients = differentiable(graph, setting.trains)
+        self.classes: list[OpClass] = []
+        self.class_of: dict[str, int] = {}
+        self._make_classes(shares, choices)
+        self.tensors = self._make_tensors()
+
+    def _make_classes(self, shares: bool, choices: Callable[[Op], Iterable[Names]]) -> None:
+        numbers: dict[object, int] = {}
+        reused = _reused_parameters(self.graph, self.ops)
+        for op in self.ops:
+            kind = _kind(op, self.graph, reused) if shares else op.key
+            number = numbers.setdefault(kind, len(numbers))
+            if number == len(self.classes):
+                self.classes.append(OpClass(ops=[]))
+            self.classes[number].ops.append(op)
+            self.class_of[op.key] = number
+        for one in self.classes:
+            self._fill(one, choices)
+
+    def _fill(self, one: OpClass, choices: Callable[[Op], Iterable[Names]]) -> None:
+        """Enters the choices that all ops of a class have, and what they cost."""
+        op = one.ops[0]
+        possible = [list(choices(other)) for other in one.ops]
+        one.choices = [names for names in possible[0] if all(names in others for others in possible)]
+        if not one.choices:
+            raise ValueError(f"{op.key} and ops like it have no split in common; loosen the constraints on them")
+        variants = list(self._variants(one.ops))
+        for names in one.choices:
+            found = [self._op_cost(other, names, count, repeated) for other, count, repeated in variants]
+            one.costs.append(sum((cost for cost, _ in found), ZERO))
+            one.largest.append(max(largest for _, largest in found))
+            inputs, gradients = op.rule.input_placements(names), op.rule.gradient_placements(names)
+            one.states.append(tuple(zip(inputs, gradients, strict=True)))
+            one.outputs.append(op.rule.output_placements(names))
+
+    def _variants(self, ops: Sequence[Op]) -> Iterable[tuple[Op, int, int]]:
+        """Ops that differ in what has a gradient (those of the first layer do), how many, how many recomputed."""
+        groups: dict[object, list[Op]] = {}
+        for op in ops:
+            groups.setdefault(tuple(key in self.gradients for key in (*op.inputs, *op.outputs)), []).append(op)
+        for group in groups.values():
+            yield group[0], len(group), sum(op.key in self.recomputed for op in group)
+
+    def _op_cost(self, op: Op, names: Names, count: int, repeated: int) -> tuple[Cost, float]:
+        """What `count` ops like `op` cost, `repeated` of which are recomputed, and the bytes of the largest tensor."""
+        done = work(op, self.graph, names, self.mesh, self.setting, self.gradients)
+        kept = kept_by(op, self.graph, self.gradients).extra_bytes_per_element
+        if kept:
+            layout = op.rule.input_placements(names)[0]
+            kept *= local_elements(self.graph.values[op.inputs[0]].shape, layout, self.mesh)
+        cost = Cost(
+            compute_s=count * (done.forward_s + done.backward_s) + repeated * done.forward_s,
+            kept_bytes=kept * (count - repeated),
+            again_bytes=kept * repeated / self.num_recomputed,
+        )
+        return cost, done.largest_bytes
+
+    def _make_tensors(self) -> list[TensorClass]:
+        kept = {op.key: kept_by(op, self.graph, self.gradients) for op in self.ops}
+        views = {op.key for op in self.ops if is_alias(op)}
+        held = self._held(kept, views)
+        readers = self._readers(kept, views, held)
+        makers = {key: (op, position) for op in self.ops for position, key in enumerate(op.outputs)}
+        counted: Counter[TensorClass] = Counter()
+        examples: dict[object, Value] = {}
+        for key, found in readers.items():
+            op, position = makers.get(key, (None, 0))
+            value = self.graph.values[key]
+            if not found:
+                continue
+            modules = {self.recomputed.get(op_key) for op_key in self._reading[key]}
+            module = self.recomputed.get(op.key) if op is not None else None
+            kind = (value.shape, value.dtype, value.kind if op is None else "result")
+            example = examples.setdefault((kind, found, op and (self.class_of[op.key], position)), value)
+            one = TensorClass(
+                value=example,
+                maker=None if op is None else (self.class_of[op.key], position),
+                readers=found,
+                has_gradient=key in self.gradients,
+                is_view=op is not None and op.key in views,
+                kept_by_maker=op is not None and kept[op.key].results,
+                made_again=module is not None,
+                enters=value.kind == "result" and bool(modules - {None, module}),
+                count=0,
+            )
+            counted[one] += 1
+        return [replace(one, count=count) for one, count in counted.items()]
+
+    def _held(self, kept: Mapping[str, Kept], views: set[str]) -> set[str]:
+        """Tensors whose memory lives until the backward pass, for themselves or for a view of them."""
+        held: set[str] = set()
+        for op in reversed(self.ops):
+            operands = kept[op.key].operands
+            held |= {key for position, key in enumerate(op.inputs) if position in operands}
+            if op.key in views and any(key in held for key in op.outputs):
+                held |= set(op.inputs[:1])
+        return held
+
+    def _readers(self, kept: Mapping[str, Kept], views: set[str], held: set[str]) -> dict[str, tuple[Reader, ...]]:
+        """For each tensor, who reads it."""
+        found: dict[str, dict[Reader, None]] = {}
+        self._reading: dict[str, list[str]] = {}
+        inside = {op.key for op in self.ops}
+        for op in self.ops:
+            through = op.key in views and any(key in held for key in op.outputs)
+            operands = kept[op.key].operands
+            for position, key in enumerate(op.inputs):
+                keeps = position in operands or (through and position == 0)
+                reader = Reader(self.class_of[op.key], position, keeps, op.key in self.recomputed)
+                found.setdefault(key, {})[reader] = None
+                self._reading.setdefault(key, []).append(op.key)
+        made = {key for op in self.ops for key in op.outputs}
+        ends = dict.fromkeys((key for key in self.graph.outputs if key is not None), True)
+        ends |= dict.fromkeys(self.graph.mutations.values(), False)
+        if len(inside) < len(self.graph.ops):
+            later = {key for op in self.graph.ops.values() if op.key not in inside for key in op.inputs}
+            ends |= {key: ends.get(key, False) for key in later & made}
+        for key in made & ends.keys():
+            found.setdefault(key, {})[Reader(None, 0, ends[key] and self.setting.trains, False)] = None
+            self._reading.setdefault(key, [])
+        return {key: tuple(readers) for key, readers in found.items()}
+
+    def reader_states(self, reader: Reader) -> list[State]:
+        """The states of a reader for each choice of its class."""
+        if reader.op_class is None:
+            return [(self.whole, self.whole)]
+        return [states[reader.position] for states in self.classes[reader.op_class].states]
+
+    def kept_layout(self, states: Sequence[State]) -> Layout:
+        """How a parameter is kept that is read in these states, as the lowering decides it."""
+        layouts = [gradient_layout(wanted) for wanted, _ in states]
+        return max(layouts, key=lambda layout: sum(p.is_shard() for p in layout), default=self.whole)
+
+    def move_cost(self, tensor: TensorClass, source: Layout, state: State) -> Cost:
+        """Of bringing a tensor that lies in `source` to one that wants it so, and its gradient back."""
+        value, (wanted, gradient) = tensor.value, state
+        size = self.setting.weights.itemsize(value.dtype)
+        num_elements = prod(value.shape)
+        seconds = 0.0
+        if source != wanted:
+            seconds += self.setting.move_seconds(num_elements, size, source, wanted, self.mesh)
+            if all(reader.again for reader in tensor.readers):
+                seconds *= 2
+        back = gradient_layout(source)
+        if tensor.has_gradient and gradient != back:
+            seconds += self.setting.move_seconds(num_elements, size, gradient, back, self.mesh)
+        return Cost(communication_s=tensor.count * seconds)
+
+    def keep_cost(self, tensor: TensorClass, layout: Layout, again: bool) -> Cost:
+        """Of keeping a tensor in `layout` for the backward pass."""
+        value = tensor.value
+        num_bytes = local_elements(value.shape, layout, self.mesh) * self.setting.weights.itemsize(value.dtype)
+        if again:
+            return Cost(again_bytes=tensor.count * num_bytes / self.num_recomputed)
+        return Cost(kept_bytes=tensor.count * num_bytes)
+
+    def is_kept_free(self, tensor: TensorClass, source: Layout, layout: Layout) -> bool:
+        """Whether what is kept in `layout` is there in any case: a parameter, a view, a tensor that its maker keeps."""
+        is_given = tensor.maker is None or tensor.is_view or tensor.kept_by_maker
+        return layout == source and is_given
+
+    def parameter_cost(self, tensor: TensorClass, layout: Layout) -> Cost:
+        """Of a parameter that is kept in `layout`, its gradient and its optimizer's state."""
+        setting, dtype = self.setting, tensor.value.dtype
+        size = setting.weights.itemsize(dtype)
+        local = local_elements(tensor.value.shape, layout, self.mesh) * tensor.count
+        is_sharded = setting.use_zero and setting.num_units > 1
+        shard = local / setting.num_units if is_sharded else local
+        resident = local * size + (shard * size if is_sharded else 0)
+        if not tensor.has_gradient:
+            return Cost(resident_bytes=local * size)
+        state = shard * setting.weights.state_bytes(dtype)
+        gradients = local * size * (1 if setting.num_units == 1 else 2) if not is_sharded else (local + shard) * size
+        is_at_once = setting.machine.device.kind == "cuda"  # where torch.optim steps all parameters together
+        return Cost(
+            resident_bytes=resident + state,
+            gradient_bytes=gradients,
+            stepping_bytes=shard * max(size, 4 if setting.weights.has_masters else size) if is_at_once else 0.0,
+            reduction_s=setting.reduction_seconds(local * size),
+        )
+
+    def evaluate(self, assignment: Sequence[int]) -> tuple[Cost, float]:
+        """What a plan costs, given by a choice for each class, and the bytes of its largest tensor."""
+        total, largest = ZERO, 0.0
+        for one, choice in zip(self.classes, assignment, strict=True):
+            total += one.costs[choice]
+            largest = max(largest, one.largest[choice])
+        for tensor in self.tensors:
+            total += self.tensor_cost(tensor, assignment)
+        return total, largest
+
+    def tensor_cost(self, tensor: TensorClass, assignment: Sequence[int]) -> Cost:
+        """What tensors of one class cost under a plan: moved, kept, and as parameters."""
+        states = [self.reader_states(r)[0 if r.op_class is None else assignment[r.op_class]] for r in tensor.readers]
+        total = ZERO
+        if tensor.value.kind == "parameter":
+            source = self.kept_layout(states)
+            total += self.parameter_cost(tensor, source)
+        else:
+            source = self.source(tensor, assignment)
+        for state in dict.fromkeys(states):
+            total += self.move_cost(tensor, source, state)
+        for again in (False, True):
+            kept = {s[0] for s, r in zip(states, tensor.readers, strict=True) if r.keeps and r.again == again}
+            if tensor.kept_by_maker and tensor.made_again == again:
+                total += self.keep_cost(tensor, source, again)
+            for layout in kept:
+                if not self.is_kept_free(tensor, source, layout) and not (again and tensor.enters and layout == source):
+                    total += self.keep_cost(tensor, layout, again)
+        if tensor.enters:
+            total += self.keep_cost(tensor, source, False)
+        return total
+
+    def source(self, tensor: TensorClass, assignment: Sequence[int]) -> Layout:
+        """The layout in which a tensor is made."""
+        if tensor.maker is None:
+            return self.whole
+        number, position = tensor.maker
+        return self.classes[number].outputs[assignment[number]][position]
+
+    def plan(self, assignment: Sequence[int]) -> Plan:
+        """The plan that gives each class its choice."""
+        chosen = {op.key: self.classes[n].choices[assignment[n]] for op in self.ops for n in [self.class_of[op.key]]}
+        return Plan(
+            graph=self.graph, mesh=self.mesh, splits={key: names for key, names in chosen.items() if any(names)}
+        )
+
+
+def all_choices(mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
+    """Every split of an op over a mesh that divides and cuts it into no more parts than allowed."""
+
+    def choices(op: Op) -> list[Names]:
+        names = product(*(((None, *op.rule.annotation.candidates) if size > 1 else (None,)) for size in mesh))
+        fitting = [found for found in names if op.rule.can_split(found, mesh)]
+        limit = setting.max_partition_degree
+        return [found for found in fitting if split_degree(op.rule, found, mesh) <= limit]
+
+    return choices
+
+
+def batch_choices(graph: Graph, mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
+    """The batch is split over the first axis of the mesh wherever it can be, over the others every split is tried."""
+    splits_of_batch, anything = batch_plan(graph, mesh), all_choices(mesh, setting)
+
+    def choices(op: Op) -> list[Names]:
+        first = splits_of_batch.split_of(op)[0]
+        return [names for names in anything(op) if names[0] == first] or [splits_of_batch.split_of(op)]
+
+    return choices
+
+
+def choices_of(plan: Plan) -> Callable[[Op], list[Names]]:
+    """The one split of each op that a plan has."""
+    return lambda op: [plan.split_of(op)]
+
+
+def evaluate_plan(plan: Plan, setting: Setting, recomputed: Mapping[str, str] | None = None) -> tuple[Cost, float]:
+    """What a plan of one stage costs, op by op, and the bytes of its largest tensor."""
+    space = Space(plan.graph, plan.mesh, setting, choices_of(plan), shares=False, recomputed=recomputed)
+    return space.evaluate([0] * len(space.classes))
+
+
+def peaks(cost: Cost, largest: float, setting: Setting, constants: float = 0.0) -> dict[str, float]:
+    """The bytes of one rank at the moments of a step at which they may be most; `constants`: while it generates."""
+    if not setting.trains:
+        return {"forward": cost.resident_bytes + setting.transient_coefficient * largest}
+    gradients_too = cost.gradient_bytes if setting.num_micro_batches > 1 else 0.0
+    found = {
+        "backward": cost.resident_bytes
+        + gradients_too
+        + setting.in_flight * cost.kept_bytes
+        + cost.again_bytes
+        + setting.transient_coefficient * largest,
+        "step": cost.resident_bytes + cost.gradient_bytes + cost.stepping_bytes,
+    }
+    if setting.generation is not None:
+        found["generation"] = cost.resident_bytes + constants
+    return found
+
+
+def pattern(path: str) -> str:
+    """A module's path with `*` for numbers: `layers.*.mlp` of `layers.3.mlp`."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+
+
+def _kind(op: Op, graph: Graph, reused: set[str]) -> object:
+    """What ops of one class have in common."""
+    ordinal = "" if reused & set(op.inputs) else op.key.rsplit(":", 1)[1]
+    shapes = tuple((graph.values[key].shape, graph.values[key].dtype) for key in (*op.inputs, *op.outputs))
+    return pattern(op.path), op.name, ordinal, str(op.rule.annotation), tuple(op.rule.sizes.items()), shapes
+
+
+def _reused_parameters(graph: Graph, ops: Sequence[Op]) -> set[str]:
+    """Parameters that many ops read, which are split alike where they do the same with them."""
+    counts = Counter(key for op in ops for key in op.inputs if graph.values[key].kind == "parameter")
+    return {key for key, count in counts.items() if count > 2}

@@ -1,0 +1,262 @@
+"""`autodist`: the optimum of its costs, plans that behave, run and are refused where they are wrong."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import nn
+
+from hybrid_engine.parallel.compute_config import ComputeConfig
+from hybrid_engine.parallel.graph.graph import build_graph
+from hybrid_engine.parallel.planning.autodist import best_plan
+from hybrid_engine.parallel.planning.machine import COLLECTIVES, Link, Machine
+from hybrid_engine.parallel.planning.named_policies import plan_by
+from hybrid_engine.parallel.planning.plan import Plan
+from hybrid_engine.parallel.planning.programme import Infeasible, solve
+from hybrid_engine.parallel.planning.setting import Setting, Weights
+from hybrid_engine.parallel.planning.space import Cost, Space, all_choices, evaluate_plan, peaks
+
+H100 = Machine.named("h100")
+
+
+class Tied(nn.Module):
+    """A weight that is read twice, and a tensor that two ops read."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(512, 256)
+        self.up = nn.Linear(256, 512)
+
+    def forward(self, ids):
+        x = self.up(self.embed(ids)).relu()
+        return F.linear(x[..., :256] + x[..., 256:], self.embed.weight)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Blocks(nn.Module):
+    def __init__(self, num_layers=4, width=1024):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(width) for _ in range(num_layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    return build_graph(on_meta(Blocks), {"x": torch.zeros(8, 128, 1024, device="meta")})
+
+
+SMALL = {
+    "tied": lambda: (on_meta(Tied), {"ids": torch.zeros(4, 16, dtype=torch.long)}),
+    "block": lambda: (on_meta(lambda: Block(256)), {"x": torch.zeros(4, 64, 256, device="meta")}),
+}
+
+
+def all_plans(space):
+    """The seconds of every plan, in an array with an axis for each class of ops, and its bytes at every moment."""
+    sizes = [len(one.choices) for one in space.classes]
+    moments = list(peaks(Cost(), 0.0, space.setting))
+
+    def amounts(cost, largest):
+        seconds = cost.seconds(space.setting.num_micro_batches)
+        return [seconds, *peaks(cost, largest, space.setting).values()]
+
+    total = np.zeros((1 + len(moments), *sizes))
+    largest = np.zeros(sizes)
+    for number, one in enumerate(space.classes):
+        shape = [size if axis == number else 1 for axis, size in enumerate(sizes)]
+        costs = np.array([amounts(cost, 0.0) for cost in one.costs]).T
+        total += costs.reshape(-1, *shape)
+        largest = np.maximum(largest, np.reshape(one.largest, shape))
+    for tensor in space.tensors:
+        involved = sorted({r.op_class for r in tensor.readers if r.op_class is not None})
+        involved = sorted({*involved, *([tensor.maker[0]] if tensor.maker else [])})
+        table = np.zeros((1 + len(moments), *(size if n in involved else 1 for n, size in enumerate(sizes))))
+        for choices in product(*(range(sizes[n]) for n in involved)):
+            assignment = [0] * len(sizes)
+            for number, choice in zip(involved, choices, strict=True):
+                assignment[number] = choice
+            table[(slice(None), *assignment)] = amounts(space.tensor_cost(tensor, assignment), 0.0)
+        total += table
+    for position, num_bytes in enumerate(peaks(Cost(), 1.0, space.setting).values(), 1):
+        total[position] += num_bytes * largest
+    return total[0], total[1:].max(0)
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("num_units", [1, 2])
+def test_the_programme_finds_the_optimum_of_all_plans(name, num_units):
+    graph = build_graph(*SMALL[name]())
+    setting = Setting(machine=H100, plan_ngpus=2, num_units=num_units, num_micro_batches=num_units)
+    space = Space(graph, (2,), setting, all_choices((2,), setting))
+    free = solve(space)
+    cost, largest = space.evaluate(free)
+    peak = max(peaks(cost, largest, setting).values())
+    seconds, num_bytes = all_plans(space)
+    assert cost.seconds(setting.num_micro_batches) == pytest.approx(seconds[tuple(free)])
+    for memory_bytes in (float("inf"), 0.8 * peak, 0.6 * peak, 1.01 * num_bytes.min()):
+        space.setting = replace(setting, memory_bytes=memory_bytes)
+        fitting = num_bytes <= memory_bytes
+        if not fitting.any():
+            with pytest.raises(Infeasible) as caught:
+                solve(space)
+            assert caught.value.least_bytes == pytest.approx(num_bytes.min(), rel=1e-4)
+        else:
+            found = tuple(solve(space))
+            assert seconds[found] == pytest.approx(seconds[fitting].min(), rel=1e-5)
+            assert num_bytes[found] <= memory_bytes * (1 + 1e-6)
+
+
+def test_a_space_of_shared_choices_costs_what_its_plan_costs_op_by_op(blocks):
+    setting = Setting(machine=H100, plan_ngpus=4, num_units=2, use_zero=True, weights=Weights(is_16_bit=True))
+    space = Space(blocks, (2, 2), setting, all_choices((2, 2), setting))
+    assignment = [len(one.choices) // 2 for one in space.classes]
+    shared, largest = space.evaluate(assignment)
+    alone, largest_alone = evaluate_plan(space.plan(assignment), setting)
+    assert largest == largest_alone
+    for name in vars(shared):
+        assert getattr(alone, name) == pytest.approx(getattr(shared, name))
+
+
+def shards(plan):
+    """The bytes of parameters that each rank has under a plan."""
+    cost, _ = evaluate_plan(plan, Setting(machine=H100, plan_ngpus=plan.plan_ngpus))
+    return cost.resident_bytes
+
+
+def test_less_memory_gives_more_splitting_until_nothing_fits():
+    graph = build_graph(on_meta(lambda: Blocks(2)), {"x": torch.zeros(64, 128, 1024, device="meta")})
+    setting = Setting(machine=H100, plan_ngpus=4)
+
+    def peak(plan):
+        cost, largest = evaluate_plan(plan, setting)
+        return max(peaks(cost, largest, setting).values())
+
+    with pytest.raises(ValueError, match=r"mem_constraint=0.1 GB: the most frugal plan on 4 processes needs 0\.\d+ GB"):
+        best_plan(graph, replace(setting, memory_bytes=1e8))
+    with pytest.raises(Infeasible) as caught:
+        tight = replace(setting, memory_bytes=1e8)
+        solve(Space(graph, (4,), tight, all_choices((4,), tight)))
+    most, least = peak(best_plan(graph, setting)), caught.value.least_bytes
+    held = []
+    for share in (1, 0.5, 0.1):
+        memory_bytes = least + share * (most - least)
+        plan = best_plan(graph, replace(setting, memory_bytes=memory_bytes))
+        assert peak(plan) <= memory_bytes * (1 + 1e-6)
+        held.append(shards(plan))
+    assert held == sorted(held, reverse=True)
+    assert held[-1] < held[0]
+
+
+def test_slower_links_give_less_communication(blocks):
+    sent = []
+    for slower in (1, 30, 1000, 1e6):
+        links = dict.fromkeys(COLLECTIVES, Link(10e-6 * slower, 450e9 / slower))
+        plan = best_plan(blocks, Setting(machine=replace(H100, near=links), plan_ngpus=4))
+        cost, _ = evaluate_plan(plan, Setting(machine=H100, plan_ngpus=4))
+        sent.append(cost.communication_s)
+    assert sent == sorted(sent, reverse=True)
+    assert sent[0] > 0
+    assert sent[-1] < 0.1 * sent[0]
+
+
+def test_one_device_gives_one_stage_and_no_split(blocks):
+    plan = best_plan(blocks, Setting(machine=H100))
+    assert plan.splits == {}
+    assert plan.stages == ()
+    assert plan.mesh == (1,)
+
+
+def config(plan_ngpus=2, **options):
+    return ComputeConfig(plan_ngpus=plan_ngpus, runtime_ngpus=plan_ngpus, pas_config={"costs": "h100"} | options)
+
+
+def test_constraints_by_glob_hold_and_wrong_ones_are_refused(blocks, tmp_path):
+    path = tmp_path / "constraints.yaml"
+
+    def plan_with(*entries):
+        path.write_text(yaml.safe_dump(list(entries)))
+        return plan_by("autodist", blocks, config(partition_constraints_path=str(path)))
+
+    plan = plan_with({"modules": "layers.*.up", "splits": ["*1"]}, {"modules": "layers.0.down", "splits": ["whole"]})
+    assert plan.splits["layers.2.up:linear:0"] == ("*1",)
+    assert "layers.0.down:linear:0" not in plan.splits
+    for entry, match in [
+        ({"modules": "layers.*.upp", "splits": ["n"]}, "entry 0: no op matches 'layers.*.upp'.*nearest are"),
+        ({"modules": "layers.*.up", "splits": ["q"]}, r"no op of 'layers.*.up' has \['q'\]; they have"),
+        ({"modules": "layers.*.up", "split": ["n"]}, "must have the keys 'modules' and 'splits'"),
+        ({"modules": "layers.*.up", "splits": "n"}, "splits='n' must be a list"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            plan_with(entry)
+
+
+def test_a_plan_is_saved_and_loaded_by_options(blocks, tmp_path):
+    path = str(tmp_path / "plan.json")
+    plan = plan_by("autodist", blocks, config(save_plan_path=path, task_name="trial"))
+    assert plan.notes["task"] == "trial"
+    loaded = plan_by("autodist", blocks, config(load_plan_path=path))
+    assert loaded == plan
+    assert loaded == Plan.load(path, blocks)
+    other = build_graph(on_meta(lambda: Blocks(2)), {"x": torch.zeros(8, 128, 1024, device="meta")})
+    with pytest.raises(ValueError, match=r"is for another model: parameter layers\.2"):
+        plan_by("autodist", other, config(load_plan_path=path))
+    with pytest.raises(ValueError, match="the plan is for 2 processes, plan_ngpus=4"):
+        plan_by("autodist", blocks, config(load_plan_path=path, plan_ngpus=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"mem_constrain": 1}, "pas_config.'mem_constrain'. is no option of 'autodist'; did you mean 'mem_constraint'"),
+        ({"mem_constraint": 0}, "mem_constraint=0 must be a number above 0"),
+        ({"update_freq": 1.5}, "update_freq=1.5 must be a number of at least 1"),
+        ({"use_fp16": True, "use_bf16": True}, "exclude each other"),
+        ({"use_fp16": 1}, "use_fp16=1 must be True or False"),
+        ({"use_apex_fused_adam_v2": True}, "needs use_bf16 or use_fp16"),
+        ({"parallel_profile": True}, "parallel_profile=True is not supported"),
+        ({"pipeline_scheduler": "zb"}, "pipeline_scheduler='zb' must be one of"),
+        ({"pipeline_pivots": "layers.1"}, "needs explore_pipeline=True"),
+        ({"costs": "h1000"}, "costs='h1000' must be one of"),
+        ({"costs": "missing.json"}, "costs='missing.json' cannot be read"),
+        ({"generation": {"num_tokens": 4}}, "must have num_tokens and tensor_parallel"),
+        ({"generation": {"num_tokens": 4, "tensor_parallel": 3}}, "tensor_parallel=3 must divide plan_ngpus=2"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(blocks, options, match):
+    with pytest.raises(ValueError, match=match):
+        plan_by("autodist", blocks, config(**options))
+
+
+def test_free_options_begin_with_an_underscore(blocks):
+    assert plan_by("autodist", blocks, config(_mine=3)).splits
+
+
+def test_a_measured_file_comes_back_and_a_wrong_one_is_refused(tmp_path):
+    path = tmp_path / "costs.json"
+    H100.save(path)
+    assert Machine.load(path) == H100
+    path.write_text(path.read_text().replace('"version": 1', '"version": 9'))
+    with pytest.raises(ValueError, match="version=9, this is version 1"):
+        Machine.load(path)
