@@ -3,9 +3,10 @@
     python benchmarks/bench_log_prob.py     # 2048 tokens, hidden size 1024, vocabularies 8192 and 131072
     python benchmarks/bench_log_prob.py --vocabulary 8192
 
-fp32 on a CPU, bf16 on a GPU. A frozen head (adapters learn below it) wants the gradient of the hidden states alone, a trained one also its own. The
-two ways are timed in turn in one run, after their results were compared. Extra memory is the peak of the process
-beyond what it held before, less the gradients that both return; each is measured in a process of its own.
+fp32 on a CPU, bf16 on a GPU. A frozen head (adapters learn below it) wants the gradient of the hidden states alone, a
+trained one also its own. The two ways are timed in turn in one run, after their results were compared. Extra memory is
+the peak of the process beyond what it held before, less the gradients that both return; each is measured in a process
+of its own.
 """
 
 from collections.abc import Callable

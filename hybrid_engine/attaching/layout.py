@@ -51,7 +51,7 @@ def reason_unreadable(model: nn.Module) -> str | None:
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """Equal as long as `find_sharding` and `reason_unreadable` would say the same, and dtype and device are the same."""
+    """Equal as long as `find_sharding` and `reason_unreadable` say the same, and dtype and device are the same."""
     first = next(model.parameters())
     is_distributed = torch.distributed.is_initialized()
     return (tuple(map(id, fsdp_modules(model))), first.dtype, first.device, is_distributed, reason_unreadable(model))
