@@ -172,12 +172,11 @@ def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> 
     needs = ctx.needs_input_grad
     gradient_of = kernels.gradient_of_products if use_triton(hidden) else gradient_of_products
     of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs[0] else None
-    of_weight, of_bias = (
-        torch.empty_like(x) if needed else None for x, needed in zip((weight, bias), needs[1:3], strict=True)
-    )
+    create = torch.empty_like if len(hidden) else torch.zeros_like
+    of_weight, of_bias = (create(x) if needed else None for x, needed in zip((weight, bias), needs[1:3], strict=True))
     for columns, tile in head.tiles(min(len(hidden), ROWS_AT_ONCE)):
-        tile_of_weight = torch.zeros_like(tile.weight, dtype=torch.float32) if needs[1] else None
-        tile_of_bias = torch.zeros_like(tile.bias, dtype=torch.float32) if needs[2] else None
+        tile_of_weight: torch.Tensor | None = None
+        tile_of_bias: torch.Tensor | None = None
         for part, first in enumerate(range(0, len(hidden), ROWS_AT_ONCE)):
             rows = slice(first, first + ROWS_AT_ONCE)
             of_entropy = None if above_entropy is None else (above_entropy[rows], entropy[rows])
@@ -192,14 +191,25 @@ def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> 
             )
             if of_hidden is not None:
                 add_product(of_hidden[rows], of_products, tile.weight)
-            if tile_of_weight is not None:
-                add_product(tile_of_weight, of_products.T, hidden[rows])
-            if tile_of_bias is not None:
-                tile_of_bias += of_products.sum(0, dtype=torch.float32)
-        if of_weight is not None:
+            if of_weight is not None:
+                tile_of_weight = _plus_product(tile_of_weight, of_products.T, hidden[rows], of_weight[columns])
+            if of_bias is not None:
+                of_rows = of_products.sum(0, dtype=torch.float32)
+                tile_of_bias = of_rows if tile_of_bias is None else tile_of_bias.add_(of_rows)
+        if of_weight is not None and tile_of_weight is not None and of_weight.dtype != torch.float32:
             of_weight[columns] = tile_of_weight
-        if of_bias is not None:
+        if of_bias is not None and tile_of_bias is not None:
             of_bias[columns] = tile_of_bias
     if of_hidden is not None:
         of_hidden = (of_hidden if ctx.share is None else ctx.share.sum(of_hidden)).to(hidden.dtype)
     return [of_hidden, of_weight, of_bias]
+
+
+def _plus_product(
+    sums: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
+    """`sums + left @ right` in fp32; the first product, `sums` None, is written to `place` where that is fp32."""
+    if sums is not None:
+        add_product(sums, left, right)
+        return sums
+    return torch.mm(left, right, out=place) if place.dtype == left.dtype == torch.float32 else (left @ right).float()
