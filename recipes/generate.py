@@ -25,7 +25,7 @@ from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.given_sequences import run_sequences
 from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_opening import live_batch
-from hybrid_engine.generation.options import GenerationOptions, read_options
+from hybrid_engine.generation.options import GenerationOptions, end_token_ids, read_options
 from hybrid_engine.recipes.batch.journal import Journal
 from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
 from hybrid_engine.recipes.batch.shared import join, load_shared, telling
@@ -162,18 +162,20 @@ def identity_of(config: Config, rows: list[PromptRow]) -> dict[str, Any]:
     return options | {"rows": hashlib.sha256(read).hexdigest()}
 
 
-def read_sampling(config: Config, vocab_size: int, tokenizer: PreTrainedTokenizerBase) -> GenerationOptions:
-    """The engine's options; ValueError for one out of range."""
+def read_sampling(config: Config, engine: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationOptions:
+    """The engine's options; ValueError for one out of range. Ids that the model's own config suppresses stay so."""
     sampled = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
-    ends = {"max_new_tokens": config.max_new_tokens, "eos_token_id": tokenizer.eos_token_id}
-    return read_options(ends | (sampled if config.temperature > 0 else {}), 0, vocab_size)
+    vocab_size, defaults = engine.config.get_text_config().vocab_size, engine.generation_config
+    given = {"max_new_tokens": config.max_new_tokens, "suppress_tokens": defaults.suppress_tokens}
+    given |= {"eos_token_id": list(end_token_ids(defaults, tokenizer, vocab_size))}
+    return read_options(given | (sampled if config.temperature > 0 else {}), 0, vocab_size)
 
 
 def build_sequences(
     config: Config, engine: Any, tokenizer: PreTrainedTokenizerBase, rows: list[PromptRow]
 ) -> list[list[Sequence]]:
     """The answers of each row to come; which noise they get does not depend on what is answered already."""
-    options = read_sampling(config, engine.config.get_text_config().vocab_size, tokenizer)
+    options = read_sampling(config, engine, tokenizer)
     prompts = [encode_prompt(tokenizer, row) for row in rows]
     keys = sample_keys(config.seed, [prompt_digest(tokens) for tokens in prompts], [], config.num_samples)
     sequences = []
@@ -217,7 +219,7 @@ def answer_of(row: PromptRow, sequences: list[Sequence], tokenizer: PreTrainedTo
 def answer_in_terminal(config: Config) -> None:
     """Reads or writes the terminal, or both: one prompt after the other, text as it comes."""
     engine, tokenizer = load_answering(config)
-    options = read_sampling(config, engine.config.get_text_config().vocab_size, tokenizer)
+    options = read_sampling(config, engine, tokenizer)
     with opened(str(config.out)) as out, live_batch(engine.generator, None, config.max_running) as batch:
         for number, row in enumerate(read_rows(str(config.prompts), config.split, config.dataset_config)):
             tokens = encode_prompt(tokenizer, row)

@@ -148,6 +148,34 @@ def test_penalties_and_biases_are_those_of_generate(client, engine, tokenizer):
     assert answer.choices[0].token_ids == expected != ask(client, max_tokens=40).choices[0].token_ids
 
 
+def test_ids_that_the_models_config_suppresses_are_never_drawn(served, tokenizer):
+    """Megatron pads vocabularies, and its loader names the padding there."""
+    padding = list(range(60, len(tokenizer)))
+    served.module.generation_config.suppress_tokens = padding
+    with served.serving(tokenizer, model_name="tiny", longest=LONGEST) as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        answer = ask(client, n=4, max_tokens=20)
+    drawn = [choice.token_ids for choice in answer.choices]
+    assert max(map(max, drawn)) < 60
+    assert drawn == [
+        tokens for tokens, _ in generated(served, tokenizer, "hello", max_new_tokens=20, seed=3, num_return_sequences=4)
+    ]
+
+
+def test_an_answer_ends_where_model_or_tokenizer_say(served, tokenizer, engine):
+    """Some models have no end of their own, others one for each kind of turn."""
+    ((tokens, _),) = generated(engine, tokenizer, "hello", max_new_tokens=30, seed=3, eos_token_id=None)
+    first, later = tokens[3], tokens[9]
+    assert later not in tokens[:9] and first not in tokens[:3] and first != later
+    for own, of_tokenizer, expected in ((None, later, tokens[:10]), ([later, first], later, tokens[:4])):
+        served.module.generation_config.eos_token_id = own
+        ending = copy.deepcopy(tokenizer)
+        ending.eos_token = tokenizer.convert_ids_to_tokens(of_tokenizer)
+        with served.serving(ending, model_name="tiny", longest=LONGEST) as server:
+            client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+            assert ask(client, max_tokens=30).choices[0].token_ids == expected
+
+
 def test_likeliest_tokens_are_reported(client, tokenizer):
     messages = [{"role": "user", "content": "hi"}]
     answer = client.chat.completions.create(
@@ -550,18 +578,27 @@ def serve_own_policy(rank, world_size):
 
 def answer_from_streamed_layers(policy, tokenizer, rank):
     """Layers are gathered one by one; only one process is asked, and the other leaves at once."""
-    from hybrid_engine.generation import generator
+    from hybrid_engine.generation import generator, scoring
 
     with policy.eval().serving(tokenizer, model_name="tiny") as server:
         expected = ask(server.client()).choices[0].token_ids
+        echoed = ask(server.client(), echo=True, logprobs=1, max_tokens=0).choices[0].logprobs.token_logprobs[1:]
+    scoring.MAX_LOGITS = 2 * len(tokenizer)
     generator.usable_memory_bytes = lambda device: 0
     with policy.serving(tokenizer, model_name="tiny", longest=60) as server:
         assert policy.generator.gatherer.is_streamed
         if rank == 1:
             return
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
-        with pytest.raises(openai.APIStatusError, match="not scored"):
-            ask(client, echo=True, logprobs=0)
+        for max_tokens in (0, 3):  # over several passes, and beside answers
+            with ThreadPoolExecutor(3) as pool:
+                beside = pool.submit(ask, client)
+                scored = list(pool.map(lambda n: ask(client, echo=True, logprobs=1, max_tokens=n), [max_tokens] * 2))
+                assert beside.result().choices[0].token_ids == expected
+            for choice in (answer.choices[0] for answer in scored):
+                assert choice.text.startswith("hello") and choice.token_ids == expected[:max_tokens]
+                torch.testing.assert_close(choice.logprobs.token_logprobs[1:5], echoed, rtol=0, atol=1e-4)
+        assert ask(client, prompt="h", echo=True, logprobs=0, max_tokens=0).choices[0].logprobs.token_logprobs == [None]
         with ThreadPoolExecutor(3) as pool:
             answers = [answer.choices[0].token_ids for answer in pool.map(lambda _: ask(client), range(3))]
         assert answers == [expected] * 3

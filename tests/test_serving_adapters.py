@@ -72,6 +72,9 @@ def test_each_name_answers_by_its_adapter_whoever_else_is_asked(folder, monkeypa
     assert len({tuple(tokens) for tokens in expected.values()}) == 3
     engine, opening = serving(folder)
     before = engine.module.active_adapter
+    trained = {name: number % 3 == 0 for number, (name, _) in enumerate(engine.module.named_parameters())}
+    for name, parameter in engine.module.named_parameters():
+        parameter.requires_grad_(trained[name])
     with opening as server:
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
         listed = client.models.list().data
@@ -89,6 +92,7 @@ def test_each_name_answers_by_its_adapter_whoever_else_is_asked(folder, monkeypa
         with pytest.raises(openai.NotFoundError, match="there is 'base', 'one', 'second'"):
             ask(client, "first")
     assert engine.module.active_adapter == before
+    assert {name: parameter.requires_grad for name, parameter in engine.module.named_parameters()} == trained
     ids = torch.tensor([build_chat_tokenizer().encode("hello")])
     active = engine.generate(ids, max_new_tokens=20, do_sample=True, top_k=0, seed=3, eos_token_id=None)
     assert active[0, ids.shape[1] :].tolist() == expected["one"]  # as before: the adapter that was loaded first

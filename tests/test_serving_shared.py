@@ -3,16 +3,20 @@
 import os
 import threading
 import time
+from contextlib import contextmanager
 
 import openai
 import pytest
 import torch
 from chat import build_chat_tokenizer
 from distributed import free_port, run_distributed, run_to_the_end
+from one_rank import Broken
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.decoding.decode import DecodeStep
+from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_link import _Codec
 from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions
@@ -179,6 +183,48 @@ def die_while_serving(rank, world_size):
 def test_a_process_that_dies_ends_the_others_with_its_name():
     ((message, died),) = run_to_the_end([(die_while_serving,)], seconds=300)
     assert died is None and "serving(): rank 1 is gone" in message
+
+
+@contextmanager
+def without_room(owner, name, calls):
+    """`name` of `owner`, an object or a class, raises an error after so many calls."""
+    with Broken(owner, name, MemoryError("no room"), calls):
+        broken = getattr(owner, name)
+        if isinstance(owner, type):
+            setattr(owner, name, lambda *args: broken(*args))
+        yield
+
+
+def stop_while_serving(rank, world_size):
+    """What each process hears where one stops at an error: in a layer, in a draw, at a joining request."""
+    tokenizer = build_chat_tokenizer()
+    engine = hybrid_engine.init_inference(build_llama(tokenizer), tensor_parallel={"tp_size": world_size})
+    prompt, heard = torch.tensor([tokenizer.encode("hello")]), []
+    expected = engine.generate(prompt, max_new_tokens=4)
+    layer, steps = engine.generator.model.layers[1], engine.generator.native.steps
+    for who in range(world_size):
+        for place, name, calls in ((layer, "forward", 3), (DecodeStep, "draw", 0), (LiveBatch, "add", 0)):
+            with (
+                without_room(place, name, calls if rank == who else 10**9),
+                pytest.raises(Exception) as raised,
+                engine.serving(tokenizer, model_name="tiny") as server,
+            ):
+                if rank == 0:
+                    with pytest.raises(openai.APIStatusError, match="no room"):
+                        ask(server.client().with_options(max_retries=0))
+            steps.drop()
+            heard.append((type(raised.value).__name__, str(raised.value)))
+            assert torch.equal(engine.generate(prompt, max_new_tokens=4), expected)
+    return heard
+
+
+def test_an_error_of_one_process_ends_all_at_once_and_they_may_go_on():
+    """Nobody waits for the time limit, which is longer than the test may take."""
+    ours = run_distributed(stop_while_serving, 2, seconds=10_000)
+    for rank, heard in enumerate(ours):
+        for number, (kind, text) in enumerate(heard):
+            who = number // 3
+            assert kind == "MemoryError" and text == ("no room" if rank == who else f"rank {who}: no room")
 
 
 def test_sequences_travel_once_and_go_on_from_those_that_are_there():

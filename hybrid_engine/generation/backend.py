@@ -221,12 +221,12 @@ class ContainerRollouts:
                     self.partners.raise_together(error)
                 if highest == 0:
                     return
-                error = self.turn_over_stream(strategy) or attempt(held.pass_on)[1]
+                error = self.pass_over_stream(strategy.turn) or attempt(held.pass_on)[1]
 
-    def turn_over_stream(self, strategy: TextGeneration) -> BaseException | None:
-        """One turn, which ends with the last layer also after an error; returns that."""
+    def pass_over_stream(self, action: Callable[[], object]) -> BaseException | None:
+        """`action`, one pass over the layers, which ends with the last one also after an error; returns that."""
         self.gatherer.begin_pass()
-        _, error = attempt(strategy.turn)
+        _, error = attempt(action)
         if error is not None:
             self.gatherer.finish_pass(self.model.layers)
         return error

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.scoring import score_prompts
 
@@ -59,12 +59,16 @@ class LiveBatch:
 
     def add(self, sequences: list[Sequence]) -> None:
         """Lets `sequences` wait for a place. Each must fit: its prompt and answer within `longest` tokens."""
-        score_prompts(self.model, (sequence.prompt for sequence in sequences))
+        self.score(list(dict.fromkeys(sequence.prompt for sequence in sequences)))
         for sequence in sequences:
             if self.model.trained_length is not None:  # keys belong to other frequencies in a longer sequence
                 sequence.is_kept = False
             self._num_told[sequence] = len(sequence.tokens)  # one that goes on has some already
             self.scheduler.add(sequence)
+
+    def score(self, prompts: list[Prompt]) -> None:
+        """Sees to it that those of `prompts` which want scores have them before their sequences end."""
+        score_prompts(self.model, prompts)
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Takes `sequences` out at once, whether they run or wait; those that have finished stay as they are."""

@@ -28,6 +28,7 @@ class FusedAdapter:
     def __init__(self, module: nn.Module, model: InferenceModel):
         self._module, self._model = module, model
         self._before: str = module.active_adapter  # type: ignore[assignment]
+        self._trained = {parameter: parameter.requires_grad for parameter in module.parameters()}
         self._fused: str | None = self._before
 
     def fuse(self, name: str | None) -> None:
@@ -40,9 +41,11 @@ class FusedAdapter:
         self._fused = name
 
     def give_back(self) -> None:
-        """Makes the adapter active again that was; nothing is fused then."""
+        """Makes the adapter active again that was, and those parameters trained that were; nothing is fused then."""
         self._model.unfuse_lora()
         self._activate(self._before)
+        for parameter, is_trained in self._trained.items():
+            parameter.requires_grad_(is_trained)
 
     def _activate(self, name: str | None) -> None:
         tuner = self._module.base_model

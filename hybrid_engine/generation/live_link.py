@@ -2,19 +2,22 @@
 
 The first rank of those that share the model leads. It sends each call of its live batch before it makes it, and the
 others make the same calls: tokens are drawn alike on all of them, so that nothing else needs to be told.
+
+One that stops at an error inside a call ends the sums of layers that the others wait in. The leader, whose own call
+fails by that, ends the calls, and then a verdict says on all what the error was.
 """
 
 import io
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.distributed.verdict import Problem, attempt, describe_error
+from hybrid_engine.distributed.verdict import LostError, Problem, attempt, describe_error
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.model_group import ModelGroup
 
@@ -25,7 +28,7 @@ class Call(NamedTuple):
     """A call of the leader's batch."""
 
     name: str
-    """"add", "cancel", "take_out", "turn", "stay", "end" or "fail"."""
+    """"add", "cancel", "take_out", "turn", "stay" or "end"."""
     sequences: list[Sequence]
 
 
@@ -41,6 +44,7 @@ class LiveLink:
         """Its rank among all processes."""
         self.is_leader = group.rank == 0
         self._group, self._partners, self._codec = group.process_group, group.partners, _Codec()
+        self._sums = group.sums
 
     def send_call(self, name: str, sequences: list[Sequence] | None = None) -> None:
         """Tells the followers of a call; waits until they have it."""
@@ -53,14 +57,32 @@ class LiveLink:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Inside, the followers make the leader's calls; they hear that it ends, and whether by an error."""
+        """Inside, the followers make the leader's calls; they hear that it ends. An error of one is raised on all."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             with suppress(RuntimeError):  # what ended this process may be that there is no link any more
-                self.send_call("fail")
+                self.send_call("end")
+            self.part(error)
             raise
         self.send_call("end")
+        self.part(None)
+
+    def making_call(self) -> AbstractContextManager[None]:
+        """Around a call of a batch: an error in it ends the sums that the other processes wait in."""
+        return nullcontext() if self._sums is None else self._sums.ending_others()
+
+    def part(self, error: BaseException | None) -> None:
+        """After the last call: raises `error`, this process's, or another one's; collective."""
+        if isinstance(error, LostError):
+            raise error
+        if self._partners.highest([int(error is not None)]) == [0]:
+            return
+        found = self._partners.exchange_errors(error)
+        # What an error has parted can only be put together by all processes of a run.
+        if self._sums is not None and self._partners.size == dist.get_world_size():
+            self._sums.renew()
+        raise found
 
     def send(self, value: Any) -> None:
         """Gives every follower `value`."""
@@ -85,9 +107,9 @@ class LiveLink:
             raise problem.raised_on(self.leader)
         return None
 
-    def any_of(self, is_so: bool) -> bool:
-        """Whether one of the processes says so."""
-        return self._partners.highest([int(is_so)]) == [1]
+    def highest(self, state: int) -> int:
+        """The highest state of the processes."""
+        return self._partners.highest([state])[0]
 
 
 class _Codec:

@@ -78,11 +78,12 @@ def live_batch(
             yield LiveBatch(native.model, strategy, plan.longest + 1)
             return
         release.enter_context(naming_who_left("serving()"))
+        batch = LiveBatch(native.model, strategy, plan.longest + 1)
         if link.is_leader:
             release.enter_context(link.leading())
-            yield LeadingBatch(native.model, strategy, plan.longest + 1, link)
+            yield LeadingBatch(batch, link)
         else:
-            yield LiveBatch(native.model, strategy, plan.longest + 1)
+            yield batch
 
 
 def _open_adapters(

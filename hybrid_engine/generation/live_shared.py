@@ -2,71 +2,108 @@
 
 from collections.abc import Callable
 
-from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.distributed.verdict import FollowedError, LostError, attempt
 from hybrid_engine.generation.batching.sequence import Sequence
-from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.live import LiveBatch, Progress
-from hybrid_engine.generation.live_link import LiveLink
+from hybrid_engine.generation.live_link import Call, LiveLink
+
+_LEAVES, _STAYS, _FAILED = range(3)
 
 
 class LeadingBatch(LiveBatch):
-    """The batch of a process that leads others: they make each call that is made here."""
+    """`batch`, of a process that leads others: they make each call that is made here."""
 
     seconds_between_stays = 0.5
 
-    def __init__(self, model: InferenceModel, strategy: TextGeneration, longest: int, link: LiveLink):
-        super().__init__(model, strategy, longest)
+    def __init__(self, batch: LiveBatch, link: LiveLink):
+        self._batch, self.longest = batch, batch.longest
         self.link, self.is_needed = link, True
         """Whether a follower's caller still had a use for this batch when they were asked last."""
+
+    @property
+    def has_work(self) -> bool:
+        """LiveBatch's."""
+        return self._batch.has_work
+
+    @property
+    def num_running(self) -> int:
+        """LiveBatch's."""
+        return self._batch.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """LiveBatch's."""
+        return self._batch.num_waiting
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """LiveBatch's."""
+        return self._batch.unfinished
 
     def add(self, sequences: list[Sequence]) -> None:
         """LiveBatch's, on all processes."""
         if sequences:
             self.link.send_call("add", sequences)
-        super().add(sequences)
+            with self.link.making_call():
+                self._batch.add(sequences)
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """LiveBatch's, on all processes."""
-        known = [sequence for sequence in sequences if sequence in self._num_told]
+        unfinished = set(self.unfinished) if sequences else set()
+        known = [sequence for sequence in sequences if sequence in unfinished]
         if known:
             self.link.send_call("cancel", known)
-        super().cancel(known)
+            self._batch.cancel(known)
 
     def take_out(self) -> list[Progress]:
         """LiveBatch's, on all processes."""
         self.link.send_call("take_out")
-        return super().take_out()
+        with self.link.making_call():
+            return self._batch.take_out()
 
     def turn(self) -> list[Progress]:
         """LiveBatch's, on all processes."""
         self.link.send_call("turn")
-        return super().turn()
+        with self.link.making_call():
+            return self._batch.turn()
 
     def stay(self) -> None:
         """Shows the followers that the leader is there, and asks whether they still have a use for it."""
         self.link.send_call("stay")
-        self.is_needed = self.link.any_of(False)
+        state = self.link.highest(_LEAVES)
+        if state == _FAILED:
+            raise FollowedError("a process that follows stopped at an error")
+        self.is_needed = state == _STAYS
 
 
 def follow(batch: LiveBatch, link: LiveLink, is_staying: Callable[[], bool]) -> None:
     """Makes the leader's calls on this process's batch until the leader says that it ends.
 
-    `is_staying` says whether the caller of this process still has a use for the leader.
+    `is_staying` says whether the caller of this process still has a use for the leader. After an error here no call is
+    made any more, until the leader has noticed. Raises it, or that of another process.
     """
+    error: BaseException | None = None
     while True:
-        name, sequences = link.receive_call()
-        if name == "end":
+        call = link.receive_call()
+        if call.name == "end":
+            link.part(error)
             return
-        if name == "fail":
-            raise RuntimeError(f"rank {link.leader}, which is asked, stopped at an error")
-        if name == "add":
-            batch.add(sequences)
-        elif name == "cancel":
-            batch.cancel(sequences)
-        elif name == "take_out":
+        if call.name == "stay":
+            link.highest(_FAILED if error is not None else _STAYS if is_staying() else _LEAVES)
+        elif error is None:
+            error = attempt(lambda call=call: _make(call, batch, link))[1]  # type: ignore[misc]
+            if isinstance(error, LostError):
+                raise error
+
+
+def _make(call: Call, batch: LiveBatch, link: LiveLink) -> None:
+    with link.making_call():
+        if call.name == "add":
+            batch.add(call.sequences)
+        elif call.name == "cancel":
+            batch.cancel(call.sequences)
+        elif call.name == "take_out":
             batch.take_out()
-        elif name == "turn":
-            batch.turn()
         else:
-            assert name == "stay", name
-            link.any_of(is_staying())
+            assert call.name == "turn", call.name
+            batch.turn()

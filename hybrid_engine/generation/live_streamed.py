@@ -4,15 +4,17 @@ Each process has requests of its own. Before a turn they say whether one of them
 layers, those without work computing nothing. They meet like that as long as one of them serves.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.generation.backend import ContainerRollouts
-from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.live import LiveBatch, Progress
+from hybrid_engine.generation.scoring import is_unscored, score_in_passes
 
 _LEFT, _IDLE, _WORKS, _FAILED = range(4)
 
@@ -39,14 +41,19 @@ class StreamedBatch(LiveBatch):
         self._native, self._partners = native, partners
         self._has_parted = False
         """Whether the others have heard of an error, or hear nothing from here any more."""
+        self._scoring: deque[tuple[Prompt, Iterator[None]]] = deque()  # a turn each for every pass
 
-    def add(self, sequences: list[Sequence]) -> None:
-        """LiveBatch's; prompts are not scored, which ends their sequences."""
-        for sequence in sequences:
-            if sequence.prompt.num_tops is not None:
-                sequence.prompt.num_tops = None
-                sequence.error = ValueError("prompts are not scored where layers are gathered one by one")
-        super().add(sequences)
+    def score(self, prompts: list[Prompt]) -> None:
+        """LiveBatch's, in turns that come before those of sequences."""
+        known = {prompt for prompt, _ in self._scoring}
+        new = [prompt for prompt in prompts if is_unscored(prompt) and prompt not in known]
+        self._scoring += [(prompt, score_in_passes(self.model, prompt, self._native.layers)) for prompt in new]
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """LiveBatch's."""
+        super().cancel(sequences)
+        wanted = {sequence.prompt for sequence in self.unfinished}
+        self._scoring = deque((prompt, passes) for prompt, passes in self._scoring if prompt in wanted)
 
     def turn(self) -> list[Progress]:
         """One pass over the layers, on all processes."""
@@ -78,10 +85,18 @@ class StreamedBatch(LiveBatch):
             self._partners.raise_together(None)
         self._has_parted = False
         if highest == _WORKS:
-            error = self._native.turn_over_stream(self.strategy)
+            error = self._native.pass_over_stream(self._pass)
             if error is not None:
                 self._fail(error)
         return highest
+
+    def _pass(self) -> None:
+        """One pass over the layers, whether there is something to compute or not."""
+        while self._scoring:
+            if next(self._scoring[0][1], self) is not self:
+                return
+            self._scoring.popleft()  # it had its last pass before
+        self.strategy.turn()
 
     def _fail(self, error: BaseException) -> None:
         """Raises `error` here, and its like on the others where they meet next; collective."""

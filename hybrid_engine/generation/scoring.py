@@ -3,13 +3,14 @@
 N packed tokens, V vocabulary; b rows, S columns.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
 from hybrid_engine.containers import InferenceModel
+from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.generation.batching.sequence import Prompt
 from hybrid_engine.ops import PrefillBatch, token_logprobs
 
@@ -32,13 +33,20 @@ class TokenScores(NamedTuple):
 
 
 def score_packed(
-    model: InferenceModel, tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None = None
+    model: InferenceModel,
+    tokens: torch.Tensor,
+    lengths: list[int],
+    wanted: torch.Tensor | None = None,
+    layers: Iterable[InferenceLayer] | None = None,
 ) -> torch.Tensor:
-    """Logits `[N, V]` fp32 after every one of the packed `tokens [N]` of sequences of `lengths`, or after `wanted`."""
+    """Logits `[N, V]` fp32 after every one of the packed `tokens [N]` of sequences of `lengths`, or after `wanted`.
+
+    `layers`: one pass over the model's, where they are gathered one by one.
+    """
     longest = max(lengths)
     model.prepare_positions(longest)
     kv = torch.zeros(model.kv_shape(len(lengths), longest), dtype=model.dtype, device=model.device)
-    return model.forward(pack(tokens, lengths, wanted), kv, model.layers)
+    return model.forward(pack(tokens, lengths, wanted), kv, model.layers if layers is None else layers)
 
 
 def pack(tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None = None) -> PrefillBatch:
@@ -62,22 +70,34 @@ def pack(tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None =
 def score_prompts(model: InferenceModel, prompts: Iterable[Prompt]) -> None:
     """Notes the scores of the tokens of those `prompts` that want them and have none. The weights must be bound."""
     for prompt in dict.fromkeys(prompts):
-        if prompt.num_tops is not None and prompt.scores is None:
-            prompt.scores = score_tokens(model, prompt.tokens, prompt.num_tops)
+        for _ in score_in_passes(model, prompt, lambda: model.layers) if is_unscored(prompt) else ():
+            pass
 
 
-def score_tokens(model: InferenceModel, tokens: list[int], num_tops: int) -> TokenScores:
-    """The log-probability of each of `tokens` but the first, after those before it. The weights must be bound."""
+def is_unscored(prompt: Prompt) -> bool:
+    """Whether scores of the tokens of `prompt` are wanted and not there."""
+    return prompt.num_tops is not None and prompt.scores is None
+
+
+def score_in_passes(
+    model: InferenceModel, prompt: Prompt, layers: Callable[[], Iterable[InferenceLayer]]
+) -> Iterator[None]:
+    """Notes the log-probability of each token of `prompt` but the first, after those before it. The weights are bound.
+
+    Each step is one pass over `layers()`; the scores are there after the last.
+    """
+    tokens, num_tops = prompt.tokens, prompt.num_tops or 0
     given = torch.tensor(tokens, device=model.device)
-    logprobs: list[float] = []
-    tops: list[list[tuple[int, float]]] = []
+    scores = TokenScores([], [])
     for places in torch.arange(len(tokens) - 1, device=model.device).split(max(1, MAX_LOGITS // model.vocab_size)):
-        found = score_packed(model, given, [len(tokens)], places).float().log_softmax(-1)
-        logprobs += found.gather(1, given[places + 1, None]).squeeze(1).tolist()
-        likeliest = found.topk(min(num_tops, model.vocab_size), dim=-1)
-        pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-        tops += [list(zip(ids, values, strict=True)) for ids, values in pairs]
-    return TokenScores(logprobs, tops)
+        if len(places):
+            found = score_packed(model, given, [len(tokens)], places, layers()).float().log_softmax(-1)
+            scores.logprobs.extend(found.gather(1, given[places + 1, None]).squeeze(1).tolist())
+            likeliest = found.topk(min(num_tops, model.vocab_size), dim=-1)
+            pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+            scores.tops.extend(list(zip(ids, values, strict=True)) for ids, values in pairs)
+            yield
+    prompt.scores = scores
 
 
 def score_rows(wrapper: "AbstractModelInferenceWrapper", tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:

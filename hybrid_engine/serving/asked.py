@@ -26,6 +26,8 @@ class ServedModel:
     end_tokens: list[int]
     created: int
     """Unix time."""
+    suppressed: tuple[int, ...] = ()
+    """Ids that are never drawn: what pads a vocabulary, and whatever else the model's generation_config names."""
     tool_call_parser: str = NONE
     """How calls of tools are found in its answers."""
     adapters: dict[str, str] = field(default_factory=dict)
@@ -140,6 +142,7 @@ def _options(request: SamplingFields, num_new: int, prompt_length: int, model: S
         "presence_penalty": request.presence_penalty,
         "frequency_penalty": request.frequency_penalty,
         "logit_bias": request.logit_bias,
+        "suppress_tokens": model.suppressed or None,
         "top_logprobs": request.num_top_logprobs or 0,
         "tokenizer": model.tokenizer,
         **request.guide,

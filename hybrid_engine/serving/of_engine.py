@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.live_opening import live_batch
-from hybrid_engine.generation.options import token_ids
+from hybrid_engine.generation.options import end_token_ids, token_ids
 from hybrid_engine.serving.following import FollowingServer
 from hybrid_engine.serving.server import Server
 
@@ -50,12 +50,15 @@ def build_server(
     opening = partial(live_batch, generator, longest, max_running, link, tuple((adapters or {}).values()))
 
     def build() -> Server:
+        defaults: Any = module.generation_config
+        served = load_tokenizer(source) if tokenizer is None else tokenizer
         return Server(
             opening,
             name=name,
-            tokenizer=load_tokenizer(source) if tokenizer is None else tokenizer,
+            tokenizer=served,
             vocab_size=vocab_size,
-            end_tokens=list(token_ids("eos_token_id", module.generation_config.eos_token_id, vocab_size)),  # type: ignore[union-attr]
+            end_tokens=list(end_token_ids(defaults, served, vocab_size)),
+            suppressed=token_ids("suppress_tokens", defaults.suppress_tokens, vocab_size),
             link=link,
             adapters=adapters,
             **options,

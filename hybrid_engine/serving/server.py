@@ -43,7 +43,7 @@ class Server:
 
     Args:
         opening: opens the batch on the server's own thread.
-        name, tokenizer, vocab_size, end_tokens: of the model.
+        name, tokenizer, vocab_size, end_tokens, suppressed: of the model, see `ServedModel`.
         host, port: where it listens; port 0 takes a free one.
         tool_call_parser: how calls of tools are found in answers: one of `tool_calls.PARSERS`.
         api_key: what clients must send. Needed for every address that others can reach.
@@ -64,6 +64,7 @@ class Server:
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
         end_tokens: list[int],
+        suppressed: tuple[int, ...] = (),
         host: str = "127.0.0.1",
         port: int = 0,
         tool_call_parser: str = AUTO,
@@ -90,6 +91,7 @@ class Server:
             "tokenizer": tokenizer,
             "vocab_size": vocab_size,
             "end_tokens": end_tokens,
+            "suppressed": suppressed,
             "adapters": dict(adapters or {}),
         }
         self._facts["tool_call_parser"] = choose_parser(tool_call_parser, tokenizer)
