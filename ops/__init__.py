@@ -3,6 +3,7 @@
 from hybrid_engine.ops.batch import (
     QKV,
     Batch,
+    Context,
     DecodeBatch,
     EncoderBatch,
     HeadWeights,
@@ -26,6 +27,7 @@ __all__ = [
     "QKV",
     "Batch",
     "BlockCopyOp",
+    "Context",
     "DecodeBatch",
     "EncoderBatch",
     "GELUGemmOp",

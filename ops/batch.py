@@ -1,6 +1,7 @@
 """The tokens of one pass over the layers, where their keys and values go, what they may look at and with what.
 
-N packed tokens, R sequences, S decoded rows, n blocks of a row, H query heads, K key/value heads, D head dimension.
+N packed tokens, C tokens that they look at, R sequences, S decoded rows, n blocks of a row, H query heads,
+K key/value heads, D head dimension.
 """
 
 from dataclasses import dataclass, field
@@ -9,9 +10,18 @@ from typing import NamedTuple
 import torch
 
 
+class Context(NamedTuple):
+    """What packed sequences look at where some of their tokens were fed before; all is read from the workspace."""
+
+    blocks: torch.Tensor  # [C] int64: the block in which each token's key and value lie
+    offsets: torch.Tensor  # [C] int64: and the place in it
+    lengths: tuple[int, ...]  # of the R sequences, up to the last token that is fed; they add to C
+    starts: torch.Tensor  # [R+1] int32: where each sequence starts among them, and C
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrefillBatch:
-    """Whole sequences, packed one after the other."""
+    """Whole sequences, or what follows on their beginnings, packed one after the other."""
 
     tokens: torch.Tensor  # [N] int64
     positions: torch.Tensor  # [N] int64: index of each token in its sequence
@@ -21,6 +31,7 @@ class PrefillBatch:
     starts: torch.Tensor  # [R+1] int32: where each sequence starts, and N
     wanted: torch.Tensor  # [R] int64: the tokens whose next-token logits are wanted, each sequence's last
     row_lengths: torch.Tensor  # [N] int64: of each token's sequence when the token was fed: the prompt's, or up to it
+    context: Context | None = None  # None: every sequence is fed from its first token on
     made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
 
     def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,14 +41,13 @@ class PrefillBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBatch:
-    """One token for each of S rows: the newest of a sequence each, or several tokens of one where `rows_meet`."""
+    """One token for each of S rows, the newest of a sequence each."""
 
     tokens: torch.Tensor  # [S] int64
     positions: torch.Tensor  # [S] int64: index of each token in its sequence
     block_tables: torch.Tensor  # [S, n] int64, rows padded with any valid block
     context: int  # no sequence is longer, new tokens included
     is_identity: bool  # row i owns block i and nothing else
-    rows_meet: bool = False  # several rows are tokens of one sequence: what all write is there before any looks
     made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
 
     def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,12 +136,21 @@ class HeadWeights(NamedTuple):
     alibi: torch.Tensor | None = None  # [H] fp32 slopes
 
 
+def read_context(cache: KVBlocks, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[C, K, D]` each, dense."""
+    _, num_kv_heads, block_size, dim = cache.keys.shape
+    rows = _rows(context.blocks, context.offsets, num_kv_heads, block_size)
+    return cache.keys.view(-1, dim)[rows], cache.values.view(-1, dim)[rows]
+
+
 def write_rows(batch: PrefillBatch | DecodeBatch, num_kv_heads: int, block_size: int) -> torch.Tensor:
     """Rows `[N, K]` of the workspace seen as `[num_blocks * K * block_size, D]` that the tokens write."""
     key = ("rows", num_kv_heads, block_size)
     if key not in batch.made:
-        blocks, offsets = batch.places(block_size)
-        heads = torch.arange(num_kv_heads, device=blocks.device)
-        rows = (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
-        batch.made[key] = rows
+        batch.made[key] = _rows(*batch.places(block_size), num_kv_heads, block_size)
     return batch.made[key]
+
+
+def _rows(blocks: torch.Tensor, offsets: torch.Tensor, num_kv_heads: int, block_size: int) -> torch.Tensor:
+    heads = torch.arange(num_kv_heads, device=blocks.device)
+    return (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from hybrid_engine.ops.batch import DecodeBatch, PrefillBatch, write_rows
+from hybrid_engine.ops.batch import Context, DecodeBatch, KVBlocks, PrefillBatch, read_context, write_rows
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.ops.fixed_attention_kernel import Queries, attend_by_kernel, of_cache, of_packed, of_padded
 from hybrid_engine.ops.softmax_context import like_lengths
@@ -177,6 +177,8 @@ def attend_prefill(
     `caches`: keys and values, `[num_blocks, K, block_size, D]`.
     """
     _write(key, value, caches, batch)
+    if batch.context is not None:
+        return _attend_continued(query, KVBlocks(*caches), batch, batch.context, attention, sinks)
     if use_triton(query):
         longest = max(batch.lengths)
         queries = Queries(query, batch.starts, batch.positions, longest)
@@ -189,6 +191,29 @@ def attend_prefill(
         padded = attend(query[index], key[index], value[index], positions, attention, sinks)
         for i, context in zip(group, padded, strict=True):
             contexts[i] = context[: batch.lengths[i]]
+    return torch.cat(contexts)
+
+
+def _attend_continued(
+    query: torch.Tensor,
+    cache: KVBlocks,
+    batch: PrefillBatch,
+    context: Context,
+    attention: Attention,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """The last tokens of packed sequences, whose keys and values have been written: `query [N, H, D]` -> the same."""
+    keys, values = read_context(cache, context)
+    if use_triton(query):
+        queries = Queries(query, batch.starts, batch.positions, max(batch.lengths))
+        packed = of_packed(keys, values, context.starts, max(context.lengths))
+        return attend_by_kernel(queries, packed, attention, sinks)
+    parts = [x.split(batch.lengths) for x in (query, batch.positions)]
+    parts += [x.split(context.lengths) for x in (keys, values)]
+    contexts = [
+        attend(q[None], k[None], v[None], positions[None], attention, sinks)[0]
+        for q, positions, k, v in zip(*parts, strict=True)
+    ]
     return torch.cat(contexts)
 
 

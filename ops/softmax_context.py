@@ -7,7 +7,8 @@
 
 Keys and values live in blocks, `[num_blocks, K, block_size, D]`; a row's block table lists its blocks in
 order. Prefill takes the rows packed, `[N, ...]` tokens of all sequences one after the other, and attends
-inside the sequence only. An encoder's sequences are packed too, see both ways (any i - j) and are not written
+inside the sequence only; where the beginning of one was fed before, keys and values of the whole sequence are
+copied from the workspace first. An encoder's sequences are packed too, see both ways (any i - j) and are not written
 to the workspace. Decode takes one token per row and reads the workspace: 2 S C K D elements for
 S rows of C tokens, which is what a decode step moves besides the weights, and does 4 S C H D operations.
 
@@ -29,12 +30,14 @@ from hybrid_engine.ops import softmax_context_kernels as kernels
 from hybrid_engine.ops.batch import (
     QKV,
     Batch,
+    Context,
     DecodeBatch,
     EncoderBatch,
     HeadWeights,
     KVBlocks,
     MixedBatch,
     PrefillBatch,
+    read_context,
     write_rows,
 )
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, say_once, use_triton
@@ -105,9 +108,6 @@ class SoftmaxContextOp:
             decoded, packed = qkv.split(len(batch.decode.tokens))
             contexts = self(decoded, cache, batch.decode, weights), self(packed, cache, batch.prefill, weights)
             return torch.cat(contexts)
-        if isinstance(batch, DecodeBatch) and batch.rows_meet:
-            # Kernels and the compiled function write and look row by row, several rows at a time.
-            return self.reference(qkv, cache, batch, weights)
         if self._has_kernel(qkv.q):
             return self._launch(qkv, cache, batch, weights)
         rounds = self.alibi_rounds and weights.alibi is not None
@@ -156,6 +156,8 @@ class SoftmaxContextOp:
         # A product may lie by columns, of which `index_put_` makes 143 us for 32 rows of 384, and a copy first 31.
         for blocks, new in ((cache.keys, k), (cache.values, v.contiguous())):
             blocks.view(-1, self.head_dim).index_put_((rows,), new)
+        if isinstance(batch, PrefillBatch) and batch.context is not None:
+            return self._continued(q, batch.lengths, cache, batch.context, weights)
         if isinstance(batch, PrefillBatch):
             return self._packed(QKV(q, k, v), batch.lengths, lambda q, k, v, _: self._causal(q, k, v, weights))
         return self._decode(q, cache, batch, weights)
@@ -189,6 +191,14 @@ class SoftmaxContextOp:
                 contexts[i] = context[: lengths[i]]
         return torch.cat(contexts)
 
+    def _continued(
+        self, q: torch.Tensor, lengths: tuple[int, ...], cache: KVBlocks, context: Context, weights: HeadWeights
+    ) -> torch.Tensor:
+        """Attention of the last tokens of sequences, `q [N, H, D]`, each sequence alone."""
+        keys, values = (x.split(context.lengths) for x in read_context(cache, context))
+        parts = zip(q.split(lengths), keys, values, strict=True)
+        return torch.cat([self._causal(q[None], k[None], v[None], weights)[0] for q, k, v in parts])
+
     def _both_ways(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int] | None) -> torch.Tensor:
         """`q [R, n, H, D]`, `k`, `v` `[R, n, K, D]` -> `[R, n, H*D]`; keys past `lengths` are padding."""
         mask = None
@@ -200,15 +210,15 @@ class SoftmaxContextOp:
         return context.transpose(1, 2).flatten(2)
 
     def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
-        """`q [R, n, H, D]`, `k`, `v` `[R, n, K, D]` -> `[R, n, H*D]`."""
+        """`q [R, n, H, D]`, the last of the sequences of `k`, `v` `[R, C, K, D]` -> `[R, n, H*D]`."""
         sinks, alibi = weights.sinks, weights.alibi
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        places = torch.arange(q.shape[2], device=q.device)
-        distance = places[:, None] - places
+        places = torch.arange(k.shape[2], device=q.device)
+        distance = places[-q.shape[2] :, None] - places
         hidden = distance < 0
-        is_plain = self.window is None or self.window >= q.shape[2]
-        if not is_plain:
+        if self.window is not None:
             hidden = hidden | (distance >= self.window)
+        is_plain = q.shape[2] == k.shape[2] and (self.window is None or self.window >= k.shape[2])
         if self.softcap is None and sinks is None and alibi is None:
             context = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=None if is_plain else ~hidden, is_causal=is_plain, scale=self.scale, enable_gqa=True
@@ -289,10 +299,13 @@ class SoftmaxContextOp:
         self._check(qkv, cache, weights)
         if isinstance(batch, EncoderBatch):
             self._check_encoder(qkv, weights)
-            return self._launch_packed(qkv, batch, weights, is_causal=False)
+            return self._launch_packed(qkv, batch, batch.starts, weights, is_causal=False)
         if isinstance(batch, PrefillBatch):
-            stored = self._launch_store(qkv, cache, batch, weights)
-            return self._launch_packed(stored, batch, weights, is_causal=True)
+            stored, key_starts = self._launch_store(qkv, cache, batch, weights), batch.starts
+            if batch.context is not None:
+                (k, v), key_starts = read_context(cache, batch.context), batch.context.starts
+                stored = stored._replace(k=k, v=v)
+            return self._launch_packed(stored, batch, key_starts, weights, is_causal=True)
         return self._launch_decode(qkv, cache, batch, weights)
 
     def _check(self, qkv: QKV, cache: KVBlocks, weights: HeadWeights) -> None:
@@ -406,15 +419,21 @@ class SoftmaxContextOp:
         return QKV(new_q, new_k, v)
 
     def _launch_packed(
-        self, qkv: QKV, batch: PrefillBatch | EncoderBatch, weights: HeadWeights, is_causal: bool
+        self,
+        qkv: QKV,
+        batch: PrefillBatch | EncoderBatch,
+        key_starts: torch.Tensor,
+        weights: HeadWeights,
+        is_causal: bool,
     ) -> torch.Tensor:
+        """Attention inside each sequence, whose keys and values start at `key_starts [R+1]`; its queries come last."""
         q = qkv.q
         queries, keys_at_once, num_warps = kernels.prefill_tiles(self.head_dim, q.element_size())
         output = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
         launch(
             kernels.prefill_kernel,
             (-(-max(batch.lengths) // queries), len(batch.lengths), self.num_heads),
-            *(*qkv[:3], batch.starts, *_present(weights, q)[2:], output),
+            *(*qkv[:3], batch.starts, key_starts, *_present(weights, q)[2:], output),
             *(*_head_strides(qkv), self.window or 0, self.scale, self.softcap or 1.0),
             **self._features(weights),
             IS_CAUSAL=is_causal,

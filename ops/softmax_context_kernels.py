@@ -380,7 +380,8 @@ def prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    starts_ptr,
+    starts_ptr,  # [R+1]: where the queries of each sequence start
+    key_starts_ptr,  # [R+1]: and its keys, of which the last are its queries'
     sinks_ptr,
     alibi_ptr,
     output_ptr,  # [N, H, D]
@@ -414,14 +415,18 @@ def prefill_kernel(
     length = (tl.load(starts_ptr + sequence + 1) - start).to(tl.int32)
     if tile * QUERIES >= length:
         return
+    key_start = tl.load(key_starts_ptr + sequence).to(tl.int64)
+    key_length = (tl.load(key_starts_ptr + sequence + 1) - key_start).to(tl.int32)
+    num_before = key_length - length  # keys before the first query's
     kv_head = head // GROUPS
     i = tile * QUERIES + tl.arange(0, QUERIES)
+    place = tl.minimum(i, length - 1) + num_before  # those past the end see what the last sees
     d = tl.arange(0, DIM)
     is_dim = d < HEAD_DIM
     is_query = (i < length)[:, None] & is_dim[None, :]
     q_start = q_ptr + start * q_row + kv_head * q_kv_head + (head % GROUPS) * q_group
-    k_start = k_ptr + start * k_row + kv_head * k_head
-    v_start = v_ptr + start * v_row + kv_head * v_head
+    k_start = k_ptr + key_start * k_row + kv_head * k_head
+    v_start = v_ptr + key_start * v_row + kv_head * v_head
     q = tl.load(q_start + i.to(tl.int64)[:, None] * q_row + d[None, :], mask=is_query, other=0.0)
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -430,24 +435,24 @@ def prefill_kernel(
         slope = tl.load(alibi_ptr + head)
     begin = 0
     if HAS_WINDOW:
-        begin = tl.maximum(tile * QUERIES - window + 1, 0) // KEYS * KEYS
-    end = length
+        begin = tl.maximum(tile * QUERIES + num_before - window + 1, 0) // KEYS * KEYS
+    end = key_length
     if IS_CAUSAL:
-        end = tl.minimum((tile + 1) * QUERIES, length)
+        end = tl.minimum((tile + 1) * QUERIES + num_before, key_length)
     for key_start in range(begin, end, KEYS):
         j = key_start + tl.arange(0, KEYS)
-        is_key = (j < length)[:, None] & is_dim[None, :]
+        is_key = (j < key_length)[:, None] & is_dim[None, :]
         k = tl.load(k_start + j.to(tl.int64)[:, None] * k_row + d[None, :], mask=is_key, other=0.0)
         v = tl.load(v_start + j.to(tl.int64)[:, None] * v_row + d[None, :], mask=is_key, other=0.0)
         scores = _dot(q, tl.trans(k), UPCASTS) * scale
         if HAS_SOFTCAP:
             scores = softcap * _tanh(scores / softcap)
-        distance = tl.minimum(i, length - 1)[:, None] - j[None, :]  # those past the end see what the last sees
+        distance = place[:, None] - j[None, :]
         if HAS_ALIBI:
             scores -= slope * distance.to(tl.float32)
         is_seen = distance >= 0
         if not IS_CAUSAL:
-            is_seen = (j < length)[None, :] & (i >= 0)[:, None]
+            is_seen = (j < key_length)[None, :] & (i >= 0)[:, None]
         if HAS_WINDOW:
             is_seen = is_seen & (distance < window)
         scores = tl.where(is_seen, scores, float("-inf"))

@@ -80,6 +80,7 @@ def compile_form(label: str, dtype: torch.dtype) -> None:
     shared = {**OFF, **features, "GROUPS": groups, "HEAD_DIM": head_dim, "ROTARY_DIM": rotary_dim, "NORM": norm}
     shared |= {"IS_INTERLEAVED": is_interleaved, "DIM": kernels.padded_dim(head_dim), "SPLIT": kernels.SPLIT}
     floats = {"alibi_ptr": "*fp32", "lse_ptr": "*fp32", "partial_ptr": "*fp32", "starts_ptr": "*i32"}
+    floats["key_starts_ptr"] = "*i32"
     decode = shared | {"HEADS": kernels.padded_groups(groups), "TILE": kernels.decode_tile(head_dim, groups, size)}
     for is_single in (True, False):
         types = floats | ({} if is_single else {"output_ptr": "*fp32"})

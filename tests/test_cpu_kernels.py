@@ -12,6 +12,9 @@ from models import PAD, build_model, module_logprobs, padded_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_engine
+from hybrid_engine.generation.batching.admission import Prefill
+from hybrid_engine.generation.batching.packing import pack_prefills
+from hybrid_engine.generation.batching.sequence import Prompt
 from hybrid_engine.ops import (
     QKV,
     DecodeBatch,
@@ -250,29 +253,32 @@ def widened(tensors):
 
 
 @needs_compiler
-def test_rows_of_one_sequence_see_each_other_whichever_is_computed_first(compiled):
-    """Tokens that are fed together, the newest first: each must find the keys of those before it."""
+def test_tokens_that_are_decoded_one_by_one_see_what_they_see_when_they_are_prefilled_together(compiled):
     op, (q, k, v, _), (keys, values), *_ = attention_case(torch.float32, rotary_dim=None)
-    table = torch.tensor([[3, 9, 4]])
+    table = [3, 9, 4]
 
-    def attended(places, **meeting):
-        positions = torch.tensor(places)
+    def attend(batch, rows):
+        return op(QKV(q[rows], k[rows], v[rows]), cache, batch)
+
+    cache = KVBlocks(keys.clone(), values.clone())
+    one_by_one = []
+    for row, place in enumerate(range(10, 15)):
+        positions = torch.tensor([place])
         batch = DecodeBatch(
             tokens=positions,
             positions=positions,
-            block_tables=table.expand(len(places), -1).contiguous(),
-            context=max(places) + 1,
+            block_tables=torch.tensor([table]),
+            context=place + 1,
             is_identity=False,
-            **meeting,
         )
-        rows = [14 - place for place in places]
-        return op(QKV(q[rows], k[rows], v[rows]), KVBlocks(own_keys, own_values), batch)
-
-    own_keys, own_values = keys.clone(), values.clone()
-    one_by_one = [attended([place]) for place in (10, 11, 12, 13, 14)]
-    own_keys, own_values = keys.clone(), values.clone()
-    together = attended([14, 13, 12, 11, 10], rows_meet=True)
-    torch.testing.assert_close(together, torch.cat(one_by_one[::-1]))
+        one_by_one.append(attend(batch, [row]))
+    assert compiled.count("decode_attention") == 5
+    cache = KVBlocks(keys.clone(), values.clone())
+    prompt = Prompt(list(range(15)))
+    together = attend(
+        pack_prefills([Prefill(prompt, prompt.tokens, table, 10, 15)], 8, False, keys.device), list(range(5))
+    )
+    torch.testing.assert_close(together, torch.cat(one_by_one))
 
 
 @needs_compiler

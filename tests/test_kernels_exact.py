@@ -10,6 +10,9 @@ import torch
 from test_exact import build_engine, rollout, trainer_logprobs
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hybrid_engine.generation.batching.admission import Prefill
+from hybrid_engine.generation.batching.packing import pack_prefills
+from hybrid_engine.generation.batching.sequence import Prompt
 from hybrid_engine.generation.probing import probe
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, SampleOp, SamplingOptions, token_logprobs
 from hybrid_engine.ops.fixed_attention import Attention, attend, attend_as_usual, attend_decode, attend_prefill
@@ -128,6 +131,20 @@ def test_prefill_decode_and_whole_sequences_are_attended_to_the_same_bits(dtype,
     packed = (x[sequences, positions] for x in (query, key, value))
     prefilled = attend_prefill(*packed, caches, batch, attention, sinks)
     assert torch.equal(prefilled, whole[sequences, positions])
+    for first, last in ((0, 5), (5, 9), (9, longest)):  # the same in chunks, the third for those that go on
+        going_on = [index for index, length in enumerate(lengths) if length > first]
+        prompts = {index: Prompt(list(range(lengths[index]))) for index in going_on}
+        prefills = [
+            Prefill(prompt, prompt.tokens, tables[index].tolist(), first, min(last, lengths[index]))
+            for index, prompt in prompts.items()
+        ]
+        chunk = pack_prefills(prefills, block_size, False, torch.device(kernels))
+        sequences = torch.tensor(going_on, device=kernels).repeat_interleave(
+            torch.tensor(chunk.lengths, device=kernels)
+        )
+        packed = (x[sequences, chunk.positions] for x in (query, key, value))
+        found = attend_prefill(*packed, caches, chunk, attention, sinks)
+        assert torch.equal(found, whole[sequences, chunk.positions])
     for chosen in ([0], [2, 1], [2, 0, 1]):
         last = rows[chosen] - 1
         step = DecodeBatch(tokens=last, positions=last, block_tables=tables[chosen], context=longest, is_identity=False)

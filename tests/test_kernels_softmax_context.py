@@ -1,5 +1,6 @@
 """Attention kernels against the reference: every feature alone and several together, prefill and decode."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hybrid_engine.generation.batching.admission import Prefill
+from hybrid_engine.generation.batching.packing import pack_prefills
+from hybrid_engine.generation.batching.sequence import Prompt
 from hybrid_engine.ops import QKV, DecodeBatch, HeadWeights, KVBlocks, PrefillBatch, SoftmaxContextOp, softmax_context
 from hybrid_engine.ops.dispatch import IS_INTERPRETED
 from hybrid_engine.ops.rotary import rotary_table
@@ -128,6 +132,18 @@ def decode_batch(device, positions, block_size, trash=0):
     ), num_blocks
 
 
+def continued_batch(device, parts, block_size):
+    """The tokens from `first` to below `last` of sequences with scattered blocks; and how many blocks there are."""
+    columns = -(-max(last for _, last in parts) // block_size)
+    tables = torch.randperm(len(parts) * columns).view(len(parts), columns).tolist()
+    prompts = [Prompt(list(range(last))) for _, last in parts]
+    prefills = [
+        Prefill(prompt, prompt.tokens, blocks, *part)
+        for prompt, blocks, part in zip(prompts, tables, parts, strict=True)
+    ]
+    return pack_prefills(prefills, block_size, False, torch.device(device)), len(parts) * columns
+
+
 def prefill_batch(device, lengths, block_size):
     """Sequences with scattered blocks; and how many blocks there are."""
     columns = -(-max(lengths) // block_size)
@@ -160,12 +176,42 @@ def test_prefill_equals_the_reference_with_every_feature(kernels, features):
     Case(kernels, 41, block_size=8, num_blocks=num_blocks, **FEATURES[features]).check(batch, torch.float32)
 
 
+@pytest.mark.parametrize("features", FEATURES)
+def test_what_follows_on_a_prefilled_beginning_equals_the_reference_with_every_feature(kernels, features):
+    batch, num_blocks = continued_batch(kernels, [(0, 7), (40, 41), (20, 53), (3, 4)], 8)
+    Case(kernels, 42, block_size=8, num_blocks=num_blocks, **FEATURES[features]).check(batch, torch.float32)
+
+
+@pytest.mark.parametrize("features", COMBINED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_prompt_in_chunks_is_attended_like_a_whole_one(kernels, features, dtype):
+    length, edges = 150, [0, 40, 41, 150]
+    whole, num_blocks = continued_batch(kernels, [(0, length)], 16)
+    case = Case(kernels, length, block_size=16, num_blocks=num_blocks, **FEATURES[features])
+    expected, kv = case.run(case.op, whole, dtype)
+    q, k, v = case.q, case.k, case.v
+    table = whole.write_blocks[::16].tolist()
+    contexts = []
+    for first, last in itertools.pairwise(edges):
+        prompt = Prompt(list(range(length)))
+        chunk = pack_prefills([Prefill(prompt, prompt.tokens, table, first, last)], 16, False, torch.device(kernels))
+        case.q, case.k, case.v = (x[first:last] for x in (q, k, v))
+        context, written = case.run(case.op, chunk, dtype)
+        case.kv = written.double()
+        contexts.append(context)
+    assert torch.equal(case.kv.to(dtype), kv)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(torch.cat(contexts), expected, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("features", COMBINED)
 def test_sixteen_bits_are_no_further_from_fp64_than_the_reference(kernels, features, dtype):
     batch, num_blocks = decode_batch(kernels, [0, 7, SPLIT + 9], 16)
     Case(kernels, 3, block_size=16, num_blocks=num_blocks, **FEATURES[features]).check(batch, dtype)
     batch, num_blocks = prefill_batch(kernels, [5, 40], 16)
+    Case(kernels, 45, block_size=16, num_blocks=num_blocks, **FEATURES[features]).check(batch, dtype)
+    batch, num_blocks = continued_batch(kernels, [(30, 35), (0, 40)], 16)
     Case(kernels, 45, block_size=16, num_blocks=num_blocks, **FEATURES[features]).check(batch, dtype)
 
 

@@ -5,6 +5,9 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from hybrid_engine.generation.batching.admission import Prefill
+from hybrid_engine.generation.batching.packing import pack_prefills
+from hybrid_engine.generation.batching.sequence import Prompt
 from hybrid_engine.ops import (
     QKV,
     BlockCopyOp,
@@ -13,7 +16,6 @@ from hybrid_engine.ops import (
     KVBlocks,
     LayerNormOp,
     MLPGemmOp,
-    PrefillBatch,
     QKVGemmOp,
     RMSNormOp,
     SampleOp,
@@ -197,7 +199,7 @@ def dense_attention(q, k, v, window, scale):
 
 
 def attend_in_parts(op, q, k, v, lengths, block_size, **extras):
-    """The context of packed sequences: each is prefilled but for its last two tokens, then decoded."""
+    """The context of packed sequences: each is prefilled but for its last two tokens, in two parts, then decoded."""
     per_row = -(-max(lengths) // block_size)
     num_rows = len(lengths)
     tables = torch.randperm(num_rows * per_row + 2)[: num_rows * per_row].view(num_rows, per_row)
@@ -205,20 +207,16 @@ def attend_in_parts(op, q, k, v, lengths, block_size, **extras):
     cache = torch.full((2, num_rows * per_row + 2, op.num_kv_heads, block_size, op.head_dim), 1e4).to(q.dtype)
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)[:-1]])
     prefilled = torch.tensor(lengths) - 2
-    rows = torch.repeat_interleave(torch.arange(num_rows), prefilled)
-    positions = torch.cat([torch.arange(n) for n in prefilled])
-    batches = [
-        PrefillBatch(
-            tokens=starts[rows] + positions,
-            positions=positions,
-            write_blocks=tables[rows, positions // block_size],
-            write_offsets=positions % block_size,
-            lengths=tuple(prefilled.tolist()),
-            starts=F.pad(prefilled.cumsum(0), (1, 0)).int(),
-            wanted=torch.zeros(0, dtype=torch.int64),
-            row_lengths=positions + 1,
-        )
-    ]
+    edges = [(0, n // 2, n) for n in prefilled.tolist()]
+    prompts = [Prompt(list(range(start, start + n))) for start, n in zip(starts.tolist(), lengths, strict=True)]
+    batches = []
+    for part in range(2):
+        fed = [
+            Prefill(prompt, prompt.tokens, blocks, *edge[part : part + 2])
+            for prompt, blocks, edge in zip(prompts, tables.tolist(), edges, strict=True)
+            if edge[part] < edge[part + 1]
+        ]
+        batches.append(pack_prefills(fed, block_size, False, q.device))
     for step in range(2):
         positions = prefilled + step
         batches.append(

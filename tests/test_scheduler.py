@@ -36,11 +36,11 @@ def build(prompt_lengths, num_samples, max_new_tokens=25, **limits):
     return sequences, Scheduler(sequences, **({"max_prefill_tokens": 64} | limits))
 
 
-def run(sequences, scheduler, lengths, mixes=False):
+def run(sequences, scheduler, lengths, mixes=False, chunk_tokens=None):
     """Plays the strategy's part, with the row's number and position for a token; returns the turns taken.
 
-    Before every decode each running row must find its own prompt and response in its blocks. With `mixes` rows decode
-    beside prefills.
+    Before every decode each running row must find its own prompt and response in its blocks, and a prefill what was
+    fed before it. With `mixes` rows decode beside prefills.
     """
     memory = Memory(scheduler.pool.num_blocks, scheduler.block_size)
     order, turns = [], 0
@@ -61,12 +61,13 @@ def run(sequences, scheduler, lengths, mixes=False):
     while scheduler.has_work:
         turns += 1
         assert turns < 10_000, "no progress"
-        admission = scheduler.admit()
+        admission = scheduler.admit(chunk_tokens)
         assert len(scheduler.running) <= scheduler.max_running
         rows = scheduler.grow_beside(admission) if mixes and admission.prefills else []
         for prefill in admission.prefills:
-            for position, token in enumerate(prefill.tokens):
-                memory.write(prefill.blocks, position, token)
+            assert memory.read(prefill.blocks, prefill.first) == prefill.tokens[: prefill.first]
+            for position in range(prefill.first, prefill.last):
+                memory.write(prefill.blocks, position, prefill.tokens[position])
         decode(rows)
         draw(rows)
         for copy in admission.copies:
@@ -83,7 +84,7 @@ def run(sequences, scheduler, lengths, mixes=False):
     return order, turns
 
 
-def count_turns(lengths, prompt_length, num_samples=1, mixes=False, **limits):
+def count_turns(lengths, prompt_length, num_samples=1, mixes=False, chunk_tokens=None, **limits):
     """Pure prefill turns, turns that decode and the mean share of slots that decode while anything waits."""
     _, scheduler = build([prompt_length] * (len(lengths) // num_samples), num_samples, **limits)
     prefills, decodes, rows_while_waiting = 0, 0, []
@@ -95,7 +96,7 @@ def count_turns(lengths, prompt_length, num_samples=1, mixes=False, **limits):
                 scheduler.finish(row, "stop")
 
     while scheduler.has_work:
-        admission = scheduler.admit()
+        admission = scheduler.admit(chunk_tokens)
         beside = scheduler.grow_beside(admission) if mixes and admission.prefills else []
         draw(beside)
         draw(admission.sequences)
@@ -136,6 +137,15 @@ def test_prefills_that_rows_decode_beside_stop_nobody_however_short_answers_are(
     assert busy >= 0.95
 
 
+def test_long_prompts_are_fed_in_chunks_beside_which_others_decode():
+    """Each prompt of 4 000 tokens takes two turns, in which 63 others draw a token each."""
+    lengths = log_normal_lengths(256, mean=256, sigma=0.8, longest=1024)
+    limits = LARGE | {"max_running": 64, "num_blocks": 64 * 80}
+    prefills, decodes, _ = count_turns(lengths, 4000, mixes=True, chunk_tokens=2048, max_prefill_tokens=8192, **limits)
+    assert prefills == 1, "nothing runs before the first"
+    assert decodes >= 2 * 254, "two turns for each of those that did not enter together"
+
+
 def test_a_pass_that_is_full_of_tokens_does_not_wait_for_more_prompts():
     """Four prompts of 2 000 tokens fill a pass of 8 192, however many sequences run."""
     lengths = log_normal_lengths(512, mean=256, sigma=0.8, longest=1024)
@@ -174,9 +184,11 @@ def test_samples_of_a_prefilled_prompt_enter_at_once():
     assert scheduler.admit().sequences == [sequences[64]]
 
 
-@pytest.mark.parametrize("mixes", [False, True], ids=["one kind a turn", "mixed turns"])
+@pytest.mark.parametrize(
+    ("mixes", "chunk_tokens"), [(False, None), (True, None), (True, 3)], ids=["one kind a turn", "mixed", "in chunks"]
+)
 @pytest.mark.parametrize("seed", range(40))
-def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(seed, mixes):
+def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(seed, mixes, chunk_tokens):
     rng = random.Random(seed)
     block_size = rng.choice([1, 3, 4, 16, 64])
     num_samples = rng.choice([1, 1, 2, 5])
@@ -191,7 +203,7 @@ def test_random_rollouts_finish_keep_their_tokens_and_leak_no_block(seed, mixes)
         block_size=block_size,
         max_prefill_tokens=rng.choice([8, 64]),
     )
-    order, _ = run(sequences, scheduler, lengths, mixes)
+    order, _ = run(sequences, scheduler, lengths, mixes, chunk_tokens)
     assert sorted(order) == list(range(len(sequences)))
     assert [len(sequence.tokens) for sequence in sequences] == lengths
     assert scheduler.pool.free == list(range(scheduler.pool.num_blocks))
@@ -245,6 +257,77 @@ def test_the_newest_sequence_is_preempted_and_the_oldest_never():
     assert len(sequences[2].tokens) == 5, "what was drawn is kept"
 
 
+def running_before(prompt_lengths, num_samples, **limits):
+    """The first prompt's samples run when the others join the line."""
+    sequences, _ = build(prompt_lengths, num_samples, **limits)
+    first, others = sequences[:num_samples], sequences[num_samples:]
+    for sequence in first:
+        sequence.prompt.num_waiting = 0
+    scheduler = Scheduler(first, max_prefill_tokens=64, longest=64, **limits)
+    scheduler.admit()
+    for sequence in first:
+        sequence.tokens.append(0)
+    for sequence in others:
+        sequence.prompt.num_waiting = 0
+    for sequence in others:
+        scheduler.add(sequence)
+    return sequences, scheduler
+
+
+def half_prefilled(num_blocks=8):
+    """One of 3 tokens that runs, and one of 10 in line of which 6 have been fed; blocks of 4."""
+    sequences, scheduler = running_before([3, 10], 1, max_running=2, num_blocks=num_blocks, block_size=4)
+    for last in (3, 6):
+        (prefill,) = scheduler.admit(3).prefills
+        assert (prefill.first, prefill.last, prefill.is_last) == (last - 3, last, False)
+    assert scheduler.running == sequences[:1] and list(scheduler.waiting) == sequences[1:]
+    return sequences, scheduler
+
+
+def test_a_chunk_takes_no_slot_and_the_last_one_brings_the_sequence_in():
+    sequences, scheduler = half_prefilled()
+    scheduler.admit(3)
+    admission = scheduler.admit(3)
+    assert [(prefill.first, prefill.is_last) for prefill in admission.prefills] == [(9, True)]
+    assert admission.sequences == sequences[1:] and scheduler.running == sequences
+
+
+def test_what_is_left_of_a_prompt_is_fed_at_once_where_nobody_decodes_any_more():
+    sequences, scheduler = half_prefilled()
+    scheduler.finish(sequences[0], "stop")
+    (prefill,) = scheduler.admit(3).prefills
+    assert (prefill.first, prefill.is_last) == (6, True)
+
+
+def test_a_sequence_that_is_cancelled_half_prefilled_gives_its_blocks_back():
+    sequences, scheduler = half_prefilled()
+    scheduler.cancel(sequences[1])
+    scheduler.cancel(sequences[0])
+    assert scheduler.pool.free == list(range(8)) and not scheduler.has_work
+
+
+def test_who_runs_takes_the_blocks_of_who_is_half_prefilled_and_is_not_preempted_for_it():
+    sequences, scheduler = half_prefilled(num_blocks=5)  # one and three: one is free
+    sequences[0].tokens.append(0)
+    scheduler.grow()
+    sequences[0].tokens += [0] * 4
+    assert scheduler.admit(3).prefills == [], "the chunk would make a row wait that has no block"
+    scheduler.grow()
+    assert scheduler.num_preemptions == 0 and len(sequences[0].blocks) == 3
+    scheduler.finish(sequences[0], "stop")
+    (prefill,) = scheduler.admit(3).prefills
+    assert (prefill.first, prefill.is_last) == (0, True), "it begins anew"
+
+
+def test_samples_fork_from_a_prompt_that_was_fed_in_chunks():
+    sequences, scheduler = running_before([4, 10], 2, max_running=4, num_blocks=16, block_size=4)
+    fed = [scheduler.admit(4) for _ in range(3)]
+    assert [[prefill.last for prefill in admission.prefills] for admission in fed] == [[4], [8], [10]]
+    assert [len(admission.sequences) for admission in fed] == [0, 0, 2]
+    assert fed[2].prefills[0].owner is sequences[2].prompt
+    assert sequences[2].blocks[:2] == sequences[3].blocks[:2]
+
+
 def test_gaps_are_closed_so_that_rows_own_the_lowest_blocks():
     sequences, scheduler = build([4] * 5, 1, max_running=5, num_blocks=5, block_size=32)
     scheduler.admit()
@@ -275,7 +358,7 @@ def test_what_finished_sequences_keep_stands_in_nobodys_way(goes_on):
     scheduler.add(Sequence(prompt, 2, options, begins_from=first if goes_on else None))
     admission = scheduler.admit()
     assert len(admission.sequences) == 1
-    assert bool(admission.extensions) == goes_on and bool(admission.prefills) != goes_on
+    assert admission.prefills[0].first == (first.num_fed if goes_on else 0)
 
 
 def test_a_block_is_free_only_when_its_last_owner_releases_it():

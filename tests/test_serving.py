@@ -428,17 +428,18 @@ def test_a_conversation_feeds_only_what_is_new(tokenizer, engine, monkeypatch, o
                 messages += [choice.message.model_dump(), {"role": "user", "content": f"and {turn}" + "x" * 70 * turn}]
                 yield choice.prompt_token_ids, choice.token_ids, choice.logprobs
 
-        spoken, prefilled = [], []
+        spoken, prefilled, new = [], [], []
         for prompt, tokens, _ in turns("long", 4):
             spoken.append((prompt, tokens))
             prefilled.append(sum(size for kind, size in fed if kind == "PrefillBatch"))
             if len(spoken) > 1:
                 num_known = sum(map(len, spoken[-2])) - 1  # the last token was drawn and not fed
                 assert sum(size for _, size in fed) == len(prompt) - num_known + len(tokens) - 1
-        assert prefilled[0] == len(spoken[0][0]) and prefilled[1:] == [0, 0, 0]
+                new.append(len(prompt) - num_known)
+        assert prefilled == [len(spoken[0][0]), *new]
         for number in range(12):  # others take the room: the oldest contexts go, nobody waits
             list(turns(f"other {number}", 1))
-        assert len(server.worker.batch.scheduler.kept_sequences) > 1
+        assert len(server.worker.batch.scheduler.kept.sequences) > 1
     for turn, (prompt, tokens) in enumerate(spoken):
         ((expected, _),) = generated(engine, tokenizer, prompt, max_new_tokens=20, seed=turn)
         assert tokens == expected

@@ -12,7 +12,7 @@ from torch import nn
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.generation.batching.sequence import Prompt
-from hybrid_engine.ops import PrefillBatch, token_logprobs
+from hybrid_engine.ops import Context, PrefillBatch, token_logprobs
 
 if TYPE_CHECKING:
     from hybrid_engine.generation.levels.wrapped_model import AbstractModelInferenceWrapper
@@ -49,10 +49,15 @@ def score_packed(
     return model.forward(pack(tokens, lengths, wanted), kv, model.layers if layers is None else layers)
 
 
-def pack(tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None = None) -> PrefillBatch:
-    """The packed `tokens [N]` of sequences of `lengths`, each in a block of its own; logits after all or `wanted`."""
+def pack(
+    tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None = None, num_before: int = 0
+) -> PrefillBatch:
+    """The packed `tokens [N]` of sequences of `lengths`, each in a block of its own; logits after all or `wanted`.
+
+    `num_before` tokens of each sequence have been fed before.
+    """
     device = tokens.device
-    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    positions = torch.cat([torch.arange(num_before, num_before + length) for length in lengths]).to(device)
     sizes = torch.tensor(lengths)
     blocks = torch.arange(len(lengths)).repeat_interleave(sizes).to(device)
     return PrefillBatch(
@@ -63,7 +68,18 @@ def pack(tokens: torch.Tensor, lengths: list[int], wanted: torch.Tensor | None =
         lengths=tuple(lengths),
         starts=nn.functional.pad(sizes.cumsum(0), (1, 0)).int().to(device),
         wanted=torch.arange(len(tokens), device=device) if wanted is None else wanted,
-        row_lengths=sizes.repeat_interleave(sizes).to(device),
+        row_lengths=(sizes + num_before).repeat_interleave(sizes).to(device),
+        context=None if num_before == 0 else _whole_blocks([num_before + length for length in lengths], device),
+    )
+
+
+def _whole_blocks(lengths: list[int], device: torch.device) -> Context:
+    sizes = torch.tensor(lengths)
+    return Context(
+        blocks=torch.arange(len(lengths)).repeat_interleave(sizes).to(device),
+        offsets=torch.cat([torch.arange(length) for length in lengths]).to(device),
+        lengths=tuple(lengths),
+        starts=nn.functional.pad(sizes.cumsum(0), (1, 0)).int().to(device),
     )
 
 

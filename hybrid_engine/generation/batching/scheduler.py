@@ -7,62 +7,22 @@ running sequence is preempted: its blocks are freed and it is prefilled again la
 
 A pass with a prefill is no recorded step, and what runs waits for it where it cannot decode in the same pass (see
 `grow_beside`), so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that is prefilled already enter at
-once.
+once. A prompt that would make others wait long is fed in chunks, one a turn, beside which they decode: see `admit`.
 """
 
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import islice
 
+from hybrid_engine.generation.batching.admission import Admission, Copy, Prefill
 from hybrid_engine.generation.batching.blocks import BlockPool
+from hybrid_engine.generation.batching.kept_blocks import Begun, KeptBlocks
 from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
 
 # A prefill starts a sequence for every so many that run. With 1 024 prompts over 256 slots and answers of 256 tokens in
 # the mean there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.
 RUNNING_PER_NEWCOMER = 16
-
-
-@dataclass(frozen=True)
-class Copy:
-    """Of the first `num_tokens` keys and values of block `source` to block `target`."""
-
-    source: int
-    target: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Tokens to run through the model into `blocks`, for a prompt that samples fork from or for one sequence."""
-
-    tokens: list[int]
-    blocks: list[int]
-    owner: Prompt | Sequence
-
-    @property
-    def prompt(self) -> Prompt:
-        """Whose tokens come first."""
-        return self.owner if isinstance(self.owner, Prompt) else self.owner.prompt
-
-
-@dataclass(frozen=True)
-class Extension:
-    """A sequence that goes on from the blocks of a finished one: its prompt is fed from token `first` on."""
-
-    sequence: Sequence
-    first: int
-
-
-@dataclass
-class Admission:
-    """What enters now. Prefills and extensions come first, then copies, then every sequence draws its next token."""
-
-    prefills: list[Prefill] = field(default_factory=list)
-    extensions: list[Extension] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
@@ -83,9 +43,8 @@ class Scheduler:
         for sequence in sequences:
             self.add(sequence)
         self.running: list[Sequence] = []  # oldest first
-        self.kept_prompts: list[Prompt] = []  # prefilled, with samples still waiting
-        self.kept_sequences: dict[Sequence, None] = {}  # finished, with their blocks; the oldest first
         self.pool = BlockPool(num_blocks)
+        self.kept = KeptBlocks(self.pool)
         self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
         if longest is None:
             longest = max((sequence.most_fed for sequence in self.waiting), default=0)
@@ -103,6 +62,8 @@ class Scheduler:
         """Takes out a sequence that waits or runs, which then counts as finished."""
         if sequence.slot < 0:
             self.waiting.remove(sequence)
+            if self.kept.has_begun(sequence):
+                self.kept.give_up_begun()
             sequence.prompt.num_waiting -= 0 if sequence.tokens else 1
         self.finish(sequence, "cancelled")
 
@@ -115,27 +76,40 @@ class Scheduler:
         """Blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
-    def admit(self) -> Admission:
-        """Moves waiting sequences to running while slots, blocks and the prefill budget last."""
+    def admit(self, chunk_tokens: int | None = None) -> Admission:
+        """Moves waiting sequences to running while slots, blocks and the prefill budget last.
+
+        With `chunk_tokens`, while others run a longer prompt is fed so many tokens of it a turn, and enters with the
+        last of them.
+        """
         admission, budget = Admission(), self.max_prefill_tokens
+        most_fed = chunk_tokens if chunk_tokens is not None and self.running else None
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
-            needs_prefill = self._needs_prefill(sequence)
-            if needs_prefill and admission.prefills and len(sequence) > budget:
+            num_tokens = self._num_to_prefill(sequence)
+            is_cut = most_fed is not None and num_tokens > most_fed
+            if num_tokens and admission.prefills and (is_cut or num_tokens > budget):
                 break
-            if needs_prefill and not admission.prefills and not self._is_worth_a_pass():
+            is_chunk = is_cut or self.kept.has_begun(sequence)
+            if num_tokens and not admission.prefills and not is_chunk and not self._is_worth_a_pass():
                 break
-            if not self._can_admit(sequence):
+            if not self._can_admit(sequence) or (is_chunk and self.must_preempt):
                 break
-            budget -= len(sequence) if needs_prefill else 0
+            if is_cut:
+                assert most_fed is not None
+                self._feed_chunk(sequence, most_fed, admission)
+                break
+            budget -= num_tokens
             self._start(self.waiting.popleft(), admission)
-        for prompt in [prompt for prompt in self.kept_prompts if prompt.num_waiting == 0]:
-            self._drop(prompt)
+        for prompt in [prompt for prompt in self.kept.prompts if prompt.num_waiting == 0]:
+            self.kept.give_up_prompt(prompt)
         return admission
 
-    @staticmethod
-    def _needs_prefill(sequence: Sequence) -> bool:
-        return not sequence.prompt.blocks or bool(sequence.tokens)
+    def _num_to_prefill(self, sequence: Sequence) -> int:
+        """Tokens that are fed before a waiting sequence draws: 0 where its prompt's blocks are there."""
+        if sequence.prompt.blocks and not sequence.tokens:
+            return 0
+        return len(sequence) - self.kept.beginning_of(sequence, self._is_alone(sequence))[1]
 
     def _is_worth_a_pass(self) -> bool:
         """Whether a prefill would now start enough of those that wait to stop decoding for it.
@@ -146,46 +120,31 @@ class Scheduler:
         num_free = self.max_running - len(self.running)
         num_tokens, num_blocks, prompt = 0, 0, None
         for sequence in islice(self.waiting, min(num_newcomers, num_free)):
-            num_tokens += len(sequence) if sequence.prompt is not prompt else 0
+            num_tokens += self._num_to_prefill(sequence) if sequence.prompt is not prompt else 0
             if num_tokens > self.max_prefill_tokens:
                 return True
             num_blocks += self._num_blocks_to_start(sequence, is_kept=sequence.prompt is prompt)
             prompt = sequence.prompt
         # What finished sequences keep is given up for those that wait: see `_can_admit`.
-        room = len(self.pool.free) + sum(len(kept.blocks) for kept in self.kept_sequences)
+        room = len(self.pool.free) + self.kept.num_of_sequences
         return num_free >= min(num_newcomers, len(self.waiting)) and num_blocks <= room
 
     def _can_admit(self, sequence: Sequence) -> bool:
         can_grow = self.num_blocks_for(sequence.most_fed) > self.num_blocks_for(len(sequence))
         spare = 1 if self.running and can_grow else 0  # without it a newcomer would be the next to be preempted
         while self._num_blocks_to_start(sequence, bool(sequence.prompt.blocks)) + spare > len(self.pool.free):
-            if not self._drop_kept_sequence(sequence.begins_from):
+            if not self.kept.give_up_sequence(wanted=sequence.begins_from):
                 return False
         return True
 
-    def _drop_kept_sequence(self, wanted: Sequence | None = None) -> bool:
-        """Gives the blocks of the oldest kept sequence back, `wanted` last; False if there is none."""
-        if not self.kept_sequences:
-            return False
-        oldest = min(self.kept_sequences, key=lambda kept: kept is wanted)
-        del self.kept_sequences[oldest]
-        self.pool.release(oldest.blocks)
-        return True
-
-    def _kept_beginning(self, sequence: Sequence) -> Sequence | None:
-        """The finished sequence that a waiting one goes on from, if its blocks are still there."""
-        beginning = sequence.begins_from
-        is_there = beginning in self.kept_sequences and self._is_alone(sequence) and not sequence.tokens
-        return beginning if is_there else None
-
     def _num_blocks_to_start(self, sequence: Sequence, is_kept: bool) -> int:
         """Blocks that a waiting sequence takes when it starts; with `is_kept` its prompt has some already."""
-        if self._is_alone(sequence):
-            kept_sequence = self._kept_beginning(sequence)
-            there = 0 if kept_sequence is None else len(kept_sequence.blocks)
+        is_alone = self._is_alone(sequence)
+        there = len(self.kept.beginning_of(sequence, is_alone)[0])
+        if is_alone:
             return max(0, self.num_blocks_for(len(sequence)) - there)
         prompt_length = len(sequence.prompt.tokens)
-        kept = 0 if is_kept else self.num_blocks_for(prompt_length)
+        kept = 0 if is_kept else self.num_blocks_for(prompt_length) - there
         return kept + (1 if prompt_length % self.block_size else 0)
 
     def _is_alone(self, sequence: Sequence) -> bool:
@@ -195,17 +154,14 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, admission: Admission) -> None:
         prompt = sequence.prompt
-        if (beginning := self._kept_beginning(sequence)) is not None:
-            self._extend(sequence, beginning, admission)
-        elif self._is_alone(sequence):
-            sequence.blocks = self.pool.allocate(self.num_blocks_for(len(sequence)))
-            tokens = sequence.prompt.tokens + sequence.tokens
-            admission.prefills.append(Prefill(tokens, list(sequence.blocks), sequence))
+        if self._is_alone(sequence):
+            sequence.blocks, first = self._take_blocks(sequence)
+            admission.prefills.append(_prefill_of(sequence, sequence.blocks, first))
         else:
             if not prompt.blocks:
-                prompt.blocks = self.pool.allocate(self.num_blocks_for(len(prompt.tokens)), highest=True)
-                self.kept_prompts.append(prompt)
-                admission.prefills.append(Prefill(prompt.tokens, list(prompt.blocks), prompt))
+                prompt.blocks, first = self._take_blocks(sequence)
+                self.kept.prompts.append(prompt)
+                admission.prefills.append(_prefill_of(prompt, prompt.blocks, first))
             self._fork(sequence, admission)
         prompt.num_waiting -= 0 if sequence.tokens else 1
         admission.sequences.append(sequence)
@@ -213,12 +169,19 @@ class Scheduler:
         sequence.slot = self.free_slots.pop(0)
         self.changed.append(sequence)
 
-    def _extend(self, sequence: Sequence, beginning: Sequence, admission: Admission) -> None:
-        """Takes over the blocks of a kept sequence."""
-        del self.kept_sequences[beginning]
-        sequence.blocks, beginning.blocks = beginning.blocks, []
-        sequence.blocks += self.pool.allocate(max(0, self.num_blocks_for(len(sequence)) - len(sequence.blocks)))
-        admission.extensions.append(Extension(sequence, beginning.num_fed))
+    def _feed_chunk(self, sequence: Sequence, num_tokens: int, admission: Admission) -> None:
+        """Feeds the next `num_tokens` of a sequence that goes on waiting, with blocks for all of them."""
+        blocks, first = self._take_blocks(sequence)
+        last = first + num_tokens
+        self.kept.begun = Begun(sequence, blocks, last)
+        admission.prefills.append(_prefill_of(sequence, blocks, first, last))
+
+    def _take_blocks(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Blocks for what a waiting sequence is prefilled with, and of how many tokens they hold keys already."""
+        is_alone = self._is_alone(sequence)
+        blocks, num_fed = self.kept.take_beginning(sequence, is_alone)
+        missing = max(0, self.num_blocks_for(len(sequence)) - len(blocks))
+        return blocks + self.pool.allocate(missing, highest=not is_alone), num_fed
 
     def _fork(self, sequence: Sequence, admission: Admission) -> None:
         """Shares the prompt's full blocks and copies the last partial one."""
@@ -229,20 +192,11 @@ class Scheduler:
             sequence.blocks += self.pool.allocate(1)
             admission.copies.append(Copy(prompt.blocks[num_full], sequence.blocks[num_full], num_rest))
 
-    def _drop(self, prompt: Prompt) -> None:
-        """Gives a kept prompt's blocks back. Nothing takes them before this step's prefill and copies have run."""
-        self.kept_prompts.remove(prompt)
-        self.pool.release(prompt.blocks)
-
     def grow(self) -> None:
         """Gives every running sequence a place for its newest token, preempting the newest where needed."""
         for sequence in self.short_of_blocks():
             while not self.pool.free and sequence in self.running:
-                if self._drop_kept_sequence():
-                    continue
-                if self.kept_prompts:
-                    self._drop(self.kept_prompts[-1])
-                else:
+                if not self.kept.give_up_one():
                     self._preempt(self.running[-1])
             if sequence in self.running:
                 sequence.blocks += self.pool.allocate(1)
@@ -302,6 +256,7 @@ class Scheduler:
         """Sends a running sequence back to the head of the line: it is prefilled anew, response included."""
         assert PENDING not in sequence.tokens, "its tokens are needed to recompute it"
         self._leave(sequence)
+        self.kept.give_up_begun()  # which is nobody's but the first one's in line
         self.waiting.appendleft(sequence)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -312,12 +267,12 @@ class Scheduler:
         sequence.finish_reason = reason
         if sequence.slot >= 0:
             if sequence.is_kept and not self.is_contiguous and reason != "cancelled":
-                self.kept_sequences[sequence] = None
+                self.kept.sequences[sequence] = None
             self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        if sequence not in self.kept_sequences:
+        if sequence not in self.kept.sequences:
             self.pool.release(sequence.blocks)
         insort(self.free_slots, sequence.slot)
         sequence.slot = -1
@@ -343,3 +298,8 @@ class Scheduler:
             self.changed.append(sequence)
             copies.append(Copy(source, target, len(sequence)))
         return copies
+
+
+def _prefill_of(owner: Prompt | Sequence, blocks: list[int], first: int, last: int | None = None) -> Prefill:
+    tokens = owner.tokens if isinstance(owner, Prompt) else owner.prompt.tokens + owner.tokens
+    return Prefill(owner, tokens, list(blocks), first, len(tokens) if last is None else last)

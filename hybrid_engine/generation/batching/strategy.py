@@ -1,8 +1,9 @@
 """Continuous batching: turns waiting sequences into finished ones, one model pass per turn.
 
 A turn is a decode of everything that runs, a prefill of what was just admitted, or both in one pass: a mixed turn, as
-in Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310). That every turn passes once over the layers is what lets
-processes whose weights are streamed layer by layer stay in step although their sequences differ.
+in Sarathi-Serve (Agrawal et al. 2024, arXiv 2403.02310), where a long prompt is fed in chunks over several turns. That
+every turn passes once over the layers is what lets processes whose weights are streamed layer by layer stay in step
+although their sequences differ.
 
 With `lag=1` the tokens of a turn are read while the next one runs, so that the host never waits for the
 device: a sequence whose end of sequence is noticed late has been fed once too often, which its own blocks
@@ -15,16 +16,19 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.generation.batching.scheduler import Admission, Copy, Extension, Prefill, Scheduler
+from hybrid_engine.generation.batching.admission import Admission, Copy
+from hybrid_engine.generation.batching.packing import pack_prefills
+from hybrid_engine.generation.batching.scheduler import Scheduler
 from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
 from hybrid_engine.generation.batching.stopwatch import Stopwatch
 from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, send_to_device
 from hybrid_engine.generation.decoding.open_step import OpenStep, TurnModel
 from hybrid_engine.generation.sampling.stops import is_ended
-from hybrid_engine.ops import BlockCopyOp, DecodeBatch, PrefillBatch
+from hybrid_engine.ops import BlockCopyOp
 
-# Tokens of a prompt's new part that are fed at once: each has its logits, which are many with a large vocabulary.
-TOKENS_PER_EXTENSION = 64
+# Tokens of a long prompt in one mixed turn: as many as keep the products of a pass busy, so that rows which decode
+# beside them cost little, and few enough that these need not wait long.
+CHUNK_TOKENS = 2048
 
 
 class TextGeneration:
@@ -65,11 +69,12 @@ class TextGeneration:
     def turn(self) -> None:
         """One pass over the layers; an empty one when there is nothing to do."""
         self._recompute()
-        admission = self.scheduler.admit()
-        if admission.prefills or admission.extensions:
+        admission = self.scheduler.admit(CHUNK_TOKENS if self.mixes else None)
+        if admission.prefills:
             with self.prefill_time.measure():
                 is_mixed = self._prefill(admission)
-                self._read(self.lag * (2 if is_mixed else 1))  # a mixed turn draws twice
+                num_draws = is_mixed + bool(admission.sequences)  # nobody draws after a chunk that is not the last
+                self._read(self.lag * num_draws)
             return
         # Reading counts too: where the host is the slower one, the device waits for it until the next turn.
         with self.decode_time.measure():
@@ -95,11 +100,13 @@ class TextGeneration:
 
     def _prefill(self, admission: Admission) -> bool:
         """Prefills what was admitted and draws for it; whether what runs decoded in the same pass."""
-        own = self._extend(admission.extensions)
+        own: dict[Sequence, torch.Tensor] = {}
         logits: torch.Tensor | list[torch.Tensor] = []
         rows: list[Sequence] = []
         if admission.prefills:
-            batch, rows = self._prefill_batch(admission.prefills), self._rows_beside(admission)
+            is_recomputed_whole = self.model.recompute_length is not None
+            batch = pack_prefills(admission.prefills, self.scheduler.block_size, is_recomputed_whole, self.kv.device)
+            rows = self._rows_beside(admission)
             if rows:
                 assert isinstance(self.step, DecodeStep)
                 draw, logits = self.step.run_beside(batch, rows, self.scheduler.take_changed(rows), self.layers)
@@ -107,6 +114,8 @@ class TextGeneration:
             else:
                 logits = self.model.forward(batch, self.kv, self.layers())
         for prefill, row in zip(admission.prefills, logits, strict=True):
+            if not prefill.is_last:
+                continue
             if isinstance(prefill.owner, Prompt):
                 prefill.owner.logits = row.clone()  # a view would keep all rows alive
             else:
@@ -123,31 +132,6 @@ class TextGeneration:
         entering = set(admission.sequences)
         self._read_for([row for row in self.scheduler.running if row not in entering])
         return self.scheduler.grow_beside(admission)
-
-    def _extend(self, extensions: list[Extension]) -> dict[Sequence, torch.Tensor]:
-        """Feeds what is new of prompts whose beginnings are in the workspace; the logits after each.
-
-        A token is a row of a decode step, and sees what stands before it.
-        """
-        own: dict[Sequence, torch.Tensor] = {}
-        for extension in extensions:
-            sequence, tokens = extension.sequence, extension.sequence.prompt.tokens
-            table = torch.tensor(sequence.blocks)
-            for first in range(extension.first, len(tokens), TOKENS_PER_EXTENSION):
-                last = min(first + TOKENS_PER_EXTENSION, len(tokens))
-                numbers = torch.stack((torch.tensor(tokens[first:last]), torch.arange(first, last)))
-                fed, positions = send_to_device(numbers, self.kv.device)
-                batch = DecodeBatch(
-                    tokens=fed,
-                    positions=positions,
-                    block_tables=send_to_device(table.expand(last - first, -1).contiguous(), self.kv.device),
-                    context=last,
-                    is_identity=False,
-                    rows_meet=True,
-                )
-                logits = self.model.forward(batch, self.kv, self.layers())
-            own[sequence] = logits[-1]
-        return own
 
     def _enter(self, admission: Admission, own: dict[Sequence, torch.Tensor] | None = None) -> None:
         """Forks what was admitted and draws its next token, from its own logits or from its prompt's."""
@@ -220,27 +204,3 @@ class TextGeneration:
             numbers = [[copy.source for copy in copies], [copy.target for copy in copies]]
             numbers.append([copy.num_tokens for copy in copies])
             self.copy_blocks(self.kv, *send_to_device(torch.tensor(numbers), self.kv.device))
-
-    def _prefill_batch(self, prefills: list[Prefill]) -> PrefillBatch:
-        size, device = self.scheduler.block_size, self.kv.device
-        lengths = tuple(len(prefill.tokens) for prefill in prefills)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        blocks = [torch.tensor(p.blocks)[torch.arange(n) // size] for p, n in zip(prefills, lengths, strict=True)]
-        # What was prefilled anew was fed as it would have been had it never left.
-        whole = self.model.recompute_length is not None
-        fed = torch.tensor([len(p.tokens) if whole else len(p.prompt.tokens) for p in prefills])
-        fed = fed.repeat_interleave(torch.tensor(lengths), output_size=len(positions))
-        tokens = torch.tensor([token for prefill in prefills for token in prefill.tokens])
-        by_token = (tokens, positions, torch.cat(blocks), positions % size, torch.maximum(positions + 1, fed))
-        tokens, positions, write_blocks, write_offsets, row_lengths = send_to_device(torch.stack(by_token), device)
-        starts = send_to_device(torch.tensor((0, *lengths)).cumsum(0), device)
-        return PrefillBatch(
-            tokens=tokens,
-            positions=positions,
-            write_blocks=write_blocks,
-            write_offsets=write_offsets,
-            lengths=lengths,
-            starts=starts.int(),
-            wanted=starts[1:] - 1,
-            row_lengths=row_lengths,
-        )

@@ -15,10 +15,7 @@ from hybrid_engine.distributed.verdict import Partners, everyone
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.usage import usable_memory_bytes
 from hybrid_engine.generation.scoring import pack
-from hybrid_engine.ops import DecodeBatch
-
-# Rows of a decode pass that feeds several positions of a window: each reads its row's keys anew.
-MAX_ROWS = 64
+from hybrid_engine.ops import Batch, DecodeBatch
 
 
 class AbstractModelInferenceWrapper(ABC):
@@ -191,25 +188,19 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
         return model.forward(batch, self._state, self.generator.layers()).unflatten(0, (num_rows, length))
 
     def _feed(self, model: InferenceModel, tokens: torch.Tensor, start: int) -> torch.Tensor:
-        """A later window, a few columns at a time: each token is a row of a decode step, on its row's block."""
+        """A later window, which sees those before it; a single column is a decode step."""
         assert self._state is not None
-        num_rows, num_columns = tokens.shape
-        columns_at_once = max(1, MAX_ROWS // num_rows)
-        blocks = torch.arange(num_rows, device=tokens.device)[:, None]
-        logits = []
-        for first in range(0, num_columns, columns_at_once):
-            fed = tokens[:, first : first + columns_at_once]
-            positions = torch.arange(start + first, start + first + fed.shape[1], device=fed.device)
+        (num_rows, num_columns), device = tokens.shape, tokens.device
+        batch: Batch = pack(tokens.reshape(-1), [num_columns] * num_rows, num_before=start)
+        if num_columns == 1:
             batch = DecodeBatch(
-                tokens=fed.reshape(-1),
-                positions=positions.repeat(num_rows),
-                block_tables=blocks.repeat_interleave(fed.shape[1], 0),
-                context=start + first + fed.shape[1],
-                is_identity=fed.shape[1] == 1,
-                rows_meet=fed.shape[1] > 1,
+                tokens=tokens.reshape(-1),
+                positions=torch.full((num_rows,), start, device=device),
+                block_tables=torch.arange(num_rows, device=device)[:, None],
+                context=start + 1,
+                is_identity=True,
             )
-            logits.append(model.forward(batch, self._state, self.generator.layers()).unflatten(0, fed.shape))
-        return torch.cat(logits, dim=1)
+        return model.forward(batch, self._state, self.generator.layers()).unflatten(0, tokens.shape)
 
 
 def _check_memory(model: InferenceModel, tokens: torch.Tensor) -> None:

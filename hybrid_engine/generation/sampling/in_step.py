@@ -20,7 +20,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hybrid_engine.generation.batching.scheduler import Admission
+from hybrid_engine.generation.batching.admission import Admission
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.decoding.decode import Drawn, send_to_host
