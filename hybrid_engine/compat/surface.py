@@ -19,6 +19,12 @@ from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.entry import initialize
 from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.inference import InferenceConfig, InferenceEngine, init_inference
+from hybrid_engine.parallel.checkpoints.deduplicating import (
+    broadcast_weights,
+    deduped_state_dict,
+    load_deduped_state_dict,
+)
+from hybrid_engine.parallel.checkpoints.merging import load_merged_state_dicts, merge_state_dicts
 from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.graph.registering import register_op
 from hybrid_engine.parallel.graph.verifying import verify_op
@@ -51,15 +57,20 @@ __all__ = [
     "__git_hash__",
     "add_config_arguments",
     "attach",
+    "broadcast_weights",
     "build_optimizer",
+    "deduped_state_dict",
     "enable_compat",
     "get_accelerator",
     "init_distributed",
     "init_inference",
     "initialize",
     "is_compile_supported",
+    "load_deduped_state_dict",
+    "load_merged_state_dicts",
     "log_dist",
     "logger",
+    "merge_state_dicts",
     "parallelize",
     "register_op",
     "verify_op",

@@ -8,7 +8,6 @@ from typing import Any
 TRACE_STRATEGIES = ("cpu", "cuda", "meta", "cuda_run_cpu_offload", "reuse_cache")
 WITHOUT_EFFECT: Mapping[str, Any] = {
     "constant_folding": False,
-    "zero_ngroups": 1,
     "use_async_reducer": False,
     "reducer_bucket_cap_mb": None,
 }
@@ -52,7 +51,7 @@ class ComputeConfig:
     use_zero: bool = False
     """Whether units share the optimizer's state, gradients and parameters out among them."""
     zero_ngroups: int = 1
-    """Groups of units, each of which holds all; more than one is refused."""
+    """Groups of units, each of which holds all and shares it out among its units alone; needs `use_zero`."""
     zero_use_reduce_scatter: bool = False
     """Whether gradients are reduced to the process that steps them alone, which ZeRO does here in any case."""
     inference_only: bool = False
@@ -88,8 +87,9 @@ class ComputeConfig:
         for name in ("use_async_reducer", "reducer_bucket_cap_mb"):
             if getattr(self, name) and not self.use_end2end:
                 raise ValueError(f"{name}={getattr(self, name)} needs use_end2end=True; set it, or leave {name} out")
-        if self.zero_use_reduce_scatter and not self.use_zero:
-            raise ValueError("zero_use_reduce_scatter=True needs use_zero=True; set it, or leave the former out")
+        for name, without in {"zero_ngroups": 1, "zero_use_reduce_scatter": False}.items():
+            if getattr(self, name) != without and not self.use_zero:
+                raise ValueError(f"{name}={getattr(self, name)} needs use_zero=True; set it, or leave {name} out")
         self._check_effects()
 
     def _check_effects(self) -> None:

@@ -1,7 +1,7 @@
 """`build_optimizer`: any optimizer on the parameters that this rank holds, with gradients summed over units."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.parallel.checkpoints.optimizer_states import GROUP, NAMES, NUMBERS
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Hook, Reducer
 
@@ -34,18 +35,21 @@ def build_optimizer(
     parts = [part for part in module.modules() if isinstance(part, ParallelModule)]
     _check_parts(parts)
     for part in parts:
-        if part.config.use_zero and part.data_mesh is not None:
+        if part.config.use_zero and part.meshes.zero is not None:
             _shard(part)
     inside = {id(p) for part in parts if isinstance(part, FSDPModule) for p in part.parameters()}
     parallel = {id(p) for part in parts for p in part.parameters()}
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    group = parts[0].data_mesh.get_group() if parts[0].data_mesh is not None else None
+    group = parts[0].meshes.data.get_group() if parts[0].meshes.data is not None else None
     reducers = [
         Reducer([p for _, p in trained if id(p) in parallel and id(p) not in inside], group),
         Reducer([p for _, p in trained if id(p) not in parallel], group),
     ]
     groups = param_groups(trained) if param_groups is not None else [{"params": [p for _, p in trained]}]
-    optimizer = optimizer_fn(_of_one_kind(groups), *args, **kwargs)
+    groups, described = _of_one_kind(groups, trained)
+    optimizer = optimizer_fn(groups, *args, **kwargs)
+    for live, description in zip(optimizer.param_groups, described, strict=True):
+        live.update(description)
     _Additions(optimizer, reducers, [p for _, p in trained]).attach()
     return optimizer
 
@@ -63,20 +67,29 @@ def _check_parts(parts: list[ParallelModule]) -> None:
 
 def _shard(part: ParallelModule) -> None:
     """ZeRO over units: gradients are summed, never averaged, as the backward pass makes them."""
-    sharded = fully_shard(part, mesh=part.data_mesh, reshard_after_forward=False)
+    sharded = fully_shard(part, mesh=part.meshes.zero, reshard_after_forward=False)
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
 
 
-def _of_one_kind(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups, each divided by what its parameters are sharded over: optimizers step those of one kind at once."""
-    divided = []
-    for group in groups:
+def _of_one_kind(
+    groups: list[dict[str, Any]], trained: Sequence[tuple[str, nn.Parameter]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The groups, each divided by what its parameters are sharded over: optimizers step those of one kind at once.
+
+    Beside them what checkpoints say of each group: names of the parameters, their places, the number of the group.
+    """
+    places = {id(p): (name, place) for place, (name, p) in enumerate(trained)}
+    divided, described = [], []
+    for number, group in enumerate(groups):
         kinds: dict[Any, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-        divided += [{**group, "params": parameters} for parameters in kinds.values()]
-    return divided
+        for parameters in kinds.values():
+            divided.append({**group, "params": parameters})
+            names, numbers = zip(*(places[id(p)] for p in parameters), strict=True)
+            described.append({NAMES: list(names), NUMBERS: list(numbers), GROUP: number})
+    return divided, described
 
 
 class _Additions:

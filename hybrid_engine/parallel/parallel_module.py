@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 from torch.utils import _pytree as pytree
@@ -19,6 +18,7 @@ from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.lowering.layouts import Layout, parameter_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
+from hybrid_engine.parallel.meshes import Meshes
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -30,15 +30,11 @@ class ParallelModule(nn.Module):
 
     plan: Plan
     config: ComputeConfig
-    unit_mesh: DeviceMesh | None
-    """The processes of this unit, by the axes of the plan; None for a unit of one process."""
-    data_mesh: DeviceMesh | None
-    """The processes that hold the same part in all units; None where there is one unit."""
+    meshes: Meshes
 
-    def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: tuple[DeviceMesh | None, ...]):
+    def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes):
         super().__init__()
-        self.plan, self.config = plan, config
-        self.unit_mesh, self.data_mesh = meshes
+        self.plan, self.config, self.meshes = plan, config, meshes
         layouts = parameter_layouts(plan.graph, plan)
         parts = {id(p): self._part(p, layouts.get(name)) for name, p in module.named_parameters()}
         held = copy.deepcopy(module, dict(parts))  # type: ignore[arg-type]
@@ -46,7 +42,6 @@ class ParallelModule(nn.Module):
         original = copy.deepcopy(module, {**empty, **{id(b): b.to("meta") for b in module.buffers()}})
         # Not a module of this one: it says how the module computes, and holds no weights.
         self.__dict__["_original"] = original
-        self.__dict__["_uninitialised"] = [name for name, buffer in module.named_buffers() if buffer.is_meta]
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = held.__dict__[name]
         self.training = module.training
@@ -54,9 +49,9 @@ class ParallelModule(nn.Module):
         self.__dict__["_is_in_step"] = False
 
     def _part(self, parameter: nn.Parameter, layout: Layout | None) -> nn.Parameter:
-        if self.unit_mesh is None:
+        if self.meshes.unit is None:
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-        return nn.Parameter(distribute_tensor(parameter.detach(), self.unit_mesh, layout), parameter.requires_grad)
+        return nn.Parameter(distribute_tensor(parameter.detach(), self.meshes.unit, layout), parameter.requires_grad)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original module's forward gives, whole on every process of the unit.
@@ -68,8 +63,9 @@ class ParallelModule(nn.Module):
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self._uninitialised:
-            raise ValueError(f"buffers {self._uninitialised} were never initialised; load a state dict that has them")
+        uninitialised = [name for name, buffer in self.named_buffers() if buffer.is_meta]
+        if uninitialised:
+            raise ValueError(f"buffers {uninitialised} were never initialised; load a state dict that has them")
         if self.config.inference_only and torch.is_grad_enabled() and self.training:
             raise ValueError("inference_only=True: the module is never trained; call eval(), or change the config")
         arguments = inspect.signature(self._original.forward).bind(*args, **kwargs).arguments
@@ -92,7 +88,7 @@ class ParallelModule(nn.Module):
             self._original.train(self.training)
             graph = build_graph(self._original, arguments)
             plan = self.plan.for_graph(graph)
-            self._steps[key] = Steps(graph, plan, self.unit_mesh), graph
+            self._steps[key] = Steps(graph, plan, self.meshes.unit), graph
         return self._steps[key]
 
     def train_step(

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hybrid_engine.distributed.processes import broadcast_module, default_device, get_world_size, on_rank_zero
+from hybrid_engine.distributed.processes import broadcast_module, gather_objects, get_world_size, on_rank_zero
 from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
+from hybrid_engine.parallel.meshes import build_meshes
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.planning.named_policies import Policy, plan_by
 from hybrid_engine.parallel.planning.plan import Plan
@@ -154,19 +154,15 @@ def _remove(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _meshes(plan: Plan, config: ComputeConfig) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-    """The mesh of this process's unit and that of its counterparts in other units; None for one process."""
-    if config.runtime_ngpus == 1:
-        return None, None
-    names = tuple(f"part{axis}" for axis in range(len(plan.mesh)))
-    mesh = init_device_mesh(default_device().type, (config.num_units, *plan.mesh), mesh_dim_names=("units", *names))
-    return (mesh[names] if config.plan_ngpus > 1 else None), (mesh["units"] if config.num_units > 1 else None)
-
-
 def _loaded(module: nn.Module, plan: Plan, config: ComputeConfig, init_module_params: bool) -> ParallelModule:
-    if init_module_params:
+    _initialise(module, init_module_params)
+    return ParallelModule(module, plan, config, build_meshes(plan, config))
+
+
+def _initialise(module: nn.Module, init_module_params: bool) -> None:
+    """Gives all processes rank 0's values where all want such; else each unit's first process gives its own."""
+    if all(gather_objects(init_module_params)):
         broadcast_module(module)
-    return ParallelModule(module, plan, config, _meshes(plan, config))
 
 
 def _subclass(
@@ -182,8 +178,7 @@ def _subclass(
     def __init__(self: ParallelModule) -> None:
         module = build()
         module = module if dtype is None else module.to(dtype)
-        if init_module_params:
-            broadcast_module(module)
-        ParallelModule.__init__(self, module, plan, config, _meshes(plan, config))
+        _initialise(module, init_module_params)
+        ParallelModule.__init__(self, module, plan, config, build_meshes(plan, config))
 
     return type(f"Parallel{module_class.__name__}", (ParallelModule,), {"__init__": __init__})

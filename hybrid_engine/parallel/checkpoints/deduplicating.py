@@ -1,0 +1,167 @@
+"""Checkpoints that hold everything once: each process saves what none before it has, and sends it to the others."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.optim.optimizer import ZeroOptimizer
+from hybrid_engine.parallel.checkpoints.merging import StateDict, shards_of, tensors_of
+from hybrid_engine.parallel.checkpoints.optimizer_states import NAMES, named_state_dict
+from hybrid_engine.parallel.checkpoints.parts import local_part
+from hybrid_engine.parallel.parallel_module import ParallelModule
+
+
+class Copies(NamedTuple):
+    """The processes that hold copies of the same tensor, or part of one, along one axis."""
+
+    group: dist.ProcessGroup | None
+    is_first: bool
+
+
+@torch.no_grad()
+def deduped_state_dict(
+    module: Any, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[StateDict, StateDict | None]:
+    """What this process has of the module's and the optimizer's state that no process before it has; local.
+
+    Those of all processes together are whole: `merge_state_dicts` takes them, `load_deduped_state_dict` each one's.
+    Of the optimizer's state, None stands where another process has the tensor.
+    """
+    with shards_of(module):
+        live = tensors_of(module, optimizer)
+        copies = {name: list(_copies(module, tensor)) for name, tensor in live.items()}
+        state = {name: tensor.detach() for name, tensor in live.items() if all(c.is_first for c in copies[name])}
+        if optimizer is None:
+            return state, None
+        optimizer_state = named_state_dict(optimizer)
+        entries = {}
+        for key, parameter in _parameters(optimizer, optimizer_state):
+            is_first = all(c.is_first for c in _copies(module, parameter))
+            values = optimizer_state["state"].get(key, {})
+            entries[key] = {e: v if is_first or not _is_like(v, parameter) else None for e, v in values.items()}
+        return state, {**optimizer_state, "state": {key: values for key, values in entries.items() if values}}
+
+
+@torch.no_grad()
+def load_deduped_state_dict(
+    module: Any,
+    module_state_dict: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    optimizer_state_dict: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> None:
+    """Loads what `deduped_state_dict` gave on this process under the same plan; the others send the rest. Collective.
+
+    `device` is where the module is moved before. ValueError where the optimizer's groups are others.
+    """
+    if (optimizer is None) != (optimizer_state_dict is None):
+        raise ValueError("optimizer and optimizer_state_dict go together; give both, or neither")
+    if device is not None:
+        module.to(device)
+    with shards_of(module):
+        for name, tensor in tensors_of(module, optimizer).items():
+            if name in module_state_dict:
+                local_part(tensor).copy_(local_part(module_state_dict[name]))
+            _send(module, tensor, tensor)
+        if optimizer is not None and optimizer_state_dict is not None:
+            _load_optimizer(module, optimizer, optimizer_state_dict)
+        if isinstance(optimizer, ZeroOptimizer):
+            optimizer.write_masters_back()
+
+
+def _load_optimizer(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    own = [group[NAMES] for group in named_state_dict(optimizer)["param_groups"]]
+    saved = [group.get(NAMES) for group in given["param_groups"]]
+    if own != saved:
+        raise ValueError(
+            "optimizer_state_dict has other groups of parameters than the optimizer; merge_state_dicts and "
+            "load_merged_state_dicts go between plans"
+        )
+    entries = {}
+    for key, parameter in _parameters(optimizer, given):
+        values = given["state"].get(key, {})
+        entries[key] = {
+            entry: torch.zeros_like(parameter) if value is None else value for entry, value in values.items()
+        }
+        for value in entries[key].values():
+            if _is_like(value, parameter):
+                _send(module, parameter, value)
+    live = optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer
+    live.load_state_dict({**given, "state": {key: values for key, values in entries.items() if values}})
+
+
+@torch.no_grad()
+def broadcast_weights(module: nn.Module, stride: int) -> None:
+    """Gives all units the weights and buffers of the first; `stride` is `plan_ngpus`. Collective.
+
+    For modules built with `init_module_params=rank < plan_ngpus`, before `build_optimizer`, which may shard them over
+    units. ValueError for another stride, and afterwards.
+    """
+    for part in _parallel_parts(module):
+        if part.config.plan_ngpus != stride:
+            raise ValueError(f"stride={stride} must be plan_ngpus={part.config.plan_ngpus}")
+        if isinstance(part, FSDPModule):
+            raise ValueError("broadcast_weights after build_optimizer, which sharded the weights; call it before")
+    if get_world_size() == 1:
+        return
+    for tensor in [*module.parameters(), *module.buffers()]:
+        holder = _part_of(module, tensor)
+        if holder is None or holder.meshes.data is not None:
+            group = None if holder is None or holder.meshes.data is None else holder.meshes.data.get_group()
+            dist.broadcast(local_part(tensor.detach()), group_src=0, group=group)
+
+
+def _parallel_parts(module: nn.Module) -> list[ParallelModule]:
+    return [part for part in module.modules() if isinstance(part, ParallelModule)]
+
+
+def _part_of(module: nn.Module, tensor: Tensor) -> ParallelModule | None:
+    """The parallel module that holds the tensor, None for what every process has."""
+    for part in _parallel_parts(module):
+        if any(tensor is held for held in [*part.parameters(), *part.buffers()]):
+            return part
+    return None
+
+
+def _copies(module: Any, tensor: Tensor) -> Iterator[Copies]:
+    """Along which axes processes hold copies of this process's part of a tensor."""
+    inner: nn.Module = module.module if hasattr(module, "sharding") else module
+    part = _part_of(inner, tensor)
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis, placement in enumerate(tensor.placements):
+            if placement.is_replicate():
+                yield Copies(mesh.get_group(axis), mesh.get_local_rank(axis) == 0)
+    elif part is None:
+        yield Copies(None, get_rank() == 0)
+    elif part.meshes.unit is not None:
+        unit = part.meshes.unit
+        yield from (Copies(unit.get_group(axis), unit.get_local_rank(axis) == 0) for axis in range(unit.ndim))
+    is_over_units = isinstance(part, FSDPModule) and isinstance(tensor, DTensor)
+    if part is not None and part.meshes.data is not None and not is_over_units:
+        yield Copies(part.meshes.data.get_group(), part.meshes.data.get_local_rank() == 0)
+
+
+def _send(module: Any, parameter: Tensor, value: Tensor) -> None:
+    """Sends `value`, which lies as `parameter` does, to all processes that hold copies of it."""
+    for copies in _copies(module, parameter):
+        if copies.group is not None or get_world_size() > 1:
+            dist.broadcast(local_part(value.detach()), group_src=0, group=copies.group)
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
+
+
+def _parameters(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Iterator[tuple[int, nn.Parameter]]:
+    """The keys of parameters in a state dict and the parameters."""
+    live = optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer
+    for group, own in zip(state["param_groups"], live.param_groups, strict=True):
+        yield from zip(group["params"], own["params"], strict=True)
