@@ -1,24 +1,34 @@
 """`autodist`: the optimum of its costs, plans that behave, run and are refused where they are wrong."""
 
+import random
+import re
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from distributed import leave_process_group, run_distributed
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from hybrid_engine.command import cli
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import build_graph
-from hybrid_engine.parallel.planning.autodist import best_plan
+from hybrid_engine.parallel.planning.autodist import Wanted, best_plan
+from hybrid_engine.parallel.planning.explaining import explain
+from hybrid_engine.parallel.planning.generating import token_bytes
 from hybrid_engine.parallel.planning.machine import COLLECTIVES, Link, Machine
+from hybrid_engine.parallel.planning.measuring import measure_machine
 from hybrid_engine.parallel.planning.named_policies import plan_by
 from hybrid_engine.parallel.planning.plan import Plan
+from hybrid_engine.parallel.planning.plan_costs import plan_costs
 from hybrid_engine.parallel.planning.programme import Infeasible, solve
-from hybrid_engine.parallel.planning.setting import Setting, Weights
+from hybrid_engine.parallel.planning.setting import Generation, Setting, Weights
 from hybrid_engine.parallel.planning.space import Cost, Space, all_choices, evaluate_plan, peaks
+from hybrid_engine.parallel.planning.stages import best_stages
 
 H100 = Machine.named("h100")
 
@@ -192,6 +202,89 @@ def config(plan_ngpus=2, **options):
     return ComputeConfig(plan_ngpus=plan_ngpus, runtime_ngpus=plan_ngpus, pas_config={"costs": "h100"} | options)
 
 
+def pipelined(graph, num_stages, micro=8, **options):
+    """A plan of that many stages."""
+    setting = Setting(machine=H100, plan_ngpus=4, num_micro_batches=micro, **options)
+    return best_plan(graph, setting, Wanted(num_stages=(num_stages,)))
+
+
+def test_stages_are_the_best_of_all_divisions():
+    draw = random.Random(0)
+    for _ in range(20):
+        times = [draw.random() for _ in range(8)]
+        limit = draw.choice([1.5, 2.5, 9.0])
+
+        def seconds(start, end, stage, times=times, limit=limit):
+            taken = sum(times[start:end]) * (1 + 0.1 * stage)
+            return taken if taken <= limit else None
+
+        def cost(ends, seconds=seconds):
+            taken = [seconds(*pair, number) for number, pair in enumerate(zip((0, *ends), ends, strict=False))]
+            return None if None in taken else sum(taken) + 3 * max(taken)
+
+        divisions = [(*cuts, 8) for cuts in combinations(range(1, 8), 2)]
+        costs = [found for ends in divisions if (found := cost(ends)) is not None]
+        ends = best_stages(8, 3, 4, seconds)
+        if ends is None:
+            assert not costs
+        else:
+            assert cost(ends) == pytest.approx(min(costs))
+
+
+def test_a_pipeline_cuts_the_layers_evenly_and_counts_its_fill(blocks):
+    plan = pipelined(blocks, 4)
+    assert plan.mesh == (1,)
+    assert plan.num_micro_batches == 8
+    assert [len(stage) for stage in plan.stages] == [1, 1, 1, 1]
+    setting = Setting(machine=H100, plan_ngpus=4, num_micro_batches=8)
+    costs = plan_costs(plan, setting)
+    times = [stage.seconds for stage in costs.stages]
+    assert costs.seconds == pytest.approx(sum(times) + 7 * max(times))
+    kept = [stage.peaks["backward"] for stage in costs.stages]
+    assert kept[0] > kept[2]  # the first stage keeps four micro-batches, the third two
+
+
+def test_exploring_takes_stages_where_links_are_slow(blocks):
+    slow = replace(H100, near=dict.fromkeys(COLLECTIVES, Link(10e-6, 20e9)))
+    options = Wanted(num_stages=(1, 2, 4))
+    plan = best_plan(blocks, Setting(machine=slow, plan_ngpus=4, num_micro_batches=16), options)
+    assert len(plan.stages) == plan.plan_ngpus == 4
+    # One micro-batch fills no pipeline.
+    assert best_plan(blocks, Setting(machine=slow, plan_ngpus=4), options).stages == ()
+
+
+def test_layers_are_recomputed_where_memory_is_short_and_as_few_as_must():
+    graph = build_graph(on_meta(Blocks), {"x": torch.zeros(64, 128, 1024, device="meta")})
+    setting = Setting(machine=H100)
+    free = plan_costs(best_plan(graph, setting), setting)
+    numbers, seconds = [], []
+    for share in (1.01, 0.85, 0.7):
+        plan = best_plan(graph, replace(setting, memory_bytes=share * free.peak_bytes))
+        costs = plan_costs(plan, setting)
+        assert costs.peak_bytes <= share * free.peak_bytes
+        numbers.append(len(plan.recompute))
+        seconds.append(costs.seconds)
+    assert numbers[0] == 0 < numbers[1] <= numbers[2]
+    assert seconds[0] < seconds[1] <= seconds[2]
+
+
+def test_generation_limits_memory_where_it_needs_more_than_training(blocks):
+    setting = Setting(machine=H100, plan_ngpus=2, generation=Generation(num_tokens=1, tensor_parallel=2))
+    costs = plan_costs(best_plan(blocks, setting), setting)
+    weights = sum(value.num_bytes for value in blocks.of_kind("parameter").values())
+    stage = costs.stages[0]
+    assert stage.peaks["generation"] == pytest.approx(stage.cost.resident_bytes + weights / 2)
+
+
+def test_keys_and_values_are_counted_before_they_are_repeated():
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3, vocab_size=32
+    )
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    graph = build_graph(on_meta(lambda: LlamaForCausalLM(config)), {"input_ids": ids, "use_cache": False})
+    assert token_bytes(graph, Setting(machine=H100)) == 3 * 2 * 2 * 16 * 4
+
+
 def test_constraints_by_glob_hold_and_wrong_ones_are_refused(blocks, tmp_path):
     path = tmp_path / "constraints.yaml"
 
@@ -224,6 +317,47 @@ def test_a_plan_is_saved_and_loaded_by_options(blocks, tmp_path):
         plan_by("autodist", other, config(load_plan_path=path))
     with pytest.raises(ValueError, match="the plan is for 2 processes, plan_ngpus=4"):
         plan_by("autodist", blocks, config(load_plan_path=path, plan_ngpus=4))
+
+
+def test_a_plan_explains_itself_and_names_the_runner_up(blocks, capsys):
+    options = config(plan_ngpus=4, verbose=True, mem_constraint=2)
+    plan = plan_by("autodist", blocks, options)
+    text = explain(plan, options)
+    assert capsys.readouterr().out == text + "\n"
+    costs = plan_costs(plan, Setting(machine=H100, plan_ngpus=4, memory_bytes=2e9))
+    assert (
+        f"a step takes {1e3 * costs.seconds:.4g} ms, the most memory is {costs.peak_bytes / 1e9:.4g} GB of 2 GB" in text
+    )
+    assert "layers.0 to layers.3, 4 alike: " in text
+    assert "  up linear: " + ", ".join(n or "whole" for n in plan.split_of(blocks.ops["layers.0.up:linear:0"])) in text
+    slower = re.search(r"runner-up: [\d.]+ ms \(\+([\d.e-]+)%\)", text)
+    assert slower
+    whole = explain(Plan(graph=blocks, mesh=(4,)), options)
+    assert re.search(r"runner-up: [\d.]+ ms \(-[\d.]+%\)", whole)
+
+
+def measured(rank, world_size):
+    return measure_machine(1 << 20, 2)
+
+
+def test_links_are_measured_alike_by_all_processes():
+    first, second = run_distributed(measured, 2)
+    assert first.near == second.near
+    assert set(first.near) == set(COLLECTIVES)
+    first.check()
+    assert first.collective_seconds("all_reduce", 1e6, 2, 1) > first.near["all_reduce"].latency_s
+
+
+def test_the_command_refuses_a_process_that_is_alone_and_options_that_mean_nothing(capsys):
+    leave_process_group()
+    for arguments, match in [
+        ([], "needs at least 2 processes; run `torchrun"),
+        (["--megabytes", "0"], "--megabytes=0.0 must be at least 1"),
+        (["--repeats", "0"], "--repeats=0 must be at least 1"),
+    ]:
+        assert cli.main(["measure-links", *arguments]) == 2
+        assert match in capsys.readouterr().err
+    leave_process_group()
 
 
 @pytest.mark.parametrize(

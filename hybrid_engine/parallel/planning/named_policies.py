@@ -7,6 +7,7 @@ from typing import Any
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph
 from hybrid_engine.parallel.planning.autodist import autodist
+from hybrid_engine.parallel.planning.explaining import explain
 from hybrid_engine.parallel.planning.options import OPTION_NAMES
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.policies import batch_plan, random_plan, replicated_plan
@@ -59,6 +60,8 @@ def plan_by(policy: str | Policy, graph: Graph, config: ComputeConfig) -> Plan:
     else:
         check_options(policy, config.pas_config)
         plan = POLICIES[policy](graph, config)
+        if policy == "autodist" and plan is not None and config.pas_config.get("verbose"):
+            print(explain(plan, config))
         assert plan is not None, f"{policy=}"
     if plan.plan_ngpus != config.plan_ngpus:
         raise ValueError(f"the plan is for {plan.plan_ngpus} processes, plan_ngpus={config.plan_ngpus}; change either")

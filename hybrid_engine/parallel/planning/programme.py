@@ -72,36 +72,50 @@ def solve(space: Space, constants: float = 0.0, excluded: Sequence[Mapping[int, 
     `constants` are the bytes that generation needs besides what is resident. Plans that make all choices of one of
     `excluded` (by class) are left out.
     """
+    programme, chosen, memory = _build(space, constants)
+    for choices in excluded:
+        taken = tuple(chosen[number][choice] for number, choice in choices.items())
+        programme.row([(taken, 1.0)], 0.0, len(taken) - 1)
+    setting = space.setting
+    least = sum(min(c.seconds(setting.num_micro_batches) for c in one.costs) for one in space.classes)
+    scale = 1000.0 / max(least, 1e-12)
+    objective = np.array([cost.seconds(setting.num_micro_batches) * scale for cost in programme.costs])
+    limits = [(row, -np.inf, setting.memory_bytes / GB - constant) for row, constant in memory]
+    found = _run(programme, objective, limits if np.isfinite(setting.memory_bytes) else [])
+    if found is None:
+        raise Infeasible(_least(programme, memory)[1])
+    return _choices(found, chosen)
+
+
+def frugal(space: Space) -> list[int]:
+    """A choice for each class, of all plans that which needs least memory."""
+    programme, chosen, memory = _build(space, 0.0)
+    return _choices(_least(programme, memory)[0], chosen)
+
+
+Limits = list[tuple[dict[int, float], float]]
+"""For each moment at which memory may be scarce, the GB that each variable takes, and those there in any case."""
+
+
+def _build(space: Space, constants: float) -> tuple[_Programme, list[list[int]], Limits]:
     programme = _Programme()
     chosen = [[programme.variable(cost, is_integer=True) for cost in one.costs] for one in space.classes]
     for variables in chosen:
         programme.row([(tuple(variables), 1.0)], 1.0, 1.0)
     for tensor in space.tensors:
         _enter_tensor(programme, space, tensor, chosen)
-    for choices in excluded:
-        taken = tuple(chosen[number][choice] for number, choice in choices.items())
-        programme.row([(taken, 1.0)], 0.0, len(taken) - 1)
     largest = _enter_largest(programme, space, chosen)
-    setting = space.setting
-    scale = 1000.0 / max(
-        sum(min(c.seconds(setting.num_micro_batches) for c in one.costs) for one in space.classes), 1e-12
-    )
-    objective = np.array([cost.seconds(setting.num_micro_batches) * scale for cost in programme.costs])
-    memory = _memory_rows(programme, space, largest, constants)
-    limits = [(row, -np.inf, setting.memory_bytes / GB - constant) for row, constant in memory]
-    found = _run(programme, objective, limits if np.isfinite(setting.memory_bytes) else [])
-    if found is None:
-        raise Infeasible(_least(programme, memory))
-    return [int(np.argmax(found[variables])) for variables in chosen]
+    return programme, chosen, _memory_rows(programme, space, largest, constants)
+
+
+def _choices(found: np.ndarray, chosen: Sequence[Sequence[int]]) -> list[int]:
+    return [int(np.argmax(found[list(variables)])) for variables in chosen]
 
 
 GB = 1e9
 
 
-def _memory_rows(
-    programme: _Programme, space: Space, largest: int, constants: float
-) -> list[tuple[dict[int, float], float]]:
-    """For each moment at which memory may be scarce, the GB that each variable takes, and those there in any case."""
+def _memory_rows(programme: _Programme, space: Space, largest: int, constants: float) -> Limits:
     rows: dict[str, dict[int, float]] = {}
     for variable, cost in enumerate(programme.costs):
         for moment, num_bytes in peaks(cost, 0.0, space.setting).items():
@@ -223,15 +237,14 @@ def _parameter_ways(programme: _Programme, space: Space, tensor: TensorClass, ch
     return ways
 
 
-def _least(programme: _Programme, memory: Sequence[tuple[dict[int, float], float]]) -> float:
-    """The bytes that the most frugal plan needs."""
+def _least(programme: _Programme, memory: Limits) -> tuple[np.ndarray, float]:
+    """The most frugal plan, and the bytes that it needs."""
     peak = programme.variable()
     objective = np.zeros(len(programme.costs))
     objective[peak] = 1.0
-    rows = [({**row, peak: -1.0}, -np.inf, -constant) for row, constant in memory]
-    found = _run(programme, objective, rows)
+    found = _run(programme, objective, [({**row, peak: -1.0}, -np.inf, -constant) for row, constant in memory])
     assert found is not None, "every class has a choice"
-    return float(found[peak]) * GB
+    return found, float(found[peak]) * GB
 
 
 def _run(

@@ -190,7 +190,7 @@ class Space:
         held = self._held(kept, views)
         readers = self._readers(kept, views, held)
         makers = {key: (op, position) for op in self.ops for position, key in enumerate(op.outputs)}
-        counted: Counter[TensorClass] = Counter()
+        counted: dict[TensorClass, list[str]] = {}
         examples: dict[object, Value] = {}
         for key, found in readers.items():
             op, position = makers.get(key, (None, 0))
@@ -212,8 +212,9 @@ class Space:
                 enters=value.kind == "result" and bool(modules - {None, module}),
                 count=0,
             )
-            counted[one] += 1
-        return [replace(one, count=count) for one, count in counted.items()]
+            counted.setdefault(one, []).append(key)
+        self.members = list(counted.values())
+        return [replace(one, count=len(keys)) for one, keys in counted.items()]
 
     def _held(self, kept: Mapping[str, Kept], views: set[str]) -> set[str]:
         """Tensors whose memory lives until the backward pass, for themselves or for a view of them."""
@@ -339,6 +340,19 @@ class Space:
         if tensor.enters:
             total += self.keep_cost(tensor, source, False)
         return total
+
+    def by_op(self, assignment: Sequence[int]) -> dict[str, Cost]:
+        """What a plan costs, by the op that computes or makes it; parameters by the first op that reads them."""
+        found = {op.key: ZERO for op in self.ops}
+        for one, choice in zip(self.classes, assignment, strict=True):
+            for op in one.ops:
+                found[op.key] += one.costs[choice].times(1 / len(one.ops))
+        for tensor, keys in zip(self.tensors, self.members, strict=True):
+            each = self.tensor_cost(tensor, assignment).times(1 / tensor.count)
+            for key in keys:
+                owner = key.rsplit("/", 1)[0] if tensor.maker is not None else self._reading[key][0]
+                found[owner] += each
+        return found
 
     def source(self, tensor: TensorClass, assignment: Sequence[int]) -> Layout:
         """The layout in which a tensor is made."""
