@@ -26,7 +26,8 @@ from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, policy_objective
-from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers, split_by_length
+from hybrid_engine.recipes.data.micro_batches import train_in_parts
+from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers
 from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, global_means
 from hybrid_engine.recipes.experience.own_tasks import character_stage
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
@@ -252,18 +253,19 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
     actor, experience = policy.actor, build_experience(policy, episodes, config)
     step = count_step(experience.batch.mask, config.max_new_tokens * MAX_TURNS, None)
     sums: dict[str, list[float]] = {}
-    everything = torch.arange(len(episodes))
-    for rows in split_by_length(experience.sequences, everything, actor.train_micro_batch_size_per_gpu()):
-        part = experience.rows(rows)
+
+    def train(rows: list[int]) -> None:
+        part = experience.rows(torch.tensor(rows))
         batch = present_batch(actor, part, config.algorithm, config.temperature)
         actor.observe_logprobs(part.logprobs, batch.logprobs, part.sequences.response_mask)
         loss = policy_objective(config.algorithm, batch, step, 0.0)
         actor.backward(loss * actor.gradient_accumulation_steps())
-        actor.step()
         count = float(batch.mask.sum())
         for name, mean in policy_figures(config.algorithm, batch).items():
             total = sums.setdefault(name, [0.0, 0.0])
             total[0] += mean.item() * count
             total[1] += count
+
+    train_in_parts([actor], experience.sequences.lengths, config.tokens_per_micro_batch, train)
     figures = global_means({name: (total, count) for name, (total, count) in sums.items()})
     return figures | {"grad_norm": actor.get_global_grad_norm(), "learning_rate": actor.get_lr()[0]}

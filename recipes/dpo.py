@@ -29,13 +29,14 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_pair
 from hybrid_engine.recipes.data.held_out import hold_out
+from hybrid_engine.recipes.data.micro_batches import check_budget, train_in_parts
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.rows import PreferenceRow
 from hybrid_engine.recipes.experience.evaluation import Evaluation, show_comparison, step_means
 from hybrid_engine.recipes.experience.followed import follow
 from hybrid_engine.recipes.preference.answering import answer_prompts, prompts_of
-from hybrid_engine.recipes.preference.answers import Reading, split_by_length, without_adapter
+from hybrid_engine.recipes.preference.answers import Reading, without_adapter
 from hybrid_engine.recipes.preference.first_actor import (
     build_actor,
     check_enough,
@@ -118,6 +119,7 @@ def run(config: Config) -> Path:
     tokens = [encode_pair(tokenizer, row) for row in held_out_rows]
     held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, tokens)
     check_enough(config, len(encoded), len(held_out_encoded), "pairs")
+    check_budget(config.tokens_per_micro_batch, [pair.lengths for pair in encoded])
     prompts = fit_prompts(prompts, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
@@ -192,7 +194,9 @@ def train_loop(
             actor.train()
             chosen = select_prompts(len(pairs), step * config.batch_size, config.batch_size, config.seed)
             mine = [pairs[index] for index in chosen[get_rank() :: get_world_size()]]
-            figures = update(actor, mine, config.batch_size, loss_of, config.beta, reading)
+            figures = update(
+                actor, mine, config.batch_size, loss_of, config.beta, reading, config.tokens_per_micro_batch
+            )
             if config.is_evaluated(step):
                 measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
@@ -204,22 +208,31 @@ def train_loop(
 
 
 def update(
-    actor: Any, pairs: Sequence[TrainingPair], num_pairs: float, loss_of: PairLoss, beta: float, reading: Reading
+    actor: Any,
+    pairs: Sequence[TrainingPair],
+    num_pairs: float,
+    loss_of: PairLoss,
+    beta: float,
+    reading: Reading,
+    budget: int = 0,
 ) -> dict[str, float]:
     """One optimizer step on this process's pairs of a step that has `num_pairs` over all processes; collective.
+
+    `budget`: tokens of a forward pass, 0 for as many pairs as the engine's micro-batches have.
 
     Returns:
         Means over the pairs of the whole step (`pair_sums`), and the norm of the gradient before clipping.
     """
     # The losses are shares of the step's mean; the engine divides by the micro-batches and averages processes.
     scale = actor.gradient_accumulation_steps() * get_world_size()
-    parts = []
-    for rows in split_by_length([pair.tokens.num_tokens for pair in pairs], actor.train_micro_batch_size_per_gpu()):
+
+    def train(rows: list[int]) -> dict[str, tuple[float, float]]:
         batch = [pairs[index] for index in rows]
         logprobs = pair_logprobs(actor, batch, reading)
         weights = torch.tensor([pair.weight for pair in batch], device=logprobs.chosen.device)
         losses = loss_of(logprobs)
         actor.backward((losses * weights).sum() / num_pairs * scale)
-        actor.step()
-        parts.append(pair_sums(logprobs, losses, weights, beta))
+        return pair_sums(logprobs, losses, weights, beta)
+
+    parts = train_in_parts([actor], [pair.tokens.lengths for pair in pairs], budget, train)
     return step_means(parts) | {"grad_norm": actor.get_global_grad_norm()}

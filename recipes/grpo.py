@@ -15,6 +15,7 @@ Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, algorithm 1; the others s
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, policy_objective
-from hybrid_engine.recipes.data.sequences import split_by_length
+from hybrid_engine.recipes.data.micro_batches import train_in_parts
 from hybrid_engine.recipes.experience.evaluation import (
     answer_sums,
     global_means,
@@ -270,8 +271,9 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
         order = torch.randperm(len(experience.logprobs), generator=generator)
         for minibatch in order.split(config.minibatch_size // get_world_size()):
             step = count_step(experience.batch.mask[minibatch], config.max_new_tokens, all_processes())
-            for rows in split_by_length(experience.sequences, minibatch, policy.actor.train_micro_batch_size_per_gpu()):
-                parts.append(train_micro_batch(policy, experience.rows(rows), step, config, kl_coef, not parts))
+            chosen = experience.rows(minibatch)
+            train = partial(train_micro_batch, policy, chosen, step, config, kl_coef, not parts)
+            parts += train_in_parts([policy.actor], chosen.sequences.lengths, config.tokens_per_micro_batch, train)
     sums = {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
     # Shares of the loss of each optimizer step, summed over processes; its mean is over the steps.
     num_updates = config.epochs * config.rollout_size * config.group_size / config.minibatch_size
@@ -281,17 +283,15 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
 
 
 def train_micro_batch(
-    policy: Policy, experience: Experience, step: StepCounts, config: Config, kl_coef: float, is_first: bool
+    policy: Policy, whole: Experience, step: StepCounts, config: Config, kl_coef: float, is_first: bool, rows: list[int]
 ) -> dict[str, tuple[float, float]]:
-    """Forward, backward and step on some rows of a minibatch; (sum, count) of each figure, for `global_means`."""
-    actor, algorithm, sequences = policy.actor, config.algorithm, experience.sequences
+    """Forward and backward on `rows` of a whole minibatch; (sum, count) of each figure, for `global_means`."""
+    actor, algorithm, experience = policy.actor, config.algorithm, whole.rows(torch.tensor(rows))
     batch = present_batch(actor, experience, algorithm, config.temperature)
     if is_first:
-        actor.observe_logprobs(experience.logprobs, batch.logprobs, sequences.response_mask)
+        actor.observe_logprobs(experience.logprobs, batch.logprobs, experience.sequences.response_mask)
     loss = policy_objective(algorithm, batch, step, kl_coef)
     # Shares of the minibatch's loss; the engine divides by the micro-batches and averages processes.
     actor.backward(loss * actor.gradient_accumulation_steps() * get_world_size())
-    actor.step()
-
     health = mean_sums(policy_figures(algorithm, batch), batch.mask)
     return {"policy_loss": (loss.item(), 0.0), **health}

@@ -30,6 +30,7 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
+from hybrid_engine.recipes.data.micro_batches import check_budget, deal, train_in_parts
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
 from hybrid_engine.recipes.data.rows import LabelledRow
@@ -40,7 +41,6 @@ from hybrid_engine.recipes.preference.answers import (
     Reading,
     all_logprobs,
     answer_logprobs,
-    split_by_length,
     without_adapter,
 )
 from hybrid_engine.recipes.preference.first_actor import (
@@ -146,6 +146,8 @@ def run(config: Config) -> Path:
     tokens = [encode_completion(tokenizer, row) for row in held_out_rows]
     held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, tokens)
     check_enough(config, len(encoded), len(held_out_encoded), "answers")
+    longest = max(len(answer.prompt_ids) for answer in encoded) + max(len(answer.response_ids) for answer in encoded)
+    check_budget(config.tokens_per_micro_batch, [(longest,)])  # mismatched: any answer behind any prompt
     prompts = fit_prompts(prompts, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
@@ -244,28 +246,28 @@ def update(
     """
     # The losses are shares of the step's mean; the engine divides by the micro-batches and averages processes.
     scale = actor.gradient_accumulation_steps() * get_world_size()
-    size = actor.train_micro_batch_size_per_gpu()
-    point = reference_point(actor, rows, size, reading)
-    parts = []
-    for indices in split_by_length([len(row.answer) for row in rows], size):
+    budget = config.tokens_per_micro_batch
+    point = reference_point(actor, rows, budget, reading)
+
+    def train(indices: list[int]) -> dict[str, tuple[float, float]]:
         batch = [rows[index] for index in indices]
         logprobs = answer_logprobs(actor, [row.answer for row in batch], reading)
         of_answers = logprobs, reference_logprobs(batch)[0], labels_of(batch), point, config.beta
         losses = kto_loss(*of_answers, config.desirable_weight, config.undesirable_weight)
         actor.backward(losses.sum() / num_answers * scale)
-        actor.step()
         sums = {name: (total.item(), count.item()) for name, (total, count) in kto_metrics(*of_answers).items()}
-        parts.append(sums | {"loss": (losses.sum().item(), len(batch))})
-    figures = step_means(parts)
+        return sums | {"loss": (losses.sum().item(), len(batch))}
+
+    figures = step_means(train_in_parts([actor], [(len(row.answer),) for row in rows], budget, train))
     figures["reward_margin"] = figures["chosen_reward"] - figures["rejected_reward"]
     return figures | {"reference_point": point.item(), "grad_norm": actor.get_global_grad_norm()}
 
 
 @torch.no_grad()
-def reference_point(actor: Any, rows: Sequence[LabelledAnswer], size: int, reading: Reading) -> torch.Tensor:
-    """KTO's reference point of a step, in nats, `size` rows at a time; collective."""
+def reference_point(actor: Any, rows: Sequence[LabelledAnswer], budget: int, reading: Reading) -> torch.Tensor:
+    """KTO's reference point of a step, in nats, in passes of `budget` tokens or of a micro-batch; collective."""
     ratios = []
-    for indices in split_by_length([len(row.mismatched) for row in rows], size):
+    for indices in deal([(len(row.mismatched),) for row in rows], actor, budget):
         batch = [rows[index] for index in indices]
         logprobs = answer_logprobs(actor, [row.mismatched for row in batch], reading)
         ratios.append(logprobs - reference_logprobs(batch)[1])

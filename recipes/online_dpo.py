@@ -23,6 +23,7 @@ import torch
 import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.recipes.data.encoding import EncodedPair
+from hybrid_engine.recipes.data.micro_batches import check_budget
 from hybrid_engine.recipes.dpo import update
 from hybrid_engine.recipes.experience.evaluation import (
     Evaluation,
@@ -117,6 +118,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
         check_count("group_size", self.group_size, 2)
         check_answers(self.rollout_size, self.group_size)
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
+        check_budget(self.tokens_per_micro_batch, [(self.max_prompt_tokens + self.max_new_tokens,) * 2])
 
 
 def run(config: Config) -> Path:
@@ -223,7 +225,8 @@ def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Confi
         num_pairs = sum(gather_objects(sum(pair.weight for pair in minibatch)))
         if num_pairs:
             before = figures["pairs"]
-            figures = update(policy.actor, minibatch, num_pairs, loss_of, config.beta, reading)
+            budget = config.tokens_per_micro_batch
+            figures = update(policy.actor, minibatch, num_pairs, loss_of, config.beta, reading, budget)
             figures |= {"pairs": before + num_pairs, "learning_rate": policy.actor.get_lr()[0]}
     return figures
 

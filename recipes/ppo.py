@@ -25,8 +25,9 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import all_processes, gather_objects, get_rank, get_world_size
+from hybrid_engine.recipes.data.micro_batches import train_in_parts
 from hybrid_engine.recipes.data.prompts import select_prompts
-from hybrid_engine.recipes.data.sequences import in_parts, response_logprobs, response_values, split_by_length
+from hybrid_engine.recipes.data.sequences import in_parts, response_logprobs, response_values
 from hybrid_engine.recipes.experience.critic_experience import CriticExperience, reward_tokens
 from hybrid_engine.recipes.experience.evaluation import (
     global_means,
@@ -246,13 +247,14 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
         any weight changed, 1 when all is well. The gradient norms are those of the last optimizer step.
     """
     generator = torch.Generator().manual_seed(seed)
-    num_rows, micro_batch_size = len(experience.logprobs), roles.policy.actor.train_micro_batch_size_per_gpu()
+    engines, num_rows = [roles.policy.actor, roles.critic], len(experience.logprobs)
     parts: list[dict[str, tuple[float, float]]] = []
     for _ in range(config.ppo_epochs):
         for minibatch in torch.randperm(num_rows, generator=generator).split(config.minibatch_size // get_world_size()):
             num_tokens = max(1, sum(gather_objects(int(experience.sequences.response_mask[minibatch].sum()))))
-            for rows in split_by_length(experience.sequences, minibatch, micro_batch_size):
-                parts.append(train_micro_batch(roles, experience.rows(rows), num_tokens, config, not parts))
+            chosen = experience.rows(minibatch)
+            train = partial(train_micro_batch, roles, chosen, num_tokens, config, not parts)
+            parts += train_in_parts(engines, chosen.sequences.lengths, config.tokens_per_micro_batch, train)
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
     norms = {
         "actor_grad_norm": roles.policy.actor.get_global_grad_norm(),
@@ -262,14 +264,15 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
 
 
 def train_micro_batch(
-    roles: Roles, batch: CriticExperience, num_tokens: int, config: Config, is_first: bool
+    roles: Roles, minibatch: CriticExperience, num_tokens: int, config: Config, is_first: bool, rows: list[int]
 ) -> dict[str, tuple[float, float]]:
-    """Forward, backward and step of actor and critic on some rows of a minibatch of `num_tokens` response tokens.
+    """Forward and backward of actor and critic on `rows` of a minibatch of `num_tokens` response tokens.
 
     Returns:
         (sum, count) over this process's tokens of each figure, for `global_means`.
     """
-    actor, critic, mask = roles.policy.actor, roles.critic, batch.sequences.response_mask
+    actor, critic, batch = roles.policy.actor, roles.critic, minibatch.rows(torch.tensor(rows))
+    mask = batch.sequences.response_mask
     # The losses are shares of the minibatch's mean; the engine divides by the micro-batches and averages processes.
     scale = actor.gradient_accumulation_steps() * get_world_size()
 
@@ -278,12 +281,10 @@ def train_micro_batch(
         actor.observe_logprobs(batch.logprobs, logprobs, mask)
     policy_losses = ppo_policy_loss(logprobs, batch.logprobs_old, batch.advantages, config.clip, config.clip)
     actor.backward(token_mean(policy_losses, mask, num_tokens) * scale)
-    actor.step()
 
     values = response_values(critic, batch.sequences)
     value_losses = clipped_value_loss(values, batch.values_old, batch.returns, config.value_clip)
     critic.backward(token_mean(value_losses, mask, num_tokens) * scale)
-    critic.step()
 
     count = float(mask.sum())
     health = policy_metrics(logprobs, batch.logprobs_old, batch.advantages, mask, config.clip, config.clip)

@@ -15,6 +15,7 @@ import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from hybrid_engine.distributed.processes import gather_objects, get_rank, get_wo
 from hybrid_engine.recipes.data.encoding import encode_completion, read_template
 from hybrid_engine.recipes.data.held_out import check_parts, hold_out_of
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
+from hybrid_engine.recipes.data.micro_batches import check_budget, train_in_parts
+from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.pairs import Pair, PairCorpus, encode_pairs, num_characters
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
@@ -42,6 +45,7 @@ from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
+from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import (
@@ -149,12 +153,15 @@ def run(config: Config) -> Path:
         tokenizer.chat_template = read_template(config.chat_template)
     corpus = load_corpus(config, tokenizer, source)
     check_adapter(config.lora_rank, load_config(source), source)
-    model = add_adapter(build_classifier(source, tokenizer), config.lora_rank, "SEQ_CLS")
+    check_budget(config.tokens_per_micro_batch, [(len(pair.chosen), len(pair.rejected)) for pair in corpus.train])
+    classifier = recompute_activations(build_classifier(source, tokenizer), config)
+    model = add_adapter(classifier, config.lora_rank, "SEQ_CLS")
     say(f"Reward model: {len(corpus.train)} preference pairs, {config.epochs} epochs")
 
     if not config.resume:
         move_aside(out, results_of("reward"))
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, len(corpus.batches)))
+    pack_where_exact(engine, config)
     saved = load_checkpoints({"model": engine}, out / checkpoints_of("reward"), config) if config.resume else SavedRun()
     started = time.perf_counter()
     log = RunLog(out / "reward-log", "Reward", len(corpus.batches), config, saved.step)
@@ -184,27 +191,16 @@ def train_loop(
 
     Returns the step and the held-out accuracy of the best measurement so far; nothing before the first.
     """
-    best, num_rows = dict(saved.state.get("best", {})), engine.train_micro_batch_size_per_gpu()
+    best = dict(saved.state.get("best", {}))
     with log:
         for step in range(saved.step, len(corpus.batches)):
             engine.train()
             mine = [corpus.train[index] for index in corpus.batches[step][get_rank() :: get_world_size()]]
-            sums = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0, "score": 0.0}
-            for first in range(0, len(mine), num_rows):
-                rows = mine[first : first + num_rows]
-                chosen, rejected = score_pairs(engine, rows, tokenizer)
-                margins = torch.tensor([pair.margin for pair in rows], device=chosen.device)
-                losses = bradley_terry_loss(chosen, rejected, margins)
-                losses = losses + config.center_coef * centring_loss(chosen, rejected)
-                # The engine averages gradients over micro-batches and processes, each of which has as many pairs.
-                engine.backward(losses.mean())
-                engine.step()
-                sums["loss"] += losses.sum().item()
-                sums["accuracy"] += (chosen > rejected).sum().item()
-                sums["margin"] += (chosen - rejected).sum().item()
-                sums["score"] += ((chosen + rejected) / 2).sum().item()
-            everyone = gather_objects(sums)
-            figures = {name: sum(part[name] for part in everyone) / config.batch_size for name in sums}
+            lengths = [(len(pair.chosen), len(pair.rejected)) for pair in mine]
+            train = partial(train_micro_batch, engine, mine, tokenizer, config)
+            parts = train_in_parts([engine], lengths, config.tokens_per_micro_batch, train)
+            sums = {name: sum(part[name] for part in parts) for name in parts[0]}
+            figures = {name: sum(part[name] for part in gather_objects(sums)) / config.batch_size for name in sums}
             figures |= {"grad_norm": engine.get_global_grad_norm(), "learning_rate": engine.get_lr()[0]}
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 figures["held_out_accuracy"] = measure(engine, corpus.held_out, tokenizer)["held_out_accuracy"]["all"]
@@ -216,6 +212,21 @@ def train_loop(
                 folder = Path(config.out) / checkpoints_of("reward")
                 save_checkpoints({"model": engine}, folder, step + 1, config, {"best": best})
     return best
+
+
+def train_micro_batch(
+    engine: Any, mine: list[Pair], tokenizer: PreTrainedTokenizerBase, config: Config, rows: list[int]
+) -> dict[str, float]:
+    """Forward and backward on `rows` of this process's pairs of a step; the sum of each figure over them."""
+    pairs = [mine[index] for index in rows]
+    chosen, rejected = score_pairs(engine, pairs, tokenizer)
+    margins = torch.tensor([pair.margin for pair in pairs], device=chosen.device)
+    losses = bradley_terry_loss(chosen, rejected, margins)
+    losses = losses + config.center_coef * centring_loss(chosen, rejected)
+    # Shares of the step's mean; the engine divides by the micro-batches and averages processes.
+    engine.backward(losses.sum() / config.batch_size * engine.gradient_accumulation_steps() * get_world_size())
+    figures = {"loss": losses, "accuracy": chosen > rejected, "margin": chosen - rejected, "score": chosen + rejected}
+    return {name: values.sum().item() / (2 if name == "score" else 1) for name, values in figures.items()}
 
 
 def score_pairs(

@@ -12,6 +12,7 @@ signature, which is stage 1 of the PPO job.
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
 from hybrid_engine.recipes.data.corpus import TASKS, Corpus, load_corpus
 from hybrid_engine.recipes.data.encoding import Encoded
+from hybrid_engine.recipes.data.micro_batches import check_budget, train_in_parts
+from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.sequences import (
     NUM_POOLED,
     ROWS_PER_PASS,
@@ -37,6 +40,7 @@ from hybrid_engine.recipes.runs.checks import check_above, check_between, check_
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
+from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
 from hybrid_engine.recipes.runs.stages import (
@@ -151,13 +155,15 @@ def run(config: Config) -> Path:
     lengths = [len(example) for example in corpus.train]
     num_pooled = NUM_POOLED if config.group_by_length else 1
     batches = epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed, num_pooled)
-    model = load_or_build_model(config, tokenizer)
+    check_budget(config.tokens_per_micro_batch, [(length,) for length in lengths])
+    model = recompute_activations(load_or_build_model(config, tokenizer), config)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"SFT: {len(lengths)} examples, {num_parameters / 1e6:.2f}M parameters, {config.num_epochs} epochs")
 
     if not config.resume:
         move_aside(out, results_of("sft"))
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, len(batches)))
+    pack_where_exact(engine, config)
     saved = load_checkpoints({"model": engine}, out / checkpoints_of("sft"), config) if config.resume else SavedRun()
     started = time.perf_counter()
     log = RunLog(out / "sft-log", "SFT", len(batches), config, saved.step)
@@ -186,21 +192,16 @@ def train_loop(
 
     Returns the step and the held-out loss of the best measurement so far; nothing before the first.
     """
-    best, num_rows = dict(saved.state.get("best", {})), engine.train_micro_batch_size_per_gpu()
+    best = dict(saved.state.get("best", {}))
     with log:
         for step in range(saved.step, len(batches)):
             engine.train()
             num_tokens = sum(corpus.train[index].num_learned for index in batches[step])
             mine = [corpus.train[index] for index in batches[step][get_rank() :: get_world_size()]]
-            loss = 0.0
-            for first in range(0, len(mine), num_rows):
-                sequences = collate(mine[first : first + num_rows], corpus.pad_token, engine.device)
-                part = token_mean(-response_logprobs(engine, sequences), sequences.response_mask, num_tokens)
-                # The engine averages gradients over micro-batches and processes; the loss is the sum of its parts.
-                engine.backward(part * engine.gradient_accumulation_steps() * get_world_size())
-                engine.step()
-                loss += part.item()
-            figures = {"loss": sum(gather_objects(loss)), "grad_norm": engine.get_global_grad_norm()}
+            lengths = [(len(example),) for example in mine]
+            train = partial(train_micro_batch, engine, mine, corpus.pad_token, num_tokens)
+            losses = train_in_parts([engine], lengths, config.tokens_per_micro_batch, train)
+            figures = {"loss": sum(gather_objects(sum(losses))), "grad_norm": engine.get_global_grad_norm()}
             figures["learning_rate"] = engine.get_lr()[0]
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 figures["held_out_loss"] = held_out_loss(engine, corpus)
@@ -212,6 +213,15 @@ def train_loop(
                 folder = Path(config.out) / checkpoints_of("sft")
                 save_checkpoints({"model": engine}, folder, step + 1, config, {"best": best})
     return best
+
+
+def train_micro_batch(engine: Any, mine: list[Encoded], pad_token: int, num_tokens: int, rows: list[int]) -> float:
+    """Forward and backward on `rows` of this process's examples of a step of `num_tokens`; their part of its loss."""
+    sequences = collate([mine[index] for index in rows], pad_token, engine.device)
+    part = token_mean(-response_logprobs(engine, sequences), sequences.response_mask, num_tokens)
+    # The engine averages gradients over micro-batches and processes; the loss is the sum of its parts.
+    engine.backward(part * engine.gradient_accumulation_steps() * get_world_size())
+    return part.item()
 
 
 @torch.no_grad()

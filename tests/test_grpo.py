@@ -145,13 +145,29 @@ def test_two_processes_under_zero_3_train_as_one_does(tiny, tmp_path):
                 assert ours[figure] == pytest.approx(theirs[figure], rel=1e-3, abs=1e-4), (name, figure)
 
 
-def test_the_micro_batch_size_does_not_change_the_training(tiny, tmp_path):
-    for size in (3, 16):
-        grpo.run(tiny(f"micro-{size}", steps=2, micro_batch_size=size, eval_every=0))
-    for ours, theirs in zip(
-        weights_in(tmp_path / "micro-3/actor").values(), weights_in(tmp_path / "micro-16/actor").values(), strict=True
+def test_the_micro_batches_packing_and_recomputation_do_not_change_the_training(tiny, tmp_path, capsys):
+    ways = [
+        {"micro_batch_size": 16},
+        {"micro_batch_size": 3},
+        {"tokens_per_micro_batch": 102},
+        {"tokens_per_micro_batch": 110, "activation_checkpointing": True},
+    ]
+    for number, way in enumerate(ways):
+        grpo.run(tiny(f"way-{number}", steps=2, eval_every=0, **way))
+    assert "padded, not packed" not in capsys.readouterr().out
+    first, *others = (weights_in(tmp_path / f"way-{number}/actor") for number in range(len(ways)))
+    for other in others:
+        for ours, theirs in zip(other.values(), first.values(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_packed_or_recomputed_is_refused(tiny):
+    with pytest.raises(
+        ValueError, match=r"--tokens-per-micro-batch=101 must hold the longest sequence.* raise it to 102"
     ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        tiny(tokens_per_micro_batch=101)
+    with pytest.raises(ValueError, match="--exact trains by a forward of its own"):
+        tiny(exact=True, activation_checkpointing=True)
 
 
 @pytest.fixture(scope="module")

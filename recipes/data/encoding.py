@@ -68,9 +68,14 @@ class EncodedPair(NamedTuple):
         return cls(*(Encoded(prompt_ids=prompt_ids, response_ids=ids) for ids in (chosen_ids, rejected_ids)))
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of both sequences."""
+        return len(self.chosen), len(self.rejected)
+
+    @property
     def num_tokens(self) -> int:
         """Of the longer of both sequences."""
-        return max(len(self.chosen), len(self.rejected))
+        return max(self.lengths)
 
 
 class _Conversation(NamedTuple):

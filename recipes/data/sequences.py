@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hybrid_engine.distributed.processes import gather_objects
-from hybrid_engine.training.head_log_probs import Asked, token_log_probs
+from hybrid_engine.recipes.data.packing import Layout, Packed, layout_of, pack
+from hybrid_engine.training.head_log_probs import Asked, TokenLogProbs, token_log_probs
 
 ROWS_PER_PASS = 32
 """Rows of a forward pass without gradients."""
@@ -44,6 +45,11 @@ class Sequences:
     def responses(self) -> torch.Tensor:
         """`[B, T]`, the response columns of `input_ids`."""
         return self.input_ids[:, -self.response_mask.shape[1] :]
+
+    @property
+    def lengths(self) -> list[tuple[int, ...]]:
+        """Tokens of each row, prompt and response, as `micro_batches.deal` takes them."""
+        return [(length,) for length in self.attention_mask.sum(dim=1).tolist()]
 
     def rows(self, index: torch.Tensor) -> "Sequences":
         """The rows `index`, without the columns on either side that are padding in all of them."""
@@ -110,19 +116,40 @@ def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths
 
 def response_logprobs(model: nn.Module, batch: Sequences, temperature: float = 1.0) -> torch.Tensor:
     """`[B, T]` fp32: the log-probability of each response token, 0 on gaps and padding."""
-    return token_log_probs(model, Asked(batch.response_mask, temperature), _inputs(batch)).logprobs
+    return _log_probs(model, batch, Asked(batch.response_mask, temperature)).logprobs
 
 
 def response_logprobs_and_entropy(
     model: nn.Module, batch: Sequences, temperature: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`[B, T]` fp32 each: `response_logprobs`, and the entropy in nats of what each token was drawn from; 0 on gaps."""
-    logprobs, entropy = token_log_probs(model, Asked(batch.response_mask, temperature, True), _inputs(batch))
+    logprobs, entropy = _log_probs(model, batch, Asked(batch.response_mask, temperature, with_entropy=True))
     assert entropy is not None
     return logprobs, entropy
 
 
-def _inputs(batch: Sequences) -> dict[str, torch.Tensor]:
+def _log_probs(model: nn.Module, batch: Sequences, asked: Asked) -> TokenLogProbs:
+    packed = packed_for(model, batch)
+    if packed is None:
+        return token_log_probs(model, asked, model_inputs(batch))
+    # A sequence begins with its prompt, so that no token that is asked for has one of another sequence before it.
+    found = token_log_probs(model, asked._replace(mask=packed.scatter(asked.mask)[:, 1:]), packed.inputs)
+    parts = (None if part is None else packed.gather(pad(part, (1, 0)), asked.mask) for part in found)
+    return TokenLogProbs(*parts)
+
+
+def packed_for(model: nn.Module, batch: Sequences) -> Packed | None:
+    """`batch` as a forward pass of `model` takes it; None where it is padded, or nothing but first tokens."""
+    layout = layout_of(model)
+    if layout is Layout.PADDED or int(batch.attention_mask.sum(dim=1).max()) < 2:
+        return None
+    return pack(batch.input_ids, batch.attention_mask, layout)
+
+
+def model_inputs(batch: Sequences, packed: Packed | None = None) -> dict[str, torch.Tensor]:
+    """What a model's forward takes: the rows as they are, or `packed`."""
+    if packed is not None:
+        return packed.inputs
     return {
         "input_ids": batch.input_ids,
         "attention_mask": batch.attention_mask,
@@ -143,14 +170,11 @@ class ValueModel(nn.Module):
         self.head = head
 
     def forward(self, batch: Sequences) -> torch.Tensor:
-        """`[B, P+T]` fp32."""
-        hidden = self.backbone(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-        ).last_hidden_state
-        return self.head(hidden).squeeze(-1).float()
+        """`[B, P+T]` fp32; what stands at padding means nothing."""
+        packed = packed_for(self, batch)
+        hidden = self.backbone(**model_inputs(batch, packed), use_cache=False).last_hidden_state
+        values = self.head(hidden).squeeze(-1).float()
+        return values if packed is None else packed.gather(values, batch.attention_mask.bool())
 
 
 def response_values(model: nn.Module, batch: Sequences) -> torch.Tensor:
@@ -227,9 +251,3 @@ def epochs_of_similar_length(
     generator = torch.Generator().manual_seed(seed)
     epochs = [batches_of_similar_length(lengths, batch_size, generator, num_pooled) for _ in range(num_epochs)]
     return [batch for epoch in epochs for batch in epoch]
-
-
-def split_by_length(sequences: Sequences, rows: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """`rows` in parts of `size`, alike in length within a part: less padding, and the loss does not depend on it."""
-    lengths = sequences.attention_mask[rows].sum(dim=1)
-    return list(rows[lengths.argsort().to(rows.device)].split(size))

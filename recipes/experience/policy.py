@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import default_device, get_world_size
+from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, in_parts, in_parts_together, response_logprobs
 from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, global_means
@@ -21,6 +22,7 @@ from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
+from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer
 from hybrid_engine.rl.correction import measure_difference
 
@@ -82,7 +84,11 @@ def build_policy(config: Any, source: str, learning_rate: float, num_updates: in
     if keeps_reference and not config.lora_rank:
         reference = load_model(AutoModelForCausalLM, source).to(default_device()).eval().requires_grad_(False)
     engine_config = engine_config_of(config, learning_rate, num_updates, generates=True)
-    actor, *_ = hybrid_engine.initialize(model=add_adapter(model, config.lora_rank), config=engine_config)
+    model = add_adapter(recompute_activations(model, config), config.lora_rank)
+    actor, *_ = hybrid_engine.initialize(model=model, config=engine_config)
+    for role in (actor, reference):
+        if role is not None:
+            pack_where_exact(role, config)
     tokenizer = load_tokenizer(source)
     return Policy(actor=actor, tokenizer=tokenizer, reference=reference, has_adapter=bool(config.lora_rank))
 

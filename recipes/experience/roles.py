@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import hybrid_engine
+from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.experience.policy import Policy, build_policy, engine_config_of
 from hybrid_engine.recipes.experience.start import Start
 from hybrid_engine.recipes.rewards.learned import build_critic
 from hybrid_engine.recipes.rewards.rewards import Rewards
+from hybrid_engine.recipes.runs.recomputation import recompute_activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float
     """
     policy = build_policy(config, start.source, actor_rate, config.num_updates, keeps_reference=True)
     critic, *_ = hybrid_engine.initialize(
-        model=build_critic(start.source, start.rewards.specs),
+        model=recompute_activations(build_critic(start.source, start.rewards.specs), config),
         config=engine_config_of(config, critic_rate, config.num_updates, generates=False),
     )
+    pack_where_exact(critic, config)
     return Roles(policy=policy, critic=critic, rewards=start.rewards)

@@ -10,11 +10,13 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
+from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
 from hybrid_engine.recipes.preference.options import PreferenceOptions
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
+from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_stage
 from hybrid_engine.recipes.runs.stages import load_config, load_model, num_positions
 
@@ -70,7 +72,7 @@ def check_positions(config: PreferenceOptions, source: str) -> None:
 
 def build_actor(config: PreferenceOptions, source: str, num_steps: int) -> Any:
     """The engine of the model in `source`, without dropout; with `lora_rank` of an adapter on it. Collective."""
-    model = add_adapter(load_model(AutoModelForCausalLM, source), config.lora_rank)
+    model = add_adapter(recompute_activations(load_model(AutoModelForCausalLM, source), config), config.lora_rank)
     engine_config = build_engine_config(
         batch_size=config.batch_size,
         micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),
@@ -80,4 +82,6 @@ def build_actor(config: PreferenceOptions, source: str, num_steps: int) -> Any:
         zero_stage=config.zero_stage,
         max_out_tokens=config.max_prompt_tokens + config.max_new_tokens,
     )
-    return hybrid_engine.initialize(model=model, config=engine_config)[0]
+    actor = hybrid_engine.initialize(model=model, config=engine_config)[0]
+    pack_where_exact(actor, config)
+    return actor

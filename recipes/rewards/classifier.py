@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from hybrid_engine.recipes.data.packing import Layout, layout_of, pack
+from hybrid_engine.recipes.data.sequences import build_sequences
 from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer, save_stage, score_head
 
@@ -50,8 +52,31 @@ def build_classifier(source: str, tokenizer: PreTrainedTokenizerBase) -> nn.Modu
 
 def score_tokens(engine: Any, tokens: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """`[B]` fp32: the scores of prompts with finished answers, read at the last token of each."""
+    if layout_of(engine) is not Layout.PADDED:
+        return _score_packed(engine, tokens)
     batch = tokenizer.pad({"input_ids": tokens}, padding_side="right", return_tensors="pt").to(engine.device)
     return engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1).float()
+
+
+def _score_packed(engine: Any, tokens: list[list[int]]) -> torch.Tensor:
+    """The same of packed sequences, of which the classifier itself would read one a row."""
+    batch = build_sequences([row[:1] for row in tokens], [row[1:] for row in tokens], 0, engine.device)
+    packed = pack(batch.input_ids, batch.attention_mask, layout_of(engine))
+    module = engine.module
+    base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+    scores: list[torch.Tensor] = []
+    hooks = [
+        base.score.register_forward_hook(lambda head, given, output: scores.append(output)),
+        # What a model returns is what sharding follows into the backward pass.
+        module.register_forward_hook(lambda model, given, output: {"scores": scores[-1]}, prepend=True),
+    ]
+    try:
+        found = engine(**packed.inputs, use_cache=False)["scores"]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    last = packed.places.gather(1, batch.attention_mask.sum(dim=1, keepdim=True) - 1)  # every sequence begins at 0
+    return found.float().flatten()[last.squeeze(1)]
 
 
 @torch.no_grad()

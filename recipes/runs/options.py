@@ -23,6 +23,11 @@ class RunOptions:
     """begin again; what an earlier run left is moved to previous-1 (or the next number) below --out"""
     zero_stage: int = 0
     """ZeRO stage of what is trained, 0 to 3"""
+    tokens_per_micro_batch: int = 0
+    """tokens of a forward pass on one process, in which sequences are packed without padding where the model allows it;
+    takes the place of --micro-batch-size, 0: that holds and rows are padded"""
+    activation_checkpointing: bool = False
+    """compute activations again in the backward pass, instead of keeping them: less memory, more time"""
     tracker: tuple[str, ...] = ()
     """where the figures of each step go besides metrics.jsonl: tensorboard, wandb, mlflow, trackio, comet_ml, clearml,
     aim, dvclive or swanlab, several if you like; each needs its package"""
@@ -32,6 +37,7 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_common(self)
+        check_count("tokens_per_micro_batch", self.tokens_per_micro_batch, 0)
         check_trackers(self.tracker)
         if self.metric_names is not None:
             check_one_of("metric_names", self.metric_names, FRAMEWORKS)
@@ -108,6 +114,18 @@ class RolloutOptions(AnswerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least("logprob_bound", self.logprob_bound, 0)
+        if self.exact and getattr(self, "activation_checkpointing", False):
+            raise ValueError("--exact trains by a forward of its own, which keeps activations; leave one of them out")
+
+
+def check_rollout_budget(config: Any) -> None:
+    """ValueError where the longest prompt with the longest answer exceeds `--tokens-per-micro-batch`."""
+    longest = config.max_prompt_tokens + config.max_new_tokens
+    if 0 < config.tokens_per_micro_batch < longest:
+        raise ValueError(
+            f"--tokens-per-micro-batch={config.tokens_per_micro_batch} must hold the longest sequence, "
+            f"--max-prompt-tokens and --max-new-tokens together; raise it to {longest} or more, or lower one of them"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +148,7 @@ class LoopOptions:
             check_count(name, getattr(self, name), 1)
         for name in ("lora_rank", "eval_every"):
             check_count(name, getattr(self, name), 0)
+        check_rollout_budget(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,4 +185,5 @@ def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: 
 
 def stage_options(config: RunOptions) -> dict[str, Any]:
     """The options that the earlier stages of a run, which make what it begins with, take from it."""
-    return {name: getattr(config, name) for name in ("out", "seed", "zero_stage", "tracker", "metric_names")}
+    names = ("out", "seed", "zero_stage", "activation_checkpointing", "tracker", "metric_names")
+    return {name: getattr(config, name) for name in names}

@@ -1,0 +1,122 @@
+"""The passes of an optimizer step: rows dealt out to them, run, and made smaller where memory ends.
+
+A loss must be a share of the step's, so that it does not depend on how the rows are dealt out. An item is what stays
+together: a sequence, or the two of a pair.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from hybrid_engine.distributed.processes import gather_objects, get_world_size
+from hybrid_engine.recipes.data.packing import Layout, layout_of
+from hybrid_engine.recipes.runs.run_log import say
+
+Result = TypeVar("Result")
+Items = Sequence[tuple[int, ...]]
+"""Lengths in tokens of the sequences of each item."""
+
+
+def check_budget(budget: int, items: Items) -> None:
+    """Raises ValueError where the largest of `items` does not fit into `--tokens-per-micro-batch`; 0 has no limit."""
+    largest = max((_cells(Layout.ROWS, [item]) for item in items), default=0)
+    if budget and largest > budget:
+        longest = max(max(item) for item in items)
+        raise ValueError(
+            f"--tokens-per-micro-batch={budget} must hold the largest of what is learned from, {largest} tokens "
+            f"(its longest sequence has {longest}); raise it to {largest} or more, or shorten the sequences"
+        )
+
+
+def deal(items: Items, engine: Any, budget: int) -> list[list[int]]:
+    """Indices of `items` by forward pass, alike in length within a pass; as many passes on every process. Collective.
+
+    Args:
+        items: of this process, of which all have as many.
+        engine: its `train_micro_batch_size_per_gpu()` items are a pass where there is no budget.
+        budget: tokens of a pass, padding included; the passes have as equal ones as can be. 0: there is none.
+    """
+    order = sorted(range(len(items)), key=lambda index: max(items[index]))
+    if not budget:
+        size = engine.train_micro_batch_size_per_gpu()
+        return [order[first : first + size] for first in range(0, len(order), size)]
+    check_budget(budget, items)
+    order.reverse()
+    layout = layout_of(engine)
+    num_parts = max(gather_objects(len(_fill(items, order, layout, budget))))
+    low, high = max((_cells(layout, [item]) for item in items), default=0), budget
+    while low < high:  # the smallest budget that makes as few passes
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_fill(items, order, layout, middle)) <= num_parts else (middle + 1, high)
+    parts = _fill(items, order, layout, high)
+    while len(parts) < num_parts:
+        longest = max(parts, key=len)
+        parts[parts.index(longest) : parts.index(longest) + 1] = _halves(longest)
+    return parts
+
+
+def _cells(layout: Layout, items: Items) -> int:
+    return layout.num_cells(sorted((length for item in items for length in item), reverse=True))
+
+
+def _fill(items: Items, order: list[int], layout: Layout, budget: int) -> list[list[int]]:
+    """The items in `order`, the longest first, in passes of at most `budget` tokens, none of them empty."""
+    parts: list[list[int]] = [[]]
+    for index in order:
+        part = [items[other] for other in (*parts[-1], index)]
+        if parts[-1] and _cells(layout, part) > budget:
+            parts.append([])
+        parts[-1].append(index)
+    return parts
+
+
+def _halves(part: list[int]) -> list[list[int]]:
+    middle = (len(part) + 1) // 2
+    return [part[:middle], part[middle:]]
+
+
+def train_in_parts(
+    engines: Sequence[Any], items: Items, budget: int, run: Callable[[list[int]], Result]
+) -> list[Result]:
+    """One optimizer step of `engines` on `items`: `run` makes the passes of each part that `deal` makes; collective.
+
+    Where one process's memory is not enough, everything is begun again with parts of half the size; the sum of their
+    losses and gradients is the same.
+
+    Args:
+        engines: trained by `run`, each by one backward pass a part; of the first is what passes look like.
+        items, budget: as of `deal`.
+        run: given the indices of a part; what it returns is returned.
+    """
+    parts = deal(items, engines[0], budget)
+    while True:
+        try:
+            results = _run(engines, parts, run)
+            break
+        except torch.OutOfMemoryError:
+            # Other processes are in the middle of their pass, where nothing can be told.
+            if get_world_size() > 1 or max(map(len, parts)) == 1:
+                raise
+        for engine in engines:
+            engine.drop_accumulation()
+        largest = max(map(len, parts))
+        parts = [half for part in parts for half in (_halves(part) if len(part) > 1 else [part])]
+        option = "--tokens-per-micro-batch" if budget else "--micro-batch-size"
+        say(f"out of memory in a pass over {largest} rows: redone in halves; a smaller {option} avoids it")
+    for engine in engines:
+        engine.step()
+    return results
+
+
+def _run(engines: Sequence[Any], parts: list[list[int]], run: Callable[[list[int]], Result]) -> list[Result]:
+    """All passes of an optimizer step, and the end of each but the last."""
+    results = []
+    for number, part in enumerate(parts):
+        for engine in engines:
+            engine.set_gradient_accumulation_boundary(number + 1 == len(parts))
+        results.append(run(part))
+        if number + 1 < len(parts):
+            for engine in engines:
+                engine.step()
+    return results

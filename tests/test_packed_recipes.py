@@ -1,0 +1,90 @@
+"""Every recipe under `--tokens-per-micro-batch`: the training of padded rows."""
+
+import json
+
+import pytest
+import torch
+from small_actors import save_small_actor, save_sums
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hybrid_engine.recipes import dpo, kto, online_dpo, ppo, reward, sft
+from hybrid_engine.recipes.tasks import arithmetic
+
+COMMON = {"save_every": 0, "eval_every": 0}
+DPO = {
+    "learning_rate": 1e-3,
+    "batch_size": 4,
+    "max_prompt_tokens": 24,
+    "max_new_tokens": 6,
+    "eval_prompts": 2,
+    "eval_rows": 4,
+}
+LOOP = {"steps": 3, "rollout_size": 8, "max_prompt_tokens": 24, "max_new_tokens": 16, "eval_prompts": 2}
+RECIPES = {
+    "sft": (sft, "labelled", {"epochs": 1, "batch_size": 8, "max_examples": 24}, 40),
+    "reward": (reward, "pairs", {"epochs": 1, "batch_size": 4}, 60),
+    "dpo": (dpo, "pairs", {**DPO, "epochs": 1, "max_pairs": 16}, 60),
+    "kto": (kto, "pairs", {**DPO, "epochs": 1, "max_answers": 16}, 60),
+    "ppo": (
+        ppo,
+        "prompts",
+        {
+            **LOOP,
+            "actor_lr": 1e-3,
+            "critic_lr": 1e-3,
+            "minibatch_size": 4,
+            "ppo_epochs": 1,
+            "reward": ("regex:[0-4]",),
+        },
+        40,
+    ),
+    "online-dpo": (
+        online_dpo,
+        "prompts",
+        {**LOOP, "learning_rate": 1e-3, "minibatch_size": 4, "group_size": 4, "reward": ("regex:[0-4]",)},
+        80,
+    ),
+}
+"""The recipe, its data, its options and a budget that holds a few sequences."""
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A small actor and a file for each kind of data."""
+    folder = tmp_path_factory.mktemp("sources")
+    rows = [{"prompt": f"{n}+{n * 37}=", "good": str(n * 38), "bad": "9" * (3 + n % 5)} for n in range(80)]
+    (folder / "labelled").mkdir()
+    files = {"prompts": save_sums(folder)}
+    for name, columns in (("labelled", {"completion": "good"}), ("pairs", {"chosen": "good", "rejected": "bad"})):
+        path = folder / f"{name}.jsonl"
+        lines = [{"prompt": row["prompt"], **{new: row[old] for new, old in columns.items()}} for row in rows]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        files[name] = str(path)
+    return {**files, "model": save_small_actor(folder / "model", arithmetic.build_tokenizer())}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_packed_rows_train_the_weights_that_padded_rows_do(name, sources, tmp_path, capsys):
+    recipe, data, options, budget = RECIPES[name]
+    weights = []
+    for packs in (False, True):
+        given = {"model": sources["model"], "dataset": sources[data], "out": str(tmp_path / str(packs))}
+        way = {"tokens_per_micro_batch": budget, "activation_checkpointing": True} if packs else {"micro_batch_size": 2}
+        folder = recipe.run(recipe.Config(**{**COMMON, **options, **given, **way}))
+        kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+        weights.append(kind.from_pretrained(folder).state_dict())
+    assert "padded, not packed" not in capsys.readouterr().out
+    padded, packed = weights
+    start = AutoModelForCausalLM.from_pretrained(sources["model"]).state_dict()
+    assert any(not torch.equal(value, start[name]) for name, value in padded.items() if name in start)
+    for name, value in padded.items():
+        torch.testing.assert_close(packed[name], value, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "dpo", "kto"])
+def test_a_budget_below_the_longest_sequence_is_refused_before_any_training(name, sources, tmp_path):
+    recipe, data, options, _ = RECIPES[name]
+    given = {"model": sources["model"], "dataset": sources[data], "out": str(tmp_path / "run")}
+    with pytest.raises(ValueError, match="--tokens-per-micro-batch=5 must hold the largest"):
+        recipe.run(recipe.Config(**{**COMMON, **options, **given, "tokens_per_micro_batch": 5}))
+    assert not list(tmp_path.rglob("metrics.jsonl"))

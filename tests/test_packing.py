@@ -1,0 +1,217 @@
+"""Packed sequences: losses and gradients of padded ones, and passes of a token budget."""
+
+import copy
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import build_model
+from training_reference import tiny_llama
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+import hybrid_engine
+from hybrid_engine.recipes.data import micro_batches
+from hybrid_engine.recipes.data.micro_batches import check_budget, deal, train_in_parts
+from hybrid_engine.recipes.data.packable import pack_where_exact
+from hybrid_engine.recipes.data.packing import Layout, layout_of, pack, set_layout
+from hybrid_engine.recipes.data.sequences import (
+    ValueModel,
+    build_sequences,
+    response_logprobs,
+    response_logprobs_and_entropy,
+    response_values,
+)
+from hybrid_engine.recipes.rewards.classifier import score_tokens
+
+CPU = torch.device("cpu")
+BUDGET = SimpleNamespace(tokens_per_micro_batch=64)
+
+
+def sampled(num_rows=7, seed=0, vocab=60):
+    """Prompts and long-tailed responses, of which some tokens are not learned."""
+    chance = random.Random(seed)
+    prompts = [[chance.randrange(3, vocab) for _ in range(chance.randint(1, 6))] for _ in range(num_rows)]
+    lengths = [min(40, 1 + int(chance.lognormvariate(1.5, 1))) for _ in range(num_rows)]
+    responses = [[chance.randrange(3, vocab) for _ in range(length)] for length in lengths]
+    learned = [None if chance.random() < 0.5 else [chance.random() < 0.7 for _ in row] for row in responses]
+    return build_sequences(prompts, responses, 0, CPU, learned)
+
+
+def gradients(model, loss):
+    """Of every parameter of a copy's loss."""
+    grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    return torch.cat([grad.flatten() for grad in grads if grad is not None])
+
+
+def assert_equal_to_padded(model, compute):
+    """`compute(model)` is what gives `[B, T]`; its values and the gradient of a loss on them, packed and padded."""
+    found = []
+    for layout in (Layout.PADDED, Layout.ROWS):
+        set_layout(model, layout)
+        values = compute(model)
+        weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(1))
+        found.append((values.detach(), gradients(model, (values * weights).sum())))
+    (padded, expected), (packed, gradient) = found
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+    assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gpt-neo-local", "gemma2", "mistral-window", "gpt-neox-parallel", "qwen3-moe"]
+)
+def test_losses_and_gradients_equal_the_padded_ones(family):
+    model, batch = build_model(family), sampled()
+    assert pack_where_exact(model, BUDGET) is Layout.ROWS
+    packed = pack(batch.input_ids, batch.attention_mask, Layout.ROWS)
+    assert packed.input_ids.numel() < 0.6 * batch.input_ids.numel()
+    assert_equal_to_padded(model, lambda model: response_logprobs(model, batch, 0.7))
+
+
+def test_entropy_values_and_scores_equal_the_padded_ones():
+    model, batch = build_model(), sampled()
+    assert_equal_to_padded(model, lambda model: response_logprobs_and_entropy(model, batch, 0.7)[1])
+    torch.manual_seed(0)
+    critic = ValueModel(tiny_llama().model, torch.nn.Linear(32, 1))
+    assert pack_where_exact(critic, BUDGET) is Layout.ROWS
+    assert_equal_to_padded(critic, lambda model: response_values(model, batch))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=64, pad_token_id=0, num_labels=1, **sizes)
+    engine, *_ = hybrid_engine.initialize(
+        model=LlamaForSequenceClassification(config),
+        config={"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    )
+    tokens = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [12, 13]]
+
+    class Tokenizer:
+        """Pads as transformers' do."""
+
+        @staticmethod
+        def pad(rows, **_):
+            from transformers import BatchEncoding
+
+            width = max(map(len, rows["input_ids"]))
+            ids = torch.tensor([row + [0] * (width - len(row)) for row in rows["input_ids"]])
+            return BatchEncoding({"input_ids": ids, "attention_mask": (ids != 0).long()})
+
+    assert pack_where_exact(engine, BUDGET) is Layout.ROWS
+    assert_equal_to_padded(engine.module, lambda model: score_tokens(engine, tokens, Tokenizer()))
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon-alibi-sequential", "opt"])
+def test_a_model_whose_attention_does_not_allow_it_is_padded_and_one_line_says_why(family, capsys):
+    model, batch = build_model(family), sampled(vocab=40)
+    expected = response_logprobs(copy.deepcopy(model), batch)
+    assert pack_where_exact(model, BUDGET) is layout_of(model) is Layout.PADDED
+    assert "are padded, not packed: " in capsys.readouterr().out
+    assert torch.equal(response_logprobs(model, batch), expected)
+
+
+def test_without_a_budget_and_in_exact_mode_nothing_is_packed(capsys):
+    model = build_model()
+    assert pack_where_exact(model, SimpleNamespace(tokens_per_micro_batch=0)) is Layout.PADDED
+    assert capsys.readouterr().out == ""
+    assert pack_where_exact(model, SimpleNamespace(tokens_per_micro_batch=9, exact=True)) is Layout.PADDED
+    assert "exact mode" in capsys.readouterr().out
+
+
+class Engine:
+    """What a recipe asks an engine for while it trains; plain PyTorch."""
+
+    def __init__(self, module, size=2):
+        self.module, self.size = module, size
+        self.boundaries, self.steps = [], []
+
+    def train_micro_batch_size_per_gpu(self):
+        return self.size
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        self.is_boundary = is_boundary
+
+    def step(self):
+        self.steps.append(self.is_boundary)
+
+    def drop_accumulation(self):
+        self.module.zero_grad()
+        self.steps.clear()
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("seed", range(5))
+def test_items_are_dealt_out_once_each_within_the_budget_and_evenly(layout, seed):
+    chance = random.Random(seed)
+    engine = Engine(torch.nn.Linear(1, 1))
+    set_layout(engine, layout)
+    items = [tuple(chance.randint(1, 50) for _ in range(1 + seed % 2)) for _ in range(chance.randint(1, 60))]
+    parts = deal(items, engine, 200)
+    assert sorted(index for part in parts for index in part) == list(range(len(items)))
+    cells = [layout.num_cells(sorted((n for i in part for n in items[i]), reverse=True)) for part in parts]
+    assert max(cells) <= 200 and all(parts)
+    assert len(parts) <= 1 + 2 * sum(map(sum, items)) // 100
+
+
+def test_processes_make_as_many_passes(monkeypatch):
+    monkeypatch.setattr(micro_batches, "gather_objects", lambda own: [own, 6])
+    engine = Engine(torch.nn.Linear(1, 1))
+    set_layout(engine, Layout.ROWS)
+    for items in ([(40,)] * 12, [(3,)] * 12, [(3,)] * 6):
+        parts = deal(items, engine, 100)
+        assert len(parts) == 6 and all(parts)
+        assert sorted(index for part in parts for index in part) == list(range(len(items)))
+
+
+def test_a_budget_below_the_longest_sequence_is_refused():
+    check_budget(0, [(1000,)])
+    check_budget(64, [(64,), (32, 32)])
+    with pytest.raises(ValueError, match=r"--tokens-per-micro-batch=64 must hold the largest .* 65 tokens"):
+        check_budget(64, [(3,), (65,)])
+    with pytest.raises(ValueError, match=r"66 tokens \(its longest sequence has 33\)"):
+        check_budget(64, [(33, 20)])
+
+
+def test_out_of_memory_in_a_pass_is_redone_in_halves_with_the_same_loss_and_gradients(capsys):
+    batch = sampled()
+
+    def train(most_rows):
+        model = build_model()
+        engine, tries = Engine(model, size=4), []
+
+        def run(rows):
+            tries.append(len(rows))
+            part = batch.rows(torch.tensor(rows))
+            loss = -response_logprobs(model, part).sum()
+            loss.backward()
+            if len(rows) > most_rows:  # with gradients on the parameters already
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return loss.item()
+
+        losses = train_in_parts([engine], batch.lengths, 0, run)
+        return sum(losses), torch.cat([p.grad.flatten() for p in model.parameters()]), tries, engine.steps
+
+    loss, gradient, tries, steps = train(most_rows=4)
+    assert tries == [4, 3] and steps == [False, True]
+    split_loss, split_gradient, tries, steps = train(most_rows=1)
+    assert tries == [4, 2, 1, 1, 1, 1, 1, 1, 1] and steps == [False] * 6 + [True]
+    assert split_loss == pytest.approx(loss, rel=1e-5)
+    torch.testing.assert_close(split_gradient, gradient, atol=1e-4, rtol=1e-4)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and "a smaller --micro-batch-size avoids it" in lines[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        train(most_rows=0)
+
+
+def test_other_errors_and_those_of_the_optimizer_are_raised():
+    engine = Engine(build_model())
+
+    def fail(rows):
+        raise RuntimeError("nothing to do with memory")
+
+    with pytest.raises(RuntimeError, match="nothing to do"):
+        train_in_parts([engine], [(1,), (2,)], 0, fail)
+
+    def no_memory():
+        raise torch.OutOfMemoryError("for Adam's moments")
+
+    engine.step = no_memory
+    with pytest.raises(torch.OutOfMemoryError):
+        train_in_parts([engine], [(1,), (2,)], 0, lambda rows: None)
