@@ -1,7 +1,9 @@
 """Compiles exact mode's kernels for an H100 without one, and prints a line for each.
 
-Run in a process without TRITON_INTERPRET: `python tests/compile_exact_kernels.py`.
+Run in a process without TRITON_INTERPRET: `python tests/compile_exact_kernels.py [few]`.
 """
+
+import sys
 
 import torch
 from compile_kernels import compile_kernel
@@ -52,7 +54,7 @@ def compile_rows(dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    for dtype in NAMES:
+    for dtype in [torch.bfloat16] if sys.argv[1:] == ["few"] else NAMES:
         compile_products(dtype)
         compile_attention(dtype)
         compile_rows(dtype)

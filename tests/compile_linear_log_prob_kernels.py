@@ -1,7 +1,9 @@
 """Compiles the kernels of log-probabilities without logits for an H100 without one, and prints a line for each.
 
-Run in a process without TRITON_INTERPRET: `python tests/compile_linear_log_prob_kernels.py`.
+Run in a process without TRITON_INTERPRET: `python tests/compile_linear_log_prob_kernels.py [few]`.
 """
+
+import sys
 
 import torch
 from compile_kernels import compile_kernel
@@ -35,4 +37,7 @@ def compile_both(dtype: torch.dtype, num_rows: int, has_softcap: bool, with_entr
 
 if __name__ == "__main__":
     compile_both(torch.bfloat16, 2048, True, True)
-    compile_both(torch.float32, 5, False, False)
+    if sys.argv[1:] != ["few"]:
+        compile_both(torch.bfloat16, 2048, False, False)
+        compile_both(torch.float32, 2048, True, True)
+        compile_both(torch.float32, 5, False, True)

@@ -1,10 +1,5 @@
 """The kernels of log-probabilities without logits: equal to the torch tiles, whatever the sizes and strides."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from test_linear_log_prob import SHAPES, compare, run
@@ -66,12 +61,3 @@ def test_no_rows_give_no_log_probabilities(kernels):
         lambda *case: linear_log_prob(*case, with_entropy=True), (hidden, weight, targets, bias), ("weight",), True
     )
     assert logprobs.shape == entropy.shape == (0,) and not gradient.any()
-
-
-def test_the_kernels_compile_for_an_h100():
-    pytest.importorskip("triton", reason="Triton does not exist for this platform")
-    script = Path(__file__).parent / "compile_linear_log_prob_kernels.py"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("compiled") == 2 * 2
