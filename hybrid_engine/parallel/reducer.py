@@ -26,6 +26,8 @@ class Reducer:
         """
         for dtype in sorted({p.dtype for p in self.parameters}, key=str):
             parts = [local_gradient(p) for p in self.parameters if p.dtype == dtype]
+            if self.group is None and not self.pre_hooks and not self.post_hooks:
+                continue  # nobody would see the flat copy
             flat = torch.cat([part.flatten() for part in parts]) if parts else torch.empty(0)
             for hook in self.pre_hooks:
                 hook(self, flat)

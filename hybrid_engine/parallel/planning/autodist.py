@@ -104,6 +104,9 @@ class _Planner:
     least: list[float] = field(default_factory=list)
     """Bytes that were not there for the plans that did not fit."""
 
+    def __post_init__(self) -> None:
+        self.segments = _joined(segments_of(self.graph), self.wanted.pivots)
+
     def fastest(self, recompute: tuple[str, ...]) -> Plan | None:
         """The fastest plan that fits and recomputes these modules, None where none fits."""
         found: list[PlanCosts] = []
@@ -141,7 +144,7 @@ class _Planner:
                 plan = space.plan(assignment)
                 plan.recompute = recompute
                 plan.stages = tuple(
-                    tuple(block for names, _ in self._segments[start:end] for block in names)
+                    tuple(block for names, _ in self.segments[start:end] for block in names)
                     for start, end in zip((0, *ends), ends, strict=False)
                 )
                 plan.num_micro_batches, plan.schedule = self.setting.num_micro_batches, self.wanted.schedule
@@ -150,14 +153,13 @@ class _Planner:
 
     def _division(self, space: Space, assignment: list[int], num_stages: int) -> tuple[int, ...] | None:
         """The segment after the last of each stage, None where no division fits."""
-        self._segments = _joined(segments_of(self.graph), self.wanted.pivots)
-        if len(self._segments) < num_stages:
+        if len(self.segments) < num_stages:
             return None
         by_op = space.by_op(assignment)
-        costs = [_sum(by_op, ops) for _, ops in self._segments]
-        arriving = [transfer_seconds(self.graph, self.setting, ops, space.gradients) for _, ops in self._segments]
-        biggest = {key: one.largest[n] for one, n in zip(space.classes, assignment, strict=True) for key in _keys(one)}
-        largest = [max(biggest[op.key] for op in ops) for _, ops in self._segments]
+        costs = [_sum(by_op, ops) for _, ops in self.segments]
+        arriving = [transfer_seconds(self.graph, self.setting, ops, space.gradients) for _, ops in self.segments]
+        biggest = {key: one.largest[n] for one, n in zip(space.classes, assignment, strict=True) for key in one.keys}
+        largest = [max(biggest[op.key] for op in ops) for _, ops in self.segments]
         setting = self.setting
 
         @cache
@@ -172,10 +174,6 @@ class _Planner:
             return cost.seconds(setting.num_micro_batches) / setting.num_micro_batches + arrived
 
         return best_stages(len(costs), num_stages, setting.num_micro_batches, seconds)
-
-
-def _keys(one: object) -> list[str]:
-    return [op.key for op in getattr(one, "ops", [])]
 
 
 def _sum(by_op: Mapping[str, Cost], ops: Sequence[Op]) -> Cost:

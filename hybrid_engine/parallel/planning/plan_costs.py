@@ -50,7 +50,7 @@ def plan_costs(plan: Plan, setting: Setting) -> PlanCosts:
         flying = in_flight(plan.schedule, len(groups), number, micro)
         inside = replace(setting, in_flight=flying)
         own = {op.key: recomputed[op.key] for op in ops if op.key in recomputed}
-        space = Space(plan.graph, plan.mesh, inside, choices_of(plan), ops=ops, shares=False, recomputed=own)
+        space = Space(plan.graph, plan.mesh, inside, choices_of(plan), ops=ops, recomputed=own)
         assignment = [0] * len(space.classes)
         cost, largest = space.evaluate(assignment)
         arriving = transfer_seconds(plan.graph, setting, ops, space.gradients) if number else 0.0

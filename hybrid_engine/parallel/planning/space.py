@@ -84,6 +84,11 @@ class OpClass:
     outputs: list[tuple[Layout, ...]] = field(default_factory=list)
     """Of the results, for each choice."""
 
+    @property
+    def keys(self) -> list[str]:
+        """The keys of its ops."""
+        return [op.key for op in self.ops]
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorClass:
@@ -137,22 +142,19 @@ class Space:
         numbers: dict[object, int] = {}
         reused = _reused_parameters(self.graph, self.ops)
         for op in self.ops:
-            kind = _kind(op, self.graph, reused) if shares else op.key
+            possible = list(choices(op))
+            kind = (_kind(op, self.graph, reused), tuple(possible)) if shares else op.key
             number = numbers.setdefault(kind, len(numbers))
             if number == len(self.classes):
-                self.classes.append(OpClass(ops=[]))
+                self.classes.append(OpClass(ops=[], choices=possible))
             self.classes[number].ops.append(op)
             self.class_of[op.key] = number
         for one in self.classes:
-            self._fill(one, choices)
+            self._fill(one)
 
-    def _fill(self, one: OpClass, choices: Callable[[Op], Iterable[Names]]) -> None:
-        """Enters the choices that all ops of a class have, and what they cost."""
+    def _fill(self, one: OpClass) -> None:
+        """Enters what the choices of a class cost."""
         op = one.ops[0]
-        possible = [list(choices(other)) for other in one.ops]
-        one.choices = [names for names in possible[0] if all(names in others for others in possible)]
-        if not one.choices:
-            raise ValueError(f"{op.key} and ops like it have no split in common; loosen the constraints on them")
         variants = list(self._variants(one.ops))
         for names in one.choices:
             found = [self._op_cost(other, names, count, repeated) for other, count, repeated in variants]
