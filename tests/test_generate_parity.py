@@ -34,7 +34,14 @@ def reference(request):
     return request.param, input_ids, mask, greedy, expected
 
 
-@pytest.mark.parametrize("workspace", WORKSPACES)
+def own_workspaces():
+    """A family and a workspace: with preemption every family, with every other one each fourth family."""
+    *others, preempting = WORKSPACES
+    for number, family in enumerate(BUILDERS):
+        yield from ((family, workspace) for workspace in (preempting, others[number % len(others)]))
+
+
+@pytest.mark.parametrize(("reference", "workspace"), own_workspaces(), indirect=["reference"])
 def test_greedy_tokens_and_logprobs_equal_the_models_own(reference, workspace):
     family, input_ids, mask, greedy, expected = reference
     engine = build_engine(build_model(family), **WORKSPACES[workspace])
