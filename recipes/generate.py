@@ -94,9 +94,6 @@ class Config(ModelOptions):
         if self.is_shared and TERMINAL in (self.prompts, self.out):
             raise ValueError(f"--tp={self.tp} --pp={self.pp}: several processes answer files only; name files, not -")
 
-        if self.is_shared and self.adapter is not None:
-            raise ValueError(f"--adapter={self.adapter!r} is not fused where processes share the model; merge it first")
-
     @property
     def is_shared(self) -> bool:
         """Whether several processes share the model."""
@@ -117,7 +114,8 @@ def run(config: Config) -> Path | None:
         say(f"{len(rows) - len(left)} of {len(rows)} rows are answered already")
     begin, num_tokens = time.perf_counter(), 0
     if left:
-        loaded = load_shared(config, config.tp, config.pp) if config.is_shared else load_answering(config)
+        adapters = {} if config.adapter is None else {"default": config.adapter}
+        loaded = load_shared(config, config.tp, config.pp, adapters) if config.is_shared else load_answering(config)
         begin = time.perf_counter()
         num_tokens = answer_rows(config, *loaded, rows, left, journal)
     on_rank_zero(journal.publish)

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.recipes.batch.adapters import load_with_adapters, read_adapters
+from hybrid_engine.recipes.batch.adapters import load_with_adapters, peft_names, read_adapters
 from hybrid_engine.recipes.batch.model import BaseModelOptions
 from hybrid_engine.recipes.batch.shared import join, load_shared
 from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count, check_one_of
@@ -59,18 +59,16 @@ class Config(BaseModelOptions):
     """what runs at the end may take so long; then its clients get an error"""
     tp: int = 1
     """processes that share each layer; torchrun starts them, and the first one is asked"""
+    pp: int = 1
+    """stages that the layers are dealt out to, each on --tp processes"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_between("port", self.port, 0, 65535)
         check_one_of("tool_call_parser", self.tool_call_parser, PARSERS)
-        for name in ("max_waiting", "longest", "max_running", "tp"):
+        for name in ("max_waiting", "longest", "max_running", "tp", "pp"):
             check_count(name, getattr(self, name), 1)
         check_at_least("finish_seconds", self.finish_seconds, 0)
-        if self.tp > 1 and self.adapter:
-            raise ValueError(
-                f"--adapter={self.adapter[0]!r} is not fused where processes share the model; merge it first"
-            )
 
     @property
     def name(self) -> str:
@@ -80,7 +78,7 @@ class Config(BaseModelOptions):
 
 def run(config: Config) -> None:
     """Serves until it is told to end."""
-    join(config.tp, 1, "serve")
+    join(config.tp, config.pp, "serve")
     engine, tokenizer, adapters = load(config)
     say(engine.report())
     ending = told_to_end()  # before anybody can see that it serves
@@ -105,7 +103,11 @@ def run(config: Config) -> None:
 def load(config: Config) -> tuple[Any, PreTrainedTokenizerBase, dict[str, str]]:
     """The engine, its tokenizer, and peft's names of the adapters by those of clients."""
     adapters = read_adapters(config.adapter, str(config.model), config.name)
-    return (*load_shared(config, config.tp, 1), {}) if config.tp > 1 else load_with_adapters(config, adapters)
+    if config.tp * config.pp == 1:
+        return load_with_adapters(config, adapters)
+    names = peft_names(adapters)
+    folders = {names[adapter.name]: adapter.folder for adapter in adapters}
+    return *load_shared(config, config.tp, config.pp, folders), names
 
 
 def told_to_end() -> threading.Event:

@@ -150,7 +150,7 @@ def shared_runs(rank, world_size, model, prompts, folder):
     run(model, prompts, folder / "greedy.jsonl", pp=2, num_samples=2, temperature=0, max_running=3)
     with pytest.raises(ValueError, match="makes 1 processes, and 2 were started"):
         run(model, prompts, folder / "alone.jsonl")
-    with pytest.raises(ValueError, match="merge it first"):
+    with pytest.raises(ValueError, match="has no adapter_config"):
         run(model, prompts, folder / "adapted.jsonl", pp=2, adapter="nowhere")
 
 

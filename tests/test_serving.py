@@ -176,6 +176,14 @@ def test_an_answer_ends_where_model_or_tokenizer_say(served, tokenizer, engine):
             assert ask(client, max_tokens=30).choices[0].token_ids == expected
 
 
+def test_samples_of_a_long_prompt_fit_where_one_answer_runs_at_a_time(served, tokenizer):
+    """They fork from the prompt, for which there must be a block; otherwise nobody behind them would be answered."""
+    with served.serving(tokenizer, model_name="tiny", longest=LONGEST, max_running=1) as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+        answer = ask(client, prompt=[5] * 150, n=3, max_tokens=5)
+    assert len(answer.choices) == 3
+
+
 def test_likeliest_tokens_are_reported(client, tokenizer):
     messages = [{"role": "user", "content": "hi"}]
     answer = client.chat.completions.create(

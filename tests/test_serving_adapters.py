@@ -22,8 +22,14 @@ TARGETS = {"first": ["q_proj", "down_proj"], "second": ["v_proj", "o_proj", "dow
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    write_models(folder)
+    return folder
+
+
+def write_models(folder):
     """base/, and first/ and second/ with an adapter each."""
-    folder, tokenizer = tmp_path_factory.mktemp("adapters"), build_chat_tokenizer()
+    tokenizer = build_chat_tokenizer()
     build(tokenizer).module.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     for seed, (name, targets) in enumerate(TARGETS.items()):
@@ -35,7 +41,6 @@ def folder(tmp_path_factory):
             if "lora_B" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.7)
         adapted.save_pretrained(folder / name)
-    return folder
 
 
 def serving(folder, **options):
@@ -135,8 +140,6 @@ def test_adapters_that_cannot_be_served_are_refused_before_anything_loads(folder
     given = tuple(adapter.format(folder) for adapter in adapters)
     with pytest.raises(ValueError, match=word):
         serve.run(serve.Config(model=str(folder / "base"), adapter=given))
-    with pytest.raises(ValueError, match="merge it first"):
-        serve.Config(model=str(folder / "base"), adapter=given, tp=2)
 
 
 def test_an_engine_serves_adapters_that_its_model_has(folder):

@@ -79,7 +79,7 @@ class LiveBatch:
     def take_out(self) -> list[Progress]:
         """Takes everything out, for another batch to go on with; returns what was drawn and not handed on yet."""
         self.strategy.read_all()
-        progress = self._tell_all()
+        progress = self.tell()
         left = self.unfinished
         self.cancel(left)
         for sequence in left:
@@ -89,12 +89,17 @@ class LiveBatch:
     def turn(self) -> list[Progress]:
         """One pass over the layers; what it brought, in the order in which the sequences were added."""
         self.strategy.turn()
-        return self._tell_all()
+        return self.tell()
+
+    def settle(self) -> list[Progress]:
+        """Reads what other processes have still to tell of earlier turns, before weights change; what that brought."""
+        return []
 
     def stay(self) -> None:
         """Called in that time, also where nothing is asked."""
 
-    def _tell_all(self) -> list[Progress]:
+    def tell(self) -> list[Progress]:
+        """What was read and not handed on yet."""
         progress = [told for sequence in list(self._num_told) if (told := self._tell(sequence)) is not None]
         for told in progress:
             if told.finish_reason is not None:

@@ -66,12 +66,13 @@ class AdapterBatches(LiveBatch):
     def __init__(self, batches: Mapping[str | None, LiveBatch], fused: FusedAdapter):
         self._batches, self._fused = batches, fused
         self._current, self._num_turns = next(iter(batches)), 0
+        self._settled: list[Progress] = []  # and not told yet
         self.longest = min(batch.longest for batch in batches.values())
 
     @property
     def has_work(self) -> bool:
         """Whether a turn would bring something."""
-        return any(batch.has_work for batch in self._batches.values())
+        return bool(self._settled) or any(batch.has_work for batch in self._batches.values())
 
     @property
     def num_running(self) -> int:
@@ -93,6 +94,7 @@ class AdapterBatches(LiveBatch):
         for name, batch in self._batches.items():
             own = [sequence for sequence in sequences if sequence.adapter == name]
             if any(sequence.prompt.num_tops is not None for sequence in own):
+                self._settled += [told for other in self._batches.values() for told in other.settle()]
                 self._fused.fuse(name)  # prompts are scored as they join
             batch.add(own)
 
@@ -103,14 +105,18 @@ class AdapterBatches(LiveBatch):
 
     def take_out(self) -> list[Progress]:
         """LiveBatch's."""
-        return [told for batch in self._batches.values() for told in batch.take_out()]
+        settled, self._settled = self._settled, []
+        return settled + [told for batch in self._batches.values() for told in batch.take_out()]
 
     def turn(self) -> list[Progress]:
         """A turn of the batch whose adapter is fused, or of the next one that has work."""
-        self._current = self._choose()
+        before, self._current = self._current, self._choose()
+        progress, self._settled = self._settled, []
+        if before != self._current:
+            progress += self._batches[before].settle()
         self._fused.fuse(self._current)
         self._num_turns += 1
-        return self._batches[self._current].turn()
+        return progress + self._batches[self._current].turn()
 
     def _choose(self) -> str | None:
         names = list(self._batches)

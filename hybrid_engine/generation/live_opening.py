@@ -18,9 +18,11 @@ from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_adapters import AdapterBatches, FusedAdapter, split_workspace
 from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.live_shared import LeadingBatch
+from hybrid_engine.generation.live_staged import StagedBatch
 from hybrid_engine.generation.live_streamed import StreamedBatch
-from hybrid_engine.generation.model_group import PIPELINE_OPTION
 from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.generation.pipeline.rollouts import StageRollouts
+from hybrid_engine.generation.pipeline.turns import OrderedTurns
 
 
 @contextmanager
@@ -62,23 +64,18 @@ def live_batch(
         kv = partners.agree(lambda: native.gather(whole, release, is_recorded=not adapters))
         generator.is_live = True
         release.callback(setattr, generator, "is_live", False)
-        if adapters:
-            fused = FusedAdapter(generator.module, native.model)
-            release.callback(fused.give_back)
-            yield _open_adapters(native, plan, kv, adapters, fused)
-            return
-        strategy = partners.agree(lambda: native.start(plan, kv))
         if generator.gatherer.is_streamed:
+            strategy = partners.agree(lambda: native.start(plan, kv))
             say_once("serving: layers are gathered one by one on every turn, with those of all processes")
             streamed = StreamedBatch(native.model, strategy, plan.longest + 1, native, partners)
             with streamed.leaving():
                 yield streamed
             return
+        batch = partners.agree(lambda: _open(generator, native, plan, kv, adapters, release))
         if link is None:
-            yield LiveBatch(native.model, strategy, plan.longest + 1)
+            yield batch
             return
         release.enter_context(naming_who_left("serving()"))
-        batch = LiveBatch(native.model, strategy, plan.longest + 1)
         if link.is_leader:
             release.enter_context(link.leading())
             yield LeadingBatch(batch, link)
@@ -86,18 +83,37 @@ def live_batch(
             yield batch
 
 
-def _open_adapters(
-    native: ContainerRollouts, plan: Plan, kv: torch.Tensor, adapters: tuple[str, ...], fused: FusedAdapter
-) -> AdapterBatches:
-    """A batch for each of `adapters` and one for the base model, each with its part of the workspace `kv`."""
+def _open(
+    generator: Generator,
+    native: ContainerRollouts,
+    plan: Plan,
+    kv: torch.Tensor,
+    adapters: tuple[str, ...],
+    release: ExitStack,
+) -> LiveBatch:
+    """The batch of whole weights, or one for each of `adapters` and one for the base model, each with its part of `kv`.
+
+    What is to be given back goes on `release`.
+    """
+    if not adapters:
+        return _open_one(native, plan, kv)
+    fused = FusedAdapter(generator.module, native.model)
+    release.callback(fused.give_back)
     names: tuple[str | None, ...] = (None, *adapters)
     batches: dict[str | None, LiveBatch] = {}
     for name, part in zip(names, split_workspace(kv, native.model, plan, len(names)), strict=True):
         fused.fuse(name)
         # A graph holds addresses, which fusing anew may change; on a CPU they last.
-        strategy = native.start(plan, part, is_recorded=kv.device.type == "cpu")
-        batches[name] = LiveBatch(native.model, strategy, plan.longest + 1)
+        batches[name] = _open_one(native, plan, part, is_recorded=kv.device.type == "cpu")
     return AdapterBatches(batches, fused)
+
+
+def _open_one(native: ContainerRollouts, plan: Plan, kv: torch.Tensor, is_recorded: bool = True) -> LiveBatch:
+    model, longest = native.model, plan.longest + 1
+    if not isinstance(native, StageRollouts):
+        return LiveBatch(model, native.start(plan, kv, is_recorded=is_recorded), longest)
+    batches = native.start_live(plan, kv)
+    return StagedBatch(model, batches, longest, OrderedTurns(native.model.links, model.dtype, len(batches)))
 
 
 class Memory(NamedTuple):
@@ -136,11 +152,6 @@ def _plan(
             "serving: layers are gathered one by one, which serves neither processes that share the model nor several "
             "adapters; use more processes, or serve one adapter"
         )
-    if generator.group.num_stages > 1:
-        raise ValueError(
-            f"serving: the layers are dealt out to {generator.group.num_stages} stages, and a batch that requests join "
-            f"at any moment runs on whole layers alone; set {PIPELINE_OPTION}=1 and raise tensor_parallel.tp_size"
-        )
     limit = min(config.max_out_tokens, (model.max_positions or config.max_out_tokens) + 1)
     longest = limit if longest is None else longest
     check_integer("longest", longest, 2, limit)
@@ -154,4 +165,5 @@ def _plan(
     options = GenerationOptions(max_new_tokens=longest - 1)
     shapes = [Sequence(Prompt([0]), row, options) for row in range(rows)]
     plan = plan_rollout(model, shapes, options, config, spare, native.num_reserved_blocks, training)
-    return replace(plan, sequences=[], own=slice(0), longest_later=plan.longest)
+    num_blocks = max(plan.num_blocks, plan.num_columns + 1)  # samples of a prompt as long as may be fork into one more
+    return replace(plan, sequences=[], own=slice(0), longest_later=plan.longest, num_blocks=num_blocks)

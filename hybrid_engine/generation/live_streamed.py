@@ -58,7 +58,7 @@ class StreamedBatch(LiveBatch):
     def turn(self) -> list[Progress]:
         """One pass over the layers, on all processes."""
         self._meet(_WORKS)
-        return self._tell_all()
+        return self.tell()
 
     def stay(self) -> None:
         """Takes part in the turns of others; where there is work here, its next turn does."""

@@ -24,6 +24,7 @@ from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_
 from hybrid_engine.distributed.processes import default_device, get_rank, init_distributed
 from hybrid_engine.generation.bound_weights import bound
 from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.live_adapters import FusedAdapter
 from hybrid_engine.generation.memory.usage import format_bytes, usable_memory_bytes
 from hybrid_engine.generation.model_group import (
     PIPELINE_OPTION,
@@ -169,8 +170,8 @@ def open_checkpoint(model: nn.Module, config: InferenceConfig) -> CheckpointRead
             'torch.device("meta"), or leave checkpoint out'
         )
     base_dir = config.base_dir or config.checkpoint_config.get("base_dir") or ""
-    reader = open_checkpoint_of(model, checkpoint, base_dir)
-    compute_buffers(model, default_device())
+    reader = open_checkpoint_of(_base(model), checkpoint, base_dir)
+    compute_buffers(_base(model), default_device())
     return reader
 
 
@@ -303,6 +304,8 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
                 raise
             engine.reason = engine.generator.fallback_reason = str(error)
             return
+        if weights.held is not None and hasattr(engine.module, "get_base_model"):
+            read_adapters(engine.module, model)
     engine.generator.use_containers(model)
     if is_in_one_place and weights.held is None and model.device.type == "cuda":
         try:
@@ -310,6 +313,14 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
         except UnsupportedModelError as error:
             engine.reason = str(error)
             engine.generator.drop_containers(engine.reason)
+
+
+def read_adapters(module: nn.Module, model: InferenceModel) -> None:
+    """Reads this rank's part of every adapter of a `PeftModel`, while all is there: one may become active later."""
+    fused = FusedAdapter(module, model)
+    for name in module.peft_config:  # type: ignore[union-attr]
+        fused.fuse(name)
+    fused.give_back()
 
 
 def apply_tensor_parallelism(engine: InferenceEngine, weights: Weights, config: InferenceConfig) -> None:

@@ -79,7 +79,7 @@ class CheckpointReader:
         """Finds each tensor under one of its names: tied ones have several."""
         names: dict[int, list[str]] = {}
         shapes: dict[int, tuple[int, ...]] = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
+        for name, tensor in stored_tensors(self.model).items():
             names.setdefault(id(tensor), []).append(name)
             shapes[id(tensor)] = tuple(tensor.shape)
         missing, misshapen = [], []
@@ -148,6 +148,14 @@ def open_checkpoint_of(model: nn.Module, checkpoint: Any, base_dir: str = "") ->
     return CheckpointReader(model, find_sources(model, stored), opened)
 
 
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a checkpoint of `model` has, by its names: no peft adapters, which are in the model already."""
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    if not any(hasattr(module, "base_layer") for module in model.modules()):
+        return tensors
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items() if tensor.is_meta}
+
+
 def find_sources(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, Source]:
     """The stored tensors under the names that the model gives them.
 
@@ -156,7 +164,7 @@ def find_sources(model: nn.Module, stored: Mapping[str, Stored]) -> dict[str, So
     mapping = get_model_conversion_mapping(model) if isinstance(model, PreTrainedModel) else []
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    own, prefix = model.state_dict(), getattr(model, "base_model_prefix", None) or None
+    own, prefix = stored_tensors(model), getattr(model, "base_model_prefix", None) or None
     sources: dict[str, Source] = {}
     pieces: dict[str, dict[str, list[Stored]]] = {}
     for key in sorted(stored, key=dot_natural_key):

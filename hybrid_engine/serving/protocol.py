@@ -15,6 +15,7 @@ MAX_CHOICES = 128
 """OpenAI's bound for `n`."""
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 256
+LEAST_TEMPERATURE = 1e-6
 MAX_SESSION_ID = 256
 """Characters."""
 MAX_TOP_LOGPROBS = 20
@@ -87,6 +88,13 @@ class SamplingFields(BaseModel):
         if len(stops) > MAX_STOPS:
             raise ValueError(f"{len(stops)} stop strings, and at most {MAX_STOPS} are looked for; send fewer")
         return stop
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, temperature: float) -> float:
+        if 0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"below {LEAST_TEMPERATURE:g} logits may not be finite; 0 takes the likeliest token")
+        return temperature
 
     @field_validator("logit_bias")
     @classmethod

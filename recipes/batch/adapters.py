@@ -4,13 +4,11 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
-from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
-from hybrid_engine.recipes.batch.model import BaseModelOptions, choose_dtype, load_answering_tokenizer
-from hybrid_engine.recipes.runs.stages import explained, load_model
+from hybrid_engine.recipes.batch.model import BaseModelOptions, choose_dtype, load_answering_tokenizer, with_adapter
+from hybrid_engine.recipes.runs.stages import load_model
 
 
 class NamedAdapter(NamedTuple):
@@ -64,19 +62,18 @@ def _check_config(adapter: NamedAdapter, model: str) -> None:
         )
 
 
+def peft_names(adapters: list[NamedAdapter]) -> dict[str, str]:
+    """peft's names by those of clients: they are those of modules, which may have no dots."""
+    return {adapter.name: f"adapter_{number}" for number, adapter in enumerate(adapters)}
+
+
 def load_with_adapters(
     config: BaseModelOptions, adapters: list[NamedAdapter]
 ) -> tuple[Any, PreTrainedTokenizerBase, dict[str, str]]:
     """An InferenceEngine with `adapters`, its tokenizer, and peft's names of the adapters by those of clients."""
     tokenizer = load_answering_tokenizer(config)
     model = load_model(AutoModelForCausalLM, str(config.model))
-    # peft's names are those of modules, which may have no dots.
-    names = {adapter.name: f"adapter_{number}" for number, adapter in enumerate(adapters)}
-    with without_renamed_attribute_warning():
-        for adapter in adapters:
-            with explained("adapter", adapter.folder):
-                if isinstance(model, PeftModel):
-                    model.load_adapter(adapter.folder, names[adapter.name])
-                else:
-                    model = PeftModel.from_pretrained(model, adapter.folder, names[adapter.name])
+    names = peft_names(adapters)
+    for adapter in adapters:
+        model = with_adapter(model, adapter.folder, names[adapter.name])
     return hybrid_engine.init_inference(model.eval(), dtype=choose_dtype(config)), tokenizer, names

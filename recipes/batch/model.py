@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, load_peft_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
@@ -47,7 +47,7 @@ def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:
     tokenizer = load_answering_tokenizer(config)
     model = load_model(AutoModelForCausalLM, str(config.model))
     if config.adapter is not None:
-        model = _with_adapter(model, config.adapter)
+        model = with_adapter(model, config.adapter)
     return hybrid_engine.init_inference(model.eval(), dtype=choose_dtype(config)), tokenizer
 
 
@@ -69,8 +69,23 @@ def choose_dtype(config: BaseModelOptions) -> str:
     return "bf16" if torch.cuda.is_available() else "fp32"
 
 
-def _with_adapter(model: nn.Module, folder: str) -> nn.Module:
+def with_adapter(model: nn.Module, folder: str, name: str = "default") -> PeftModel:
+    """`model`, which may be on the meta device, with a further adapter; ValueError for what does not load."""
     if not (Path(folder) / "adapter_config.json").exists():
         raise ValueError(f"--adapter={folder!r} has no adapter_config.json; name a folder that peft wrote")
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
     with without_renamed_attribute_warning(), explained("adapter", folder):
-        return PeftModel.from_pretrained(model, folder)
+        if isinstance(model, PeftModel):
+            model.load_adapter(folder, name, low_cpu_mem_usage=is_empty)
+        else:
+            model = PeftModel.from_pretrained(model, folder, name, low_cpu_mem_usage=is_empty)
+        if is_empty:
+            _fill(model, folder, name)
+    return model
+
+
+def _fill(model: PeftModel, folder: str, name: str) -> None:
+    """Gives an adapter its weights that peft left on the meta device, where the model's are."""
+    for key, tensor in load_peft_weights(folder, device="cpu").items():
+        path, _, kind = key.rpartition(".")
+        setattr(model.get_submodule(f"{path}.{name}"), kind, nn.Parameter(tensor, requires_grad=False))

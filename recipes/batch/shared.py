@@ -1,19 +1,20 @@
 """Answering prompts on processes that share one model: parts of every layer, stages of layers, or both."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.inference.empty import build_empty_model
-from hybrid_engine.recipes.batch.model import BaseModelOptions, choose_dtype, load_answering_tokenizer
+from hybrid_engine.recipes.batch.model import BaseModelOptions, choose_dtype, load_answering_tokenizer, with_adapter
 from hybrid_engine.recipes.runs.stages import explained
 
 
@@ -27,12 +28,19 @@ def join(tp: int, pp: int, command: str) -> None:
         )
 
 
-def load_shared(config: BaseModelOptions, tp: int, pp: int) -> tuple[Any, PreTrainedTokenizerBase]:
-    """As `load_answering` without an adapter, on processes of which each reads its part of the weights; collective."""
+def load_shared(
+    config: BaseModelOptions, tp: int, pp: int, adapters: Mapping[str, str]
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """As `load_answering`, on processes of which each reads its part of the weights; collective.
+
+    `adapters`: folders by peft's names; the first is active.
+    """
     tokenizer = load_answering_tokenizer(config)
     folder = on_rank_zero(lambda: _local_folder(str(config.model)))
     with explained("model", folder):
-        model = build_empty_model(folder)
+        model: nn.Module = build_empty_model(folder)
+    for name, adapter in adapters.items():
+        model = with_adapter(model, adapter, name)
     layout: dict[str, Any] = {"tensor_parallel": {"tp_size": tp}, "pipeline_parallel_size": pp}
     return hybrid_engine.init_inference(model, checkpoint=folder, dtype=choose_dtype(config), **layout), tokenizer
 

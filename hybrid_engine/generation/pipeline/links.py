@@ -7,13 +7,14 @@ stages end at the same turn, and no message is left over for the next rollout.
 N rows of a pass, E hidden size, S drawn rows, k likeliest tokens of each.
 """
 
+import pickle
 from collections import deque
 from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.distributed.verdict import LostError
+from hybrid_engine.distributed.verdict import FollowedError, LostError, Problem
 from hybrid_engine.generation.decoding.decode import Drawn
 from hybrid_engine.generation.pipeline.stage import Stage
 
@@ -22,7 +23,7 @@ HIDDEN, DRAWN = 2, 4
 FAILED = -1
 
 
-class StageFailedError(Exception):
+class StageFailedError(FollowedError):
     """Another stage stopped at an error in this turn; what it was is told by the verdict after the rollout."""
 
 
@@ -62,11 +63,13 @@ class StageLinks:
         if not self._has_sent:
             self.send_hidden(torch.empty(0, 0))
 
-    def send_drawn(self, drawn: Drawn) -> None:
-        """What the last stage drew, to all others."""
+    def send_drawn(self, drawn: Drawn, problems: dict[int, Problem]) -> None:
+        """What the last stage drew, to all others, and what is wrong with rows whose own rules failed."""
         ends = [0.0] * len(drawn.tokens)
         for row in drawn.ends:
             ends[row] = 1.0
+        for row in problems:
+            ends[row] = 2.0
         columns = [drawn.tokens, drawn.logprobs, ends]
         for place in range(len(drawn.tops[0]) if drawn.tops else 0):
             assert drawn.tops is not None
@@ -74,6 +77,8 @@ class StageLinks:
         values = torch.tensor(columns, dtype=torch.float64)
         for rank in self._others:
             self._send(rank, DRAWN, values)
+            if problems:
+                self._send(rank, DRAWN, torch.frombuffer(bytearray(pickle.dumps(problems)), dtype=torch.uint8)[None])
         self._has_drawn = True
 
     def await_drawn(self) -> None:
@@ -81,8 +86,8 @@ class StageLinks:
         self._has_drawn = True
         self.num_awaited += 1
 
-    def receive_drawn(self) -> Drawn:
-        """What the last stage drew in the first turn that was not received; StageFailedError where one failed."""
+    def receive_drawn(self) -> tuple[Drawn, dict[int, Problem]]:
+        """What `send_drawn` sent in the first turn that was not received; StageFailedError where one failed."""
         self.num_awaited -= 1
         values = self._receive(self.stage.ranks[-1], DRAWN, torch.float64, torch.device("cpu"))
         tokens, logprobs, ends, *tops = values.tolist()
@@ -90,7 +95,12 @@ class StageLinks:
         if tops:
             pairs = list(zip(tops[::2], tops[1::2], strict=True))
             likeliest = [[(int(ids[row]), of_ids[row]) for ids, of_ids in pairs] for row in range(len(tokens))]
-        return Drawn([int(token) for token in tokens], logprobs, [r for r, end in enumerate(ends) if end], likeliest)
+        problems: dict[int, Problem] = {}
+        if 2.0 in ends:
+            sent = self._receive(self.stage.ranks[-1], DRAWN, torch.uint8, torch.device("cpu"))
+            problems = pickle.loads(sent.numpy().tobytes())
+        is_end = [row for row, end in enumerate(ends) if end == 1.0]
+        return Drawn([int(token) for token in tokens], logprobs, is_end, likeliest), problems
 
     def fail_turn(self, dtype: torch.dtype) -> None:
         """After an error in a turn: keeps its messages, which tell the others; `dtype` is that of hidden states."""

@@ -12,11 +12,11 @@ from dataclasses import replace
 import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.distributed.verdict import LostError, Partners
+from hybrid_engine.distributed.verdict import LostError, Partners, describe_error
 from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
-from hybrid_engine.generation.decoding.decode import DecodeStep, Draw
+from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, Drawn
 from hybrid_engine.generation.decoding.open_step import Choice, OpenStep
 from hybrid_engine.generation.pipeline.links import StageFailedError
 from hybrid_engine.generation.pipeline.stage_model import StageModel
@@ -61,10 +61,17 @@ class StageStep(OpenStep):
         self.links.pass_nothing()  # of samples that enter beside others of their prompt
         if not self.links.stage.is_last:
             self.links.await_drawn()
-            return Draw(self.links.receive_drawn)
+            return Draw(lambda: self._receive(sequences))
         drawn = self.peers.agree(lambda: self.choice(sequences, logits))
-        self.links.send_drawn(drawn)
+        errors = {row: sequence.error for row, sequence in enumerate(sequences) if sequence.error is not None}
+        self.links.send_drawn(drawn, {row: describe_error(error) for row, error in errors.items()})
         return Draw(lambda: drawn)
+
+    def _receive(self, sequences: list[Sequence]) -> Drawn:
+        drawn, problems = self.links.receive_drawn()
+        for row, problem in problems.items():
+            sequences[row].error = problem.raised_on(self.links.stage.ranks[-1])  # type: ignore[assignment]
+        return drawn
 
 
 class MicroBatch(TextGeneration):
@@ -120,6 +127,15 @@ def _separate_prompts(parts: list[Plan]) -> None:
         others: dict[Prompt, Prompt] = {}
         for sequence in part.sequences:
             sequence.prompt = others.setdefault(sequence.prompt, Prompt(sequence.prompt.tokens))
+
+
+def split_empty_plan(plan: Plan, num_parts: int) -> list[Plan]:
+    """The same for sequences that are still to come."""
+    for number in range(min(num_parts, plan.max_running), 1, -1):
+        parts = [_part(plan, number, place, []) for place in range(number)]
+        if all(part.num_blocks > part.num_columns for part in parts):  # one more for samples to fork into
+            return parts
+    return [plan]
 
 
 def split_workspace(kv: torch.Tensor, model: StageModel, parts: list[Plan]) -> list[torch.Tensor]:

@@ -11,22 +11,23 @@ from typing import Any
 import torch
 
 from hybrid_engine.distributed.interrupts import holding_interrupts
-from hybrid_engine.distributed.verdict import LostError, Partners, attempt
+from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.decoding.decode import DecodeStep, SlotTables
 from hybrid_engine.generation.decoding.graph import CaptureStats
 from hybrid_engine.generation.decoding.open_step import Choice
-from hybrid_engine.generation.pipeline.links import StageFailedError
 from hybrid_engine.generation.pipeline.micro_batches import (
     MicroBatch,
     StageStep,
     StageTurns,
+    split_empty_plan,
     split_plan,
     split_workspace,
 )
 from hybrid_engine.generation.pipeline.stage_model import StageModel
+from hybrid_engine.generation.pipeline.turns import OrderedTurns
 from hybrid_engine.ops import SampleOp
 
 
@@ -72,10 +73,9 @@ class StageRollouts(ContainerRollouts):
     def _take_turns(self, batches: list[MicroBatch], tell: Callable[[], None], most: int | None = None) -> None:
         """Rounds of one turn of each micro-batch, at most `most`, until none has work.
 
-        An error, or Ctrl-C, of one stage ends the rounds on all where the micro-batch of that turn is to go on.
+        An error, or Ctrl-C, of one stage ends the rounds on all.
         """
-        links, failed = self.model.links, set[MicroBatch]()
-        error: BaseException | None = None
+        turns = OrderedTurns(self.model.links, self.model.dtype, len(batches))
         with holding_interrupts() as held:
 
             def begin() -> None:
@@ -85,33 +85,14 @@ class StageRollouts(ContainerRollouts):
             while any(batch.has_work for batch in batches) and most != 0:
                 most = None if most is None else most - 1
                 for batch in batches:
-                    if batch in failed or not self._read(batch):
-                        links.finish()
-                        self.partners.raise_together(error)
-                    if not batch.has_work:
-                        continue
-                    links.begin_turn(len(batches))
-                    problem = attempt(partial(self.peers.agree, begin))[1] or self._attempt(batch.turn)
-                    if problem is not None:
-                        links.fail_turn(self.model.dtype)
-                        failed.add(batch)
-                        error = error or (None if isinstance(problem, StageFailedError) else problem)
-            for batch in batches:
-                self._read(batch)
-            links.finish()
+                    turns.read(batch)
+                    if batch.has_work:
+                        turns.take(batch, partial(self.partners.agree, begin))
+            turns.read_all()
+            self.model.links.finish()
 
-    def _read(self, batch: MicroBatch) -> bool:
-        """Reads the tokens of the last turn of a micro-batch; False where a stage failed in it."""
-        try:
-            batch.read_all()
-        except StageFailedError:
-            return False
-        return True
-
-    @staticmethod
-    def _attempt(action: Callable[[], None]) -> BaseException | None:
-        """The error of `action`; LostError is raised: nothing can be told any more."""
-        error = attempt(action)[1]
-        if isinstance(error, LostError):
-            raise error
-        return error
+    def start_live(self, plan: Plan, kv: torch.Tensor) -> list[MicroBatch]:
+        """Empty micro-batches that sequences join later, as many as stages where there is room."""
+        parts = split_empty_plan(plan, self.model.stage.size)
+        workspaces = split_workspace(kv, self.model, parts)
+        return [self._start(part, space, None) for part, space in zip(parts, workspaces, strict=True)]

@@ -8,6 +8,7 @@ from transformers import StopStringCriteria
 
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.detokenize import first_stop
+from hybrid_engine.generation.sampling.processors import build_row_processors
 
 
 def is_ended(row: Sequence, vocab: int) -> bool:
@@ -27,6 +28,8 @@ def _is_ended(row: Sequence, vocab: int) -> bool:
         return True
     if rules.guide is None:
         return False
+    if row.processors is None:  # drawn elsewhere: this process holds no last stage
+        row.processors = build_row_processors(row.options, len(row.prompt.tokens), torch.device("cpu"))
     return row.processors.guide.is_complete(tokens, vocab)
 
 

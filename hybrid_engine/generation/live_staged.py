@@ -1,0 +1,104 @@
+"""A live batch on processes that hold some of the layers each: micro-batches, which take turns in rotation.
+
+While one is in one stage, the others are in the other stages. The tokens of a micro-batch are read, and told, before
+its next turn.
+"""
+
+from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.live import LiveBatch, Progress
+from hybrid_engine.generation.pipeline.micro_batches import MicroBatch
+from hybrid_engine.generation.pipeline.turns import OrderedTurns
+from hybrid_engine.generation.scoring import is_unscored, score_prompts
+
+
+class StagedBatch(LiveBatch):
+    """The micro-batches as one; every stage makes the same calls.
+
+    Args:
+        batches: of which `turns` are taken.
+    """
+
+    def __init__(self, model: InferenceModel, batches: list[MicroBatch], longest: int, turns: OrderedTurns):
+        self.model, self.longest = model, longest
+        self._turns = turns
+        self._parts = [LiveBatch(model, batch, longest) for batch in batches]
+        self._settled: list[Progress] = []  # and not told yet
+        self._next = 0
+
+    @property
+    def has_work(self) -> bool:
+        """LiveBatch's."""
+        return bool(self._turns.failed or self._settled) or any(part.has_work for part in self._parts)
+
+    @property
+    def num_running(self) -> int:
+        """LiveBatch's."""
+        return sum(part.num_running for part in self._parts)
+
+    @property
+    def num_waiting(self) -> int:
+        """LiveBatch's."""
+        return sum(part.num_waiting for part in self._parts)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """LiveBatch's."""
+        return [sequence for part in self._parts for sequence in part.unfinished]
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """LiveBatch's. Samples of a prompt go together, and what goes on from another sequence goes where that was."""
+        self.score(list(dict.fromkeys(sequence.prompt for sequence in sequences)))
+        of_prompts: dict[Prompt, list[Sequence]] = {}
+        for sequence in sequences:
+            of_prompts.setdefault(sequence.prompt, []).append(sequence)
+        for samples in of_prompts.values():
+            part = self._choose_part(samples)
+            if part.strategy not in self._turns.failed:
+                part.add(samples)
+
+    def _choose_part(self, samples: list[Sequence]) -> LiveBatch:
+        for sequence in samples:
+            for part in self._parts:
+                if sequence.begins_from in part.scheduler.kept_sequences:
+                    return part
+        return min(self._parts, key=lambda part: len(part.unfinished))
+
+    def score(self, prompts: list[Prompt]) -> None:
+        """LiveBatch's, by passes through all stages."""
+        wanted = [prompt for prompt in prompts if is_unscored(prompt)]
+        if wanted:
+            self._settled += self.settle()  # a pass through all stages has messages of its own
+            score_prompts(self.model, wanted)
+
+    def cancel(self, sequences: list[Sequence]) -> None:
+        """LiveBatch's."""
+        for part in self._parts:
+            if part.strategy not in self._turns.failed:
+                part.cancel(sequences)
+
+    def take_out(self) -> list[Progress]:
+        """LiveBatch's."""
+        self._turns.read_all()
+        settled, self._settled = self._settled, []
+        return settled + [told for part in self._parts for told in part.take_out()]
+
+    def settle(self) -> list[Progress]:
+        """LiveBatch's."""
+        self._turns.read_all()
+        return [told for part in self._parts for told in part.tell()]
+
+    def turn(self) -> list[Progress]:
+        """A turn of the next micro-batch that has work; what was told since its last one."""
+        settled, self._settled = self._settled, []
+        places = [(self._next + step) % len(self._parts) for step in range(len(self._parts))]
+        for place in places:
+            part = self._parts[place]
+            if part.has_work or part.strategy in self._turns.failed:
+                self._next = place + 1
+                self._turns.read(part.strategy)  # type: ignore[arg-type]
+                progress = part.tell()
+                if part.has_work:
+                    self._turns.take(part.strategy)  # type: ignore[arg-type]
+                return settled + progress
+        return settled
