@@ -60,7 +60,7 @@ class StagedBatch(LiveBatch):
     def _choose_part(self, samples: list[Sequence]) -> LiveBatch:
         for sequence in samples:
             for part in self._parts:
-                if sequence.begins_from in part.scheduler.kept_sequences:
+                if sequence.begins_from in part.scheduler.kept.sequences:
                     return part
         return min(self._parts, key=lambda part: len(part.unfinished))
 
