@@ -23,12 +23,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.linear import TransposedLinear
-from hybrid_engine.distributed.interrupts import holding_interrupts
+from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.generation.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.backend import RolloutResult
-from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.fewer_rows import with_half_the_rows
+from hybrid_engine.generation.generator import Generator, Request
 from hybrid_engine.generation.memory.training import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 from hybrid_engine.generation.output import GenerateOutput
@@ -142,12 +143,19 @@ class HybridEngine(ZeroEngine):
             if self.generator.begin(self._check_can_generate):
                 self.create_inference_containers()
             request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
-            with self._generating(), ExitStack() as release:
-                with self.latency.measure("gather"):
-                    kv = self.generator.gather(request, release)
-                with self.latency.measure("generate"):
-                    result = self.generator.run(request, kv, held)
-                self._count(result)
+            while True:
+                try:
+                    return self._roll_out(request, held)
+                except torch.OutOfMemoryError:
+                    request = with_half_the_rows(self.generator, request)
+
+    def _roll_out(self, request: Request, held: HeldInterrupts) -> torch.Tensor | GenerateOutput:
+        with self._generating(), ExitStack() as release:
+            with self.latency.measure("gather"):
+                kv = self.generator.gather(request, release)
+            with self.latency.measure("generate"):
+                result = self.generator.run(request, kv, held)
+            self._count(result)
         return result.output
 
     @contextmanager

@@ -177,6 +177,44 @@ def test_equal_rows_that_follow_each_other_are_prefilled_once(monkeypatch):
     assert torch.equal(repeated, samples) and len(repeated.unique(dim=0)) > len(ids)
 
 
+def test_out_of_memory_halves_the_rows_and_gives_the_same_samples(monkeypatch, caplog):
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    rows, row_mask = ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
+
+    def sampled():
+        torch.manual_seed(7)
+        return model.generate(rows, attention_mask=row_mask, max_new_tokens=5, do_sample=True, top_k=0)
+
+    expected, native = sampled(), attached.generator.native
+    run, tried = native.run, []
+
+    def limited(plan, *arguments):
+        tried.append(plan.max_running)
+        if plan.max_running > 3:
+            plan.sequences[0].tokens.append(1)  # half-way
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(plan, *arguments)
+
+    monkeypatch.setattr(native, "run", limited)
+    assert torch.equal(sampled(), expected) and tried == [12, 6, 3]
+    assert "out of memory with 12 rows at once; goes on with 6: hybrid_engine.max_running=6 avoids it" in caplog.text
+    monkeypatch.setattr(native, "run", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("always")))
+    with pytest.raises(torch.OutOfMemoryError, match="always"):
+        sampled()
+    monkeypatch.undo()
+    assert torch.equal(sampled(), expected)
+
+
+def test_equal_rows_run_in_as_few_blocks_as_samples_of_a_prompt_do():
+    model, (ids, mask) = build_model(), padded_prompts()
+    rows, row_mask = ids.repeat_interleave(4, 0), mask.repeat_interleave(4, 0)
+    attached = hybrid_engine.attach(model, kv_block_size=4, max_kv_blocks=5)
+    found = model.generate(rows, attention_mask=row_mask, **GREEDY)
+    attached.detach()
+    assert torch.equal(found, theirs(model, rows, row_mask))
+
+
 def test_embeddings_and_no_prompt_at_all_go_to_the_models_own():
     model, (ids, _) = build_model(), padded_prompts(num_prompts=2)
     embeddings = model.get_input_embeddings()(ids).detach()

@@ -25,6 +25,7 @@ from hybrid_engine.config.generation import HybridEngineConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
+from hybrid_engine.generation.fewer_rows import with_half_the_rows
 from hybrid_engine.generation.generator import Generator, Request
 from hybrid_engine.generation.probing.agreement import LogprobDifference, evaluating
 from hybrid_engine.generation.report import describe_generation
@@ -218,7 +219,11 @@ class Attached:
             others = {name: value for name, value in kwargs.items() if name != "attention_mask"}
             mask = kwargs.get("attention_mask")
             request = self.generator.prepare(prompts, mask, generation_config, None, others)
-            return self._run(request, prompts, generation_config, kwargs, held)
+            while True:
+                try:
+                    return self._run(request, prompts, generation_config, kwargs, held)
+                except torch.OutOfMemoryError:
+                    request = with_half_the_rows(self.generator, request)
 
     def _run(
         self,

@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import hybrid_engine.command.doctor as doctor
 import hybrid_engine.command.launcher as launcher
 import hybrid_engine.command.measure_links as measure_links
 from hybrid_engine.command.config_file import read_config_file
@@ -28,7 +29,13 @@ from hybrid_engine.recipes.reports import difference, page
 from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
 
 RECIPES = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "evaluate", "generate", "serve", "agent")
-OTHERS: dict[str, Any] = {"launch": launcher, "diff": difference, "report": page, "measure-links": measure_links}
+OTHERS: dict[str, Any] = {
+    "launch": launcher,
+    "diff": difference,
+    "report": page,
+    "measure-links": measure_links,
+    "doctor": doctor,
+}
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """Exit statuses: of a disk that takes no more, of input that is refused, and of Ctrl-C."""

@@ -17,6 +17,7 @@ WITHOUT_TORCH = frozenset(
         "hybrid_engine.command",
         "hybrid_engine.command.cli",
         "hybrid_engine.command.config_file",
+        "hybrid_engine.command.doctor",
         "hybrid_engine.command.field_meanings",
         "hybrid_engine.command.launcher",
         "hybrid_engine.command.measure_links",

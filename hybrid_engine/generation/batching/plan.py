@@ -154,7 +154,8 @@ def plan_rollout(
     Raises:
         ValueError: not even one sequence fits; says how many blocks it needs and how many there are.
     """
-    num_prompts = len(sequences) // options.num_return_sequences
+    distinct = len({id(sequence.prompt) for sequence in sequences})
+    num_prompts = len(sequences) // options.num_return_sequences if is_in_step else distinct
     # A process without prompts passes over the layers with the others, in a workspace for one token.
     lengths = [len(sequence) for sequence in sequences] or [1]
     longest = max((sequence.most_fed for sequence in sequences), default=1)
@@ -165,8 +166,8 @@ def plan_rollout(
     per_sequence = -(-longest // block_size)
     wanted = max_running * per_sequence
     kept = 0
-    if options.num_return_sequences > 1:  # prompts stay until their last sample has started
-        kept_prompts = min(num_prompts, -(-max_running // options.num_return_sequences) + 1)
+    if num_prompts < len(sequences):  # prompts stay until their last sample has started
+        kept_prompts = min(num_prompts, -(-max_running * num_prompts // len(sequences)) + 1)
         kept = kept_prompts * -(-max(lengths) // block_size)
     block_bytes = torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
     affordable = max(0, spare_bytes - num_reserved * block_bytes) // block_bytes
