@@ -1,15 +1,18 @@
 """`build_optimizer`: any optimizer on the parameters that this rank holds, with gradients summed over units."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.parallel.checkpoints.optimizer_states import GROUP, NAMES, NUMBERS
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Hook, Reducer
@@ -46,11 +49,15 @@ def build_optimizer(
         Reducer([p for _, p in trained if id(p) not in parallel], group),
     ]
     groups = param_groups(trained) if param_groups is not None else [{"params": [p for _, p in trained]}]
-    groups, described = _of_one_kind(groups, trained)
+    groups, described = _of_one_kind(groups, _places(module, trained))
     optimizer = optimizer_fn(groups, *args, **kwargs)
     for live, description in zip(optimizer.param_groups, described, strict=True):
         live.update(description)
-    _Additions(optimizer, reducers, [p for _, p in trained]).attach()
+    additions = _Additions(optimizer, reducers, [p for _, p in trained])
+    for part in parts:
+        additions.after.extend(_between_stages(part))
+        additions.stages = part.meshes.stages if part.plan.stages else None
+    additions.attach()
     return optimizer
 
 
@@ -72,14 +79,39 @@ def _shard(part: ParallelModule) -> None:
     sharded.set_force_sum_reduction_for_comms(True)
 
 
+def _places(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> dict[int, tuple[str, int]]:
+    """By the identity of each parameter its name and place in the original module."""
+    if not isinstance(module, ParallelModule):
+        return {id(p): (name, place) for place, (name, p) in enumerate(trained)}
+    places = module.places()
+    return {id(p): (module.canonical(name), places[module.canonical(name)]) for name, p in trained}
+
+
+def _between_stages(part: ParallelModule) -> list[Reducer]:
+    """For each set of stages with copies of the same parameters, what adds their gradients up; collective."""
+    reducers = []
+    held = part.held()
+    for stages, names in part.shared_by_stages().items():
+        num_processes = part.config.plan_ngpus // part.meshes.stages.size()  # type: ignore[union-attr]
+        starts = range(0, part.config.runtime_ngpus, part.config.plan_ngpus)
+        ranks = [
+            [start + stage * num_processes + place for stage in stages]
+            for start in starts
+            for place in range(num_processes)
+        ]
+        group, _ = dist.new_subgroups_by_enumeration(ranks)
+        shared = [held[name] for name in names if name in held]
+        reducers.append(Reducer([p for p in shared if isinstance(p, nn.Parameter) and p.requires_grad], group))
+    return reducers
+
+
 def _of_one_kind(
-    groups: list[dict[str, Any]], trained: Sequence[tuple[str, nn.Parameter]]
+    groups: list[dict[str, Any]], places: Mapping[int, tuple[str, int]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The groups, each divided by what its parameters are sharded over: optimizers step those of one kind at once.
 
     Beside them what checkpoints say of each group: names of the parameters, their places, the number of the group.
     """
-    places = {id(p): (name, place) for place, (name, p) in enumerate(trained)}
     divided, described = [], []
     for number, group in enumerate(groups):
         kinds: dict[Any, list[nn.Parameter]] = {}
@@ -97,6 +129,8 @@ class _Additions:
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducers: list[Reducer], parameters: list[nn.Parameter]):
         self.optimizer, self.reducers, self.parameters = optimizer, reducers, parameters
+        self.after: list[Reducer] = []  # of parameters that several stages hold
+        self.stages: DeviceMesh | None = None
         self._summed: list[
             weakref.ref[Tensor] | None
         ] = []  # gradients of `parameters`; empty: none since the last step
@@ -136,7 +170,7 @@ class _Additions:
     def sync_shard_grad(self) -> None:
         """Sums gradients over units; nothing where that is done since the last step. Collective."""
         if not self.is_synced:
-            for reducer in self.reducers:
+            for reducer in (*self.reducers, *self.after):
                 if reducer.parameters:
                     reducer.reduce()
             self._summed = [None if p.grad is None else weakref.ref(p.grad) for p in self.parameters]
@@ -153,8 +187,14 @@ class _Additions:
     def clip_gnorm(self, max_norm: float | None = None) -> Tensor:
         """The norm of all gradients over all axes, which are scaled down to `max_norm` if it is greater; collective."""
         self.sync_shard_grad()
-        norms = [_norm(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
-        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        # Of parameters that several stages hold, the first counts.
+        counted = {id(p) for reducer in self.after if dist.get_rank(reducer.group) for p in reducer.parameters}
+        norms = [_norm(p.grad) for p in self.parameters if p.grad is not None and id(p) not in counted]
+        total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=default_device())
+        if self.stages is not None:
+            squared = total.float().square()
+            dist.all_reduce(squared, group=self.stages.get_group())
+            total = squared.sqrt()
         if max_norm is not None and max_norm > 0:
             self.scale_grads(min(1.0, max_norm / (float(total) + 1e-6)))
         return total

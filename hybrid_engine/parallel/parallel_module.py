@@ -5,7 +5,7 @@ Names of parameters and buffers are those of the module that it was made from.
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 from torch.utils import _pytree as pytree
 
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.lowering.layouts import Layout, parameter_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
+from hybrid_engine.parallel.pipelining.pipeline import Pipeline, StageRunner
+from hybrid_engine.parallel.pipelining.stage_ops import StageOps, divide
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -36,8 +39,15 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.plan, self.config, self.meshes = plan, config, meshes
         layouts = parameter_layouts(plan.graph, plan)
-        parts = {id(p): self._part(p, layouts.get(name)) for name, p in module.named_parameters()}
+        self.__dict__["_stages"] = stages = self._own_stages(plan.graph)
+        names = None if stages is None else frozenset().union(*(stage.held for stage in stages.values()))
+        parts = {
+            id(p): self._part(p, layouts.get(name)) if names is None or name in names else nn.Parameter(torch.empty(0))
+            for name, p in module.named_parameters()
+        }
         held = copy.deepcopy(module, dict(parts))  # type: ignore[arg-type]
+        if names is not None:
+            self._leave_out(held, names)
         empty = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
         original = copy.deepcopy(module, {**empty, **{id(b): b.to("meta") for b in module.buffers()}})
         # Not a module of this one: it says how the module computes, and holds no weights.
@@ -46,6 +56,8 @@ class ParallelModule(nn.Module):
             self.__dict__[name] = held.__dict__[name]
         self.training = module.training
         self.__dict__["_steps"] = {}
+        self.__dict__["_pipelines"] = {}
+        self.__dict__["_runner"] = None
         self.__dict__["_is_in_step"] = False
 
     def _part(self, parameter: nn.Parameter, layout: Layout | None) -> nn.Parameter:
@@ -53,11 +65,56 @@ class ParallelModule(nn.Module):
             return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
         return nn.Parameter(distribute_tensor(parameter.detach(), self.meshes.unit, layout), parameter.requires_grad)
 
+    def _own_stages(self, graph: Graph) -> dict[int, StageOps] | None:
+        """The stages of this process by their numbers; None where there is one stage in all."""
+        if not self.plan.stages:
+            return None
+        assert self.meshes.stages is not None
+        first, size = self.meshes.stages.get_local_rank(), self.meshes.stages.size()
+        stages = divide(graph, self.plan.stages)
+        return {number: stages[number] for number in range(first, len(stages), size)}
+
+    def _leave_out(self, held: nn.Module, names: Collection[str]) -> None:
+        """Takes from the module the parameters and buffers of other stages."""
+        for path, owner in held.named_modules():
+            for tensors in (owner._parameters, owner._buffers):
+                for name in list(tensors):
+                    if tensors[name] is not None and self.canonical(f"{path}.{name}".lstrip(".")) not in names:
+                        del tensors[name]
+
+    def canonical(self, name: str) -> str:
+        """The name that a parameter or buffer has in the plan's graph, the first one of those that are tied."""
+        return self.plan.graph.aliases.get(name, name)
+
+    def places(self) -> dict[str, int]:
+        """The places of all parameters in the original module by name, those of other stages too."""
+        return {name: place for place, (name, _) in enumerate(self._original.named_parameters())}
+
+    def shared_by_stages(self) -> dict[tuple[int, ...], list[str]]:
+        """By the processes of a pipeline that hold copies, the names of parameters that several stages read."""
+        if not self.plan.stages:
+            return {}
+        assert self.meshes.stages is not None
+        found: dict[tuple[int, ...], list[str]] = {}
+        stages = divide(self.plan.graph, self.plan.stages)
+        for name in self.plan.graph.of_kind("parameter"):
+            holders = {number % self.meshes.stages.size() for number, s in enumerate(stages) if name in s.held}
+            if len(holders) > 1:
+                found.setdefault(tuple(sorted(holders)), []).append(name)
+        return found
+
+    def held(self) -> dict[str, Tensor]:
+        """This process's parameters and buffers by their names in the graph."""
+        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        return {self.canonical(name): tensor for name, tensor in named}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original module's forward gives, whole on every process of the unit.
 
         ValueError for an end-to-end module, and where a buffer was never initialised.
         """
+        if self._runner is not None:
+            return self._runner(*args, **kwargs)
         if self.config.use_end2end and not self._is_in_step:
             raise ValueError("an end-to-end module has no forward of its own; call train_step or infer_step")
         return self._run(*args, **kwargs)
@@ -68,28 +125,76 @@ class ParallelModule(nn.Module):
             raise ValueError(f"buffers {uninitialised} were never initialised; load a state dict that has them")
         if self.config.inference_only and torch.is_grad_enabled() and self.training:
             raise ValueError("inference_only=True: the module is never trained; call eval(), or change the config")
-        arguments = inspect.signature(self._original.forward).bind(*args, **kwargs).arguments
-        arguments = _flat_arguments(self._original, arguments)
+        arguments = self._arguments(*args, **kwargs)
         steps, graph = self._steps_for(arguments)
-        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        held = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        outputs, mutations = steps.run(held, dict(zip(graph.of_kind("input"), tensors, strict=True)))
+        held = self.held()
+        outputs, mutations = steps.run(held, inputs_of(graph, arguments))
         with torch.no_grad():
             for name, value in mutations.items():
                 held[name].copy_(value)
         return pytree.tree_unflatten(outputs, graph.out_spec)
 
-    def _steps_for(self, arguments: dict[str, Any]) -> tuple[Steps, Graph]:
-        """The planned graph for arguments of these shapes; traced where they are new."""
+    def _arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _flat_arguments(
+            self._original, inspect.signature(self._original.forward).bind(*args, **kwargs).arguments
+        )
+
+    def _key(self, arguments: dict[str, Any]) -> Hashable:
+        """What the graph depends on."""
         leaves, spec = pytree.tree_flatten(arguments)
         words = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves)
-        key = (self.training, str(spec), words)
+        return self.training, str(spec), words
+
+    def _planned(self, arguments: dict[str, Any]) -> tuple[Plan, Graph]:
+        self._original.train(self.training)
+        graph = build_graph(self._original, arguments)
+        return self.plan.for_graph(graph), graph
+
+    def _steps_for(self, arguments: dict[str, Any]) -> tuple[Steps, Graph]:
+        """The planned graph for arguments of these shapes; traced where they are new."""
+        key = self._key(arguments)
         if key not in self._steps:
-            self._original.train(self.training)
-            graph = build_graph(self._original, arguments)
-            plan = self.plan.for_graph(graph)
+            plan, graph = self._planned(arguments)
             self._steps[key] = Steps(graph, plan, self.meshes.unit), graph
         return self._steps[key]
+
+    def _pipeline_for(self, arguments: dict[str, Any]) -> tuple[Pipeline, Graph]:
+        """The stages of this process for samples of these shapes."""
+        key = self._key(arguments)
+        if key not in self._pipelines:
+            plan, graph = self._planned(arguments)
+            stages = self._own_stages(graph) or {}
+            runners = {n: StageRunner(graph, plan, self.meshes, stage, self.held) for n, stage in stages.items()}
+            self._pipelines[key] = Pipeline(graph, plan, self.meshes, runners, self), graph
+        return self._pipelines[key]
+
+    def _through_stages(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor] | None) -> list[Any]:
+        """The results of each sample, on all processes; with `loss`, their gradients are added up. Collective."""
+        arguments, pipeline, graph = agree(lambda: self._prepared(samples))
+
+        def loss_of(outputs: Sequence[Tensor | None], position: int) -> Tensor:
+            assert loss is not None
+            return loss(pytree.tree_unflatten(outputs, graph.out_spec), position)
+
+        if len(pipeline.runners) == 1:
+            self.__dict__["_runner"] = next(iter(pipeline.runners.values()))
+        try:
+            inputs = [inputs_of(graph, entry) for entry in arguments]
+            results = pipeline.run(inputs, loss_of if loss is not None else None)
+        finally:
+            self.__dict__["_runner"] = None
+        return [pytree.tree_unflatten(outputs, graph.out_spec) for outputs in results]
+
+    def _prepared(self, samples: Sequence[Any]) -> tuple[list[dict[str, Any]], Pipeline, Graph]:
+        if len(samples) != self.plan.num_micro_batches:
+            raise ValueError(
+                f"{len(samples)} samples are given; with stages there must be as many as pipeline_nmicros="
+                f"{self.plan.num_micro_batches}"
+            )
+        arguments = [self._arguments(sample) for sample in samples]
+        if len({self._key(entry) for entry in arguments}) > 1:
+            raise ValueError("with stages all samples of a step must have the same shapes; pad them to one length")
+        return arguments, *self._pipeline_for(arguments[0])
 
     def train_step(
         self,
@@ -107,19 +212,27 @@ class ParallelModule(nn.Module):
             raise ValueError("inference_only=True: train_step needs a plan for training; change the config")
         self._check_samples(samples, is_dummy_batch)
         self.zero_grad()
+
+        def backward_from(result: Any, position: int) -> Tensor:
+            loss = _loss_of(result)
+            loss = loss if scale_fn is None else scale_fn(loss)
+            return loss * 0 if is_dummy_batch and is_dummy_batch[position] else loss
+
+        if self.plan.stages:
+            return self._through_stages(samples, backward_from)
         results = []
         for position, sample in enumerate(samples):
             if isinstance(self, FSDPModule):
                 self.set_requires_gradient_sync(position == len(samples) - 1)
             results.append(self._call(sample))
-            loss = _loss_of(results[-1])
-            loss = loss if scale_fn is None else scale_fn(loss)
-            (loss * 0 if is_dummy_batch and is_dummy_batch[position] else loss).backward()
+            backward_from(results[-1], position).backward()
         return results
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """The results of the forward pass of each sample."""
         self._check_end_to_end("infer_step")
+        if self.plan.stages:
+            return self._through_stages(samples, None)
         with torch.no_grad():
             return [self._call(sample) for sample in samples]
 
@@ -142,6 +255,12 @@ class ParallelModule(nn.Module):
             raise ValueError(
                 f"is_dummy_batch has {len(is_dummy_batch)} entries, samples {len(samples)}; give one for each"
             )
+
+
+def inputs_of(graph: Graph, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors among the arguments of a forward pass by the names of their values."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    return dict(zip(graph.of_kind("input"), tensors, strict=True))
 
 
 def _flat_arguments(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:

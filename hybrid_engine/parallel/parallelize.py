@@ -14,7 +14,7 @@ from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, Com
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.meshes import build_meshes
 from hybrid_engine.parallel.parallel_module import ParallelModule
-from hybrid_engine.parallel.planning.named_policies import Policy, plan_by
+from hybrid_engine.parallel.planning.named_policies import Policy, check_runs, plan_by
 from hybrid_engine.parallel.planning.plan import Plan
 
 Option = TypeVar("Option", bound=Enum)
@@ -63,7 +63,7 @@ def parallelize(
     graph = build_graph(traced, dummy_forward_args)
     content = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
     plan = Plan.from_json(content, graph)
-    plan.check_runs()  # what lies in the folder may have been edited
+    check_runs(plan, compute_config)  # what lies in the folder may have been edited
     if not load_module:
         return None
     if is_class:

@@ -4,7 +4,7 @@ Autograd runs through it: an edge goes back by the inverse change of layout (`DT
 that is a partial sum is added up where the layout of its tensor says so (`to_local(grad_placements=...)`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.utils.checkpoint import checkpoint
 
 from hybrid_engine.parallel.graph.calls import arguments_of, tensors_in
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.lowering.layouts import Edge, Layout, edges_of, gradient_layout, value_layouts, whole
+from hybrid_engine.parallel.lowering.recomputing import Block, blocks_of
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -48,12 +50,23 @@ class Steps:
     Without a mesh it runs on one process.
     """
 
-    def __init__(self, graph: Graph, plan: Plan, mesh: DeviceMesh | None):
+    def __init__(
+        self,
+        graph: Graph,
+        plan: Plan,
+        mesh: DeviceMesh | None,
+        ops: Sequence[str] | None = None,
+        kept: Sequence[str] = (),
+    ):
+        """`ops` are the keys of those that are run, all by default; `kept` are results that are asked for besides."""
         self.graph, self.plan, self.mesh = graph, plan, mesh
         self.layouts = value_layouts(graph, plan)
         self.whole = whole(plan)
-        last_used = _last_uses(graph)
-        self.steps = [_step(graph, plan, op, last_used.get(key, ())) for key, op in graph.ops.items()]
+        ops = list(graph.ops) if ops is None else list(ops)
+        results = {*kept, *graph.mutations.values(), *(key for key in graph.outputs if key is not None)}
+        last_used = _last_uses(graph, ops, results)
+        self.steps = {key: _step(graph, plan, graph.ops[key], last_used.get(key, ())) for key in ops}
+        self.blocks = blocks_of(graph, ops, plan.recompute, results)
 
     def run(self, held: Mapping[str, Tensor], arguments: Mapping[str, Tensor]) -> tuple[list[Tensor | None], Any]:
         """The results of the forward pass, whole on every rank, and the new values of buffers by name.
@@ -61,24 +74,56 @@ class Steps:
         `held` are parameters (DTensors where there is a mesh) and buffers by name, `arguments` the tensors among the
         arguments by the name of their value. Local tensors are read, not changed.
         """
-        values = _Values(self.mesh, self.layouts, {**held, **arguments})
+        values = self.values(held, arguments)
+        return self.outputs(values), self.mutations(values, self.graph.mutations)
+
+    def values(self, held: Mapping[str, Tensor], arguments: Mapping[str, Tensor]) -> "Values":
+        """All that was made and is asked for."""
+        values = Values(self.mesh, self.layouts, {**held, **arguments})
         values.enter({f"constant:{name}": tensor for name, tensor in self.graph.constants.items()})
-        for step in self.steps:
+        for block in self.blocks:
+            if block.is_recomputed and torch.is_grad_enabled():
+                self._run_checkpointed(block, values)
+            else:
+                self._run(block, values)
+        return values
+
+    def outputs(self, values: "Values") -> list[Tensor | None]:
+        """The results of the forward pass, whole on every rank."""
+        return [self._whole(values, key) if key is not None else None for key in self.graph.outputs]
+
+    def mutations(self, values: "Values", names: Iterable[str]) -> dict[str, Tensor]:
+        """The new values of buffers by name."""
+        return {name: self._whole(values, self.graph.mutations[name]).detach() for name in names}
+
+    def _whole(self, values: "Values", key: str) -> Tensor:
+        return values.local(Edge(key, self.whole, self.whole))
+
+    def _run(self, block: Block, values: "Values") -> None:
+        for step in map(self.steps.__getitem__, block.ops):
             operands = [values.local(edge) for edge in step.edges]
             results = step.function(**_filled(step.arguments, operands))
             values.enter({key: (results if step.is_single else results[index]) for index, key in step.outputs})
             for key in step.last_used:
                 values.drop(key)
-        outputs = [
-            None if key is None else values.local(Edge(key, self.whole, self.whole)) for key in self.graph.outputs
-        ]
-        mutations = {
-            name: values.local(Edge(key, self.whole, self.whole)).detach() for name, key in self.graph.mutations.items()
-        }
-        return outputs, mutations
+
+    def _run_checkpointed(self, block: Block, values: "Values") -> None:
+        """Keeps of the block what it reads and gives alone; the rest is computed again in the backward pass."""
+
+        def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
+            inside = Values(self.mesh, self.layouts, dict(zip(block.read, tensors, strict=True)))
+            self._run(block, inside)
+            return tuple(inside.tensors[key] for key in block.given)
+
+        read = (values.tensors[key] for key in block.read)
+        results = checkpoint(compute, *read, use_reentrant=False)
+        values.enter(dict(zip(block.given, results, strict=True)))
+        for op in block.ops:
+            for key in self.steps[op].last_used:
+                values.drop(key)
 
 
-class _Values:
+class Values:
     """The tensors of one run, each in the layouts that were asked for so far."""
 
     def __init__(self, mesh: DeviceMesh | None, layouts: Mapping[str, Layout], held: dict[str, Tensor]):
@@ -175,12 +220,11 @@ def _fill(value: Any, operands: Sequence[Tensor]) -> Any:
     return [_fill(entry, operands) for entry in value] if isinstance(value, list) else value
 
 
-def _last_uses(graph: Graph) -> dict[str, list[str]]:
+def _last_uses(graph: Graph, ops: Sequence[str], kept: Collection[str]) -> dict[str, list[str]]:
     """By the key of an op, the results of others that it is the last to read."""
     last: dict[str, str] = {}
-    for key, op in graph.ops.items():
-        last |= dict.fromkeys((*op.outputs, *op.inputs), key)
-    kept = {*graph.outputs, *graph.mutations.values()}
+    for key in ops:
+        last |= dict.fromkeys((*graph.ops[key].outputs, *graph.ops[key].inputs), key)
     found: dict[str, list[str]] = {}
     for value, op_key in last.items():
         if value not in kept and graph.values[value].kind == "result":

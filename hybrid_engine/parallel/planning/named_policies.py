@@ -11,6 +11,7 @@ from hybrid_engine.parallel.planning.explaining import explain
 from hybrid_engine.parallel.planning.options import OPTION_NAMES
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.policies import batch_plan, random_plan, replicated_plan
+from hybrid_engine.parallel.planning.stage_policies import STAGE_OPTIONS, stages_and_batch, stages_of_equal_size
 
 Policy = Callable[[Graph, ComputeConfig], Plan | None]
 
@@ -38,12 +39,16 @@ POLICIES: Mapping[str, Policy] = {
     "dp": data_parallel,
     "tp": random_splits,
     "data": split_batch,
+    "pp": stages_of_equal_size,
+    "hybrid": stages_and_batch,
     "autodist": autodist,
 }
 OPTIONS: Mapping[str, frozenset[str]] = {
     "dp": frozenset(),
     "tp": frozenset({"seed"}),
     "data": frozenset(),
+    "pp": STAGE_OPTIONS - {"pipeline_nstages"},
+    "hybrid": STAGE_OPTIONS,
     "autodist": OPTION_NAMES,
 }
 
@@ -66,8 +71,24 @@ def plan_by(policy: str | Policy, graph: Graph, config: ComputeConfig) -> Plan:
     if plan.plan_ngpus != config.plan_ngpus:
         raise ValueError(f"the plan is for {plan.plan_ngpus} processes, plan_ngpus={config.plan_ngpus}; change either")
     plan.check()
-    plan.check_runs()
+    check_runs(plan, config)
     return plan
+
+
+def check_runs(plan: Plan, config: ComputeConfig) -> None:
+    """ValueError for a plan that cannot be run under this config."""
+    plan.check_runs()
+    if not plan.stages:
+        return
+    if not config.use_end2end:
+        raise ValueError("a plan with stages needs use_end2end=True: train_step alone runs them; set it")
+    if config.inference_only != (plan.schedule == "infer_pipe"):
+        raise ValueError(
+            f"inference_only={config.inference_only} does not go with the schedule {plan.schedule!r}; 'infer_pipe' is "
+            "for inference_only=True, all others are for training"
+        )
+    if config.use_zero and plan.schedule == "1f1b_interleaved":
+        raise ValueError("use_zero=True does not go with '1f1b_interleaved'; take '1f1b', or leave use_zero out")
 
 
 def check_options(policy: str, options: Mapping[str, Any]) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.parallel.graph.graph import Graph, Op
+from hybrid_engine.parallel.pipelining.schedules import check_schedule, stages_each
+from hybrid_engine.parallel.pipelining.stage_ops import divide
 
 VERSION = 1
 Names = tuple[str | None, ...]
@@ -44,7 +46,7 @@ class Plan:
     @property
     def plan_ngpus(self) -> int:
         """The number of processes of a unit."""
-        return prod(self.mesh) * max(len(self.stages), 1)
+        return prod(self.mesh) * max(len(self.stages) // stages_each(self.schedule), 1)
 
     def split_of(self, op: Op) -> Names:
         """The names along which `op` is split, by axis."""
@@ -93,12 +95,15 @@ class Plan:
             check_split(self.graph.ops[key], names, self.mesh)
 
     def check_runs(self) -> None:
-        """ValueError for decisions that a plan can hold and nothing carries out yet."""
-        for name, without in WITHOUT_EFFECT.items():
-            if (value := getattr(self, name)) != without:
-                raise ValueError(
-                    f"the plan has {name}={value!r}, which is not carried out yet; leave it at {without!r}"
-                )
+        """ValueError for stages, schedules and micro-batches that cannot be run, and for what would have no effect."""
+        if self.stages:
+            check_schedule(self.schedule, len(self.stages), self.num_micro_batches)
+            divide(self.graph, self.stages)
+        elif self.schedule != "1f1b":
+            raise ValueError(f"the plan has schedule={self.schedule!r} and no stages; name them, or leave it at '1f1b'")
+        for path in self.recompute:
+            if not any(fnmatchcase(around, path) for op in self.graph.ops.values() for around in _around(op.path)):
+                raise ValueError(f"recompute={path!r} is no module of the graph; {nearest_paths(self.graph, path)}")
 
     def diff(self, other: "Plan") -> str:
         """What differs between this plan and another, one line each; empty if nothing does."""
@@ -180,8 +185,10 @@ class Plan:
 DECISIONS = ("mesh", "splits", "stages", "recompute", "num_micro_batches", "schedule", "notes")
 
 
-WITHOUT_EFFECT: Mapping[str, Any] = {"stages": (), "recompute": (), "num_micro_batches": 1, "schedule": "1f1b"}
-"""Decisions that nothing carries out yet, with the one value that each may have where a plan is run."""
+def _around(path: str) -> list[str]:
+    """The paths of a module and of all those around it."""
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _fits(op: Op, names: Names, mesh: Sequence[int]) -> bool:

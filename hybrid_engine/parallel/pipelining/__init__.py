@@ -1,0 +1,1 @@
+"""A plan's stages on torch.distributed.pipelining."""

@@ -1,0 +1,184 @@
+"""One step of a pipeline: every process has all samples, runs its stages, and gets the results of the last one.
+
+An error in a stage's forward pass does not stop its process, which others wait for: it sends zeros on, and once the
+step is over all processes raise it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.distributed.verdict import everyone
+from hybrid_engine.parallel.graph.graph import Graph
+from hybrid_engine.parallel.lowering.layouts import Layout
+from hybrid_engine.parallel.lowering.steps import Steps
+from hybrid_engine.parallel.meshes import Meshes
+from hybrid_engine.parallel.pipelining.schedules import build_schedule
+from hybrid_engine.parallel.pipelining.stage_ops import StageOps
+from hybrid_engine.parallel.planning.plan import Plan
+
+Inputs = Mapping[str, Tensor]
+"""The tensors of one sample, by the names of their values."""
+Outputs = list[Tensor | None]
+"""The results of the forward pass of one sample, flattened."""
+
+
+class StageRunner(nn.Module):
+    """One stage as torch.distributed.pipelining calls it: once for each micro-batch, in their order."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, meshes: Meshes, stage: StageOps, held: Callable[[], dict[str, Tensor]]
+    ):
+        super().__init__()
+        self.graph, self.mesh_sizes, self.stage, self.held = graph, plan.mesh, stage, held
+        self.steps = Steps(graph, plan, meshes.unit, stage.ops, stage.sent)
+        self.samples: Sequence[Inputs] = ()
+        self.outputs: list[Outputs] = []
+        self.error: Exception | None = None
+        self.count = 0
+
+    def begin(self, samples: Sequence[Inputs]) -> None:
+        """Takes the samples of the next step."""
+        self.samples, self.outputs, self.error, self.count = samples, [], None, 0
+
+    def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
+        """What the next stage is sent, or the results of the last one that are tensors."""
+        sample = self.samples[self.count]
+        self.count += 1
+        try:
+            return self._run(sample, received)
+        except Exception as error:
+            self.error = self.error or error
+            return self._zeros()
+
+    def _run(self, sample: Inputs, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        held = self.held()
+        # A backward pass of an earlier micro-batch may yet read a buffer that this one changes.
+        given = held | {name: held[name].clone() for name in self.stage.mutations}
+        values = self.steps.values(given, {**sample, **dict(zip(self.stage.received, received, strict=True))})
+        mutations = self.steps.mutations(values, self.stage.mutations)
+        with torch.no_grad():
+            for name, value in mutations.items():
+                held[name].copy_(value)
+        if not self.stage.is_last:
+            tensors = {key: values.tensors[key] for key in self.stage.sent}
+            # What is only passed on must be another tensor than what the gradient of the received one is added to.
+            return tuple(tensor.clone() if key in self.stage.received else tensor for key, tensor in tensors.items())
+        outputs = self.steps.outputs(values)
+        self.outputs.append([None if output is None else output.detach().clone() for output in outputs])
+        return tuple(output for output in outputs if output is not None)
+
+    def _zeros(self) -> tuple[Tensor, ...]:
+        """What has the shapes of results, after an error."""
+        device = default_device()
+        if not self.stage.is_last:
+            return tuple(
+                torch.zeros_like(t, device=device, requires_grad=t.requires_grad) for t in self.like(self.stage.sent)
+            )
+        shown = [self.graph.values[key] for key in self.graph.outputs if key is not None]
+        zeros = [torch.zeros(v.shape, dtype=v.dtype, device=device) for v in shown]
+        self.outputs.append([None if key is None else zeros[0] for key in self.graph.outputs])
+        return tuple(zero.requires_grad_() if zero.is_floating_point() else zero for zero in zeros)
+
+    def like(self, keys: Sequence[str]) -> tuple[Tensor, ...]:
+        """Empty tensors with the shapes of this process's parts of what crosses a boundary."""
+        found = []
+        for key in keys:
+            value = self.graph.values[key]
+            shape = _local_shape(value.shape, self.mesh_sizes, self.steps.layouts[key])
+            is_float = value.dtype.is_floating_point
+            found.append(torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=is_float))
+        return tuple(found)
+
+
+def _local_shape(shape: Sequence[int], sizes: Sequence[int], layout: Layout) -> list[int]:
+    local = list(shape)
+    for size, placement in zip(sizes, layout, strict=True):
+        if placement.is_shard():
+            local[placement.dim] //= size  # type: ignore[attr-defined]
+    return local
+
+
+class Pipeline:
+    """The stages of this process for samples of one kind of shapes."""
+
+    def __init__(self, graph: Graph, plan: Plan, meshes: Meshes, runners: Mapping[int, StageRunner], owner: nn.Module):
+        """`runners` are by the numbers of stages; `owner` runs the only one where FSDP2 has sharded it."""
+        self.graph, self.plan, self.runners, self.owner = graph, plan, runners, owner
+        assert meshes.stages is not None
+        self.group = meshes.stages.get_group()
+        self._loss: Callable[[Outputs, int], Tensor] = lambda outputs, position: torch.zeros(())
+        self._schedules: dict[bool, Any] = {}
+
+    def run(self, samples: Sequence[Inputs], loss: Callable[[Outputs, int], Tensor] | None) -> list[Outputs]:
+        """The results of each sample, on all processes; with `loss`, its gradients are added up. Collective.
+
+        `loss` makes of the results of a sample and its place what the backward pass starts from. An error of one
+        process is raised on all.
+        """
+        schedule = self._schedule(loss is not None)
+        self._loss = loss or self._loss
+        for runner in self.runners.values():
+            runner.begin(samples)
+        places = torch.arange(len(samples))
+        with torch.set_grad_enabled(loss is not None):
+            step = schedule.step if loss is not None or self.plan.schedule != "1f1b_interleaved" else schedule.eval
+            step(target=places, return_outputs=False)
+        everyone().raise_together(next((r.error for r in self.runners.values() if r.error is not None), None))
+        return self._everywhere(len(samples))
+
+    def _schedule(self, has_backward: bool) -> Any:
+        if has_backward not in self._schedules:
+            stages = [self._stage(number, runner) for number, runner in self.runners.items()]
+            is_single = self.plan.schedule != "1f1b_interleaved"
+            loss_fn = None if is_single and not has_backward else self._loss_of
+            self._schedules[has_backward] = build_schedule(
+                self.plan.schedule, stages, self.plan.num_micro_batches, loss_fn
+            )
+        return self._schedules[has_backward]
+
+    def _stage(self, number: int, runner: StageRunner) -> PipelineStage:
+        return PipelineStage(
+            self.owner if isinstance(self.owner, FSDPModule) else runner,
+            number,
+            len(self.plan.stages),
+            default_device(),
+            input_args=runner.like(runner.stage.received),
+            output_args=runner.like(runner.stage.sent) if not runner.stage.is_last else self._output_shapes(),
+            group=self.group,
+        )
+
+    def _output_shapes(self) -> tuple[Tensor, ...]:
+        shown = [self.graph.values[key] for key in self.graph.outputs if key is not None]
+        return tuple(torch.empty(value.shape, dtype=value.dtype, device="meta") for value in shown)
+
+    def _loss_of(self, outputs: Sequence[Tensor], place: Tensor) -> Tensor:
+        given = iter(outputs)
+        return self._loss([None if key is None else next(given) for key in self.graph.outputs], int(place))
+
+    def _everywhere(self, num_samples: int) -> list[Outputs]:
+        """Sends the results of the last stage to all processes of the unit."""
+        last = self.runners.get(len(self.plan.stages) - 1)
+        source = dist.get_world_size(self.group) - 1
+        results = []
+        for place in range(num_samples):
+            outputs: Outputs = []
+            for position, key in enumerate(self.graph.outputs):
+                value = None if key is None else self.graph.values[key]
+                if value is None:
+                    outputs.append(None)
+                    continue
+                found = last.outputs[place][position] if last is not None else None
+                tensor = (
+                    torch.empty(value.shape, dtype=value.dtype, device=default_device()) if found is None else found
+                )
+                dist.broadcast(tensor, group_src=source, group=self.group)
+                outputs.append(tensor)
+            results.append(outputs)
+        return results
