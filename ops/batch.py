@@ -4,7 +4,7 @@ N packed tokens, C tokens that they look at, R sequences, S decoded rows, n bloc
 K key/value heads, D head dimension.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,6 @@ class PrefillBatch:
     wanted: torch.Tensor  # [R] int64: the tokens whose next-token logits are wanted, each sequence's last
     row_lengths: torch.Tensor  # [N] int64: of each token's sequence when the token was fed: the prompt's, or up to it
     context: Context | None = None  # None: every sequence is fed from its first token on
-    made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
 
     def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Block and place in it, `[N]` each, that every token's key and value go to."""
@@ -48,7 +47,6 @@ class DecodeBatch:
     block_tables: torch.Tensor  # [S, n] int64, rows padded with any valid block
     context: int  # no sequence is longer, new tokens included
     is_identity: bool  # row i owns block i and nothing else
-    made: dict[tuple, torch.Tensor] = field(default_factory=dict)  # made by the first layer, used by all
 
     def places(self, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Block and place in it, `[S]` each, that every token's key and value go to."""
@@ -145,10 +143,7 @@ def read_context(cache: KVBlocks, context: Context) -> tuple[torch.Tensor, torch
 
 def write_rows(batch: PrefillBatch | DecodeBatch, num_kv_heads: int, block_size: int) -> torch.Tensor:
     """Rows `[N, K]` of the workspace seen as `[num_blocks * K * block_size, D]` that the tokens write."""
-    key = ("rows", num_kv_heads, block_size)
-    if key not in batch.made:
-        batch.made[key] = _rows(*batch.places(block_size), num_kv_heads, block_size)
-    return batch.made[key]
+    return _rows(*batch.places(block_size), num_kv_heads, block_size)
 
 
 def _rows(blocks: torch.Tensor, offsets: torch.Tensor, num_kv_heads: int, block_size: int) -> torch.Tensor:

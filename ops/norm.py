@@ -12,6 +12,7 @@ operations. N rows, E width.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,46 +39,58 @@ def normalize(x, mean, rstd, gamma, beta, NORM: tl.constexpr, DTYPE: tl.constexp
     return x.to(DTYPE)
 
 
+class AddedRows(NamedTuple):
+    """Rows `[N, E]` of which a kernel norms the sum; without a residual its pointer and that of the sum are None."""
+
+    input_ptr: Any
+    input_row: int  # stride
+    residual_ptr: Any
+    residual_row: int
+    sum_ptr: Any  # [N, E] dense, where the sum goes
+    num_rows: int
+    width: int
+
+
+class NormWeights(NamedTuple):
+    """What rows are normed with; `beta_ptr` may be None."""
+
+    gamma_ptr: Any  # [E]
+    beta_ptr: Any
+    eps: float
+
+
 @triton.jit
 def norm_kernel(
-    input_ptr,
-    residual_ptr,
-    gamma_ptr,
-    beta_ptr,
-    output_ptr,
-    sum_ptr,
-    stride_input,
-    stride_residual,
-    num_rows,
-    width,
-    eps,
+    x,
+    weights,
+    output_ptr,  # [N, E] dense
     NORM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS rows per program. Outputs are dense; residual_ptr and sum_ptr are None together."""
+    """ROWS rows per program."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    mask = (row < num_rows) & (column < width)
-    x = tl.load(input_ptr + row * stride_input + column, mask=mask, other=0.0)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + row * stride_residual + column, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + row * width + column, x, mask=mask)
-    values = x.to(tl.float32)
+    mask = (row < x.num_rows) & (column < x.width)
+    added = tl.load(x.input_ptr + row * x.input_row + column, mask=mask, other=0.0)
+    if x.residual_ptr is not None:
+        residual = tl.load(x.residual_ptr + row * x.residual_row + column, mask=mask, other=0.0)
+        added = (added.to(tl.float32) + residual.to(tl.float32)).to(added.dtype)
+        tl.store(x.sum_ptr + row * x.width + column, added, mask=mask)
+    values = added.to(tl.float32)
     mean = 0.0
     if NORM == "layer":
-        mean = (tl.sum(values, axis=1) / width)[:, None]
+        mean = (tl.sum(values, axis=1) / x.width)[:, None]
         centered = tl.where(mask, values - mean, 0.0)
     else:
         centered = values
-    rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / width + eps)[:, None]
-    gamma = tl.load(gamma_ptr + column, mask=column < width, other=0.0)
+    rstd = tl.rsqrt(tl.sum(centered * centered, axis=1) / x.width + weights.eps)[:, None]
+    gamma = tl.load(weights.gamma_ptr + column, mask=column < x.width, other=0.0)
     beta = None
-    if beta_ptr is not None:
-        beta = tl.load(beta_ptr + column, mask=column < width, other=0.0)
+    if weights.beta_ptr is not None:
+        beta = tl.load(weights.beta_ptr + column, mask=column < x.width, other=0.0)
     y = normalize(values, mean, rstd, gamma, beta, NORM, output_ptr.dtype.element_ty)
-    tl.store(output_ptr + row * width + column, y, mask=mask)
+    tl.store(output_ptr + row * x.width + column, y, mask=mask)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -165,30 +178,20 @@ class NormOp:
         width = input.shape[-1]
         check_norm_weights(input, gamma, beta)
         rows = _dense_rows(input)
-        output, residual_add, residual_rows = (
-            torch.empty(input.shape, dtype=input.dtype, device=input.device),
-            input,
-            None,
-        )
+        output, residual_add = torch.empty(input.shape, dtype=input.dtype, device=input.device), input
+        others: tuple[Any, ...] = (None, 0, None)
         if residual is not None:
             check_tensor("residual", residual, like=input, shape=input.shape)
             residual_rows, residual_add = _dense_rows(residual), torch.empty_like(output)
+            others = (residual_rows, residual_rows.stride(0), residual_add)
         block = next_power_of_2(width)
         tile_rows = max(1, TILE_ELEMENTS // block)
         dispatch.launch(
             norm_kernel,
             (-(-rows.shape[0] // tile_rows),),
-            rows,
-            residual_rows,
-            gamma,
-            beta,
+            AddedRows(rows, rows.stride(0), *others, rows.shape[0], width),
+            NormWeights(gamma, beta, self.eps),
             output,
-            None if residual is None else residual_add,
-            rows.stride(0),
-            0 if residual_rows is None else residual_rows.stride(0),
-            rows.shape[0],
-            width,
-            self.eps,
             device=input.device,
             NORM=self.kind,
             ROWS=tile_rows,

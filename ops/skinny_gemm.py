@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, check_tensor, next_power_of_2, tl, triton
-from hybrid_engine.ops.norm import normalize
+from hybrid_engine.ops.norm import NormWeights, normalize
 
 # Above so many rows cuBLAS is the better product: the weights are no longer all that moves. On an H100 a product of
 # 16 bits is bound by its weights up to 990e12 / 3.35e12 = 296 rows, one of fp32, which runs on FMAs, up to 40.
@@ -84,14 +84,6 @@ class Weights(NamedTuple):
     width: int
 
 
-class NormWeights(NamedTuple):
-    """What a product norms its rows with; None and 0 where it does not."""
-
-    gamma_ptr: Any
-    beta_ptr: Any
-    eps: float
-
-
 class NormForm(NamedTuple):
     """How a product norms its rows, constant to a kernel."""
 
@@ -127,7 +119,7 @@ class Tiles(NamedTuple):
 
 
 NO_WEIGHTS = Weights(None, 0, 0, None, 0)
-NO_NORM = NormWeights(None, None, 0.0)
+NO_NORM = NormWeights(None, None, 0.0)  # a product that does not norm its rows
 
 
 def takes_rows(input: torch.Tensor) -> bool:

@@ -20,7 +20,6 @@ N packed tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -258,21 +257,15 @@ class SoftmaxContextOp:
 
     def _bias(self, batch: DecodeBatch, dtype: torch.dtype, alibi: torch.Tensor | None) -> torch.Tensor:
         """What is added to the scores, -inf where a row may not look: `[S*K, 1 or G, context]`."""
-        key = ("bias", self.window, self.num_kv_heads, dtype)
-        if key not in batch.made:
-            distance = batch.positions[:, None] - torch.arange(batch.context, device=batch.positions.device)
-            hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
-            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            if alibi is not None:
-                places = torch.arange(batch.context, device=hidden.device)
-                bias = self._linear_bias(alibi, distance.clamp(min=0), places)
-                bias = bias.expand(len(hidden), -1, -1)  # [S, H, context]
-                hidden = hidden[:, None]
-            bias = bias.masked_fill(hidden, float("-inf"))
-            if alibi is None:
-                bias = bias.repeat_interleave(self.num_kv_heads, 0).unsqueeze(1)
-            batch.made[key] = bias if alibi is None else bias.unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
-        return batch.made[key]
+        distance = batch.positions[:, None] - torch.arange(batch.context, device=batch.positions.device)
+        hidden = distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
+        if alibi is None:
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, float("-inf"))
+            return bias.repeat_interleave(self.num_kv_heads, 0).unsqueeze(1)
+        places = torch.arange(batch.context, device=hidden.device)
+        by_head = self._linear_bias(alibi, distance.clamp(min=0), places).expand(len(hidden), -1, -1)  # [S, H, context]
+        by_head = by_head.to(dtype).masked_fill(hidden[:, None], float("-inf"))
+        return by_head.unflatten(1, (self.num_kv_heads, -1)).flatten(0, 1)
 
     def _cap(self, scores: torch.Tensor) -> torch.Tensor:
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
@@ -330,93 +323,68 @@ class SoftmaxContextOp:
             if per_head is not None:
                 check_tensor(name, per_head, like=q, dtype=dtype, shape=(self.num_heads,), is_dense_last=True)
 
-    def _features(self, weights: HeadWeights) -> dict[str, Any]:
-        """Constants of the attending kernels."""
-        return {
-            "GROUPS": self.num_heads // self.num_kv_heads,
-            "HEAD_DIM": self.head_dim,
-            "DIM": kernels.padded_dim(self.head_dim),
-            "HAS_WINDOW": self.window is not None,
-            "HAS_SOFTCAP": self.softcap is not None,
-            "HAS_SINKS": weights.sinks is not None,
-            "HAS_ALIBI": weights.alibi is not None,
-            "UPCASTS": IS_INTERPRETED,
-        }
+    def _form(self, qkv: QKV) -> kernels.Form:
+        """Constants of the kernels."""
+        return kernels.Form(
+            num_kv_heads=self.num_kv_heads,
+            groups=self.num_heads // self.num_kv_heads,
+            head_dim=self.head_dim,
+            dim=kernels.padded_dim(self.head_dim),
+            rotary_dim=0 if qkv.rotary is None else qkv.rotary[0].shape[-1],
+            norm=kernels.NORM_KINDS[self.norm_kind],
+            is_interleaved=self.is_interleaved,
+            has_window=self.window is not None,
+            has_softcap=self.softcap is not None,
+            upcasts=IS_INTERPRETED,
+        )
 
-    def _changes(self, qkv: QKV) -> dict[str, Any]:
-        """Constants of the kernels that norm and rotate."""
-        return {
-            "ROTARY_DIM": 0 if qkv.rotary is None else qkv.rotary[0].shape[-1],
-            "NORM": kernels.NORM_KINDS[self.norm_kind],
-            "IS_INTERLEAVED": self.is_interleaved,
-        }
+    def _scores(self, weights: HeadWeights) -> kernels.Scores:
+        return kernels.Scores(self.scale, self.window or 0, self.softcap or 1.0, weights.sinks, weights.alibi)
+
+    def _changes(self, qkv: QKV, weights: HeadWeights) -> kernels.Changes:
+        cos, sin = qkv.rotary or (None, None)
+        assert cos is None or sin is None or cos.stride() == sin.stride(), f"{cos.stride()=} {sin.stride()=}"
+        stride = 0 if cos is None else cos.stride(0)
+        return kernels.Changes(cos, sin, stride, weights.q_gamma, weights.k_gamma, self.qk_norm_eps)
 
     def _launch_decode(self, qkv: QKV, cache: KVBlocks, batch: DecodeBatch, weights: HeadWeights) -> torch.Tensor:
-        q, (cos, sin) = qkv.q, _present(qkv.rotary or (None, None), qkv.q)
-        groups = self.num_heads // self.num_kv_heads
+        q, form, scores = qkv.q, self._form(qkv), self._scores(weights)
         num_rows, num_splits = q.shape[0], -(-batch.context // kernels.SPLIT)
         output = q.new_empty(num_rows, self.num_heads * self.head_dim)
-        is_single = num_splits == 1
-        parts = (num_rows, self.num_heads, num_splits)
-        partial = output if is_single else q.new_empty(*parts, self.head_dim, dtype=torch.float32)
-        lse = partial if is_single else q.new_empty(parts, dtype=torch.float32)
-        window, others = self.window or 0, _present(weights, q)
+        parts = kernels.Parts(output, None)
+        if num_splits > 1:
+            shape = (num_rows, self.num_heads, num_splits)
+            partial = q.new_empty(*shape, self.head_dim, dtype=torch.float32)
+            parts = kernels.Parts(partial, q.new_empty(shape, dtype=torch.float32))
         launch(
-            kernels.decode_kernel,
-            (num_rows, self.num_kv_heads, num_splits),
-            *(*qkv[:3], cos, sin, *cache, batch.positions, batch.block_tables, *others, partial, lse),
-            *(*_head_strides(qkv), cos.stride(0), sin.stride(0), *cache.keys.stride()[:3]),
-            *(batch.block_tables.stride(0), cache.keys.shape[2], window, self.scale, self.softcap or 1.0),
-            self.qk_norm_eps,
-            **self._features(weights),
-            **self._changes(qkv),
-            IS_SINGLE=is_single,
-            HEADS=kernels.padded_groups(groups),
-            TILE=kernels.decode_tile(self.head_dim, groups, q.element_size()),
-            SPLIT=kernels.SPLIT,
-            num_warps=4,
-            num_stages=kernels.DECODE_STAGES,
-            device=q.device,
-        )
-        if not is_single:
+            kernels.decode_kernel, (num_rows, self.num_kv_heads, num_splits),
+            _new_heads(qkv), self._changes(qkv, weights), _cache(cache),
+            kernels.Tables(batch.block_tables, batch.block_tables.stride(0), cache.keys.shape[2]),
+            scores, batch.positions, parts,
+            device=q.device, FORM=form, TILES=kernels.decode_tiles(form, q.element_size()),
+            num_warps=4, num_stages=kernels.DECODE_STAGES,
+        )  # fmt: skip
+        if num_splits > 1:
             launch(
-                kernels.merge_kernel,
-                (num_rows, self.num_heads),
-                *(partial, lse, batch.positions, others.sinks, output, num_splits, window),
-                HEAD_DIM=self.head_dim,
-                HAS_WINDOW=self.window is not None,
-                HAS_SINKS=weights.sinks is not None,
-                DIM=kernels.padded_dim(self.head_dim),
-                SPLIT=kernels.SPLIT,
-                SPLITS_AT_ONCE=kernels.SPLITS_AT_ONCE,
-                num_warps=2,
-                device=q.device,
-            )
+                kernels.merge_kernel, (num_rows, self.num_heads),
+                parts, scores, batch.positions, output, num_splits,
+                device=q.device, FORM=form, SPLIT=kernels.SPLIT, SPLITS_AT_ONCE=kernels.SPLITS_AT_ONCE, num_warps=2,
+            )  # fmt: skip
         return output
 
     def _launch_store(self, qkv: QKV, cache: KVBlocks, batch: PrefillBatch, weights: HeadWeights) -> QKV:
         """Writes the workspace; returns what is attended: queries and keys normed and rotated."""
         q, k, v, rotary = qkv
-        cos, sin = _present(rotary or (None, None), q)
         is_changed = rotary is not None or self.qk_norm is not None
-        new_q, new_k = (x.new_empty(x.shape) if is_changed else x for x in (q, k))
+        changed = kernels.Changed(*(x.new_empty(x.shape) if is_changed else x for x in (q, k)))
         num_heads = self.num_kv_heads + (self.num_heads if is_changed else 0)
         launch(
-            kernels.store_kernel,
-            (-(-q.shape[0] // kernels.STORE_TOKENS), num_heads),
-            *(q, k, v, cos, sin, *cache, batch.write_blocks, batch.write_offsets, *_present(weights, q)[:2]),
-            *(new_q, new_k, q.shape[0], *_head_strides(qkv), cos.stride(0), sin.stride(0)),
-            *(*cache.keys.stride()[:3], self.qk_norm_eps),
-            NUM_KV_HEADS=self.num_kv_heads,
-            GROUPS=self.num_heads // self.num_kv_heads,
-            HEAD_DIM=self.head_dim,
-            DIM=kernels.padded_dim(self.head_dim),
-            TOKENS=kernels.STORE_TOKENS,
-            **self._changes(qkv),
-            num_warps=4,
-            device=q.device,
-        )
-        return QKV(new_q, new_k, v)
+            kernels.store_kernel, (-(-q.shape[0] // kernels.STORE_TOKENS), num_heads),
+            _new_heads(qkv), self._changes(qkv, weights), _cache(cache),
+            batch.write_blocks, batch.write_offsets, changed, q.shape[0],
+            device=q.device, FORM=self._form(qkv), TOKENS=kernels.STORE_TOKENS, num_warps=4,
+        )  # fmt: skip
+        return QKV(changed.q_ptr, changed.k_ptr, v)
 
     def _launch_packed(
         self,
@@ -428,30 +396,20 @@ class SoftmaxContextOp:
     ) -> torch.Tensor:
         """Attention inside each sequence, whose keys and values start at `key_starts [R+1]`; its queries come last."""
         q = qkv.q
-        queries, keys_at_once, num_warps = kernels.prefill_tiles(self.head_dim, q.element_size())
+        tiles, num_warps = kernels.prefill_tiles(self.head_dim, q.element_size())
         output = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
         launch(
-            kernels.prefill_kernel,
-            (-(-max(batch.lengths) // queries), len(batch.lengths), self.num_heads),
-            *(*qkv[:3], batch.starts, key_starts, *_present(weights, q)[2:], output),
-            *(*_head_strides(qkv), self.window or 0, self.scale, self.softcap or 1.0),
-            **self._features(weights),
-            IS_CAUSAL=is_causal,
-            QUERIES=queries,
-            KEYS=keys_at_once,
-            num_warps=num_warps,
-            num_stages=2,
-            device=q.device,
-        )
+            kernels.prefill_kernel, (-(-max(batch.lengths) // tiles.queries), len(batch.lengths), self.num_heads),
+            _new_heads(qkv), batch.starts, key_starts, self._scores(weights), output,
+            device=q.device, IS_CAUSAL=is_causal, FORM=self._form(qkv), TILES=tiles, num_warps=num_warps, num_stages=2,
+        )  # fmt: skip
         return output
 
 
-def _present(tensors: Any, other: torch.Tensor) -> Any:
-    """`tensors` with `other` in the place of None: a kernel that does not read a tensor gets another one."""
-    present = [other if tensor is None else tensor for tensor in tensors]
-    return HeadWeights(*present) if isinstance(tensors, HeadWeights) else present
+def _new_heads(qkv: QKV) -> kernels.NewHeads:
+    q, k, v, _ = qkv
+    return kernels.NewHeads(q, *q.stride()[:3], k, *k.stride()[:2], v, *v.stride()[:2])
 
 
-def _head_strides(qkv: QKV) -> tuple[int, ...]:
-    """Of rows and heads."""
-    return *qkv.q.stride()[:3], *qkv.k.stride()[:2], *qkv.v.stride()[:2]
+def _cache(cache: KVBlocks) -> kernels.Cache:
+    return kernels.Cache(*cache, *cache.keys.stride()[:3])

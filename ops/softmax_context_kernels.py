@@ -8,7 +8,13 @@ programs without work leave at once, so a row's numbers depend on the row alone.
 
 Prefill is two kernels: one norms, rotates and writes the workspace, the other is flash attention (Dao 2023,
 arXiv 2307.08691) over packed sequences. Head sizes are padded to a power of two by masks.
+
+Kernels take tuples of what belongs together, whose pointers of None Triton compiles in.
+
+N packed tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
 """
+
+from typing import Any, NamedTuple
 
 from hybrid_engine.ops.dispatch import next_power_of_2, tl, triton
 
@@ -22,6 +28,104 @@ STORE_TOKENS = 16  # tokens of one program that writes the workspace in prefill
 NORM_KINDS = {None: 0, "rms": 1, "rms_fp32": 2, "rms_offset": 3}
 
 
+class NewHeads(NamedTuple):
+    """Queries, keys and values of the tokens of a pass, vectors of D, each with its strides."""
+
+    q_ptr: Any  # [N, K, G, D]
+    q_row: int
+    q_kv_head: int
+    q_group: int
+    k_ptr: Any  # [N, K, D]
+    k_row: int
+    k_head: int
+    v_ptr: Any  # [N, K, D]
+    v_row: int
+    v_head: int
+
+
+class Changes(NamedTuple):
+    """What queries and keys are normed with and rotated by; pointers of None: they are not."""
+
+    cos_ptr: Any  # [N, rotary dimensions]
+    sin_ptr: Any  # the same
+    angles_row: int  # stride of both
+    q_gamma_ptr: Any  # [D]
+    k_gamma_ptr: Any  # [D]
+    eps: float
+
+
+class Cache(NamedTuple):
+    """The KV workspace of a layer, `[num_blocks, K, block_size, D]`, with its strides."""
+
+    keys_ptr: Any
+    values_ptr: Any
+    block: int
+    head: int
+    place: int
+
+
+class Tables(NamedTuple):
+    """Block tables `[S, n]` int64."""
+
+    ptr: Any
+    row: int
+    block_size: int
+
+
+class Scores(NamedTuple):
+    """How scores are made."""
+
+    scale: float
+    window: int
+    softcap: float
+    sinks_ptr: Any  # [H], or None
+    alibi_ptr: Any  # [H] fp32, or None
+
+
+class Parts(NamedTuple):
+    """The context of each split: `[S, H, num_splits, D]` fp32; of a single one of the dtype of q, without `lse`."""
+
+    context_ptr: Any
+    lse_ptr: Any  # [S, H, num_splits] fp32, the log-sum-exp of each split's scores
+
+
+class Changed(NamedTuple):
+    """Where queries and keys go that are normed or rotated, dense."""
+
+    q_ptr: Any  # [N, K, G, D]
+    k_ptr: Any  # [N, K, D]
+
+
+class Form(NamedTuple):
+    """What of attention a layer has, constant to the kernels."""
+
+    num_kv_heads: int  # K
+    groups: int  # G
+    head_dim: int  # D
+    dim: int  # D padded
+    rotary_dim: int  # 0: none
+    norm: int  # of NORM_KINDS
+    is_interleaved: bool
+    has_window: bool
+    has_softcap: bool
+    upcasts: bool  # see `_dot`
+
+
+class DecodeTiles(NamedTuple):
+    """How decode is cut, constant to its kernel."""
+
+    heads: int  # G padded
+    tokens: int  # loaded together
+    split: int
+
+
+class PrefillTiles(NamedTuple):
+    """How prefill is cut, constant to its kernel."""
+
+    queries: int
+    keys: int
+
+
 def padded_dim(head_dim: int) -> int:
     """The tile's width for a head: `tl.dot` wants at least 16 and a power of two."""
     return max(16, next_power_of_2(head_dim))
@@ -32,20 +136,21 @@ def padded_groups(groups: int) -> int:
     return max(16, next_power_of_2(groups))
 
 
-def decode_tile(head_dim: int, groups: int, element_size: int) -> int:
-    """Tokens loaded together: 16 KiB of keys and as much of values, and scores that fit the registers."""
-    tokens = 16384 // (padded_dim(head_dim) * element_size)
-    return max(16, min(128, tokens, 8192 // padded_groups(groups)))
+def decode_tiles(form: Form, element_size: int) -> DecodeTiles:
+    """Together 16 KiB of keys are loaded and as much of values, and scores fit the registers."""
+    heads = padded_groups(form.groups)
+    tokens = 16384 // (form.dim * element_size)
+    return DecodeTiles(heads, max(16, min(128, tokens, 8192 // heads)), SPLIT)
 
 
-def prefill_tiles(head_dim: int, element_size: int) -> tuple[int, int, int]:
-    """Queries and keys of one flash-attention tile, and warps."""
+def prefill_tiles(head_dim: int, element_size: int) -> tuple[PrefillTiles, int]:
+    """How flash attention is cut, and its warps."""
     width = padded_dim(head_dim) * element_size
     if element_size == 4:  # no tensor cores: everything is in registers
-        return (32, 32, 4) if width <= 512 else (16, 16, 4)
+        return PrefillTiles(*((32, 32) if width <= 512 else (16, 16))), 4
     if width <= 256:
-        return 128, 64, (4 if width <= 128 else 8)
-    return 64, 32, 8
+        return PrefillTiles(128, 64), 4 if width <= 128 else 8
+    return PrefillTiles(64, 32), 8
 
 
 @triton.jit
@@ -79,95 +184,53 @@ def _load_heads(
     offsets,  # [M, 1] where each head starts
     is_row,  # [M, 1] True where there is one
     gamma_ptr,
-    eps,
-    cos_ptr,
-    sin_ptr,
+    changes,
     angles,  # [M, 1] or [1, 1] where its row of cos and of sin starts
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    DIM: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Heads `[M, DIM]`, normed and rotated, in their dtype; zero beyond HEAD_DIM.
 
     A rotary partner is loaded a second time, from the first-level cache, rather than moved between threads.
     """
-    d = tl.arange(0, DIM)[None, :]
+    HEAD_DIM: tl.constexpr = FORM.head_dim
+    ROTARY_DIM: tl.constexpr = FORM.rotary_dim
+    NORM: tl.constexpr = FORM.norm
+    d = tl.arange(0, FORM.dim)[None, :]
     is_in = is_row & (d < HEAD_DIM)
     loaded = tl.load(x_ptr + offsets + d, mask=is_in, other=0.0)
     x = loaded.to(tl.float32)
     inverse = 1.0
     if NORM != 0:
-        inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / HEAD_DIM + changes.eps)
         gamma = tl.load(gamma_ptr + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
         x = _normed(loaded, gamma, inverse, NORM)
     if ROTARY_DIM != 0:
         rotates = d < ROTARY_DIM
-        partner = d ^ 1 if IS_INTERLEAVED else tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2)
+        partner = (
+            d ^ 1 if FORM.is_interleaved else tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2)
+        )
         partner = tl.where(rotates, partner, d)
         other = tl.load(x_ptr + offsets + partner, mask=is_row & rotates, other=0.0)
         y = other.to(tl.float32)
         if NORM != 0:
             partner_gamma = tl.load(gamma_ptr + partner, mask=rotates, other=0.0).to(tl.float32)
             y = _normed(other, partner_gamma, inverse, NORM)
-        cos = tl.load(cos_ptr + angles + d, mask=is_row & rotates, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + angles + d, mask=is_row & rotates, other=0.0).to(tl.float32)
+        cos = tl.load(changes.cos_ptr + angles + d, mask=is_row & rotates, other=1.0).to(tl.float32)
+        sin = tl.load(changes.sin_ptr + angles + d, mask=is_row & rotates, other=0.0).to(tl.float32)
         x = x * cos + y * sin
     return x.to(loaded.dtype)
 
 
 @triton.jit
-def decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    keys_ptr,
-    values_ptr,
-    positions_ptr,
-    tables_ptr,
-    q_gamma_ptr,
-    k_gamma_ptr,
-    sinks_ptr,
-    alibi_ptr,
-    output_ptr,  # [S, H, num_splits, D]; of the dtype of q where there is one split, else fp32
-    lse_ptr,  # [S, H, num_splits] fp32
-    q_row,
-    q_kv_head,
-    q_group,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    cos_row,
-    sin_row,
-    cache_block,
-    cache_head,
-    cache_place,
-    table_row,
-    block_size,
-    window,
-    scale,
-    softcap,
-    eps,
-    GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    UPCASTS: tl.constexpr,
-    IS_SINGLE: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+def decode_kernel(new, changes, cache, tables, scores, positions_ptr, parts, FORM: tl.constexpr, TILES: tl.constexpr):
+    """Programs: rows, key heads, splits of the context."""
+    GROUPS: tl.constexpr = FORM.groups
+    HEAD_DIM: tl.constexpr = FORM.head_dim
+    DIM: tl.constexpr = FORM.dim
+    UPCASTS: tl.constexpr = FORM.upcasts
+    HEADS: tl.constexpr = TILES.heads
+    TILE: tl.constexpr = TILES.tokens
+    SPLIT: tl.constexpr = TILES.split
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -175,8 +238,8 @@ def decode_kernel(
     begin = split * SPLIT
     end = begin + SPLIT
     holds_new = position // SPLIT == split
-    if HAS_WINDOW:
-        begin = tl.maximum(begin, position - window + 1)
+    if FORM.has_window:
+        begin = tl.maximum(begin, position - scores.window + 1)
     if (begin > position) | (begin >= end):
         return
     end = tl.minimum(end, position)
@@ -187,26 +250,24 @@ def decode_kernel(
     is_dim = d < HEAD_DIM
     head = kv_head * GROUPS + g
     one = tl.arange(0, 1)[:, None]
-    q = _load_heads(
-        q_ptr, row * q_row + kv_head * q_kv_head + g[:, None] * q_group, is_group[:, None], q_gamma_ptr, eps,
-        cos_ptr + row * cos_row, sin_ptr + row * sin_row, one, HEAD_DIM, ROTARY_DIM, NORM, IS_INTERLEAVED, DIM,
-    )  # fmt: skip
-    new_k = _load_heads(
-        k_ptr, row * k_row + kv_head * k_head + one, one == 0, k_gamma_ptr, eps,
-        cos_ptr + row * cos_row, sin_ptr + row * sin_row, one, HEAD_DIM, ROTARY_DIM, NORM, IS_INTERLEAVED, DIM,
-    )  # fmt: skip
-    new_v = tl.load(v_ptr + row * v_row + kv_head * v_head + d[None, :], mask=is_dim[None, :], other=0.0)
+    angles = row * changes.angles_row + one
+    q_starts = row * new.q_row + kv_head * new.q_kv_head + g[:, None] * new.q_group
+    q = _load_heads(new.q_ptr, q_starts, is_group[:, None], changes.q_gamma_ptr, changes, angles, FORM)
+    k_start = row * new.k_row + kv_head * new.k_head + one
+    new_k = _load_heads(new.k_ptr, k_start, one == 0, changes.k_gamma_ptr, changes, angles, FORM)
+    new_v = tl.load(new.v_ptr + row * new.v_row + kv_head * new.v_head + d[None, :], mask=is_dim[None, :], other=0.0)
     if holds_new:
-        block = tl.load(tables_ptr + row * table_row + position // block_size)
-        place = block * cache_block + kv_head * cache_head + (position % block_size) * cache_place + d[None, :]
-        tl.store(keys_ptr + place, new_k, mask=is_dim[None, :])
-        tl.store(values_ptr + place, new_v, mask=is_dim[None, :])
+        block = tl.load(tables.ptr + row * tables.row + position // tables.block_size)
+        inside = (position % tables.block_size) * cache.place
+        place = block * cache.block + kv_head * cache.head + inside + d[None, :]
+        tl.store(cache.keys_ptr + place, new_k, mask=is_dim[None, :])
+        tl.store(cache.values_ptr + place, new_v, mask=is_dim[None, :])
 
-    new_score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scale
-    if HAS_SOFTCAP:
-        new_score = softcap * _tanh(new_score / softcap)
-    if HAS_ALIBI:
-        slope = tl.load(alibi_ptr + head, mask=is_group, other=0.0)
+    new_score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), axis=1) * scores.scale
+    if FORM.has_softcap:
+        new_score = scores.softcap * _tanh(new_score / scores.softcap)
+    if scores.alibi_ptr is not None:
+        slope = tl.load(scores.alibi_ptr + head, mask=is_group, other=0.0)
     highest = tl.where(holds_new, new_score, float("-inf"))
     total = tl.where(holds_new, tl.full([HEADS], 1.0, tl.float32), 0.0)
     context = tl.where(holds_new, tl.broadcast_to(new_v.to(tl.float32), [HEADS, DIM]), 0.0)
@@ -214,19 +275,19 @@ def decode_kernel(
     for start in range(begin, end, TILE):
         tokens = start + tl.arange(0, TILE)
         is_token = tokens < end
-        blocks = tl.load(tables_ptr + row * table_row + tokens // block_size, mask=is_token, other=0)
-        places = blocks * cache_block + kv_head * cache_head + (tokens % block_size) * cache_place
+        blocks = tl.load(tables.ptr + row * tables.row + tokens // tables.block_size, mask=is_token, other=0)
+        places = blocks * cache.block + kv_head * cache.head + (tokens % tables.block_size) * cache.place
         is_loaded = is_token[:, None] & is_dim[None, :]
-        k = tl.load(keys_ptr + places[:, None] + d[None, :], mask=is_loaded, other=0.0)
-        v = tl.load(values_ptr + places[:, None] + d[None, :], mask=is_loaded, other=0.0)
-        scores = _dot(q, tl.trans(k), UPCASTS) * scale
-        if HAS_SOFTCAP:
-            scores = softcap * _tanh(scores / softcap)
-        if HAS_ALIBI:
-            scores += slope[:, None] * (tokens - position)[None, :].to(tl.float32)
-        scores = tl.where(is_token[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        probs = tl.exp(scores - new_highest[:, None])
+        k = tl.load(cache.keys_ptr + places[:, None] + d[None, :], mask=is_loaded, other=0.0)
+        v = tl.load(cache.values_ptr + places[:, None] + d[None, :], mask=is_loaded, other=0.0)
+        score = _dot(q, tl.trans(k), UPCASTS) * scores.scale
+        if FORM.has_softcap:
+            score = scores.softcap * _tanh(score / scores.softcap)
+        if scores.alibi_ptr is not None:
+            score += slope[:, None] * (tokens - position)[None, :].to(tl.float32)
+        score = tl.where(is_token[None, :], score, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(score, axis=1))
+        probs = tl.exp(score - new_highest[:, None])
         rescale = tl.exp(highest - new_highest)
         total = total * rescale + tl.sum(probs, axis=1)
         context = context * rescale[:, None] + _dot(probs.to(v.dtype), v, UPCASTS)
@@ -237,61 +298,58 @@ def decode_kernel(
     num_heads = tl.num_programs(1) * GROUPS
     num_splits = tl.num_programs(2)
     target = (row * num_heads + head) * num_splits + split
-    if IS_SINGLE:
-        if HAS_SINKS:  # as the merging kernel computes it, to the bit
-            sink = tl.load(sinks_ptr + head, mask=is_group, other=0.0).to(tl.float32)
+    if parts.lse_ptr is None:
+        if scores.sinks_ptr is not None:  # as the merging kernel computes it, to the bit
+            sink = tl.load(scores.sinks_ptr + head, mask=is_group, other=0.0).to(tl.float32)
             top = tl.maximum(lse, sink)
             weight = tl.exp(lse - top)
             context = context * weight[:, None] / (tl.exp(sink - top) + weight)[:, None]
     else:
-        tl.store(lse_ptr + target, lse, mask=is_group)
+        tl.store(parts.lse_ptr + target, lse, mask=is_group)
     tl.store(
-        output_ptr + target[:, None] * HEAD_DIM + d[None, :],
-        context.to(output_ptr.dtype.element_ty),
+        parts.context_ptr + target[:, None] * HEAD_DIM + d[None, :],
+        context.to(parts.context_ptr.dtype.element_ty),
         mask=is_group[:, None] & is_dim[None, :],
     )
 
 
 @triton.jit
 def merge_kernel(
-    partial_ptr,  # [S, H, num_splits, D] fp32
-    lse_ptr,  # [S, H, num_splits] fp32
+    parts,
+    scores,
     positions_ptr,
-    sinks_ptr,
     output_ptr,  # [S, H, D]
     num_splits,
-    window,
-    HEAD_DIM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    DIM: tl.constexpr,
+    FORM: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
 ):
     """Merges the splits of one row and one head that had work; the others left nothing behind."""
+    HEAD_DIM: tl.constexpr = FORM.head_dim
+    DIM: tl.constexpr = FORM.dim
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + row).to(tl.int32)
     first = position * 0
-    if HAS_WINDOW:
-        first = tl.maximum(position - window + 1, first) // SPLIT
+    if FORM.has_window:
+        first = tl.maximum(position - scores.window + 1, first) // SPLIT
     last = position // SPLIT
     d = tl.arange(0, DIM)
     is_dim = d < HEAD_DIM
     base = (row * tl.num_programs(1) + head) * num_splits
     context = tl.zeros([DIM], tl.float32)
-    if HAS_SINKS:
-        top = tl.load(sinks_ptr + head).to(tl.float32)
+    if scores.sinks_ptr is not None:
+        top = tl.load(scores.sinks_ptr + head).to(tl.float32)
         total = top * 0.0 + 1.0
     else:
-        top = tl.load(lse_ptr + base + first)
+        top = tl.load(parts.lse_ptr + base + first)
         total = top * 0.0
     for start in range(first, last + 1, SPLITS_AT_ONCE):
         splits = start + tl.arange(0, SPLITS_AT_ONCE)
         is_split = splits <= last
-        lse = tl.load(lse_ptr + base + splits, mask=is_split, other=float("-inf"))
+        lse = tl.load(parts.lse_ptr + base + splits, mask=is_split, other=float("-inf"))
         partial = tl.load(
-            partial_ptr + (base + splits)[:, None] * HEAD_DIM + d[None, :],
+            parts.context_ptr + (base + splits)[:, None] * HEAD_DIM + d[None, :],
             mask=is_split[:, None] & is_dim[None, :],
             other=0.0,
         )
@@ -308,106 +366,63 @@ def merge_kernel(
 
 @triton.jit
 def store_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cos_ptr,
-    sin_ptr,
-    keys_ptr,
-    values_ptr,
+    new,
+    changes,
+    cache,
     blocks_ptr,
     offsets_ptr,
-    q_gamma_ptr,
-    k_gamma_ptr,
-    new_q_ptr,  # [N, K, G, D]
-    new_k_ptr,  # [N, K, D]
+    changed,
     num_tokens,
-    q_row,
-    q_kv_head,
-    q_group,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    cos_row,
-    sin_row,
-    cache_block,
-    cache_head,
-    cache_place,
-    eps,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    DIM: tl.constexpr,
+    FORM: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Heads 0 to K - 1 are the keys and values, which go to the workspace; the H others the queries."""
+    NUM_KV_HEADS: tl.constexpr = FORM.num_kv_heads
+    GROUPS: tl.constexpr = FORM.groups
+    HEAD_DIM: tl.constexpr = FORM.head_dim
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
-    d = tl.arange(0, DIM)[None, :]
+    d = tl.arange(0, FORM.dim)[None, :]
     is_token = (tokens < num_tokens)[:, None]
     is_in = is_token & (d < HEAD_DIM)
     rows = tokens[:, None]
-    cos_ptrs = rows * cos_row
+    angles = rows * changes.angles_row
     if head < NUM_KV_HEADS:
-        k = _load_heads(
-            k_ptr, rows * k_row + head * k_head, is_token, k_gamma_ptr, eps,
-            cos_ptr, sin_ptr, cos_ptrs, HEAD_DIM, ROTARY_DIM, NORM, IS_INTERLEAVED, DIM,
-        )  # fmt: skip
-        v = tl.load(v_ptr + rows * v_row + head * v_head + d, mask=is_in, other=0.0)
+        k_starts = rows * new.k_row + head * new.k_head
+        k = _load_heads(new.k_ptr, k_starts, is_token, changes.k_gamma_ptr, changes, angles, FORM)
+        v = tl.load(new.v_ptr + rows * new.v_row + head * new.v_head + d, mask=is_in, other=0.0)
         blocks = tl.load(blocks_ptr + rows, mask=is_token, other=0)
         offsets = tl.load(offsets_ptr + rows, mask=is_token, other=0)
-        places = blocks * cache_block + head * cache_head + offsets * cache_place + d
-        tl.store(keys_ptr + places, k, mask=is_in)
-        tl.store(values_ptr + places, v, mask=is_in)
-        if (ROTARY_DIM != 0) | (NORM != 0):
-            tl.store(new_k_ptr + (rows * NUM_KV_HEADS + head) * HEAD_DIM + d, k, mask=is_in)
+        places = blocks * cache.block + head * cache.head + offsets * cache.place + d
+        tl.store(cache.keys_ptr + places, k, mask=is_in)
+        tl.store(cache.values_ptr + places, v, mask=is_in)
+        if (FORM.rotary_dim != 0) | (FORM.norm != 0):
+            tl.store(changed.k_ptr + (rows * NUM_KV_HEADS + head) * HEAD_DIM + d, k, mask=is_in)
     else:
         query_head = head - NUM_KV_HEADS
-        start = (query_head // GROUPS) * q_kv_head + (query_head % GROUPS) * q_group
-        q = _load_heads(
-            q_ptr, rows * q_row + start, is_token, q_gamma_ptr, eps,
-            cos_ptr, sin_ptr, cos_ptrs, HEAD_DIM, ROTARY_DIM, NORM, IS_INTERLEAVED, DIM,
-        )  # fmt: skip
-        tl.store(new_q_ptr + (rows * NUM_KV_HEADS * GROUPS + query_head) * HEAD_DIM + d, q, mask=is_in)
+        q_starts = rows * new.q_row + (query_head // GROUPS) * new.q_kv_head + (query_head % GROUPS) * new.q_group
+        q = _load_heads(new.q_ptr, q_starts, is_token, changes.q_gamma_ptr, changes, angles, FORM)
+        tl.store(changed.q_ptr + (rows * NUM_KV_HEADS * GROUPS + query_head) * HEAD_DIM + d, q, mask=is_in)
 
 
 @triton.jit
 def prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
+    new,  # whose keys and values are those that the queries look at
     starts_ptr,  # [R+1]: where the queries of each sequence start
     key_starts_ptr,  # [R+1]: and its keys, of which the last are its queries'
-    sinks_ptr,
-    alibi_ptr,
+    scores,
     output_ptr,  # [N, H, D]
-    q_row,
-    q_kv_head,
-    q_group,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    window,
-    scale,
-    softcap,
-    GROUPS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    UPCASTS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    DIM: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    FORM: tl.constexpr,
+    TILES: tl.constexpr,
 ):
     """One tile of queries of one head of one sequence; the last tiles, which see most, come first."""
+    GROUPS: tl.constexpr = FORM.groups
+    HEAD_DIM: tl.constexpr = FORM.head_dim
+    DIM: tl.constexpr = FORM.dim
+    UPCASTS: tl.constexpr = FORM.upcasts
+    QUERIES: tl.constexpr = TILES.queries
+    KEYS: tl.constexpr = TILES.keys
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = tl.program_id(1)
     head = tl.program_id(2)
@@ -424,47 +439,47 @@ def prefill_kernel(
     d = tl.arange(0, DIM)
     is_dim = d < HEAD_DIM
     is_query = (i < length)[:, None] & is_dim[None, :]
-    q_start = q_ptr + start * q_row + kv_head * q_kv_head + (head % GROUPS) * q_group
-    k_start = k_ptr + key_start * k_row + kv_head * k_head
-    v_start = v_ptr + key_start * v_row + kv_head * v_head
-    q = tl.load(q_start + i.to(tl.int64)[:, None] * q_row + d[None, :], mask=is_query, other=0.0)
+    q_start = new.q_ptr + start * new.q_row + kv_head * new.q_kv_head + (head % GROUPS) * new.q_group
+    k_start = new.k_ptr + key_start * new.k_row + kv_head * new.k_head
+    v_start = new.v_ptr + key_start * new.v_row + kv_head * new.v_head
+    q = tl.load(q_start + i.to(tl.int64)[:, None] * new.q_row + d[None, :], mask=is_query, other=0.0)
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     context = tl.zeros([QUERIES, DIM], tl.float32)
-    if HAS_ALIBI:
-        slope = tl.load(alibi_ptr + head)
+    if scores.alibi_ptr is not None:
+        slope = tl.load(scores.alibi_ptr + head)
     begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(tile * QUERIES + num_before - window + 1, 0) // KEYS * KEYS
+    if FORM.has_window:
+        begin = tl.maximum(tile * QUERIES + num_before - scores.window + 1, 0) // KEYS * KEYS
     end = key_length
     if IS_CAUSAL:
         end = tl.minimum((tile + 1) * QUERIES + num_before, key_length)
     for key_start in range(begin, end, KEYS):
         j = key_start + tl.arange(0, KEYS)
         is_key = (j < key_length)[:, None] & is_dim[None, :]
-        k = tl.load(k_start + j.to(tl.int64)[:, None] * k_row + d[None, :], mask=is_key, other=0.0)
-        v = tl.load(v_start + j.to(tl.int64)[:, None] * v_row + d[None, :], mask=is_key, other=0.0)
-        scores = _dot(q, tl.trans(k), UPCASTS) * scale
-        if HAS_SOFTCAP:
-            scores = softcap * _tanh(scores / softcap)
+        k = tl.load(k_start + j.to(tl.int64)[:, None] * new.k_row + d[None, :], mask=is_key, other=0.0)
+        v = tl.load(v_start + j.to(tl.int64)[:, None] * new.v_row + d[None, :], mask=is_key, other=0.0)
+        score = _dot(q, tl.trans(k), UPCASTS) * scores.scale
+        if FORM.has_softcap:
+            score = scores.softcap * _tanh(score / scores.softcap)
         distance = place[:, None] - j[None, :]
-        if HAS_ALIBI:
-            scores -= slope * distance.to(tl.float32)
+        if scores.alibi_ptr is not None:
+            score -= slope * distance.to(tl.float32)
         is_seen = distance >= 0
         if not IS_CAUSAL:
             is_seen = (j < key_length)[None, :] & (i >= 0)[:, None]
-        if HAS_WINDOW:
-            is_seen = is_seen & (distance < window)
-        scores = tl.where(is_seen, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        if FORM.has_window:
+            is_seen = is_seen & (distance < scores.window)
+        score = tl.where(is_seen, score, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(score, axis=1))
         shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # the window has not begun
-        probs = tl.exp(scores - shift[:, None])
+        probs = tl.exp(score - shift[:, None])
         rescale = tl.exp(highest - shift)
         total = total * rescale + tl.sum(probs, axis=1)
         context = context * rescale[:, None] + _dot(probs.to(v.dtype), v, UPCASTS)
         highest = new_highest
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32)
+    if scores.sinks_ptr is not None:
+        sink = tl.load(scores.sinks_ptr + head).to(tl.float32)
         top = tl.maximum(highest, sink)
         rescale = tl.exp(highest - top)
         context = context * rescale[:, None]

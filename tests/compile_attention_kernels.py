@@ -1,105 +1,85 @@
 """Compiles the attention kernels for an H100 without one, and prints a line for each.
 
-Run in a process without TRITON_INTERPRET: `python tests/compile_attention_kernels.py [--spills] [name ...]`.
+Run in a process without TRITON_INTERPRET: `python tests/compile_attention_kernels.py [name ...]`.
 Heads are those of Qwen2-0.5B, OPT-1.3B, Llama-3-8B, Phi-2 (80 wide), Gemma-2 (256 wide), gpt-oss and others.
 """
 
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_kernels import compile_kernel
 
 from hybrid_engine.ops import softmax_context_kernels as kernels
+from hybrid_engine.ops.softmax_context_kernels import Cache, Changed, Changes, Form, NewHeads, Parts, Scores, Tables
 
 NAMES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-MAX_SHARED_BYTES = 227 * 1024
-OFF = {"UPCASTS": False, "HAS_WINDOW": False, "HAS_SOFTCAP": False, "HAS_SINKS": False, "HAS_ALIBI": False}
-FORMS = {  # groups, head_dim, rotary_dim, norm, is_interleaved, features
-    "qwen2-0.5b": (7, 64, 64, 0, False, {}),
-    "opt": (1, 64, 0, 0, False, {}),
-    "llama": (4, 128, 128, 0, False, {}),
-    "qwen3": (2, 128, 128, 1, False, {}),
-    "phi": (1, 80, 32, 0, False, {}),
-    "gemma2": (2, 256, 256, 0, False, {"HAS_WINDOW": True, "HAS_SOFTCAP": True}),
-    "gpt-oss": (8, 64, 64, 0, False, {"HAS_WINDOW": True, "HAS_SINKS": True}),
-    "falcon-7b": (71, 64, 64, 0, False, {}),
-    "bloom": (1, 128, 0, 0, False, {"HAS_ALIBI": True}),
-    "all": (4, 96, 64, 3, True, {name: name != "UPCASTS" for name in OFF}),
+STRIDE = "i32/16"  # those of usual sizes divide by 16
+
+
+class Family(NamedTuple):
+    """What attention of a family has."""
+
+    groups: int
+    head_dim: int
+    rotary_dim: int = 0
+    norm: int = 0
+    is_interleaved: bool = False
+    has_window: bool = False
+    has_softcap: bool = False
+    has_sinks: bool = False
+    has_alibi: bool = False
+
+
+FAMILIES = {
+    "qwen2-0.5b": Family(7, 64, 64),
+    "opt": Family(1, 64),
+    "llama": Family(4, 128, 128),
+    "qwen3": Family(2, 128, 128, norm=1),
+    "phi": Family(1, 80, 32),
+    "gemma2": Family(2, 256, 256, has_window=True, has_softcap=True),
+    "gpt-oss": Family(8, 64, 64, has_window=True, has_sinks=True),
+    "falcon-7b": Family(71, 64, 64),
+    "bloom": Family(1, 128, has_alibi=True),
+    "all": Family(4, 96, 64, 3, True, True, True, True, True),
 }
-WIDE = ("positions_ptr", "tables_ptr", "blocks_ptr", "offsets_ptr")
-FLOATS = ("scale", "softcap", "eps")
 
 
-def compile_kernel(label: str, kernel, dtype: str, types: dict[str, str], constants: dict, warps: int, stages: int):
-    """Pointers and strides are taken to be multiples of 16, as they are with the usual sizes."""
-    names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
+def compile_family(label: str, dtype: torch.dtype) -> None:
+    """All four kernels, decode with one split and with several."""
+    family, x, size = FAMILIES[label], NAMES[dtype], dtype.itemsize
+    form = Form(8, *family[:2], kernels.padded_dim(family.head_dim), *family[2:7], upcasts=False)
+    new = NewHeads(x, STRIDE, STRIDE, STRIDE, x, STRIDE, STRIDE, x, STRIDE, STRIDE)
+    angles = (x, x, STRIDE) if family.rotary_dim else (None, None, "i32")
+    changes = Changes(*angles, *[x if family.norm else None] * 2, "fp32")
+    cache = Cache(x, x, STRIDE, STRIDE, STRIDE)
+    sinks, alibi = x if family.has_sinks else None, "*fp32" if family.has_alibi else None
+    scores = Scores("fp32", "i32", "fp32", sinks, alibi)
 
-    def type_of(name):
-        if name in constants:
-            return "constexpr"
-        if name.endswith("_ptr"):
-            return types.get(name, "*i64" if name in WIDE else dtype)
-        return "fp32" if name in FLOATS else "i32"
+    def compile_one(kernel, given: dict, warps: int, stages: int, **fixed) -> None:
+        fixed["FORM"] = form
+        compile_kernel(kernel, given, fixed, warps, stages, may_spill=True)
 
-    signature = {name: type_of(name) for name in names}
-    aligned = [
-        i for i, name in enumerate(names) if signature[name][0] == "*" or name.startswith(("q_", "k_", "v_", "c"))
-    ]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in aligned if signature[names[i]] != "constexpr"}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, attrs)
-    target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
-    assert compiled.asm["cubin"] and compiled.metadata.shared <= MAX_SHARED_BYTES, compiled.metadata
-    print(f"compiled {label} {compiled.metadata.name} {dtype} {compiled.metadata.shared} bytes shared", usage(compiled))
-
-
-def usage(compiled) -> str:
-    """Registers and spills as ptxas tells them, where `--spills` asks for it."""
-    if "--spills" not in sys.argv:
-        return ""
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"])
-        file.flush()
-        command = [str(ptxas), "-v", "-arch=sm_90a", file.name, "-o", "/dev/null"]
-        told = subprocess.run(command, capture_output=True, text=True).stderr
-    loads = {width: compiled.asm["ptx"].count(f".v{width}.") for width in (2, 4)}
-    return " ".join(line.strip() for line in told.splitlines() if "Used" in line or "spill" in line) + f" {loads}"
-
-
-def compile_form(label: str, dtype: torch.dtype) -> None:
-    """All four kernels of one family, decode with one split and with several."""
-    groups, head_dim, rotary_dim, norm, is_interleaved, features = FORMS[label]
-    name, size = NAMES[dtype], dtype.itemsize
-    shared = {**OFF, **features, "GROUPS": groups, "HEAD_DIM": head_dim, "ROTARY_DIM": rotary_dim, "NORM": norm}
-    shared |= {"IS_INTERLEAVED": is_interleaved, "DIM": kernels.padded_dim(head_dim), "SPLIT": kernels.SPLIT}
-    floats = {"alibi_ptr": "*fp32", "lse_ptr": "*fp32", "partial_ptr": "*fp32", "starts_ptr": "*i32"}
-    floats["key_starts_ptr"] = "*i32"
-    decode = shared | {"HEADS": kernels.padded_groups(groups), "TILE": kernels.decode_tile(head_dim, groups, size)}
-    for is_single in (True, False):
-        types = floats | ({} if is_single else {"output_ptr": "*fp32"})
-        compile_kernel(
-            label, kernels.decode_kernel, name, types, decode | {"IS_SINGLE": is_single}, 4, kernels.DECODE_STAGES
-        )
-    merge = shared | {"SPLITS_AT_ONCE": kernels.SPLITS_AT_ONCE}
-    compile_kernel(label, kernels.merge_kernel, name, floats, merge, 2, 3)
-    store = shared | {"NUM_KV_HEADS": 8, "TOKENS": kernels.STORE_TOKENS}
-    compile_kernel(label, kernels.store_kernel, name, floats, store, 4, 3)
-    queries, keys, warps = kernels.prefill_tiles(head_dim, size)
-    prefill = shared | {"QUERIES": queries, "KEYS": keys}
+    decode = {"new": new, "changes": changes, "cache": cache, "tables": Tables("*i64", "i32", "i32"), "scores": scores}
+    decode["positions_ptr"] = "*i64"
+    tiles = kernels.decode_tiles(form, size)
+    for parts in (Parts(x, None), Parts("*fp32", "*fp32")):
+        compile_one(kernels.decode_kernel, {**decode, "parts": parts}, 4, kernels.DECODE_STAGES, TILES=tiles)
+    merge = {"parts": Parts("*fp32", "*fp32"), "scores": scores, "positions_ptr": "*i64", "output_ptr": x}
+    merge["num_splits"] = "i32"
+    compile_one(kernels.merge_kernel, merge, 2, 3, SPLIT=kernels.SPLIT, SPLITS_AT_ONCE=kernels.SPLITS_AT_ONCE)
+    store = {"new": new, "changes": changes, "cache": cache, "blocks_ptr": "*i64", "offsets_ptr": "*i64"}
+    store |= {"changed": Changed(x, x), "num_tokens": "i32"}
+    compile_one(kernels.store_kernel, store, 4, 3, TOKENS=kernels.STORE_TOKENS)
+    prefill = {"new": new, "starts_ptr": "*i32", "key_starts_ptr": "*i32", "scores": scores, "output_ptr": x}
+    tiles, warps = kernels.prefill_tiles(family.head_dim, size)
     for is_causal in (True, False) if label == "opt" else (True,):  # encoders have no other feature
-        compile_kernel(label, kernels.prefill_kernel, name, floats, prefill | {"IS_CAUSAL": is_causal}, warps, 2)
+        compile_one(kernels.prefill_kernel, prefill, warps, 2, IS_CAUSAL=is_causal, TILES=tiles)
 
 
 if __name__ == "__main__":
-    labels = [name for name in sys.argv[1:] if name in FORMS]
-    for label in labels or FORMS:
-        compile_form(label, torch.bfloat16)
+    labels = sys.argv[1:]
+    for label in labels or FAMILIES:
+        compile_family(label, torch.bfloat16)
     for label in () if labels else ("gemma2", "all"):
-        compile_form(label, torch.float32)
+        compile_family(label, torch.float32)

@@ -84,8 +84,10 @@ def compile_flat(kernel, pointer: str, fixed: dict) -> None:
 def compile_rest(pointer: str) -> None:
     """Norms and elementwise kernels."""
     for kind in norm.NORM_OPS:
-        beta = {} if kind == "layer" else {"beta_ptr": None}
-        compile_flat(norm.norm_kernel, pointer, {**beta, "NORM": kind, "ROWS": 1, "BLOCK": 4096})
+        x = norm.AddedRows(pointer, WIDTH, pointer, WIDTH, pointer, "i32", WIDTH)
+        weights = NormWeights(pointer, pointer if kind == "layer" else None, "fp32")
+        given = {"x": x, "weights": weights, "output_ptr": pointer}
+        compile_kernel(norm.norm_kernel, given, {"NORM": kind, "ROWS": 1, "BLOCK": 4096})
     for activation in ("silu", "relu", "relu2", "gelu", "gelu_new", "quick_gelu"):
         fixed = {"ACTIVATION": activation, "BLOCK": gated_activation.BLOCK}
         compile_flat(gated_activation.gated_activation_kernel, pointer, fixed)

@@ -28,8 +28,8 @@ def describe(value, path: tuple, constants: dict, attrs: dict):
     return value.removesuffix("/16")
 
 
-def compile_kernel(kernel, given: dict, fixed: dict, warps: int = 4, stages: int = 3):
-    """Asserts that nothing spills and all fits on an SM; prints a line.
+def compile_kernel(kernel, given: dict, fixed: dict, warps: int = 4, stages: int = 3, may_spill: bool = False):
+    """Asserts that nothing spills, unless it may, and that all fits on an SM; prints a line.
 
     Args:
         given: `describe`'s values of the arguments by name.
@@ -47,8 +47,9 @@ def compile_kernel(kernel, given: dict, fixed: dict, warps: int = 4, stages: int
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     registers, stack = resources(compiled.asm["cubin"])
     assert compiled.metadata.shared <= MAX_SHARED_BYTES, compiled.metadata
-    assert stack == 0, f"{kernel.__name__} spills {stack} bytes with {fixed}"
-    print(f"compiled {kernel.__name__} {registers} registers {compiled.metadata.shared} bytes shared {fixed}")
+    assert may_spill or stack == 0, f"{kernel.__name__} spills {stack} bytes with {fixed}"
+    taken = f"{registers} registers, {stack} bytes spilled, {compiled.metadata.shared} bytes shared"
+    print(f"compiled {kernel.__name__} {taken} {fixed}")
     return compiled
 
 

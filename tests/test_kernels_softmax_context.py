@@ -81,7 +81,6 @@ class Case:
             table = rotary_table(inv_freq, 1.1, MAX_POSITIONS, exact_of or dtype, self.is_interleaved)
             rotary = tuple(part[batch.positions].to(dtype) for part in table)
         kv = cast(self.kv).clone()
-        batch.made.clear()
         alibi = None if self.alibi is None else self.alibi.float()
         gammas = map(cast, self.gammas)
         q, k, v = (cast(x) for x in (self.q, self.k, self.v))
