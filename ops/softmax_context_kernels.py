@@ -206,9 +206,8 @@ def _load_heads(
         x = _normed(loaded, gamma, inverse, NORM)
     if ROTARY_DIM != 0:
         rotates = d < ROTARY_DIM
-        partner = (
-            d ^ 1 if FORM.is_interleaved else tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2)
-        )
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        partner = d ^ 1 if FORM.is_interleaved else tl.where(d < HALF, d + HALF, d - HALF)
         partner = tl.where(rotates, partner, d)
         other = tl.load(x_ptr + offsets + partner, mask=is_row & rotates, other=0.0)
         y = other.to(tl.float32)
