@@ -179,7 +179,7 @@ class NormOp:
         check_norm_weights(input, gamma, beta)
         rows = _dense_rows(input)
         output, residual_add = torch.empty(input.shape, dtype=input.dtype, device=input.device), input
-        others: tuple[Any, ...] = (None, 0, None)
+        others: tuple[Any, int, Any] = (None, 0, None)
         if residual is not None:
             check_tensor("residual", residual, like=input, shape=input.shape)
             residual_rows, residual_add = _dense_rows(residual), torch.empty_like(output)

@@ -408,7 +408,8 @@ class SoftmaxContextOp:
 
 def _new_heads(qkv: QKV) -> kernels.NewHeads:
     q, k, v, _ = qkv
-    return kernels.NewHeads(q, *q.stride()[:3], k, *k.stride()[:2], v, *v.stride()[:2])
+    (q_row, q_kv_head, q_group, _), (k_row, k_head, _), (v_row, v_head, _) = q.stride(), k.stride(), v.stride()
+    return kernels.NewHeads(q, q_row, q_kv_head, q_group, k, k_row, k_head, v, v_row, v_head)
 
 
 def _cache(cache: KVBlocks) -> kernels.Cache:
