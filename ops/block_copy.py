@@ -76,6 +76,6 @@ class BlockCopyOp:
     def reference(
         self, workspace: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, num_tokens: torch.Tensor
     ) -> None:
-        """The same in plain torch, one copy at a time."""
+        """The function of the kernel in plain torch, one copy at a time."""
         for source, target, count in torch.stack((sources, targets, num_tokens), 1).tolist():
             workspace[:, :, target, :, :count] = workspace[:, :, source, :, :count]

@@ -119,12 +119,12 @@ def _columns(weight: torch.Tensor, input: torch.Tensor, added: torch.Tensor | No
 
 
 def linear_by_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The same as fp32 in dense rows, along which samplers go."""
+    """The linear's product as fp32 in dense rows, along which samplers go."""
     if is_compiled(input, [(weight, bias)]):
         return products(input, [(weight, bias)], by_rows=True)[0]
     return by_rows(linear_transposed(input, weight, bias).float())
 
 
 def linear_transposed_reference(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The same function in plain torch, without a residual."""
+    """The transposed linear in plain torch, without a residual."""
     return torch.mm(input, weight) if bias is None else torch.addmm(bias, input, weight)

@@ -165,7 +165,7 @@ class ExpertGemmOp:
         down: torch.Tensor,
         down_bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The same in plain torch, expert after expert; the host reads the offsets, so no graph can hold it."""
+        """The kernels' function in torch, expert after expert; the host reads the offsets, so no graph can hold it."""
         weights, order = routing.weights, routing.order
         num_tokens, top_k = weights.shape
         bounds = routing.offsets.tolist()
@@ -211,7 +211,7 @@ class ExpertGemmOp:
 
 
 class Rows(NamedTuple):
-    """What is multiplied."""
+    """The rows of x that experts multiply."""
 
     ptr: Any  # [N or M, in]
     stride_m: int
@@ -321,7 +321,7 @@ def _product(x, rows, row_mask, w, expert, n, n_mask, TILES: tl.constexpr):
 
 @triton.jit
 def _product_pair(x, rows, row_mask, w, expert, n, n_mask, columns, TILES: tl.constexpr):
-    """The same for the columns `n` and those `columns` on, reading the rows once."""
+    """A product for the columns `n` and one for those `columns` on, reading the rows once."""
     BLOCK_M: tl.constexpr = TILES.m
     BLOCK_N: tl.constexpr = TILES.n
     BLOCK_K: tl.constexpr = TILES.k

@@ -279,7 +279,7 @@ def attend_as_usual(
     attention: Attention,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same function without tiles, whole sequences: `[R, n, ...]` as TrainerAttention's."""
+    """The function of `attend` without tiles, of whole sequences `[R, n, ...]`."""
     group = query.shape[2] // key.shape[2]
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     places = torch.arange(q.shape[2], device=q.device)

@@ -66,7 +66,7 @@ class Head(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of each token over a part of the vocabulary, fp32, `[N]` each; `base` is near the largest logit of the part."""
+    """Sums for each token over a part of the vocabulary, fp32, `[N]` each; `base` is near its largest logit."""
 
     base: torch.Tensor
     total: torch.Tensor  # of exp(logit - base)

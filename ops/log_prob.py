@@ -21,7 +21,7 @@ from hybrid_engine.ops.fixed_rows import chunk_of, top_and_sum_of_row
 
 @triton.jit
 def logprob_kernel(logits_ptr, tokens_ptr, logprobs_ptr, lse_ptr, vocab, temperature, CHUNK: tl.constexpr):
-    """Of one row of dense logits: its token's log-probability, and logsumexp(logits / temperature)."""
+    """For one row of dense logits: its token's log-probability, and logsumexp(logits / temperature)."""
     row = tl.program_id(0).to(tl.int64)
     top, total = top_and_sum_of_row(logits_ptr + row * vocab, vocab, temperature, CHUNK)
     lse = top + tl.log(total)

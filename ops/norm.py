@@ -149,7 +149,7 @@ class NormOp:
         return self.reference(input, gamma, beta)
 
     def reference(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
-        """The same function in plain torch."""
+        """The function of the kernel in plain torch."""
         return self.formula(input, gamma, beta)
 
     def add_and_norm(

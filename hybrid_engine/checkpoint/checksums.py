@@ -14,7 +14,7 @@ CHUNK_BYTES = 1 << 22
 
 
 def file_checksum(path: Path) -> str:
-    """Of the file's content, in hexadecimal."""
+    """Checksum of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -23,7 +23,7 @@ def file_checksum(path: Path) -> str:
 
 
 def content_checksum(content: Any) -> str:
-    """Of values that JSON holds, whatever the order of their keys."""
+    """Checksum of values that JSON holds, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -53,7 +53,7 @@ trailing commas are read past; the rest of Hjson, which DeepSpeed reads too, is 
 
 
 def render() -> str:
-    """The whole text."""
+    """The text of the page about the config."""
     parts = [HEADER, *(_render_block(path) for path in sorted(BLOCKS)), _render_auto()]
     return "\n".join(parts)
 

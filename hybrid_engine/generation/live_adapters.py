@@ -90,7 +90,7 @@ class AdapterBatches(LiveBatch):
         return [sequence for batch in self._batches.values() for sequence in batch.unfinished]
 
     def add(self, sequences: list[Sequence]) -> None:
-        """LiveBatch's, each sequence to its adapter's batch."""
+        """Lets sequences wait, each in its adapter's batch."""
         for name, batch in self._batches.items():
             own = [sequence for sequence in sequences if sequence.adapter == name]
             if any(sequence.prompt.num_tops is not None for sequence in own):

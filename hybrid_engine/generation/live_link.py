@@ -125,7 +125,7 @@ class _Codec:
         self._num_sequences = 0
 
     def encode(self, sequences: list[Sequence]) -> bytes:
-        """On the leader."""
+        """`sequences` as bytes, on the leader; their tokenizers are told once."""
         needed = {id(s.options.rules.tokenizer): s.options.rules.tokenizer for s in sequences}
         known = {id(tokenizer) for tokenizer in self._tokenizers}
         new = [tokenizer for key, tokenizer in needed.items() if tokenizer is not None and key not in known]

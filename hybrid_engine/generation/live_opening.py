@@ -117,7 +117,7 @@ def _open_one(native: ContainerRollouts, plan: Plan, kv: torch.Tensor, is_record
 
 
 class Memory(NamedTuple):
-    """Bytes of one process."""
+    """What memory one process has for a live batch, in bytes."""
 
     spare: int
     """For the KV workspace."""

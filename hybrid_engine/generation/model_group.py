@@ -84,7 +84,7 @@ class ModelGroup:
         return range(first, first + self.size)
 
     def without_module(self) -> "ModelGroup":
-        """The same group after its processes let go of all but their parts."""
+        """This group after its processes let go of all but their parts of the model."""
         return replace(self, has_whole_module=False)
 
     def gather_objects(self, value: Value) -> list[Value]:

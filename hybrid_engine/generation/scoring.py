@@ -24,7 +24,7 @@ TOKENS_AT_ONCE = 2048
 
 
 class TokenScores(NamedTuple):
-    """Of the tokens of one prompt, the first left out, which nothing comes before."""
+    """Scores of the tokens of one prompt, the first left out, which nothing comes before."""
 
     logprobs: list[float]
     """Under softmax(logits), unfiltered and at temperature 1."""

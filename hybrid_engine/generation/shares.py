@@ -55,7 +55,7 @@ def check_only_native(bids: list[Bid], fallback: str) -> None:
 
 
 def choose_seed(bids: list[Bid]) -> int:
-    """That of the first process that draws noise; 0 where none does."""
+    """The seed of the first process that draws noise; 0 where none does."""
     return next((bid.seed for bid in bids if bid.seed is not None), 0)
 
 

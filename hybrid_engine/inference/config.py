@@ -213,7 +213,7 @@ def read_config(config: dict[str, Any] | str | os.PathLike[str] | None, kwargs: 
 
 
 def _canonical(given: dict[str, Any]) -> dict[str, Any]:
-    """The same options by their present names; None means that an option was not given."""
+    """Options by their present names; None means that an option was not given."""
     known = [option.name for option in fields(InferenceConfig)]
     result: dict[str, Any] = {}
     for key, value in given.items():

@@ -76,7 +76,7 @@ class InferenceEngine(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weights, in which the model computes."""
+        """dtype of the weights, in which the model computes."""
         return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
     @property

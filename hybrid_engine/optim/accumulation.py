@@ -118,7 +118,7 @@ class GradientAccumulation:
             self._training.sharding.leave_pass(problem, self._reduces)
 
     def end_pass(self) -> None:
-        """After each backward pass."""
+        """Notes that a backward pass has ended."""
         self.num_passes += 1
 
     def reduce_at_end(self) -> None:

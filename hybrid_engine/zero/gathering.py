@@ -26,7 +26,7 @@ Layer = TypeVar("Layer", bound=ReadsLayer)
 
 
 def _num_bytes(module: nn.Module) -> int:
-    """Of the whole parameters, not of this process's shards."""
+    """Bytes of the whole parameters, not of this process's shards."""
     return sum(p.numel() * p.element_size() for p in module.parameters())
 
 

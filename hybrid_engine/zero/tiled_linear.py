@@ -105,7 +105,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same of tiles which return the product and the bias, to be added later, as Megatron's do."""
+    """A TiledLinear of tiles which return the product and the bias, to be added later, as Megatron's do."""
 
     def _add_up(self, outputs: list[Any]) -> Any:
         biases = [bias for _, bias in outputs if bias is not None]

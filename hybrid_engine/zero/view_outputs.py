@@ -20,7 +20,7 @@ def copy_views_in_outputs(module: nn.Module) -> None:
 
 
 def copy_views_in_outputs_of(module: nn.Module, method_name: str) -> None:
-    """The same of one of its methods."""
+    """Copies views in what one method of a module returns."""
     method = getattr(module, method_name)
 
     @wraps(method)

@@ -7,7 +7,7 @@ from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 
 @dataclass(frozen=True)
 class Copy:
-    """Of the first `num_tokens` keys and values of block `source` to block `target`."""
+    """A copy of the first `num_tokens` keys and values of block `source` to block `target`."""
 
     source: int
     target: int

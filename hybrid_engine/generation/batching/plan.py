@@ -30,7 +30,7 @@ BYTES_PER_TOKEN = 80
 
 @dataclass(frozen=True)
 class Plan:
-    """A rollout that fits."""
+    """A rollout that fits into the memory that there is."""
 
     sequences: list[Sequence]
     own: slice  # of `sequences`: this process's; the others belong to processes that it shares the model with
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def num_columns(self) -> int:
-        """Blocks of that sequence."""
+        """Blocks of the longest sequence: the columns of block tables."""
         return -(-self.longest // self.block_size)
 
     def build_scheduler(self) -> Scheduler:

@@ -349,7 +349,7 @@ class DecodeStep:
     def _step_to_logits(
         self, num_rows: int, context: int, is_identity: bool, layers: Callable[[], Iterable[InferenceLayer]]
     ) -> None:
-        """The same without the draw, which is no part of a graph."""
+        """`_step` without the draw, which is no part of a graph then."""
         slots = self.tables.rows[:num_rows]
         numbers = self.tables.numbers.index_select(1, slots)
         logits = self._forward(slots, numbers, context, is_identity, layers)

@@ -37,7 +37,7 @@ def sample(logits: torch.Tensor, params: CommonInferenceParams, vocab_size: int 
 
 
 def sampling_options(params: CommonInferenceParams) -> SamplingOptions:
-    """The same as the engine's sampler takes it."""
+    """These parameters as the engine's sampler takes them."""
     return SamplingOptions(
         do_sample=not params.is_greedy,
         temperature=params.temperature,

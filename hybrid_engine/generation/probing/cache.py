@@ -76,7 +76,7 @@ def _versions() -> dict[str, str]:
 
 
 def _source_hash() -> str:
-    """Of containers and ops: a kernel that was edited is probed again."""
+    """Hash of the source of containers and ops: a kernel that was edited is probed again."""
     folders = [Path(part.__file__ or "").parent for part in (hybrid_engine.containers, hybrid_engine.ops)]
     files = [path for folder in folders for path in sorted((*folder.glob("*.py"), *folder.glob("*.c")))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

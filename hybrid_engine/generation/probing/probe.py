@@ -163,7 +163,7 @@ class _Passes:
         return self.model.forward(batch, self.kv, self.layers())
 
     def replay(self, rows: list[int], recorder: Any) -> torch.Tensor:
-        """The same from a step that was recorded for other rows."""
+        """Logits `[R, V]` as `decode` gives, from a step that was recorded for other rows."""
         wanted = torch.tensor(rows, device=self.tokens.device)
         places = torch.full_like(wanted, max(rows))
         tokens = self.tokens[places]

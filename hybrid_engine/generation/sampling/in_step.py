@@ -75,7 +75,7 @@ class RowsInStep(MixedRows):
     def __init__(
         self, sequences: list[Sequence], functions: UserFunctions, width: int, vocab: int, device: torch.device
     ):
-        """`width`: P."""
+        """`width`: columns of the padded prompts, P."""
         options, prefix = sequences[0].options, functions.prefix_allowed_tokens_fn
         ends, penalty = _early_ends(options, width, functions.is_min_new), _penalty(options)
         before, after = processors_before(options), processors_after(options, width, device, prefix, ends)

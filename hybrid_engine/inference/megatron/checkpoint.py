@@ -181,7 +181,7 @@ def _models(content: Mapping[str, Any], folder: Path) -> list[Any]:
 
 
 def _join_stages(stages: list[list[list[Any]]]) -> list[dict[str, torch.Tensor]]:
-    """Of each tensor-parallel rank the weights of all stages; `stages` are trees by stage, rank and virtual stage.
+    """The weights of all stages for each tensor-parallel rank; `stages` are trees by stage, rank and virtual stage.
 
     Layers are numbered within a stage. The first virtual stages of all ranks come before their second ones.
     """

@@ -166,7 +166,7 @@ class MegatronEncoder(nn.Module):
         self.final_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, hidden: torch.Tensor, is_seen: torch.Tensor, past: Cache | None) -> torch.Tensor:
-        """As the layers' attention."""
+        """Takes and returns what the attention of the layers does."""
         for layer in self.layers:
             hidden = layer(hidden, is_seen, past)
         return self.final_layernorm(hidden)
