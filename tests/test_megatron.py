@@ -64,8 +64,9 @@ def test_layers_known_by_their_names_equal_the_plain_forward(form):
     row = torch.randint(0, VOCAB, (12,), generator=torch.Generator().manual_seed(0))
     logprobs, plain = forced_logits(containers, row).log_softmax(-1), oracle(row[None])[0].log_softmax(-1)
     exact = copy.deepcopy(oracle).double()(row[None])[0].log_softmax(-1)
-    # Log-probabilities reach -17 here, where the plain forward pass itself is off by 8e-6.
-    assert (logprobs - exact).abs().max() < 3 * (plain - exact).abs().max() < 3e-5
+    # Log-probabilities reach -17 here, where the plain forward pass itself is off by 8e-6 to 1e-5, by the CPU.
+    own_error = (plain - exact).abs().max()
+    assert (logprobs - exact).abs().max() < 3 * own_error and own_error < 1e-6 * exact.abs().max()
 
 
 @torch.no_grad()
