@@ -18,6 +18,8 @@ from hybrid_engine.command import cli
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import build_graph
 from hybrid_engine.parallel.planning.autodist import Wanted, best_plan
+from hybrid_engine.parallel.planning.choices import all_choices
+from hybrid_engine.parallel.planning.cost import Cost, peaks
 from hybrid_engine.parallel.planning.explaining import explain
 from hybrid_engine.parallel.planning.generating import token_bytes
 from hybrid_engine.parallel.planning.machine import COLLECTIVES, Link, Machine
@@ -27,7 +29,7 @@ from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.plan_costs import plan_costs
 from hybrid_engine.parallel.planning.programme import Infeasible, solve
 from hybrid_engine.parallel.planning.setting import Generation, Setting, Weights
-from hybrid_engine.parallel.planning.space import Cost, Space, all_choices, evaluate_plan, peaks
+from hybrid_engine.parallel.planning.space import Space, evaluate_plan
 from hybrid_engine.parallel.planning.stages import best_stages
 
 H100 = Machine.named("h100")

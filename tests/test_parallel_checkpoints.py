@@ -60,7 +60,7 @@ def merged_of(module, optimizer, folder, name):
     """The whole state dicts, from the files that all processes saved."""
     torch.save((module.state_dict(), optimizer.state_dict()), folder / f"{name}-{dist.get_rank()}.pt")
     dist.barrier()
-    files = [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(dist.get_world_size())]
+    files = [torch.load(folder / f"{name}-{rank}.pt") for rank in range(dist.get_world_size())]
     return merge_state_dicts([file[0] for file in files], [file[1] for file in files])
 
 

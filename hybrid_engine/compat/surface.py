@@ -31,6 +31,8 @@ from hybrid_engine.parallel.graph.verifying import verify_op
 from hybrid_engine.parallel.optimizer import build_optimizer
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.parallelize import parallelize
+from hybrid_engine.parallel.planning.explaining import explain
+from hybrid_engine.parallel.planning.plan import Plan
 
 __version__ = version("hybrid-engine")
 
@@ -51,6 +53,7 @@ __all__ = [
     "InferenceEngine",
     "OnDevice",
     "ParallelModule",
+    "Plan",
     "ReuseType",
     "ZeroEngine",
     "__git_branch__",
@@ -61,6 +64,7 @@ __all__ = [
     "build_optimizer",
     "deduped_state_dict",
     "enable_compat",
+    "explain",
     "get_accelerator",
     "init_distributed",
     "init_inference",

@@ -7,7 +7,9 @@ from functools import cache
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.planning.blocks import layers_of, recomputed_ops, segments_of
+from hybrid_engine.parallel.planning.choices import all_choices, batch_choices
 from hybrid_engine.parallel.planning.constraints import Constraint, constrained, read_constraints
+from hybrid_engine.parallel.planning.cost import ZERO, Cost, peaks
 from hybrid_engine.parallel.planning.generating import generation_bytes
 from hybrid_engine.parallel.planning.measuring import measure_device
 from hybrid_engine.parallel.planning.options import Options
@@ -15,7 +17,7 @@ from hybrid_engine.parallel.planning.plan import Names, Plan
 from hybrid_engine.parallel.planning.plan_costs import PlanCosts, in_flight, plan_costs, transfer_seconds
 from hybrid_engine.parallel.planning.programme import Infeasible, frugal, solve
 from hybrid_engine.parallel.planning.setting import Setting
-from hybrid_engine.parallel.planning.space import ZERO, Cost, Space, all_choices, batch_choices, peaks
+from hybrid_engine.parallel.planning.space import Space
 from hybrid_engine.parallel.planning.stages import best_stages
 
 

@@ -7,13 +7,15 @@ from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.planning.autodist import Wanted, best_plan, choices_on
 from hybrid_engine.parallel.planning.blocks import blocks_of, recomputed_ops
+from hybrid_engine.parallel.planning.classes import pattern
+from hybrid_engine.parallel.planning.cost import ZERO, Cost
 from hybrid_engine.parallel.planning.op_costs import ATTENTION
 from hybrid_engine.parallel.planning.options import OPTION_NAMES, Options
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.plan_costs import PlanCosts, plan_costs
 from hybrid_engine.parallel.planning.programme import Infeasible, solve
 from hybrid_engine.parallel.planning.setting import Setting
-from hybrid_engine.parallel.planning.space import ZERO, Cost, Space, pattern
+from hybrid_engine.parallel.planning.space import Space
 
 
 def explain(plan: Plan, config: ComputeConfig | None = None) -> str:

@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.planning.blocks import recomputed_ops, stage_ops
+from hybrid_engine.parallel.planning.choices import choices_of
+from hybrid_engine.parallel.planning.cost import Cost, peaks
 from hybrid_engine.parallel.planning.generating import generation_bytes
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.setting import Setting
-from hybrid_engine.parallel.planning.space import Cost, Space, choices_of, peaks
+from hybrid_engine.parallel.planning.space import Space
 from hybrid_engine.parallel.planning.stages import pipeline_seconds
 
 

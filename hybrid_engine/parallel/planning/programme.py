@@ -10,8 +10,10 @@ from itertools import product
 
 import numpy as np
 
+from hybrid_engine.parallel.planning.classes import Reader, State, TensorClass
+from hybrid_engine.parallel.planning.cost import Cost, peaks
 from hybrid_engine.parallel.planning.moving import Layout
-from hybrid_engine.parallel.planning.space import Cost, Reader, Space, State, TensorClass, peaks
+from hybrid_engine.parallel.planning.space import Space
 
 GAP = 1e-6
 """How far, relatively, a solution may be from the optimum."""

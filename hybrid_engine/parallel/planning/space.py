@@ -1,112 +1,22 @@
 """All plans that a planner chooses from, as tables: which ops are split alike, in which ways, what each way costs.
 
-Ops of repeated modules (`layers.0`, `layers.1`, ...) that do the same form one class, which is split in one way. A
-tensor that several ops want in the same layout is moved once.
+A class of ops is split in one way; a tensor that several ops want in the same layout is moved once.
 """
 
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from dataclasses import replace
 from math import prod
-from typing import NamedTuple
 
 from torch.distributed.tensor import Replicate
 
 from hybrid_engine.parallel.graph.graph import Graph, Op, Value
+from hybrid_engine.parallel.planning.choices import choices_of
+from hybrid_engine.parallel.planning.classes import OpClass, Reader, State, TensorClass, kind_of, reused_parameters
+from hybrid_engine.parallel.planning.cost import ZERO, Cost
 from hybrid_engine.parallel.planning.moving import Layout, gradient_layout, local_elements
-from hybrid_engine.parallel.planning.op_costs import Kept, differentiable, is_alias, kept_by, split_degree, work
+from hybrid_engine.parallel.planning.op_costs import Kept, differentiable, is_alias, kept_by, work
 from hybrid_engine.parallel.planning.plan import Names, Plan
-from hybrid_engine.parallel.planning.policies import batch_plan
 from hybrid_engine.parallel.planning.setting import Setting
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What something costs one rank: seconds of one micro-batch, `reduction_s` once a step, and bytes."""
-
-    compute_s: float = 0.0
-    communication_s: float = 0.0
-    reduction_s: float = 0.0
-    resident_bytes: float = 0.0
-    """Parameters and what the optimizer keeps of them."""
-    gradient_bytes: float = 0.0
-    stepping_bytes: float = 0.0
-    """What the optimizer allocates while it steps."""
-    kept_bytes: float = 0.0
-    """Kept from the forward pass of a micro-batch to its backward pass."""
-    again_bytes: float = 0.0
-    """Kept while a recomputed module runs backward."""
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(**{f: getattr(self, f) + getattr(other, f) for f in FIELDS})
-
-    def times(self, factor: float) -> "Cost":
-        """The same, `factor` times."""
-        return Cost(**{f: getattr(self, f) * factor for f in FIELDS})
-
-    def seconds(self, num_micro_batches: int) -> float:
-        """The time of a step of the optimizer."""
-        return num_micro_batches * (self.compute_s + self.communication_s) + self.reduction_s
-
-
-FIELDS = tuple(f.name for f in fields(Cost))
-ZERO = Cost()
-
-State = tuple[Layout, Layout]
-"""The layout in which an op wants an operand, and that of the gradient which it gives back."""
-
-
-class Reader(NamedTuple):
-    """One operand of a class of ops; `op_class` None: the tensor leaves the graph, whole on every rank."""
-
-    op_class: int | None
-    position: int
-    keeps: bool
-    """Whether it is kept, from there on, for the backward pass."""
-    again: bool
-    """Whether that is in a module that is recomputed."""
-
-
-@dataclass(kw_only=True)
-class OpClass:
-    """Ops that are split alike."""
-
-    ops: list[Op]
-    choices: list[Names] = field(default_factory=list)
-    costs: list[Cost] = field(default_factory=list)
-    """Of all its ops, for each choice."""
-    largest: list[float] = field(default_factory=list)
-    """Bytes of the largest tensor that one of them reads or makes, for each choice."""
-    states: list[tuple[State, ...]] = field(default_factory=list)
-    """Of the operands, for each choice."""
-    outputs: list[tuple[Layout, ...]] = field(default_factory=list)
-    """Of the results, for each choice."""
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys of its ops."""
-        return [op.key for op in self.ops]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorClass:
-    """Tensors that are made and read alike."""
-
-    value: Value
-    maker: tuple[int, int] | None
-    """The class of ops that makes it and which of its results it is; None for what the graph is given."""
-    readers: tuple[Reader, ...]
-    has_gradient: bool
-    is_view: bool
-    """Whether it lies in the memory of another tensor."""
-    kept_by_maker: bool
-    made_again: bool
-    """Whether a recomputed module makes it."""
-    enters: bool
-    """Whether a recomputed module reads it and another makes it."""
-    count: int
 
 
 class Space:
@@ -140,10 +50,10 @@ class Space:
 
     def _make_classes(self, shares: bool, choices: Callable[[Op], Iterable[Names]]) -> None:
         numbers: dict[object, int] = {}
-        reused = _reused_parameters(self.graph, self.ops)
+        reused = reused_parameters(self.graph, self.ops)
         for op in self.ops:
             possible = list(choices(op))
-            kind = (_kind(op, self.graph, reused), tuple(possible)) if shares else op.key
+            kind = (kind_of(op, self.graph, reused), tuple(possible)) if shares else op.key
             number = numbers.setdefault(kind, len(numbers))
             if number == len(self.classes):
                 self.classes.append(OpClass(ops=[], choices=possible))
@@ -371,71 +281,7 @@ class Space:
         )
 
 
-def all_choices(mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
-    """Every split of an op over a mesh that divides and cuts it into no more parts than allowed."""
-
-    def choices(op: Op) -> list[Names]:
-        names = product(*(((None, *op.rule.annotation.candidates) if size > 1 else (None,)) for size in mesh))
-        fitting = [found for found in names if op.rule.can_split(found, mesh)]
-        limit = setting.max_partition_degree
-        return [found for found in fitting if split_degree(op.rule, found, mesh) <= limit]
-
-    return choices
-
-
-def batch_choices(graph: Graph, mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
-    """The batch is split over the first axis of the mesh wherever it can be, over the others every split is tried."""
-    splits_of_batch, anything = batch_plan(graph, mesh), all_choices(mesh, setting)
-
-    def choices(op: Op) -> list[Names]:
-        first = splits_of_batch.split_of(op)[0]
-        return [names for names in anything(op) if names[0] == first] or [splits_of_batch.split_of(op)]
-
-    return choices
-
-
-def choices_of(plan: Plan) -> Callable[[Op], list[Names]]:
-    """The one split of each op that a plan has."""
-    return lambda op: [plan.split_of(op)]
-
-
 def evaluate_plan(plan: Plan, setting: Setting, recomputed: Mapping[str, str] | None = None) -> tuple[Cost, float]:
     """What a plan of one stage costs, op by op, and the bytes of its largest tensor."""
     space = Space(plan.graph, plan.mesh, setting, choices_of(plan), shares=False, recomputed=recomputed)
     return space.evaluate([0] * len(space.classes))
-
-
-def peaks(cost: Cost, largest: float, setting: Setting, constants: float = 0.0) -> dict[str, float]:
-    """The bytes of one rank at the moments of a step at which they may be most; `constants`: while it generates."""
-    if not setting.trains:
-        return {"forward": cost.resident_bytes + setting.transient_coefficient * largest}
-    gradients_too = cost.gradient_bytes if setting.num_micro_batches > 1 else 0.0
-    found = {
-        "backward": cost.resident_bytes
-        + gradients_too
-        + setting.in_flight * cost.kept_bytes
-        + cost.again_bytes
-        + setting.transient_coefficient * largest,
-        "step": cost.resident_bytes + cost.gradient_bytes + cost.stepping_bytes,
-    }
-    if setting.generation is not None:
-        found["generation"] = cost.resident_bytes + constants
-    return found
-
-
-def pattern(path: str) -> str:
-    """A module's path with `*` for numbers: `layers.*.mlp` of `layers.3.mlp`."""
-    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
-
-
-def _kind(op: Op, graph: Graph, reused: set[str]) -> object:
-    """What ops of one class have in common."""
-    ordinal = "" if reused & set(op.inputs) else op.key.rsplit(":", 1)[1]
-    shapes = tuple((graph.values[key].shape, graph.values[key].dtype) for key in (*op.inputs, *op.outputs))
-    return pattern(op.path), op.name, ordinal, str(op.rule.annotation), tuple(op.rule.sizes.items()), shapes
-
-
-def _reused_parameters(graph: Graph, ops: Sequence[Op]) -> set[str]:
-    """Parameters that many ops read, which are split alike where they do the same with them."""
-    counts = Counter(key for op in ops for key in op.inputs if graph.values[key].kind == "parameter")
-    return {key for key, count in counts.items() if count > 2}
