@@ -29,12 +29,14 @@ from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.generation.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.backend import RolloutResult
 from hybrid_engine.generation.fewer_rows import with_half_the_rows
-from hybrid_engine.generation.generator import Generator, Request
+from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.training import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
 from hybrid_engine.generation.output import GenerateOutput
+from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.generation.request import Request
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.observing.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
@@ -142,7 +144,7 @@ class HybridEngine(ZeroEngine):
             self.backward_hooks.recover()
             if self.generator.begin(self._check_can_generate):
                 self.create_inference_containers()
-            request = self.generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
+            request = prepare(self.generator, input_ids, attention_mask, generation_config, seed, kwargs)
             while True:
                 try:
                     return self._roll_out(request, held)

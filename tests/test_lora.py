@@ -9,6 +9,7 @@ from peft import LoraConfig
 import hybrid_engine
 from hybrid_engine.generation import generator
 from hybrid_engine.generation.batching import plan as planning
+from hybrid_engine.generation.preparing import prepare
 
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": None}
 TARGETS = {
@@ -208,6 +209,6 @@ def test_a_rollout_leaves_room_for_the_fused_adapters(family, monkeypatch):
     monkeypatch.setattr(planning, "usable_memory_bytes", lambda device: usable)
     input_ids, mask = padded_prompts()
     options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": PAD}
-    plan = engine.generator.prepare(input_ids, mask, None, None, options).plan
+    plan = prepare(engine.generator, input_ids, mask, None, None, options).plan
     taken = torch.Size(containers.kv_shape(plan.num_blocks, plan.block_size)).numel() * containers.dtype.itemsize
     assert taken + expected <= usable

@@ -9,6 +9,7 @@ from distributed import run_distributed, run_to_the_end
 from models import PAD, build_model, padded_prompts
 from one_rank import Broken, build_engine, check_error, local_parameters, outcome
 
+from hybrid_engine.generation import preparing
 from hybrid_engine.inference import init_inference
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3, "pad_token_id": PAD}
@@ -61,7 +62,7 @@ def generate_cases(rank, world_size):
                 results[kind, who, f"{name} in run"] = found, torch.equal(generate(), expected)
             for phase, owner, method in (
                 ("gather", engine.generator.workspace, "take"),
-                ("prepare", engine.generator, "_check"),
+                ("prepare", preparing, "read_wishes"),
                 ("begin", engine, "_check_not_generating"),
                 ("draw", engine.generator.native.steps, "for_rollout"),
             ):

@@ -26,9 +26,11 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.generation.fewer_rows import with_half_the_rows
-from hybrid_engine.generation.generator import Generator, Request
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference, evaluating
 from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.generation.request import Request
 
 OPTIONS = (
     "enable_cuda_graph",
@@ -218,7 +220,7 @@ class Attached:
                 self._build_containers()
             others = {name: value for name, value in kwargs.items() if name != "attention_mask"}
             mask = kwargs.get("attention_mask")
-            request = self.generator.prepare(prompts, mask, generation_config, None, others)
+            request = prepare(self.generator, prompts, mask, generation_config, None, others)
             while True:
                 try:
                     return self._run(request, prompts, generation_config, kwargs, held)

@@ -24,6 +24,7 @@ from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live import LiveBatch, Progress
 from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.live_thread import LiveThread
+from hybrid_engine.generation.preparing import prepare
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def start_async(
     sequences: list[Sequence] = []
     num_samples = 1
     if input_ids is not None or earlier is None:
-        request = generator.prepare(input_ids, attention_mask, generation_config, seed, kwargs)
+        request = prepare(generator, input_ids, attention_mask, generation_config, seed, kwargs)
         if request.plan is None:
             raise ValueError(
                 f"generate_async(): {request.wishes.fallback}, and the model's own generate() ends all rows together; "

@@ -1,7 +1,7 @@
 """The two ways to run a rollout: on inference containers, or by the model's own `generate()`.
 
-Each prepares a rollout (every check, nothing changed), gathers for it, runs it. What gathering takes it
-puts on an ExitStack, which gives it back in the opposite order, also when the run raises.
+Each gathers for a rollout that passed every check, and runs it. What gathering takes it puts on an ExitStack, which
+gives it back in the opposite order, also when the run raises.
 """
 
 import math

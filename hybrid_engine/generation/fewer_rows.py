@@ -5,7 +5,8 @@ from dataclasses import replace
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.generator import Generator, Request
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.request import Request
 
 
 def with_half_the_rows(generator: Generator, request: Request) -> Request:

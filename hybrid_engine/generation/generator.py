@@ -1,41 +1,32 @@
 """Everything that generates, in one place: the containers, the gathered weights, the KV workspace, the backends.
 
-The engine above it has modes and clocks; this has none. A rollout is `begin`, `prepare`, `gather`, `run`; each ends
-with a verdict of all processes, so that an error of one is raised on all.
+The engine above it has modes and clocks; this has none. A rollout is `begin`, `prepare` (`preparing.py`, which makes
+a request of a call), `gather` and `run`; each ends with a verdict of all processes, so that an error of one is raised
+on all. What `gather` took goes back when its caller closes `release`.
 """
 
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationMixin
 
 from hybrid_engine.config import HybridEngineConfig
-from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import HeldInterrupts
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.distributed.verdict import LostError, Partners, attempt, describe_error
+from hybrid_engine.distributed.verdict import LostError, Partners, attempt
 from hybrid_engine.generation.backend import ContainerRollouts, ModuleRollouts, RolloutResult
-from hybrid_engine.generation.batching.noise import prompt_digest, rank_seed
-from hybrid_engine.generation.batching.plan import (
-    BLOCK_SIZE,
-    Plan,
-    build_sequences,
-    check_lengths,
-    check_result_fits,
-    plan_rollout,
-    workspace_bytes,
-)
+from hybrid_engine.generation.batching.plan import BLOCK_SIZE, Plan
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, pass_over_layers
 from hybrid_engine.generation.decoding.open_step import Choice
 from hybrid_engine.generation.exact import ExactModel
@@ -43,74 +34,18 @@ from hybrid_engine.generation.memory.training import TrainingMemory
 from hybrid_engine.generation.memory.usage import free_and_total_bytes, usable_memory_bytes
 from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.model_group import ModelGroup
-from hybrid_engine.generation.options import (
-    OWN_OPTIONS,
-    GenerationOptions,
-    check_names,
-    foreign_options,
-    merge_options,
-    own_options,
-    read_options,
-)
 from hybrid_engine.generation.output import GenerateOutput, add_prompt_scores
 from hybrid_engine.generation.pipeline.rollouts import StageRollouts
 from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
 from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_widely
-from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
-from hybrid_engine.generation.sampling.in_step import NAMES as FUNCTIONS
-from hybrid_engine.generation.sampling.in_step import InStep, UserFunctions, read_functions
-from hybrid_engine.generation.sampling.row_options import read_row_options
-from hybrid_engine.generation.shares import (
-    Bid,
-    Share,
-    check_agreement,
-    check_only_native,
-    check_prompts_somewhere,
-    choose_seed,
-    keys_of,
-    reason_to_fall_back,
-)
+from hybrid_engine.generation.request import Request, Wishes
+from hybrid_engine.generation.sampling.in_step import InStep
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.ops.fixed_shapes import NotExactError
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What this process asks for, checked."""
-
-    input_ids: torch.Tensor
-    """`[B, P]` int64."""
-    mask: torch.Tensor
-    """`[B, P]` bool, True for tokens."""
-    prompts: list[list[int]]
-    """The tokens of each row that its mask marks."""
-    options: GenerationOptions
-    """What holds for the whole rollout."""
-    of_prompts: list[GenerationOptions]
-    """What holds for each prompt."""
-    only_native: str | None
-    """An option that only containers serve."""
-    functions: UserFunctions | None
-    """The user's, for which rows stay in step."""
-    fallback: str | None
-    """Why the model's own `generate()` would run; None where containers do."""
-    kwargs: dict[str, Any]
-    """What that `generate()` takes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A rollout that passed every check on all processes."""
-
-    wishes: Wishes
-    plan: Plan | None
-    """None where the model's own `generate()` runs."""
-    seed: int | None
-    """Of that `generate()`; None leaves torch's generator as it is."""
 
 
 class Generator:
@@ -140,9 +75,9 @@ class Generator:
         """Whether a live batch has the workspace."""
         self.own = ModuleRollouts(module, self.gatherer)
         self._choice: Choice | None = None  # what draws the tokens of the rollouts now
-        # Beside GenerationConfig's fields: what transformers' generate() and the model's forward take by name.
         functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
-        self._accepted = [name for function in functions for name in inspect.signature(function).parameters]
+        self.accepted_names = [name for function in functions for name in inspect.signature(function).parameters]
+        """What transformers' `generate()` and the model's forward take by name, beside GenerationConfig's fields."""
         self._modules: list[nn.Module] = []  # when the containers were built
         if sharding.world_size > 1:
             self.partners = Partners(size=sharding.world_size, rank=sharding.rank)
@@ -290,78 +225,6 @@ class Generator:
         self._choose_gathering(is_crowded)
         return is_changed
 
-    def prepare(
-        self,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        generation_config: GenerationConfig | None,
-        seed: int | None,
-        kwargs: dict[str, Any],
-    ) -> Request:
-        """Every check of the input and the plan of the rollout; changes nothing. Collective on several processes.
-
-        Prompts and options are each process's own, except where processes share the model, and one may have no prompt.
-        Where only the model's own `generate()` can run on one process, it runs on all.
-
-        Raises:
-            ValueError: on all processes, if the input of one cannot work, or none has a prompt.
-        """
-        wishes, error = attempt(lambda: self._check(input_ids, attention_mask, generation_config, seed, kwargs))
-        is_native = wishes is not None and wishes.fallback is None
-        is_sampled = wishes is not None and any(o.do_sample for o in (wishes.options, *wishes.of_prompts))
-        has_noise = is_native or (self.group.has_same_prompts and self.group.size > 1)
-        if seed is None and is_sampled and has_noise:  # others must not move torch's generator
-            seed = int(torch.randint(2**62, ()).item())
-        share = Share(
-            can_start=error is None,
-            prompts=wishes.prompts if wishes is not None and is_native else [],
-            options=None if wishes is None else wishes.options,
-            of_prompts=wishes.of_prompts if wishes is not None and is_native else [],
-            is_native=is_native,
-            training_bytes=self.training_bytes,
-            spare_bytes=workspace_bytes(self.device, self.workspace.allocated_bytes, self.bytes_to_gather),
-        )
-        shares = self.group.gather_objects(share)
-        plan = None
-        if wishes is not None and all(other.can_start for other in shares):
-            plan, error = attempt(lambda: self._plan(wishes, shares))
-        bid = Bid(
-            problem=None if error is None else describe_error(error),
-            fallback=None if wishes is None else wishes.fallback,
-            seed=seed if is_sampled else None,
-            digests=[] if wishes is None else [prompt_digest(prompt) for prompt in wishes.prompts],
-            num_samples=1 if wishes is None else wishes.options.num_return_sequences,
-            only_native=None if wishes is None else wishes.only_native,
-        )
-        bids = self.partners.exchange(bid)
-        self.partners.raise_first(error, [other.problem for other in bids])
-        check_prompts_somewhere(bids)
-        assert wishes is not None
-        fallback = reason_to_fall_back(bids, self.partners.rank)
-        if fallback is not None:
-            check_only_native(bids, fallback)
-            say_once(f"generate() uses the model's own implementation: {fallback}")
-            seed = self._seed_of_fallback(seed, bids) if is_sampled else seed
-            return Request(wishes=wishes, plan=None, seed=seed)
-        assert plan is not None
-        self._name_noise(plan, bids)
-        return Request(wishes=wishes, plan=plan, seed=None)
-
-    def _seed_of_fallback(self, seed: int | None, bids: list[Bid]) -> int | None:
-        """The seed with which processes that have the same prompts draw the same, and others do not."""
-        if self.group.has_same_prompts and self.group.size > 1:
-            return choose_seed(bids)
-        if self.partners.size == 1:
-            return seed
-        # Scripts seed all processes alike, and equal prompts would be given equal samples.
-        return rank_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed, self.partners.rank)
-
-    def _name_noise(self, plan: Plan, bids: list[Bid]) -> None:
-        ranks = [0] if self.group.has_same_prompts else self.group.ranks
-        keys = [key for rank in ranks for key in keys_of(bids, rank)]
-        for sequence, key in zip(plan.sequences, keys, strict=True):
-            sequence.key = key
-
     @property
     def bytes_to_gather(self) -> int:
         """Memory of weights and fused adapters that is taken before the KV workspace."""
@@ -387,113 +250,6 @@ class Generator:
     def release_workspace(self) -> None:
         """Frees the KV workspace's memory; recorded steps that read it wait for it to come back to its address."""
         self.workspace.release()
-
-    def _plan(self, wishes: Wishes, shares: list[Share]) -> Plan | None:
-        """The rollout of all prompts of the group, the same on each of its processes; None where containers have none.
-
-        Raises:
-            ValueError: they want different things, or there is no memory for it.
-        """
-        check_agreement(shares, self.group.has_same_prompts)
-        if not all(share.is_native for share in shares):
-            return None
-        assert self.model is not None and self.native is not None
-        num_samples, rank = wishes.options.num_return_sequences, self.group.rank
-        own = slice(None)
-        prompts, of_prompts = wishes.prompts, wishes.of_prompts
-        if not self.group.has_same_prompts:
-            prompts = [prompt for share in shares for prompt in share.prompts]
-            of_prompts = [options for share in shares for options in share.of_prompts]
-            first = num_samples * sum(len(share.prompts) for share in shares[:rank])
-            own = slice(first, first + num_samples * len(wishes.prompts))
-        is_in_step = wishes.functions is not None
-        if is_in_step:  # no sample waits for another, and each is prefilled for itself
-            prompts = [prompt for prompt in prompts for _ in range(num_samples)]
-            of_prompts = [options for options in of_prompts for _ in range(num_samples)]
-        sequences = build_sequences(prompts, of_prompts, 1 if is_in_step else num_samples, shares_equal=not is_in_step)
-        spare_bytes = min(share.spare_bytes for share in shares)
-        training_bytes = max(share.training_bytes for share in shares)
-        reserved = self.native.num_reserved_blocks
-        return plan_rollout(
-            self.model, sequences, wishes.options, self.config, spare_bytes, reserved, training_bytes, own, is_in_step
-        )
-
-    def _check(
-        self,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None,
-        generation_config: GenerationConfig | None,
-        seed: int | None,
-        kwargs: dict[str, Any],
-    ) -> Wishes:
-        if self.is_live:
-            raise ValueError("generate(): the model is being served; ask the server, or wait until serving ends")
-        if input_ids is None:
-            raise ValueError(
-                "generate(): input_ids is missing; pass the prompts' token ids [batch, prompt length], also beside "
-                "inputs_embeds"
-            )
-        if self.module.training:
-            raise ValueError("generate(): the engine is in training mode; call engine.eval() first")
-        if not isinstance(generation_config, GenerationConfig | None):
-            kind = type(generation_config).__name__
-            raise ValueError(f"generation_config is a {kind}; pass a transformers.GenerationConfig or keywords")
-        if seed is not None:
-            check_integer("seed", seed, -(2**63), 2**63 - 1)
-        check_names(kwargs, self._accepted)
-        kwargs = dict(kwargs)
-        row_options = kwargs.pop("row_options", None)
-        merged = merge_options(self.module.generation_config, generation_config, kwargs)
-        model_config = self.module.config.get_text_config()
-        width = input_ids.shape[-1] if hasattr(input_ids, "shape") else 0
-        options = read_options(merged, width, model_config.vocab_size)
-        pad = merged.get("pad_token_id")
-        # As in transformers, a padding id that also ends sequences says nothing about padding.
-        pad = None if pad in options.eos_token_ids else pad
-        may_be_empty = self.partners.size > 1 and not self.group.has_same_prompts
-        mask = check_prompts(input_ids, attention_mask, model_config.vocab_size, pad, may_be_empty)
-        prompts = prompt_token_ids(input_ids, mask)
-        longest = getattr(model_config, "max_position_embeddings", None)
-        of_prompts = read_row_options(row_options, merged, len(prompts), width, model_config.vocab_size)
-        check_lengths(prompts, of_prompts, self.config, longest if self.model is None else self.model.max_positions)
-        check_result_fits(prompts, of_prompts)
-        functions = read_functions(merged)
-        if functions is not None and row_options is not None:
-            raise ValueError("row_options cannot be passed beside functions that are asked for all rows at once")
-        if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
-            self._check_can_score(options)
-        num_rows = len(prompts) * options.num_return_sequences
-        reason = self._reason_to_fall_back(merged, functions, num_rows)
-        if reason is not None and self.config.exact:
-            raise ValueError(f"generate(): {reason}, and hybrid_engine.exact is on; leave one of them out")
-        if reason is not None and not self.group.has_whole_module:
-            raise ValueError(
-                f"generate(): {reason}, and this process holds only its part of the model; leave the option out or "
-                f"set {self.group.remedy}"
-            )
-        kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
-        kwargs = {"generation_config": generation_config, **kwargs}
-        return Wishes(
-            input_ids=input_ids,
-            mask=mask,
-            prompts=prompts,
-            options=options,
-            of_prompts=of_prompts,
-            only_native="row_options" if row_options is not None else next(iter(own_options(merged)), None),
-            fallback=reason,
-            functions=functions,
-            kwargs=kwargs,
-        )
-
-    def _check_can_score(self, options: GenerationOptions) -> None:
-        if not options.return_dict:
-            raise ValueError("prompt_logprobs is returned beside the tokens; pass return_dict_in_generate=True")
-        has_stages = isinstance(self.native, StageRollouts)
-        if self.gatherer.is_streamed or has_stages:
-            what = "processes hold some of the layers each" if has_stages else "layers are gathered one by one"
-            raise ValueError(
-                f"prompt_logprobs is not served where {what}; leave it out, or generate from whole weights"
-            )
 
     def gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
         """Takes what the rollout needs and puts its return on `release`; an error of one process is raised on all.
@@ -564,24 +320,3 @@ class Generator:
             yield
         finally:
             self._choice = None
-
-    def _reason_to_fall_back(
-        self, merged: dict[str, Any], functions: UserFunctions | None, num_rows: int
-    ) -> str | None:
-        if self.fallback_reason is not None:
-            return self.fallback_reason
-        foreign = [name for name in foreign_options(merged) if name not in FUNCTIONS]
-        if foreign:
-            return f"option {foreign[0]} is not served natively"
-        if functions is None:
-            return None
-        name = next(name for name in FUNCTIONS if merged.get(name))
-        if self.group.size > 1:
-            return f"option {name} is not served natively where processes share the model"
-        assert self.model is not None
-        if self.model.recompute_length is not None:
-            return f"option {name} is not served natively where rotary angles depend on how long a sequence becomes"
-        if 0 < self.config.max_running < num_rows:
-            most = self.config.max_running
-            return f"option {name} keeps {num_rows} rows in step, more than hybrid_engine.max_running={most}"
-        return None

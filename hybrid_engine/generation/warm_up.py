@@ -11,6 +11,7 @@ from hybrid_engine.config.checks import check_integer
 from hybrid_engine.containers import UnsupportedModelError
 from hybrid_engine.generation.batching.plan import MAX_RUNNING
 from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.preparing import prepare
 
 PROMPT_LENGTH = 256
 
@@ -59,7 +60,7 @@ def warm_up(
     if generator.model is None or generator.native is None:
         return WarmUp(time.perf_counter() - start, probe_seconds, 0, 0.0)
     prompts, options = _prompts(generator, num_prompts, prompt_length, options)
-    request = generator.prepare(prompts, torch.ones_like(prompts), None, 0, options)
+    request = prepare(generator, prompts, torch.ones_like(prompts), None, 0, options)
     graphs, graph_seconds = 0, 0.0
     if request.plan is not None:
         with ExitStack() as release:

@@ -24,6 +24,7 @@ from hybrid_engine.generation.memory.usage import format_bytes, num_bytes
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.options import merge_options
 from hybrid_engine.generation.output import GenerateOutput
+from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.prompts import check_prompts
 from hybrid_engine.generation.report import describe_generation
@@ -172,7 +173,7 @@ class InferenceEngine(nn.Module):
         # Tensors made in inference mode would stay behind in the workspace.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
             prompts = self.generator.partners.agree(lambda: self._prompts(input_ids, inputs, generation_config, kwargs))
-            request = self.generator.prepare(prompts, attention_mask, generation_config, seed, kwargs)
+            request = prepare(self.generator, prompts, attention_mask, generation_config, seed, kwargs)
             with ExitStack() as release:
                 kv = self.generator.gather(request, release)
                 return self.generator.run(request, kv, held).output

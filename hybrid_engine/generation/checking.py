@@ -1,0 +1,151 @@
+"""The arguments of one process's `generate()`, checked: they become its wishes, or an error. Asks no other process."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hybrid_engine.config.checks import check_integer
+from hybrid_engine.generation.batching.plan import check_lengths, check_result_fits
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.options import (
+    OWN_OPTIONS,
+    GenerationOptions,
+    check_names,
+    foreign_options,
+    merge_options,
+    own_options,
+    read_options,
+)
+from hybrid_engine.generation.pipeline.rollouts import StageRollouts
+from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
+from hybrid_engine.generation.request import Wishes
+from hybrid_engine.generation.sampling.in_step import NAMES as FUNCTIONS
+from hybrid_engine.generation.sampling.in_step import UserFunctions, read_functions
+from hybrid_engine.generation.sampling.row_options import read_row_options
+
+
+def read_wishes(
+    generator: Generator,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    generation_config: GenerationConfig | None,
+    seed: int | None,
+    kwargs: dict[str, Any],
+) -> Wishes:
+    """What these arguments of `generate()` ask of `generator`, as it is now; changes nothing.
+
+    Raises:
+        ValueError: if they cannot work on this process.
+    """
+    _check_call(generator, input_ids, generation_config, seed)
+    assert input_ids is not None
+    check_names(kwargs, generator.accepted_names)
+    kwargs = dict(kwargs)
+    row_options = kwargs.pop("row_options", None)
+    merged = merge_options(generator.module.generation_config, generation_config, kwargs)
+    vocab_size = generator.module.config.get_text_config().vocab_size
+    width = input_ids.shape[-1] if hasattr(input_ids, "shape") else 0
+    options = read_options(merged, width, vocab_size)
+    pad = merged.get("pad_token_id")
+    # As in transformers, a padding id that also ends sequences says nothing about padding.
+    pad = None if pad in options.eos_token_ids else pad
+    may_be_empty = generator.partners.size > 1 and not generator.group.has_same_prompts
+    mask = check_prompts(input_ids, attention_mask, vocab_size, pad, may_be_empty)
+    prompts = prompt_token_ids(input_ids, mask)
+    of_prompts = read_row_options(row_options, merged, len(prompts), width, vocab_size)
+    check_lengths(prompts, of_prompts, generator.config, _max_positions(generator))
+    check_result_fits(prompts, of_prompts)
+    functions = read_functions(merged)
+    if functions is not None and row_options is not None:
+        raise ValueError("row_options cannot be passed beside functions that are asked for all rows at once")
+    if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
+        _check_can_score(generator, options)
+    fallback = _reason_to_fall_back(generator, merged, functions, len(prompts) * options.num_return_sequences)
+    if fallback is not None:
+        _check_can_fall_back(generator, fallback)
+    kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
+    return Wishes(
+        input_ids=input_ids,
+        mask=mask,
+        prompts=prompts,
+        options=options,
+        of_prompts=of_prompts,
+        only_native="row_options" if row_options is not None else next(iter(own_options(merged)), None),
+        fallback=fallback,
+        functions=functions,
+        kwargs={"generation_config": generation_config, **kwargs},
+    )
+
+
+def _check_call(
+    generator: Generator,
+    input_ids: torch.Tensor | None,
+    generation_config: GenerationConfig | None,
+    seed: int | None,
+) -> None:
+    """What can be said before any option is read."""
+    if generator.is_live:
+        raise ValueError("generate(): the model is being served; ask the server, or wait until serving ends")
+    if input_ids is None:
+        raise ValueError(
+            "generate(): input_ids is missing; pass the prompts' token ids [batch, prompt length], also beside "
+            "inputs_embeds"
+        )
+    if generator.module.training:
+        raise ValueError("generate(): the engine is in training mode; call engine.eval() first")
+    if not isinstance(generation_config, GenerationConfig | None):
+        kind = type(generation_config).__name__
+        raise ValueError(f"generation_config is a {kind}; pass a transformers.GenerationConfig or keywords")
+    if seed is not None:
+        check_integer("seed", seed, -(2**63), 2**63 - 1)
+
+
+def _max_positions(generator: Generator) -> int | None:
+    """Tokens of the longest sequence that the model has positions for; None: no limit is known."""
+    if generator.model is not None:
+        return generator.model.max_positions
+    return getattr(generator.module.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _check_can_score(generator: Generator, options: GenerationOptions) -> None:
+    if not options.return_dict:
+        raise ValueError("prompt_logprobs is returned beside the tokens; pass return_dict_in_generate=True")
+    has_stages = isinstance(generator.native, StageRollouts)
+    if generator.gatherer.is_streamed or has_stages:
+        what = "processes hold some of the layers each" if has_stages else "layers are gathered one by one"
+        raise ValueError(f"prompt_logprobs is not served where {what}; leave it out, or generate from whole weights")
+
+
+def _reason_to_fall_back(
+    generator: Generator, merged: dict[str, Any], functions: UserFunctions | None, num_rows: int
+) -> str | None:
+    """Why only the model's own `generate()` can serve these options; None where containers do."""
+    if generator.fallback_reason is not None:
+        return generator.fallback_reason
+    foreign = [name for name in foreign_options(merged) if name not in FUNCTIONS]
+    if foreign:
+        return f"option {foreign[0]} is not served natively"
+    if functions is None:
+        return None
+    name = next(name for name in FUNCTIONS if merged.get(name))
+    if generator.group.size > 1:
+        return f"option {name} is not served natively where processes share the model"
+    assert generator.model is not None
+    if generator.model.recompute_length is not None:
+        return f"option {name} is not served natively where rotary angles depend on how long a sequence becomes"
+    max_running = generator.config.max_running
+    if 0 < max_running < num_rows:
+        return f"option {name} keeps {num_rows} rows in step, more than hybrid_engine.max_running={max_running}"
+    return None
+
+
+def _check_can_fall_back(generator: Generator, reason: str) -> None:
+    """Raises ValueError where the model's own `generate()`, which has to run for `reason`, cannot or must not."""
+    if generator.config.exact:
+        raise ValueError(f"generate(): {reason}, and hybrid_engine.exact is on; leave one of them out")
+    if not generator.group.has_whole_module:
+        raise ValueError(
+            f"generate(): {reason}, and this process holds only its part of the model; leave the option out or "
+            f"set {generator.group.remedy}"
+        )

@@ -1,0 +1,154 @@
+"""From a call of `generate()` on all processes to one request, or an error that all of them raise.
+
+Each process checks its own arguments (`checking.py`); those that share a model then plan one rollout of all their
+prompts, and all agree on who generates and what names the noise of their samples (`shares.py`). A generator is
+read here, never changed: up to now an error costs nothing.
+"""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.distributed.verdict import attempt, describe_error
+from hybrid_engine.generation.batching.noise import prompt_digest, rank_seed
+from hybrid_engine.generation.batching.plan import Plan, build_sequences, plan_rollout, workspace_bytes
+from hybrid_engine.generation.checking import read_wishes
+from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.model_group import ModelGroup
+from hybrid_engine.generation.request import Request, Wishes
+from hybrid_engine.generation.shares import (
+    Bid,
+    Share,
+    check_agreement,
+    check_only_native,
+    check_prompts_somewhere,
+    choose_seed,
+    keys_of,
+    reason_to_fall_back,
+)
+
+
+def prepare(
+    generator: Generator,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    generation_config: GenerationConfig | None,
+    seed: int | None,
+    kwargs: dict[str, Any],
+) -> Request:
+    """Every check of the input and the plan of the rollout; changes nothing. Collective on several processes.
+
+    Prompts and options are each process's own, except where processes share the model, and one may have no prompt.
+    Where only the model's own `generate()` can run on one process, it runs on all.
+
+    Raises:
+        ValueError: on all processes, if the input of one cannot work, or none has a prompt.
+    """
+    group, partners = generator.group, generator.partners
+    wishes, error = attempt(lambda: read_wishes(generator, input_ids, attention_mask, generation_config, seed, kwargs))
+    if seed is None and wishes is not None and _needs_seed(wishes, group):
+        seed = int(torch.randint(2**62, ()).item())
+    shares = group.gather_objects(_share(generator, wishes))
+    plan = None
+    if wishes is not None and all(share.can_start for share in shares):
+        plan, error = attempt(lambda: _plan(generator, wishes, shares))
+    bids = partners.exchange(_bid(wishes, seed, error))
+    partners.raise_first(error, [bid.problem for bid in bids])
+    check_prompts_somewhere(bids)
+    assert wishes is not None
+    fallback = reason_to_fall_back(bids, partners.rank)
+    if fallback is None:
+        assert plan is not None
+        _name_noise(group, plan, bids)
+        return Request(wishes=wishes, plan=plan, seed=None)
+    check_only_native(bids, fallback)
+    say_once(f"generate() uses the model's own implementation: {fallback}")
+    return Request(
+        wishes=wishes, plan=None, seed=_seed_of_fallback(generator, seed, bids) if wishes.is_sampled else seed
+    )
+
+
+def _needs_seed(wishes: Wishes, group: ModelGroup) -> bool:
+    """Whether a seed names the noise of this process's samples; elsewhere none is drawn, as it moves torch's state."""
+    return wishes.is_sampled and (wishes.is_native or (group.has_same_prompts and group.size > 1))
+
+
+def _share(generator: Generator, wishes: Wishes | None) -> Share:
+    """What this process tells those that share its model; no `wishes`: it cannot start."""
+    is_native = wishes is not None and wishes.is_native
+    return Share(
+        can_start=wishes is not None,
+        prompts=wishes.prompts if wishes is not None and is_native else [],
+        options=None if wishes is None else wishes.options,
+        of_prompts=wishes.of_prompts if wishes is not None and is_native else [],
+        is_native=is_native,
+        training_bytes=generator.training_bytes,
+        spare_bytes=workspace_bytes(generator.device, generator.workspace.allocated_bytes, generator.bytes_to_gather),
+    )
+
+
+def _bid(wishes: Wishes | None, seed: int | None, error: BaseException | None) -> Bid:
+    """What this process tells all others; `error`: why it cannot start."""
+    problem = None if error is None else describe_error(error)
+    if wishes is None:
+        return Bid(problem=problem, fallback=None, seed=None, digests=[], num_samples=1, only_native=None)
+    return Bid(
+        problem=problem,
+        fallback=wishes.fallback,
+        seed=seed if wishes.is_sampled else None,
+        digests=[prompt_digest(prompt) for prompt in wishes.prompts],
+        num_samples=wishes.options.num_return_sequences,
+        only_native=wishes.only_native,
+    )
+
+
+def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | None:
+    """The rollout of all prompts of the group, the same on each of its processes; None where containers have none.
+
+    Raises:
+        ValueError: they want different things, or there is no memory for it.
+    """
+    group = generator.group
+    check_agreement(shares, group.has_same_prompts)
+    if not all(share.is_native for share in shares):
+        return None
+    assert generator.model is not None and generator.native is not None
+    num_samples = wishes.options.num_return_sequences
+    own = slice(None)
+    prompts, of_prompts = wishes.prompts, wishes.of_prompts
+    if not group.has_same_prompts:
+        prompts = [prompt for share in shares for prompt in share.prompts]
+        of_prompts = [options for share in shares for options in share.of_prompts]
+        first = num_samples * sum(len(share.prompts) for share in shares[: group.rank])
+        own = slice(first, first + num_samples * len(wishes.prompts))
+    is_in_step = wishes.functions is not None
+    if is_in_step:  # no sample waits for another, and each is prefilled for itself
+        prompts = [prompt for prompt in prompts for _ in range(num_samples)]
+        of_prompts = [options for options in of_prompts for _ in range(num_samples)]
+    sequences = build_sequences(prompts, of_prompts, 1 if is_in_step else num_samples, shares_equal=not is_in_step)
+    spare_bytes = min(share.spare_bytes for share in shares)
+    training_bytes = max(share.training_bytes for share in shares)
+    reserved, config = generator.native.num_reserved_blocks, generator.config
+    return plan_rollout(
+        generator.model, sequences, wishes.options, config, spare_bytes, reserved, training_bytes, own, is_in_step
+    )
+
+
+def _seed_of_fallback(generator: Generator, seed: int | None, bids: list[Bid]) -> int | None:
+    """The seed with which processes that have the same prompts draw the same, and others do not."""
+    if generator.group.has_same_prompts and generator.group.size > 1:
+        return choose_seed(bids)
+    if generator.partners.size == 1:
+        return seed
+    # Scripts seed all processes alike, and equal prompts would be given equal samples.
+    return rank_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed, generator.partners.rank)
+
+
+def _name_noise(group: ModelGroup, plan: Plan, bids: list[Bid]) -> None:
+    """Gives each sequence of `plan` the key of its noise."""
+    ranks = [0] if group.has_same_prompts else group.ranks
+    keys = [key for rank in ranks for key in keys_of(bids, rank)]
+    for sequence, key in zip(plan.sequences, keys, strict=True):
+        sequence.key = key
