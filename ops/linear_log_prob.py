@@ -35,9 +35,10 @@ from hybrid_engine.ops.linear_log_prob_tiles import (
     gradient_of_products,
     merged,
     running_sums,
+    tile_width,
 )
 
-__all__ = ["PLAIN", "LogitShape", "TokenLogProbs", "VocabularyShare", "linear_log_prob"]
+__all__ = ["PLAIN", "LogitShape", "PieceBytes", "TokenLogProbs", "VocabularyShare", "linear_log_prob", "piece_bytes"]
 
 ROWS_AT_ONCE = 2048
 KEPT_BYTES = 64 * 2**20  # of tiles from a forward pass to its backward pass
@@ -60,6 +61,24 @@ class VocabularyShare(NamedTuple):
     first: int  # the token whose row is the first here
     gather: Callable[[torch.Tensor], torch.Tensor]  # `[...]` of each process -> `[P, ...]`, the same everywhere
     sum: Callable[[torch.Tensor], torch.Tensor]  # `[...]` -> the sum over the processes
+
+
+class PieceBytes(NamedTuple):
+    """What `linear_log_prob` takes beside its inputs and their gradients."""
+
+    kept: int  # from a forward pass to its backward pass
+    tile: int  # of the logits that exist at once
+
+
+def piece_bytes(num_tokens: int, hidden_size: int, vocab_size: int, is_trained: bool, device: str) -> PieceBytes:
+    """The bytes of a problem of this size; on a `device` with kernels the logits stay in registers."""
+    if device != "cpu":
+        return PieceBytes(kept=0 if is_trained else 2 * 4 * num_tokens * hidden_size, tile=0)
+    rows = min(num_tokens, ROWS_AT_ONCE)
+    width = min(tile_width(rows, is_on_gpu=False), vocab_size)
+    # A frozen head's gradient is made at once: the sum of its rows, and what is kept of it.
+    kept = min(KEPT_BYTES, 4 * num_tokens * vocab_size) if is_trained else 4 * num_tokens * hidden_size
+    return PieceBytes(kept=kept, tile=4 * rows * width)
 
 
 def linear_log_prob(

@@ -53,8 +53,7 @@ class Head(NamedTuple):
 
     def tiles(self, num_rows: int) -> Iterator[tuple[slice, "Head"]]:
         """Parts of the vocabulary and the head of each, such that the fp32 logits of so many rows fit into a tile."""
-        num_bytes = TILE_BYTES_ON_GPU if self.weight.is_cuda else TILE_BYTES
-        width = max(LEAST_COLUMNS, num_bytes // 4 // max(num_rows, 1))
+        width = tile_width(num_rows, self.weight.is_cuda)
         for first in range(0, len(self.weight), width):
             columns = slice(first, first + width)
             bias = None if self.bias is None else self.bias[columns]
@@ -63,6 +62,11 @@ class Head(NamedTuple):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, V]` fp32."""
         return self.shape.apply(functional.linear(hidden, self.weight, self.bias))
+
+
+def tile_width(num_rows: int, is_on_gpu: bool) -> int:
+    """Columns of a tile of so many rows."""
+    return max(LEAST_COLUMNS, (TILE_BYTES_ON_GPU if is_on_gpu else TILE_BYTES) // 4 // max(num_rows, 1))
 
 
 class Sums(NamedTuple):

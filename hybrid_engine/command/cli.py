@@ -4,6 +4,7 @@
     hybrid-engine launch --num_gpus 2 train.py
     hybrid-engine diff runs/a runs/b
     hybrid-engine report runs/a runs/b
+    hybrid-engine plan ppo --steps 20 --kl-coef 0.1
 
 The command stands below the recipes it starts, so it imports them by name, and only to run them: what it says about
 them (`--help`, an unknown option) is read from their source.
@@ -15,7 +16,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -23,6 +25,7 @@ from typing import Any, get_type_hints
 import hybrid_engine.command.doctor as doctor
 import hybrid_engine.command.launcher as launcher
 import hybrid_engine.command.measure_links as measure_links
+import hybrid_engine.command.plan as plan
 from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.recipe_options import Option, read_recipe_help
 from hybrid_engine.recipes.reports import difference, page
@@ -36,6 +39,7 @@ OTHERS: dict[str, Any] = {
     "measure-links": measure_links,
     "doctor": doctor,
 }
+PLAN = "plan"
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """Exit statuses: of a disk that takes no more, of input that is refused, and of Ctrl-C."""
@@ -51,21 +55,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        if arguments and arguments[0] == PLAN:
+            wishes, command = plan.read_wishes(arguments[1:])
+            return run(command, partial(plan_recipe, wishes))
         return run_other(arguments[0], arguments[1:]) if arguments and arguments[0] in OTHERS else run(arguments)
     except KeyboardInterrupt:  # in a command that is no recipe, or before a recipe began
         print("hybrid-engine: interrupted", file=sys.stderr)
         return INTERRUPTED
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Runs the recipe that `arguments` name; returns the exit status. What it raises, `main` says."""
+def run(arguments: Sequence[str], act: Callable[..., int] | None = None) -> int:
+    """Runs the recipe that `arguments` name, or `act` on it and its options; returns the exit status."""
     given = vars(build_parser().parse_args(arguments))
     name = given.pop("recipe")
     options = read_recipe_help(name).options
     try:
         if (path := given.pop("config", None)) is not None:
             given = read_config_file(path, options) | given
-        run_recipe(name, options, given)
+        return (act or run_recipe)(name, options, given)
     except ValueError as error:
         if not is_ours(error):
             raise
@@ -81,7 +88,6 @@ def run(arguments: Sequence[str]) -> int:
             settled = {option.name: option.default for option in options} | given
             print(f"hybrid-engine: interrupted; {how_to_go_on(name, settled)}", file=sys.stderr)
         return INTERRUPTED
-    return 0
 
 
 def run_other(name: str, arguments: Sequence[str]) -> int:
@@ -95,14 +101,28 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
         return REFUSED
 
 
-def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> None:
-    """Imports the recipe, the one place where an import goes up, and runs it with the options that were given."""
+def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
+    """Runs the recipe with the options that were given."""
+    recipe = import_recipe(name)
+    recipe.run(build_config(recipe.Config, options, given))
+    return 0
+
+
+def plan_recipe(wishes: plan.Wishes, name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
+    """Says what memory the recipe with these options takes; returns the exit status."""
+    recipe = import_recipe(name)
+    planning = importlib.import_module("hybrid_engine.recipes.planning.fitting")
+    return plan.show(planning.plan(name, build_config(recipe.Config, options, given), wishes), wishes)
+
+
+def import_recipe(name: str) -> Any:
+    """The module of a recipe; with `plan_recipe` the one place where an import goes up."""
     recipe = importlib.import_module(f"hybrid_engine.recipes.{name.replace('-', '_')}")
     transformers_logging = importlib.import_module("transformers.utils.logging")
     # A classifier's new head and every saved file would each interrupt the progress bar with lines of their own.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    recipe.run(build_config(recipe.Config, options, given))
+    return recipe
 
 
 def build_config(config_class: Any, options: Sequence[Option], given: Mapping[str, Any]) -> Any:
@@ -158,7 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         for option in recipe.options:
             _add_option(command, option)
-    for name, module in OTHERS.items():  # only for the overview: they read their arguments themselves
+    for name, module in (OTHERS | {PLAN: plan}).items():  # only for the overview: they read their arguments themselves
         commands.add_parser(name, help=module.DESCRIPTION.splitlines()[0], add_help=False)
     return parser
 

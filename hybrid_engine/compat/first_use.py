@@ -21,6 +21,7 @@ WITHOUT_TORCH = frozenset(
         "hybrid_engine.command.field_meanings",
         "hybrid_engine.command.launcher",
         "hybrid_engine.command.measure_links",
+        "hybrid_engine.command.plan",
         "hybrid_engine.command.recipe_options",
         "hybrid_engine.command.source_tree",
         "hybrid_engine.compat",

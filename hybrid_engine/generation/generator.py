@@ -26,7 +26,8 @@ from hybrid_engine.distributed.interrupts import HeldInterrupts
 from hybrid_engine.distributed.processes import get_world_size
 from hybrid_engine.distributed.verdict import LostError, Partners, attempt
 from hybrid_engine.generation.backend import ContainerRollouts, ModuleRollouts, RolloutResult
-from hybrid_engine.generation.batching.plan import BLOCK_SIZE, Plan
+from hybrid_engine.generation.batching.demand import BLOCK_SIZE
+from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, pass_over_layers
 from hybrid_engine.generation.decoding.open_step import Choice
 from hybrid_engine.generation.exact import ExactModel

@@ -11,7 +11,8 @@ from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.generation.backend import ContainerRollouts
-from hybrid_engine.generation.batching.plan import BLOCK_SIZE, MAX_RUNNING, Plan, plan_rollout, workspace_bytes
+from hybrid_engine.generation.batching.demand import BLOCK_SIZE, MAX_RUNNING
+from hybrid_engine.generation.batching.plan import Plan, plan_rollout, workspace_bytes
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live import LiveBatch

@@ -9,7 +9,7 @@ import torch
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.containers import UnsupportedModelError
-from hybrid_engine.generation.batching.plan import MAX_RUNNING
+from hybrid_engine.generation.batching.demand import MAX_RUNNING
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.preparing import prepare
 

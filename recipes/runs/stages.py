@@ -82,6 +82,14 @@ def load_config(source: str | Path, option: str = "model", **options: Any) -> Pr
         return AutoConfig.from_pretrained(source, **options)
 
 
+def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
+    """`config` itself, every dropout probability of it set to 0."""
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
 def num_positions(config: PretrainedConfig) -> int | None:
     """Tokens of the longest sequence that the model can read; None without a limit, as with dynamic RoPE scaling."""
     text_config = config.get_text_config()
@@ -120,10 +128,7 @@ def load_model(
     Raises:
         ValueError: naming `option`: nothing loads, weights are missing or not finite.
     """
-    config = load_config(source, option, **options)
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
+    config = without_dropout(load_config(source, option, **options))
     with explained(option, source):
         loading = {"config": config, "dtype": torch.float32, "output_loading_info": True}
         model, info = auto_class.from_pretrained(source, **loading)

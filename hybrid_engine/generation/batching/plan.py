@@ -6,22 +6,15 @@ import torch
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.batching.scheduler import Scheduler
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.memory.usage import usable_memory_bytes
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.ops import SamplingOptions
 
-# Rows decoded at once unless the config says otherwise. 256 answers of 128 tokens from a 16M-parameter Llama
-# took 12.4, 9.5, 8.5 and 10.6 s at 32, 64, 128 and 256 rows (two Zen 5 cores, torch 2.13): beyond 64 the
-# KV workspace doubles for little. The number for a GPU is a guess.
-MAX_RUNNING = {"cpu": 64, "cuda": 256}
 # Tokens of one prefill pass: bounds its activations.
 MAX_PREFILL_TOKENS = 8192
-# On a CPU automatic blocks hold a whole sequence, which makes the cache contiguous; rounded up to this many tokens.
-BLOCK_GRAIN = 16
-# Elsewhere attention reads through the block table for nothing, and small blocks are shared and waste little.
-BLOCK_SIZE = 64
 # What the host keeps of a sample: the Sequence with its lists, and of each token its id and its log-probability, as
 # Python objects and in the results.
 BYTES_PER_SEQUENCE = 1024
@@ -159,23 +152,14 @@ def plan_rollout(
     # A process without prompts passes over the layers with the others, in a workspace for one token.
     lengths = [len(sequence) for sequence in sequences] or [1]
     longest = max((sequence.most_fed for sequence in sequences), default=1)
-    automatic = -(-longest // BLOCK_GRAIN) * BLOCK_GRAIN if model.device.type == "cpu" else BLOCK_SIZE
-    block_size = config.kv_block_size or automatic
-    most_running = len(lengths) if is_in_step else config.max_running or MAX_RUNNING.get(model.device.type, 256)
-    max_running = min(most_running, len(lengths))
-    per_sequence = -(-longest // block_size)
-    wanted = max_running * per_sequence
-    kept = 0
-    if num_prompts < len(sequences):  # prompts stay until their last sample has started
-        kept_prompts = min(num_prompts, -(-max_running * num_prompts // len(sequences)) + 1)
-        kept = kept_prompts * -(-max(lengths) // block_size)
+    demand = count_blocks(lengths, longest, num_prompts, model.device.type, config, is_in_step=is_in_step)
+    block_size, wanted, needed = demand.block_size, demand.wanted, demand.needed
     block_bytes = torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize
     affordable = max(0, spare_bytes - num_reserved * block_bytes) // block_bytes
     beside_training = affordable - -(-training_bytes // block_bytes)
-    if 2 * beside_training >= wanted + kept:
+    if 2 * beside_training >= wanted:
         affordable = beside_training
-    num_blocks = min(wanted + kept, affordable, config.max_kv_blocks or affordable)
-    needed = wanted + kept if is_in_step else per_sequence + (1 if kept else 0)
+    num_blocks = min(wanted, affordable, config.max_kv_blocks or affordable)
     if num_blocks < needed:
         most_new = max((sequence.options.max_new_tokens for sequence in sequences), default=options.max_new_tokens)
         raise ValueError(
@@ -184,4 +168,4 @@ def plan_rollout(
             f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks} ({spare_bytes:,} bytes "
             "are free); lower it, free memory or raise hybrid_engine.max_kv_blocks"
         )
-    return Plan(sequences, own, options, num_blocks, block_size, max_running)
+    return Plan(sequences, own, options, num_blocks, block_size, demand.max_running)

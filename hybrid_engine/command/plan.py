@@ -1,0 +1,58 @@
+"""`hybrid-engine plan`: what memory a recipe's command will take, and what to change where there is less."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+DESCRIPTION = """\
+Says what memory a command will take, before it is run: put `plan` in front of it.
+
+    hybrid-engine plan grpo --model Qwen/Qwen3-0.6B --dataset problems.jsonl --reward math
+    hybrid-engine plan sft --model Qwen/Qwen3-0.6B --dataset chats.jsonl --memory 24GB --processes 4
+
+For each model of the run: bytes of weights, gradients, optimizer state and activations with their formulas; then the KV
+workspace, and the peaks of training and of generation, on one device. The model's weights are not read: its config is
+enough. Nothing is trained and nothing written. The exit status is 1 where it does not fit.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What is asked of a plan beside the command that is planned."""
+
+    memory: str | None
+    """What a device has; None: what is free here."""
+    processes: int
+    as_json: bool
+
+
+def read_wishes(arguments: Sequence[str]) -> tuple[Wishes, list[str]]:
+    """The plan's own options, wherever they stand, and the command that is planned."""
+    parser = argparse.ArgumentParser(
+        prog="hybrid-engine plan",
+        usage="hybrid-engine plan [--memory SIZE] [--processes N] [--json] command ...",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=arguments[:1] in (["-h"], ["--help"]),
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="of a device, such as 24GB; default: what is free on this one")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="that torchrun starts (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print the plan as one object")
+    found, command = parser.parse_known_args(arguments)
+    if found.processes < 1:
+        parser.error(f"--processes={found.processes} must be at least 1; raise it")
+    return Wishes(memory=found.memory, processes=found.processes, as_json=found.json), command
+
+
+def show(fitted: Any, wishes: Wishes) -> int:
+    """Prints a `recipes.planning.fitting.Fitted`; returns the exit status."""
+    if wishes.as_json:
+        json.dump(fitted.to_json(), sys.stdout, indent=2)
+        print()
+    else:
+        print("\n".join(fitted.lines()))
+    return int(fitted.missing_bytes > 0)

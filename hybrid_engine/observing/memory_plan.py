@@ -1,0 +1,191 @@
+"""What a run takes of a device's memory: each part in bytes with its formula in words, and the peaks of them.
+
+Pure figures: what is handed in are shapes and counts, nothing is measured and nothing loaded.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+STATE_BYTES = 8
+"""Of Adam, for a value that is trained: two moments in fp32."""
+STEP_BYTES = 4
+"""Of Adam, for a parameter: the number of its steps, in fp32."""
+MASTER_BYTES = 4
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class Part(NamedTuple):
+    """Something that lies in a device's memory."""
+
+    name: str
+    num_bytes: int
+    formula: str
+    """Where the bytes come from, in words."""
+
+
+class Shape(NamedTuple):
+    """Of a parameter."""
+
+    dims: tuple[int, ...]
+    is_trained: bool
+
+
+class Sharded(NamedTuple):
+    """How a model lies on processes."""
+
+    stage: int
+    num_processes: int
+    dtype_bytes: int
+    """Of a weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlan:
+    """One model of a run."""
+
+    name: str
+    kept: list[Part]
+    """Through the whole run: weights, masters, the optimizer's state."""
+    gradients: Part
+    """From a step's first backward pass to its end."""
+    passing: list[Part] = field(default_factory=list)
+    """What a forward pass leaves for its backward pass."""
+    pass_peak_bytes: int = 0
+    """The most that a forward and backward pass has at once beyond what lies there when it begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """A run on one of its devices."""
+
+    roles: list[RolePlan]
+    """In the order in which a step trains them."""
+    accumulates: bool
+    """Whether a step has several passes, the later of which find gradients."""
+    generation: list[Part]
+    """What generating takes beside what is kept; empty where nothing is generated."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """What lies there all the time."""
+        return sum(part.num_bytes for role in self.roles for part in role.kept)
+
+    @property
+    def training_peak_bytes(self) -> int:
+        """The most at once while training: in a pass, beside gradients that are there, or at the step."""
+        gradients = [role.gradients.num_bytes for role in self.roles]
+        if self.accumulates:
+            highest = sum(gradients) + max(role.pass_peak_bytes for role in self.roles)
+        else:
+            before = [sum(gradients[:index]) for index in range(len(gradients))]
+            highest = max(b + role.pass_peak_bytes for b, role in zip(before, self.roles, strict=True))
+        return self.kept_bytes + max(highest, sum(gradients))
+
+    @property
+    def generation_peak_bytes(self) -> int:
+        """The most at once while generating; 0 where nothing is generated."""
+        return self.kept_bytes + sum(part.num_bytes for part in self.generation) if self.generation else 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most at once."""
+        return max(self.training_peak_bytes, self.generation_peak_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain values."""
+        roles = {
+            role.name: [part._asdict() for part in (*role.kept, role.gradients, *role.passing) if part.num_bytes]
+            for role in self.roles
+        }
+        return {
+            "roles": roles,
+            "generation": [part._asdict() for part in self.generation],
+            "training_peak_bytes": self.training_peak_bytes,
+            "generation_peak_bytes": self.generation_peak_bytes,
+        }
+
+
+def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
+    """Weights, and of what is trained masters and Adam's state, on one process."""
+    whole, values, trained = (_count(chosen) for chosen in (shapes, shapes, _trained(shapes)))
+    held = _on_one_process(shapes, sharded)
+    trained = _on_one_process(_trained(shapes), sharded)
+    size, share = sharded.dtype_bytes, _share(sharded)
+    if sharded.stage < 3 and sharded.num_processes > 1 and trained:
+        num_bytes = whole * size + (held * size if sharded.stage else 0)
+        shards = f", whole, and {held:,} of them as shards that the optimizer steps" if sharded.stage else ", whole"
+        parts = [Part("weights", num_bytes, f"{size} bytes x {values:,} parameters{shards}")]
+    else:
+        count = held if trained and sharded.num_processes > 1 else whole
+        note = share if trained else ""
+        parts = [Part("weights", count * size, f"{size} bytes x {count:,} parameters{note}")]
+    if not trained:
+        return parts
+    if size < MASTER_BYTES:
+        formula = f"{MASTER_BYTES} bytes x {trained:,} trained parameters{share}"
+        parts.append(Part("masters", trained * MASTER_BYTES, formula))
+    state = trained * STATE_BYTES + STEP_BYTES * len(_trained(shapes))
+    text = (
+        f"2 moments x 4 bytes x {trained:,} trained parameters{share}, and a count for each of {len(_trained(shapes))}"
+    )
+    return [*parts, Part("optimizer state", state, text)]
+
+
+def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> Part:
+    """Gradients as the optimizer steps them, fp32, and whole ones that wait for their reduction."""
+    trained = _on_one_process(_trained(shapes), sharded)
+    num_bytes, text = trained * MASTER_BYTES, f"4 bytes x {trained:,} trained parameters{_share(sharded)}"
+    if sharded.num_processes > 1 and sharded.stage < 2:
+        waiting = _count(_trained(shapes)) * sharded.dtype_bytes
+        if sharded.stage == 1:
+            num_bytes += waiting
+            text += f", and {waiting:,} bytes of whole ones that wait for their reduction"
+    return Part("gradients", num_bytes, text)
+
+
+def kv_part(shape: tuple[int, ...], dtype_bytes: int, running: int) -> Part:
+    """The KV workspace of `[L, 2, num_blocks, K, block_size, D]`, for so many sequences at once."""
+    layers, _, blocks, heads, size, width = shape
+    formula = (
+        f"{dtype_bytes} bytes x {layers} layers x 2 x {blocks:,} blocks of {size} tokens x {heads} heads x {width}, "
+        f"{running} sequences at once"
+    )
+    return Part("KV workspace", dtype_bytes * math.prod(shape), formula)
+
+
+def read_bytes(text: str, option: str) -> int:
+    """A number of bytes as people write it: 24GB, 24GiB, 512 MB, 1e9.
+
+    Raises:
+        ValueError: naming `option`: it is none, or not above 0.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE]\+?[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = found and UNITS.get(found[2].upper())
+    if not found or unit is None or float(found[1]) <= 0 or not math.isfinite(float(found[1])):
+        raise ValueError(f"--{option}={text!r} must be a size above 0 such as 24GB, 24GiB or 512MB; give one")
+    return round(float(found[1]) * unit)
+
+
+def _trained(shapes: Iterable[Shape]) -> list[Shape]:
+    return [shape for shape in shapes if shape.is_trained]
+
+
+def _count(shapes: Iterable[Shape]) -> int:
+    return sum(math.prod(shape.dims) for shape in shapes)
+
+
+def _on_one_process(shapes: Iterable[Shape], sharded: Sharded) -> int:
+    """Values of a process's shards, which have equally many rows of each parameter, the last ones' padded."""
+    if sharded.num_processes == 1 or sharded.stage == 0:
+        return _count(shapes)
+    return sum(-(-dims[0] // sharded.num_processes) * math.prod(dims[1:]) for dims, _ in shapes if dims)
+
+
+def _share(sharded: Sharded) -> str:
+    if sharded.num_processes == 1 or sharded.stage == 0:
+        return ""
+    return f" (ZeRO-{sharded.stage}: a share of {sharded.num_processes})"

@@ -1,0 +1,1 @@
+"""What memory a recipe will take, from its options alone."""

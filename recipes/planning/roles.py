@@ -1,0 +1,225 @@
+"""The models of a run, each built on the meta device and counted: what is kept, and what a training pass takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
+
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.generation.batching.demand import count_blocks
+from hybrid_engine.generation.batching.plan import MAX_PREFILL_TOKENS
+from hybrid_engine.observing.memory_plan import (
+    MemoryPlan,
+    Part,
+    RolePlan,
+    Shape,
+    Sharded,
+    gradient_part,
+    kept_parts,
+    kv_part,
+)
+from hybrid_engine.recipes.data.sequences import ValueModel
+from hybrid_engine.recipes.planning.reading import Item, Read
+from hybrid_engine.recipes.runs.adapters import add_adapter
+from hybrid_engine.recipes.runs.checks import check_divides
+from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
+from hybrid_engine.recipes.runs.recomputation import recompute_activations
+from hybrid_engine.recipes.runs.stages import without_dropout
+from hybrid_engine.training.pass_memory import PassShape, count_pass
+
+WEIGHT = torch.float32
+"""What recipes load and train in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where a run will be."""
+
+    recipe: str
+    config: Any
+    num_processes: int
+    device: str
+    """Type of the devices."""
+
+
+def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
+    """The parts and peaks of a run on one of its devices."""
+    config = setting.config
+    batch_size = config.batch_size if hasattr(config, "batch_size") else config.minibatch_size
+    check_divides(
+        "batch_size" if hasattr(config, "batch_size") else "minibatch_size", batch_size, setting.num_processes
+    )
+    per_process = batch_size // setting.num_processes
+    shape = pass_shape(read, config, per_process, setting.num_processes)
+    size = largest_micro_batch(per_process, config.micro_batch_size)
+    accumulates = bool(config.tokens_per_micro_batch) or per_process > size
+    with torch.device("meta"):
+        roles, actor = _roles(read, setting, shape, accumulates)
+        generation = _generation(actor, read, setting) if read.prompt_tokens else []
+    return MemoryPlan(roles=roles, accumulates=accumulates, generation=generation)
+
+
+def pass_shape(read: Read, config: Any, per_process: int, num_processes: int) -> PassShape:
+    """The largest training pass of a process."""
+    size = largest_micro_batch(per_process, config.micro_batch_size)
+    if not read.items:
+        pair = 2 if hasattr(config, "loss") else 1  # of answers
+        found = PassShape(pair * size, read.prompt_tokens, config.max_new_tokens)
+    elif read.batches is None:
+        found = _together(read.items, size)
+    else:
+        mine = [[read.items[index] for index in batch[::num_processes]] for batch in read.batches]
+        ordered = [sorted(batch, key=lambda item: max(map(sum, item))) for batch in mine]
+        parts = [batch[first : first + size] for batch in ordered for first in range(0, len(batch), size)]
+        found = max((_together(part, len(part)) for part in parts), key=lambda s: s.rows * (s.prompt + s.response))
+    if config.tokens_per_micro_batch:
+        return found._replace(rows=max(1, config.tokens_per_micro_batch // (found.prompt + found.response)))
+    return found
+
+
+def _together(items: list[Item], size: int) -> PassShape:
+    """`size` of the items in one padded pass, the longest among them."""
+    sequences = [sequence for item in items for sequence in item]
+    prompt, response = (max(lengths) for lengths in zip(*sequences, strict=True))
+    return PassShape(size * len(items[0]), prompt, response)
+
+
+def _roles(read: Read, setting: Setting, shape: PassShape, accumulates: bool) -> tuple[list[RolePlan], nn.Module]:
+    """The models of the run, and its actor."""
+    recipe, config = setting.recipe, setting.config
+    counted: dict[str, Any] = {"shape": shape, "accumulates": accumulates, "setting": setting}
+    if recipe == "reward":
+        model = _build(AutoModelForSequenceClassification, read.first, num_labels=1)
+        model = add_adapter(recompute_activations(model, config), config.lora_rank, "SEQ_CLS")
+        return [_trained("reward model", model, _base(model).score, **counted)], model
+    actor = _build(AutoModelForCausalLM, read.first)
+    frozen = []
+    if _keeps_reference(recipe, config):
+        frozen.append(_frozen("reference", actor))
+    actor = add_adapter(recompute_activations(actor, config), config.lora_rank)
+    trained = [
+        _trained("model" if recipe == "sft" else "actor", actor, _base(actor).get_output_embeddings(), **counted)
+    ]
+    if read.critic is not None:
+        critic = recompute_activations(_value_model(read.critic), config)
+        trained.append(_trained("critic", critic, critic.head, **counted))
+    frozen += [_frozen("reward model", _value_model(model)) for model in read.rewards]
+    return [*trained, *frozen], actor
+
+
+def _keeps_reference(recipe: str, config: Any) -> bool:
+    """Whether the first weights lie beside the actor's."""
+    if config.lora_rank or recipe not in ("grpo", "ppo", "online-dpo"):
+        return False
+    return recipe != "grpo" or config.measure_kl or config.algorithm.needs_reference
+
+
+def _build(auto_class: Any, config: PretrainedConfig, **options: Any) -> Any:
+    made = type(config).from_dict(config.to_dict() | options)
+    return auto_class.from_config(without_dropout(made), dtype=WEIGHT).train()
+
+
+def _value_model(config: PretrainedConfig) -> ValueModel:
+    backbone = _build(AutoModel, config)
+    return ValueModel(backbone, nn.Linear(backbone.config.get_text_config().hidden_size, 1)).train()
+
+
+def _base(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _shapes(model: nn.Module) -> list[Shape]:
+    return [Shape(tuple(p.shape), p.requires_grad) for p in model.parameters()]
+
+
+def _trained(
+    name: str, model: Any, head: nn.Linear, *, shape: PassShape, accumulates: bool, setting: Setting
+) -> RolePlan:
+    """A model with an engine of its own."""
+    config = setting.config
+    shapes = _shapes(model)
+    sharded = Sharded(config.zero_stage, setting.num_processes, WEIGHT.itemsize)
+    body: Callable[..., Any] = model.backbone if isinstance(model, ValueModel) else _base(model).base_model
+    is_language = head.out_features > 1
+    found = count_pass(
+        model, body, head, shape, is_language=is_language, accumulates=accumulates, device=setting.device
+    )
+    tokens = shape.rows * (shape.prompt + shape.response)
+    note = ", layers computed again" if config.activation_checkpointing else ""
+    passing = [
+        Part(
+            "activations",
+            found.activations,
+            f"{shape.rows} rows x {shape.prompt + shape.response} tokens x {found.activations / tokens:,.0f} bytes, as "
+            f"counted on shapes{note}",
+        )
+    ]
+    if is_language:
+        what = f"the head's of {shape.rows * shape.response:,} tokens: kept tiles of logits, one more, hidden states"
+        passing.append(Part("head pieces", found.pieces, what))
+    gradients = gradient_part(shapes, sharded)
+    new = 0 if accumulates else gradients.num_bytes
+    between = max(0, found.peak - sum(part.num_bytes for part in passing) - new)
+    passing.append(Part("backward pass", between, "what comes and goes beside them at the fullest moment"))
+    return RolePlan(
+        name=name,
+        kept=kept_parts(shapes, sharded),
+        gradients=gradients,
+        passing=passing,
+        pass_peak_bytes=found.peak,
+    )
+
+
+def _frozen(name: str, model: nn.Module) -> RolePlan:
+    """A model that only says something; whole on every process."""
+    shapes = [shape._replace(is_trained=False) for shape in _shapes(model)]
+    sharded = Sharded(0, 1, WEIGHT.itemsize)
+    return RolePlan(name=name, kept=kept_parts(shapes, sharded), gradients=gradient_part(shapes, sharded))
+
+
+def _generation(actor: nn.Module, read: Read, setting: Setting) -> list[Part]:
+    """What a rollout takes beside what is kept, of training or of an evaluation, whichever is larger."""
+    config = setting.config
+    longest = read.prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed
+    options = HybridEngineConfig(enabled=True)
+    rollouts = [(config.eval_prompts, getattr(config, "eval_samples", 1))]
+    if hasattr(config, "rollout_size"):
+        group = getattr(config, "group_size", 2 if hasattr(config, "loss") else 1)
+        rollouts.append((config.rollout_size, group))
+    demands = []
+    for num_prompts, group in rollouts:
+        prompts = -(-num_prompts // setting.num_processes)
+        lengths = [read.prompt_tokens] * (prompts * group)
+        demands.append(count_blocks(lengths, longest, prompts, setting.device, options))
+    demand = max(demands, key=lambda found: found.wanted * found.block_size)
+    try:
+        model = InferenceModel(actor)
+    except UnsupportedModelError:
+        return [_own_cache(_base(actor).config.get_text_config(), demand.max_running, longest)]
+    text = model.base.config.get_text_config()
+    parts = [kv_part(model.kv_shape(demand.wanted, demand.block_size), WEIGHT.itemsize, demand.max_running)]
+    if fused := model.buffer_bytes():
+        parts.append(Part("fused adapters", fused, "the linears with an adapter, once more"))
+    if config.zero_stage == 3 and setting.num_processes > 1:
+        values = sum(parameter.numel() for parameter in actor.parameters())
+        whole = f"{WEIGHT.itemsize} bytes x {values:,} parameters, whole while it generates"
+        parts.append(Part("gathered weights", values * WEIGHT.itemsize, whole))
+    fed = min(MAX_PREFILL_TOKENS, demand.max_running * read.prompt_tokens)
+    width = 3 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
+    what = f"{WEIGHT.itemsize} bytes x {fed:,} tokens of prompts in a pass x {width} (3 times hidden and MLP size)"
+    parts.append(Part("prefill", WEIGHT.itemsize * fed * width, what))
+    logits = 4 * demand.max_running * text.vocab_size
+    parts.append(Part("logits", 2 * logits, f"2 x 4 bytes x {demand.max_running} rows x {text.vocab_size:,} tokens"))
+    return parts
+
+
+def _own_cache(text: Any, rows: int, columns: int) -> Part:
+    """What the model's own `generate()` keeps."""
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    shape = (text.num_hidden_layers, 2, rows, heads, columns, width)
+    return kv_part(shape, WEIGHT.itemsize, rows)._replace(name="the model's own cache")

@@ -1,0 +1,153 @@
+"""`hybrid-engine plan`: its bytes are those of real engines, and what cannot be planned says so."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from models import PAD, build_model, padded_prompts
+from small_actors import save_small_actor, save_sums
+
+import hybrid_engine
+from hybrid_engine.command import cli
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.generation.batching.demand import count_blocks
+from hybrid_engine.generation.memory.usage import count_bytes
+from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
+from hybrid_engine.recipes.data.sequences import Sequences, response_logprobs
+from hybrid_engine.recipes.runs.adapters import add_adapter
+from hybrid_engine.recipes.tasks import arithmetic
+from hybrid_engine.training.pass_memory import LiveBytes, PassShape, count_pass
+
+
+def build_engine(model, precision=None, **options):
+    config = {
+        "train_batch_size": 6,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "hybrid_engine": {"enabled": True, **options},
+        **({precision: {"enabled": True}} if precision else {}),
+    }
+    return hybrid_engine.initialize(model=model, config=config)[0]
+
+
+@pytest.mark.parametrize(("precision", "rank"), [(None, 0), ("bf16", 0), (None, 4)])
+def test_what_training_keeps_is_what_a_real_engine_keeps(precision, rank):
+    engine = build_engine(add_adapter(build_model(), rank), precision)
+    shapes = [Shape(tuple(p.shape), p.requires_grad) for p in engine.module.parameters()]
+    sharded = Sharded(0, 1, 2 if precision else 4)
+    planned = {part.name: part.num_bytes for part in kept_parts(shapes, sharded)}
+    input_ids, _ = padded_prompts()
+    engine.backward(engine(input_ids=input_ids, labels=input_ids).loss)
+    assert gradient_part(shapes, sharded).num_bytes == count_bytes(engine.sharding, engine.optimizer).gradients
+    engine.step()
+    held = count_bytes(engine.sharding, engine.optimizer)
+    assert planned["weights"] == held.parameters
+    assert planned.get("masters", 0) == held.masters
+    assert planned["optimizer state"] == held.state
+
+
+def test_the_kv_workspace_is_what_a_rollout_takes():
+    engine = build_engine(build_model(), release_inference_cache=False)
+    input_ids, mask = padded_prompts()
+    lengths = mask.sum(dim=1).tolist()
+    engine.eval()
+    options = {"eos_token_id": None, "pad_token_id": PAD, "do_sample": True, "num_return_sequences": 3}
+    engine.generate(input_ids, attention_mask=mask, max_new_tokens=20, **options)
+    repeated = [length for length in lengths for _ in range(3)]
+    demand = count_blocks(repeated, max(lengths) + 19, len(lengths), "cpu", HybridEngineConfig(enabled=True))
+    reserved = engine.generator.native.num_reserved_blocks
+    shape = engine.generator.model.kv_shape(demand.wanted + reserved, demand.block_size)
+    assert kv_part(shape, 4, demand.max_running).num_bytes == engine.generator.workspace.allocated_bytes
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_pass_counted_on_shapes_has_the_bytes_of_a_real_one(family, accumulates):
+    shape = PassShape(8, 24, 40)
+    model = build_model(family).train()
+    ids = torch.randint(1, 30, (shape.rows, shape.prompt + shape.response))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0  # without padding transformers makes no mask
+    sequences = Sequences(input_ids=ids, attention_mask=mask, response_mask=mask[:, shape.prompt :].bool())
+    response_logprobs(model, sequences).sum().backward()  # tries the head, once for a model
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if accumulates else None
+    with LiveBytes() as live:
+        response_logprobs(model, sequences).sum().backward()
+    with torch.device("meta"):
+        empty = type(model)(model.config).train()
+    ends = empty, empty.base_model, empty.get_output_embeddings()
+    counted = count_pass(*ends, shape, is_language=True, accumulates=accumulates, device="cpu")
+    assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
+
+
+def test_shards_have_equally_many_rows_and_padding():
+    shapes = [Shape((5, 3), True), Shape((4,), True)]
+    parts = {part.name: part.num_bytes for part in kept_parts(shapes, Sharded(3, 2, 4))}
+    assert parts == {"weights": 4 * (9 + 2), "optimizer state": 8 * (9 + 2) + 4 * 2}
+    assert gradient_part(shapes, Sharded(3, 2, 4)).num_bytes == 4 * (9 + 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("24GB", 24 * 10**9), ("1.5 GiB", 3 * 2**29), ("512MB", 512 * 10**6), ("1e9", 10**9)]
+)
+def test_sizes_are_read_as_people_write_them(text, count):
+    assert read_bytes(text, "memory") == count
+
+
+@pytest.mark.parametrize("text", ["", "0GB", "-1GB", "24 apples", "GB", "nanGB", "1e999GB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match=r"--memory=.* must be a size above 0"):
+        read_bytes(text, "memory")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """A small GRPO run, as a user would start it."""
+    folder = tmp_path_factory.mktemp("sources")
+    model = save_small_actor(folder / "model", arithmetic.build_tokenizer())
+    data = ["--dataset", save_sums(folder), "--reward", "exact", "--out", str(folder / "out")]
+    sizes = ["--rollout-size", "8", "--group-size", "4", "--minibatch-size", "32", "--micro-batch-size", "32"]
+    return ["grpo", "--model", model, *data, *sizes, "--eval-prompts", "4"]
+
+
+def test_the_command_prints_each_part_and_both_peaks(command, capsys):
+    assert cli.main(["plan", *command, "--memory", "8GB"]) == 0
+    text = capsys.readouterr().out
+    names = ["weights", "gradients", "optimizer state", "activations", "head pieces", "KV workspace"]
+    assert all(name in text for name in [*names, "peak of training", "peak of generation", "it fits"])
+
+
+def test_a_machine_too_small_is_told_by_how_much_and_what_to_change(command, capsys):
+    assert cli.main(["plan", "--memory", "3MB", "--json", *command]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["missing_bytes"] == plan["training_peak_bytes"] - 3 * 10**6 > 0
+    changes = {remedy["change"]: remedy["peak_bytes"] for remedy in plan["remedies"]}
+    assert all(peak < plan["training_peak_bytes"] for peak in changes.values())
+    option, value = next(change for change in changes if change.startswith("--micro-batch-size")).split()
+    planned = command.copy()
+    planned[planned.index(option) + 1] = value
+    cli.main(["plan", "--json", *planned])
+    assert json.loads(capsys.readouterr().out)["training_peak_bytes"] == changes[f"{option} {value}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--model", "nowhere"], "plan serve: there are plans of sft, reward, ppo"),
+        (["grpo", "--model", "/no/such/folder"], "--model='/no/such/folder' must be a Hugging Face folder"),
+        (["--memory", "much", "sft"], "--memory='much' must be a size"),
+        (["--processes", "3", "sft"], "--batch-size=16 must"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(arguments, words, capsys, tmp_path):
+    out = [] if "serve" in arguments else ["--out", str(tmp_path / "out")]
+    assert cli.main(["plan", *arguments, *out]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_its_help_needs_no_torch():
+    lines = ["import sys", "from hybrid_engine.command.cli import main", "try: main(['plan', '--help'])"]
+    lines += ["except SystemExit: pass", "assert 'torch' not in sys.modules"]
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, check=False).returncode == 0
