@@ -1,14 +1,14 @@
 """Long prompts are fed in chunks beside which others decode, and no sample changes by it."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
-from models import PAD, build_model
-from peft import LoraConfig, get_peft_model
-from tape import TapeRecorder
+from models import PAD
+from test_mixed_turns import CUDA
+from test_mixed_turns import build as build_engine
 
-import hybrid_engine
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.generation.batching import strategy
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
@@ -17,7 +17,7 @@ from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.ops import MixedBatch, PrefillBatch
 
 pytestmark = pytest.mark.gpu
-CUDA = torch.cuda.is_available()
+build = partial(build_engine, max_running=3)
 CHUNK = 4
 LENGTHS = [3, 11, 2, 9, 4, 17]
 
@@ -25,21 +25,6 @@ LENGTHS = [3, 11, 2, 9, 4, 17]
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     monkeypatch.setattr(strategy, "CHUNK_TOKENS", CHUNK)
-
-
-def build(family="llama", has_lora=False, is_recorded=False, **options):
-    model = build_model(family)
-    if has_lora:
-        model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear"))
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.3)
-    block = {"enabled": True, "max_out_tokens": 64, "kv_block_size": 4, "max_running": 3} | options
-    engine, *_ = hybrid_engine.initialize(model=model, config={"train_batch_size": 1, "hybrid_engine": block})
-    native = engine.generator.native
-    if is_recorded and not CUDA:
-        native.steps.recorder, native.lag = TapeRecorder(), 1
-    return engine.eval()
 
 
 def prompts(device, repeats=2):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import leave_process_group, run_distributed
+from parallel_nets import Block
 from torch import nn
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
@@ -18,15 +19,6 @@ from hybrid_engine.parallel.planning.plan import Plan
 @pytest.fixture(scope="module", autouse=True)
 def _one_process_alone():
     leave_process_group()
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(x)))
 
 
 class Net(nn.Module):
