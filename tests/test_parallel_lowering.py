@@ -200,6 +200,12 @@ def test_random_plans_compute_what_the_module_computes(name):
     check_plan(graph, batch_plan(graph, (4,)), module, arguments, expected)
 
 
+@pytest.mark.parametrize(("mesh", "seed"), [((4,), 4), ((2,), 21)], ids=str)
+def test_parts_whose_strides_are_not_those_of_the_whole_are_viewed_all_the_same(mesh, seed):
+    module, arguments, graph = build("transformer")
+    check_plan(graph, random_plan(graph, mesh, seed), module, arguments, expected_step(module, arguments))
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "opt"])
 def test_a_random_plan_of_a_model_of_transformers_computes_what_it_computes(name):
     module, arguments, graph = build(name)

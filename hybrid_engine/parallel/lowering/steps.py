@@ -22,6 +22,14 @@ from hybrid_engine.parallel.lowering.recomputing import Block, blocks_of
 from hybrid_engine.parallel.planning.plan import Plan
 
 
+def _reshape(self: Tensor, size: Sequence[int]) -> Tensor:
+    return self.reshape(size)
+
+
+OF_ANY_STRIDES: dict[Any, Any] = {torch.ops.aten.view.default: _reshape, torch.ops.aten._unsafe_view.default: _reshape}
+"""What runs in the place of ops that want certain strides: a part that came from another layout may have others."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """The place of a tensor among the arguments of a step."""
@@ -201,6 +209,7 @@ def _step(graph: Graph, plan: Plan, op: Op, last_used: Sequence[str]) -> Step:
     template = {name: _template(value, slots) for name, value in arguments.items()} | changed
     outputs = tuple((int(key.rsplit("/", 1)[1]), key) for key in op.outputs)
     is_single = isinstance(op.node.meta["val"], Tensor)
+    function = OF_ANY_STRIDES.get(function, function)
     return Step(function, edges_of(plan, op), template, outputs, is_single, tuple(last_used))
 
 
