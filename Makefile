@@ -17,7 +17,7 @@ QUICK := import_direction readme quick config recipes_refusals lr_schedules zero
   waiting zero_dataloader decode_graph scheduler latency dispatch ops moe_block rotary vocabulary kernels_block_copy \
   rl_kl rl_losses rl_aggregation rl_advantages recipes_data recipes_sequences rollout_api uneven_gradients \
   engine_training exclude_frozen checkpoint_folder checkpoint_hostile whole_values interrupts deepspeed_names \
-  detokenize serving_requests linear_log_prob head_log_probs parallel_annotations parallel_plan
+  detokenize serving_requests linear_log_prob head_log_probs parallel_annotations parallel_plan attach
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
 

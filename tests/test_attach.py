@@ -29,6 +29,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import hybrid_engine
+from hybrid_engine.attaching.attached import Attached
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -50,7 +51,7 @@ def train_a_step(model, ids, lr=0.5):
     optimizer.zero_grad()
 
 
-def runs_on_containers(attached):
+def runs_on_containers(attached: Attached):
     return attached.generator is not None and attached.generator.model is not None
 
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 # A machine lent for an hour has what it has, and no network.
-FEATURES_ONLY = ("accelerate", "datasets", "matplotlib", "peft", "psutil")
+FEATURES_ONLY = ("accelerate", "datasets", "matplotlib", "peft", "psutil", "scipy")
 SCRIPT = f"""
 import sys
 from importlib.machinery import PathFinder

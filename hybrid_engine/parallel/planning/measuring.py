@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -104,7 +103,7 @@ def measure_device(repeats: int = 5) -> Device:
     copying = _seconds(lambda: torch.neg(source, out=target), repeats)
     tiny = torch.ones(1, device=device)
     op = _seconds(lambda: [torch.neg(tiny, out=tiny) for _ in range(100)], repeats) / 100
-    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else psutil.virtual_memory().total
+    total = torch.cuda.get_device_properties(device).total_memory if is_cuda else _memory_of_machine()
     shared_by = 1 if is_cuda else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return Device(
         kind=device.type,
@@ -118,3 +117,9 @@ def measure_device(repeats: int = 5) -> Device:
 def _product_seconds(width: int, dtype: torch.dtype, device: torch.device, repeats: int) -> float:
     left, right = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
     return _seconds(lambda: left @ right, repeats)
+
+
+def _memory_of_machine() -> int:
+    import psutil  # here, not at the top: on a GPU nobody asks for this
+
+    return psutil.virtual_memory().total
