@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.parallel.checkpoints.merging import StateDict, shards_of, tensors_of
+from hybrid_engine.parallel.checkpoints.merging import StateDict, check_pair, shards_of, tensors_of
 from hybrid_engine.parallel.checkpoints.optimizer_states import NAMES, named_state_dict
 from hybrid_engine.parallel.checkpoints.parts import local_part
 from hybrid_engine.parallel.parallel_module import ParallelModule
@@ -61,8 +61,7 @@ def load_deduped_state_dict(
 
     `device` is where the module is moved before. ValueError where the optimizer's groups are others.
     """
-    if (optimizer is None) != (optimizer_state_dict is None):
-        raise ValueError("optimizer and optimizer_state_dict go together; give both, or neither")
+    check_pair(optimizer, optimizer_state_dict)
     if device is not None:
         module.to(device)
     with shards_of(module):

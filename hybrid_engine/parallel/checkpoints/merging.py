@@ -44,8 +44,7 @@ def load_merged_state_dicts(
     `module` holds parallel modules, or is what `initialize` gave; `device` is where the module is moved before.
     ValueError where a name is missing or a shape is another.
     """
-    if (optimizer is None) != (optimizer_state_dict is None):
-        raise ValueError("optimizer and optimizer_state_dict go together; give both, or neither")
+    check_pair(optimizer, optimizer_state_dict)
     if device is not None:
         module.to(device)
     with shards_of(module):
@@ -61,6 +60,12 @@ def load_merged_state_dicts(
             load_optimizer_state(optimizer, optimizer_state_dict)
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.write_masters_back()
+
+
+def check_pair(optimizer: torch.optim.Optimizer | None, optimizer_state_dict: Mapping[str, Any] | None) -> None:
+    """ValueError where one of the two is given without the other."""
+    if (optimizer is None) != (optimizer_state_dict is None):
+        raise ValueError("optimizer and optimizer_state_dict go together; give both, or neither")
 
 
 @contextmanager
