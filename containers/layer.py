@@ -4,6 +4,7 @@ A layer holds views of the parameters of one decoder layer, found through its po
 from that layer's numbers. N packed tokens, E hidden size.
 """
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -74,14 +75,29 @@ class InferenceLayer:
         """What `fuse_lora` will take."""
         return sum(part.buffer_bytes for part in (*self.attention.linears, *self.mlp.adaptable))
 
-    def fuse_lora(self) -> int:
-        """Fuses every active adapter; returns the bytes of the buffers."""
-        return sum(part.fuse_lora() for part in (*self.attention.linears, *self.mlp.adaptable))
+    def fuse_lora(self, lender: "InferenceLayer | None" = None) -> int:
+        """Dequantises and fuses whatever needs it; returns the bytes of the buffers.
 
-    def unfuse_lora(self) -> None:
-        """Back to the parameters themselves."""
+        With a `lender`, which may be this layer, linears take the buffers of its linears of the same shape, and leave
+        their memory there: no other layer may be fused in them meanwhile.
+        """
+        parts = (*self.attention.linears, *self.mlp.adaptable)
+        if lender is None:
+            return sum(part.fuse_lora() for part in parts)
+        others = (*lender.attention.linears, *lender.mlp.adaptable)[: len(parts)]
+        num_bytes = 0
+        for part, other in zip_longest(parts, others):
+            fits = isinstance(part, TransposedLinear) and isinstance(other, TransposedLinear) and part.is_like(other)
+            num_bytes += part.fuse_lora(other) if fits else part.fuse_lora()
+        return num_bytes
+
+    def unfuse_lora(self, keeps_lent: bool = False) -> None:
+        """Back to the parameters themselves; `keeps_lent` leaves the lender's buffers their memory."""
         for part in (*self.attention.linears, *self.mlp.adaptable):
-            part.unfuse_lora()
+            if isinstance(part, TransposedLinear):
+                part.unfuse_lora(keeps_lent)
+            else:
+                part.unfuse_lora()
 
     def forward(
         self,

@@ -1,8 +1,9 @@
-"""A linear as inference reads it: an [in, out] view of its weight, or LoRA fused into a scratch of that shape.
+"""A linear as inference reads it: an [in, out] view of its weight, or a scratch of that shape with LoRA fused into it.
 
 Fusing never writes to the base weight: it computes `W^T + sum_i s_i A_i^T B_i^T` in fp32 into a buffer of
 its own, rounded once to the weight's dtype. Unfusing drops the buffer, so the weights after are the
-weights before, to the bit.
+weights before, to the bit. Of a quantised weight (`quantised.py`) there is no view: it is dequantised into such
+a buffer, with or without adapters, by way of one more tensor of its size.
 
 peft's layers are read by their attributes (`base_layer`, `lora_A`, `lora_B`, `scaling`, `active_adapters`,
 `disable_adapters`, `merged`): https://github.com/huggingface/peft, src/peft/tuners/lora/layer.py. So are the
@@ -11,12 +12,14 @@ linears that scripts for DeepSpeed write themselves (`weight`, `lora_right_weigh
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from hybrid_engine.containers.lasting import LastingBuffer
 from hybrid_engine.containers.policy import UnsupportedModelError
+from hybrid_engine.containers.quantised import Quantised, read_quantised
 from hybrid_engine.containers.tensor_parallel import ALONE, Ranges, TensorParallel, cut
 
 
@@ -152,12 +155,17 @@ class TransposedLinear:
         if not is_linear(module):
             raise UnsupportedModelError(f"{name} is a {type(self.base).__name__}, not a linear")
         self.is_stored_transposed = stores_transposed(self.base)
-        if tuple(self.base.weight.shape) != self._shape() or not self.base.weight.is_floating_point():
+        self.quantised: Quantised | None = read_quantised(self.base, name)
+        is_whole = self.quantised is not None or self.base.weight.is_floating_point()
+        if tuple(self._weight.shape) != self._shape() or not is_whole:
             raise UnsupportedModelError(f"{name} packs its weight as {self.base.weight.dtype} {self.base.weight.shape}")
+        if self.quantised is not None and parallel.size > 1:
+            raise UnsupportedModelError(f"{name} is quantised, and processes that share a model hold parts of weights")
         active_adapters(module, name)
         self.view: tuple[torch.Tensor, torch.Tensor | None]  # of the parameters
         self.pair: tuple[torch.Tensor, torch.Tensor | None]  # (weight, bias) as the ops take them: view or fused
         self._fused_weight, self._fused_bias = LastingBuffer(), LastingBuffer()
+        self._has_lent = False  # whether the fused weight lies in a buffer that others take too
 
     @property
     def num_inputs(self) -> int:
@@ -168,6 +176,16 @@ class TransposedLinear:
     def num_outputs(self) -> int:
         """Outputs of the whole linear, of which this rank may hold a part."""
         return self._shape()[1 if self.is_stored_transposed else 0]
+
+    @property
+    def _weight(self) -> Any:
+        """What has the weight's shape and dtype."""
+        return self.quantised or self.base.weight
+
+    @property
+    def _is_own(self) -> bool:
+        """Whether rollouts need a buffer: for active adapters, or a weight that is quantised."""
+        return self.quantised is not None or bool(active_adapters(self.module, self.name))
 
     def _shape(self) -> tuple[int, int]:
         """What the weight's shape must be, as the module stores it."""
@@ -182,6 +200,9 @@ class TransposedLinear:
     def bind(self) -> None:
         """Points at the parameters as they lie in memory now, or takes this rank's part of them."""
         into, out = (0, 1) if self.is_stored_transposed else (1, 0)
+        if self.quantised is not None:  # read by `fuse_lora` alone: what is bound has no values
+            self.view = self.pair = (self.quantised.no_values(), self._bias(self.base.bias))
+            return
         weight = self.parallel.take(self.base.weight, cut(into, self.rows) or cut(out, self.columns), self.name)
         bias = self._bias(self.base.bias)
         self.view = self.pair = (weight if self.is_stored_transposed else weight.t(), bias)
@@ -195,19 +216,27 @@ class TransposedLinear:
     @property
     def buffer_bytes(self) -> int:
         """What `fuse_lora` will take."""
-        if not active_adapters(self.module, self.name):
+        if not self._is_own:
             return 0
         is_cut = self.columns is not None or self.rows is not None
-        return self.num_inputs * self.num_outputs * self.base.weight.itemsize // (self.parallel.size if is_cut else 1)
+        size = self._weight.dtype.itemsize
+        return self.num_inputs * self.num_outputs * size // (self.parallel.size if is_cut else 1)
 
-    def fuse_lora(self) -> int:
-        """Adds the active adapters into a buffer of this linear's own; returns its bytes, 0 without adapters."""
-        adapters = active_adapters(self.module, self.name)
-        if not adapters:
+    def fuse_lora(self, lender: "TransposedLinear | None" = None) -> int:
+        """The weight in full precision, active adapters added, in a buffer; returns its bytes, 0 where none is needed.
+
+        The buffer is this linear's own, or that of `lender`, a linear of the same shape that is not fused now.
+        """
+        if not self._is_own:
             return 0
+        adapters = active_adapters(self.module, self.name)
         (weight, bias), dtype = self.view, self.view[0].dtype
+        if self.quantised is not None:
+            weight = self.quantised.dequantise().t()
+        self._has_lent = lender is not None
+        buffer = self._fused_weight if lender is None else lender._fused_weight
         # Laid out [out, in], which products on a CPU are faster with.
-        fused = self._fused_weight.take(tuple(weight.t().shape), dtype, weight.device)
+        fused = buffer.take(tuple(weight.t().shape), dtype, weight.device)
         summed = weight.t().float()
         for adapter in adapters:
             right = self.parallel.take(adapter.right, cut(adapter.right_dim, self.rows), self.name)
@@ -229,11 +258,19 @@ class TransposedLinear:
         self.pair = (fused.t(), bias)
         return fused.nbytes
 
-    def unfuse_lora(self) -> None:
-        """Back to the parameters, which fusing has not touched; the buffer's memory is freed."""
+    def unfuse_lora(self, keeps_lent: bool = False) -> None:
+        """Back to the parameters, which fusing has not touched; the buffer's memory is freed.
+
+        With `keeps_lent` a buffer that was lent, also to the linear that has it, keeps its memory.
+        """
         self.pair = self.view
-        self._fused_weight.release()
+        if not (keeps_lent and self._has_lent):
+            self._fused_weight.release()
         self._fused_bias.release()
+
+    def is_like(self, other: "TransposedLinear") -> bool:
+        """Whether one buffer serves both, one after the other."""
+        return (self.num_inputs, self.num_outputs) == (other.num_inputs, other.num_outputs)
 
     @property
     def is_fused(self) -> bool:

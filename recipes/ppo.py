@@ -43,6 +43,7 @@ from hybrid_engine.recipes.experience.roles import Roles, build_roles
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.rewards.scores import reward_figures
+from hybrid_engine.recipes.runs.adapters import check_shared_base
 from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import (
@@ -121,6 +122,8 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     """score of a response that was cut off at max_new_tokens, in place of the reward"""
     kl_bound: float = 6.0
     """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
+    shared_base: bool = False
+    """keep one frozen base for all roles, each an adapter on it: actor, critic and reward models; needs --lora-rank"""
 
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
@@ -128,6 +131,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
         RewardOptions.__post_init__(self)
         DataOptions.__post_init__(self)
         LoopOptions.__post_init__(self)
+        check_shared_base(self)
         for name in ("minibatch_size", "ppo_epochs"):
             check_count(name, getattr(self, name), 1)
         for name in ("kl_coef", "kl_bound"):
@@ -247,7 +251,7 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
         any weight changed, 1 when all is well. The gradient norms are those of the last optimizer step.
     """
     generator = torch.Generator().manual_seed(seed)
-    engines, num_rows = [roles.policy.actor, roles.critic], len(experience.logprobs)
+    engines, num_rows = [*reversed(roles.engines.values())], len(experience.logprobs)  # the actor first
     parts: list[dict[str, tuple[float, float]]] = []
     for _ in range(config.ppo_epochs):
         for minibatch in torch.randperm(num_rows, generator=generator).split(config.minibatch_size // get_world_size()):
@@ -256,11 +260,7 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
             train = partial(train_micro_batch, roles, chosen, num_tokens, config, not parts)
             parts += train_in_parts(engines, chosen.sequences.lengths, config.tokens_per_micro_batch, train)
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
-    norms = {
-        "actor_grad_norm": roles.policy.actor.get_global_grad_norm(),
-        "critic_grad_norm": roles.critic.get_global_grad_norm(),
-    }
-    return figures | norms
+    return figures | roles.gradient_norms()
 
 
 def train_micro_batch(

@@ -218,7 +218,7 @@ def test_a_reward_model_reads_the_end_of_what_exceeds_its_positions(tmp_path):
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=300, n_positions=24, n_embd=16, n_layer=1, n_head=2, num_labels=1, pad_token_id=0)
     GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
-    reward_model = LearnedReward(str(tmp_path))
+    reward_model = LearnedReward.load(str(tmp_path))
 
     def score(prompts, responses):
         return reward_model(answers_of(prompts, responses))

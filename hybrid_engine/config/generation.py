@@ -18,7 +18,8 @@ class HybridEngineConfig:
     release_inference_cache: bool = False
     """Whether the KV workspace gives its memory back after each `generate()`; false keeps it where there is room."""
     pin_parameters: bool = True
-    """ZeRO-3: gather the whole model once around `generate()`; false streams it layer by layer."""
+    """Gather the whole model once around `generate()`, adapters fused, quantised weights dequantised; false streams it
+    layer by layer, in the memory of two."""
     enable_cuda_graph: bool = True
     """Whether a decode step is replayed wherever it can be: on a GPU as one graph, on a CPU from a tape of its calls.
 

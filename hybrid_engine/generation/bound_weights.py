@@ -96,6 +96,6 @@ def pass_over_layers(model: InferenceModel, gatherer: WeightGatherer) -> Iterabl
 def _streamed(model: InferenceModel, gatherer: WeightGatherer) -> Iterator[InferenceLayer]:
     for layer in gatherer.stream(model.layers):
         layer.bind()
-        layer.fuse_lora()
+        layer.fuse_lora(lender=model.layers[0])
         yield layer
-        layer.unfuse_lora()
+        layer.unfuse_lora(keeps_lent=True)

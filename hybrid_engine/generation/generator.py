@@ -92,6 +92,7 @@ class Generator:
             if self.config.exact:
                 self._check_threads()
             model = self.partners.agree(self._build_model)
+            self.gatherer.has_buffers = model.buffer_bytes() > 0
             (is_crowded,) = self.partners.highest([int(self._is_crowded(model))])
             self._choose_gathering(bool(is_crowded))
             difference = self.partners.agree(lambda: self._probe(model))

@@ -64,6 +64,11 @@ def _gathering(generator: Generator) -> str:
         what += [f"rank {group.parallel.rank} of {group.parallel.size}"] if group.parallel.size > 1 else []
         kind = "tensor parallelism" if group.stage is None else "pipeline"
         return f"{kind}: {', '.join(what)}, its part of the weights {how}"
+    if gatherer.is_streamed and not gatherer.can_stream:
+        why = "they would not all fit" if gatherer.is_pinned else "pin_parameters is false"
+        return (
+            f"gathering: none; adapters are fused and weights dequantised layer by layer on every pass, because {why}"
+        )
     if not generator.sharding.is_sharded:
         return "gathering: none, the weights are whole on this process"
     if gatherer.is_streamed:

@@ -17,6 +17,7 @@ from torch import nn
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim import plain_steps
+from hybrid_engine.optim.clipping import clipped_together
 from hybrid_engine.optim.loss_scaler import LossScaler
 from hybrid_engine.optim.masters import TrainedParameter, renew_masters
 from hybrid_engine.zero.sharding import local_tensor
@@ -68,6 +69,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skip_step = False
         self.is_torn = False
         self.grad_norm: float | None = None
+        self.grad_norms: list[float] = []
+        """Of what is clipped together; of the last step, before clipping and without the loss scale."""
         self.parameter_offload: Any = None
         self.state_offload: Any = None
 
@@ -132,8 +135,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("closure: the engine computes the loss itself, call step() without one")
-        grads = self._local_gradients()
-        scaled_norm, num_gradients = self._measure(grads)
+        parts = self._local_gradients()
+        norms, num_gradients = self._measure(parts)
+        scaled_norm = math.hypot(*norms)
         if num_gradients == 0 and not self.skip_step:
             raise ValueError(
                 f"step(): none of the {len(self.parameters)} trained parameters has a gradient, on no process; compute "
@@ -142,11 +146,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         overflow = not math.isfinite(scaled_norm)
         if overflow and not self.skips_overflow:
             raise ValueError(self._describe_non_finite(scaled_norm))
-        self.grad_norm = scaled_norm / self.cur_scale
+        self.grad_norm, self.grad_norms = scaled_norm / self.cur_scale, [norm / self.cur_scale for norm in norms]
         self.overflow = overflow or self.skip_step
         if not self.overflow:
             self.is_torn = True
-            agree(partial(self._apply, grads))
+            agree(partial(self._apply, parts))
             self.is_torn = False
         if overflow or not self.skip_step:  # a step that was only asked to be skipped says nothing about the scale
             self.loss_scaler.update(overflow)
@@ -157,8 +161,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._move_gradients(self.parameters)
         self.renew_masters()
 
-    def _apply(self, grads: list[torch.Tensor]) -> None:
-        self._rescale(grads)
+    def _apply(self, parts: list[list[torch.Tensor]]) -> None:
+        for grads, norm in zip(parts, self.grad_norms, strict=True):
+            self._rescale(grads, norm)
         plain_steps.step(self.inner)
         self.write_masters_back()
 
@@ -169,7 +174,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Nothing is changed: the next `step()` finds the same. `external` is DeepSpeed's name for asking from outside.
         """
         self._move_gradients(self.parameters)
-        return not math.isfinite(self._measure(self._local_gradients())[0])
+        return not all(map(math.isfinite, self._measure(self._local_gradients())[0]))
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
@@ -230,23 +235,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict({"state": state, "param_groups": groups})
         self.write_masters_back()
 
-    def _local_gradients(self) -> list[torch.Tensor]:
-        return [local_tensor(t.master.grad) for t in self.parameters if t.master.grad is not None]
+    def _local_gradients(self) -> list[list[torch.Tensor]]:
+        """Those that are clipped together, in one list."""
+        parts = clipped_together(self.param_groups, self.parameters)
+        return [[local_tensor(t.master.grad) for t in part if t.master.grad is not None] for part in parts]
 
-    def _measure(self, grads: list[torch.Tensor]) -> tuple[float, int]:
-        """The gradients' 2-norm, still multiplied by the loss scale, and their number, over all processes."""
+    def _measure(self, parts: list[list[torch.Tensor]]) -> tuple[list[float], int]:
+        """Each part's 2-norm, still multiplied by the loss scale, and the number of gradients, over all processes."""
         if not self.parameters:
-            return 0.0, 0
+            return [0.0], 0
         device = local_tensor(self.parameters[0].master).device
-        norms = torch._foreach_norm(grads, 2, torch.float32) if grads else [torch.zeros((), device=device)]
-        squares = torch.stack(list(norms)).float().square().sum()
-        sums = torch.stack([squares, squares.new_full((), len(grads))])
+        norms = [torch._foreach_norm(grads, 2, torch.float32) or [torch.zeros((), device=device)] for grads in parts]
+        squares = [torch.stack(list(norm)).float().square().sum() for norm in norms]
+        sums = torch.stack([*squares, squares[0].new_full((), sum(map(len, parts)))])
         if self.norm_group is not None:
             sums = sums.to(self._collective_device)
             dist.all_reduce(sums, group=self.norm_group)
-        sums[0].sqrt_()
-        norm, num_gradients = sums.tolist()  # a synchronisation with the device
-        return norm, round(num_gradients)
+        sums[:-1].sqrt_()
+        *totals, num_gradients = sums.tolist()  # a synchronisation with the device
+        return totals, round(num_gradients)
 
     @property
     def _collective_device(self) -> str:
@@ -254,12 +261,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         param: Any = self.parameters[0].param
         return param.device_mesh.device_type
 
-    def _rescale(self, grads: list[torch.Tensor]) -> None:
-        assert self.grad_norm is not None
+    def _rescale(self, grads: list[torch.Tensor], norm: float) -> None:
         factor = 1.0 / self.cur_scale
         if self.gradient_clipping > 0:
             # The small number is torch's, in `clip_grad_norm_`.
-            factor *= min(1.0, self.gradient_clipping / (self.grad_norm + 1e-6))
+            factor *= min(1.0, self.gradient_clipping / (norm + 1e-6))
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
 

@@ -41,13 +41,21 @@ class WeightGatherer:
     def __init__(self, sharding: Sharding, is_pinned: bool, slices: SliceReader | None = None):
         self.sharding, self.is_pinned, self.slices = sharding, is_pinned, slices
         self.can_stream = sharding.is_sharded and not sharding.stays_whole and bool(sharding.layers) and slices is None
-        self.is_streamed = self.can_stream and not is_pinned
+        self.has_buffers = False
+        """Whether readers make weights of their own: adapters fused, or dequantised ones. They may be streamed too."""
+        self._is_crowded = False
         self._bytes_gathered = 0
         self._pending: list[Any] = []
         self._num_streamed = 0  # layers of the pass under way that are gathered or on their way
         self._groups: dict[nn.Module, list[nn.Module]] = {}  # of each layer that was streamed: asked at every token
         layers = {layer: _num_bytes(layer) for layer in sharding.layers}
         self._num_bytes = {**layers, sharding.root: _num_bytes(sharding.root) - sum(layers.values())}
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether layers are read one by one on every pass."""
+        can_stream = self.can_stream or (self.has_buffers and self.slices is None)
+        return can_stream and (self._is_crowded or not self.is_pinned)
 
     @property
     def resident_bytes(self) -> int:
@@ -69,12 +77,12 @@ class WeightGatherer:
 
     def is_crowded(self, usable_bytes: int) -> bool:
         """Whether the whole of pinned weights does not fit into this process's `usable_bytes`."""
-        return self.can_stream and self.is_pinned and self._resident_bytes(is_streamed=False) > usable_bytes
+        can_stream = self.can_stream or self.has_buffers
+        return can_stream and self.is_pinned and self._resident_bytes(is_streamed=False) > usable_bytes
 
     def choose(self, is_crowded: bool) -> None:
         """Before a rollout: streams pinned weights if it `is_crowded` on any process; the same on all."""
-        if self.can_stream and self.is_pinned:
-            self.is_streamed = is_crowded
+        self._is_crowded = is_crowded
 
     @contextmanager
     def gathered(self, whole: bool = False) -> Iterator[None]:
@@ -180,7 +188,7 @@ class WeightGatherer:
     def _groups_in(self, layer: nn.Module) -> list[nn.Module]:
         """What of `layer` is gathered apart from the rest."""
         if layer not in self._groups:
-            parts = set(layer.modules())
+            parts = set(layer.modules()) if self.can_stream else set()
             self._groups[layer] = [group for group in self.sharding.layers if group in parts]
         return self._groups[layer]
 

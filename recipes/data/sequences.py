@@ -177,13 +177,13 @@ class ValueModel(nn.Module):
         return values if packed is None else packed.gather(values, batch.attention_mask.bool())
 
 
-def response_values(model: nn.Module, batch: Sequences) -> torch.Tensor:
+def response_values(model: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
     """`[B, T]` fp32: the value of the state before each response token, 0 on gaps and padding."""
     values = model(batch)[:, -batch.response_mask.shape[1] - 1 : -1]
     return torch.where(batch.response_mask, values, 0.0)
 
 
-def last_token_scores(model: nn.Module, batch: Sequences) -> torch.Tensor:
+def last_token_scores(model: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
     """`[B]` fp32: the number at the last response token, the end-of-sequence token where there is one."""
     scores = model(batch)[:, -batch.response_mask.shape[1] :]
     positions = torch.arange(scores.shape[1], device=scores.device)

@@ -25,6 +25,7 @@ from hybrid_engine.recipes.runs.engine_config import build_engine_config, larges
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer
 from hybrid_engine.rl.correction import measure_difference
+from hybrid_engine.training.adapter_roles import playing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Policy:
     def reference_logprobs(self, sequences: Sequences, temperature: float) -> torch.Tensor:
         """`[N, T]` fp32 of the first weights, 0 on padding; collective where the actor is sharded."""
         if self.has_adapter:
-            with self.actor.module.disable_adapter():
+            with playing(self.actor.module, None):
                 return in_parts_together(partial(response_logprobs, self.actor, temperature=temperature), sequences)
         assert self.reference is not None, "the run keeps no reference"
         return in_parts(partial(response_logprobs, self.reference, temperature=temperature), sequences)

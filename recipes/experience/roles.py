@@ -6,6 +6,7 @@ from typing import Any
 import hybrid_engine
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.experience.policy import Policy, build_policy, engine_config_of
+from hybrid_engine.recipes.experience.shared_base import ACTOR, AdapterRole, build_roles_on_shared_base
 from hybrid_engine.recipes.experience.start import Start
 from hybrid_engine.recipes.rewards.learned import build_critic
 from hybrid_engine.recipes.rewards.rewards import Rewards
@@ -19,13 +20,20 @@ class Roles:
     policy: Policy
     """The actor, trained, and its reference, the actor as it was at the start."""
     critic: Any
-    """ZeroEngine of a ValueModel, trained."""
+    """ZeroEngine of a ValueModel, trained; or an `AdapterRole` of the actor's engine."""
     rewards: Rewards
 
     @property
     def engines(self) -> dict[str, Any]:
-        """What is trained, by the names of its checkpoints."""
-        return {"critic": self.critic, "actor": self.policy.actor}
+        """What is trained, by the names of its checkpoints: one where the roles share a base."""
+        critic = {} if isinstance(self.critic, AdapterRole) else {"critic": self.critic}
+        return {**critic, "actor": self.policy.actor}
+
+    def gradient_norms(self) -> dict[str, Any]:
+        """Of the last optimizer step, as metrics call them."""
+        is_shared = isinstance(self.critic, AdapterRole)
+        actor = AdapterRole(self.policy.actor, ACTOR) if is_shared else self.policy.actor
+        return {"actor_grad_norm": actor.get_global_grad_norm(), "critic_grad_norm": self.critic.get_global_grad_norm()}
 
 
 def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float) -> Roles:
@@ -37,6 +45,10 @@ def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float
         critic_rate: of the critic's.
         start: the sources of the models; the critic begins as the first reward model that reads the actor's tokens.
     """
+    if config.shared_base:
+        found = build_roles_on_shared_base(config, start.source, start.rewards, actor_rate, critic_rate)
+        policy, role, rewards = found
+        return Roles(policy=policy, critic=role, rewards=rewards)
     policy = build_policy(config, start.source, actor_rate, config.num_updates, keeps_reference=True)
     critic, *_ = hybrid_engine.initialize(
         model=recompute_activations(build_critic(start.source, start.rewards.specs), config),

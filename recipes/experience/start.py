@@ -1,6 +1,6 @@
 """What a run begins with, checked before anything is trained: prompts, rewards and the first actor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.own_tasks import SUMS, OwnTask
-from hybrid_engine.recipes.rewards.learned import critic_source
+from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
+from hybrid_engine.recipes.rewards.answers import Answers, Judge
+from hybrid_engine.recipes.rewards.learned import LearnedReward, critic_source
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import check_divides
@@ -62,7 +64,9 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
     if source is not None:
         check_model(source, config.lora_rank)
-    rewards = load_rewards(specs, config.reward_weights or None, config.reward_time_limit) if specs else None
+    given = (config.reward_weights or None, config.reward_time_limit)
+    load_model = _on_shared_base(source) if getattr(config, "shared_base", False) else LearnedReward.load
+    rewards = load_rewards(specs, *given, load_model) if specs else None
 
     train, held_out = load_prompt_rows(config.dataset, *config.part) if config.dataset else task.load_rows(config.seed)
     rows, held_out = [*train, *held_out], held_out[: config.eval_prompts]
@@ -79,11 +83,27 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         move_aside(folder, RUN_RESULTS)
     actor = config.model or str(sft_stage.run(task.actor_stage(config)))
     if rewards is None:
-        made = reward_stage.run(reward_stage.Config(**stage_options(config), model=config.model))
-        rewards = load_rewards([str(made)], None, config.reward_time_limit)
+        rank = config.lora_rank if getattr(config, "shared_base", False) else 0
+        made = reward_stage.run(reward_stage.Config(**stage_options(config), model=config.model, lora_rank=rank))
+        load_model = _on_shared_base(actor) if rank else LearnedReward.load
+        rewards = load_rewards([str(made)], None, config.reward_time_limit, load_model)
     tokenizer, longest = load_tokenizer(actor), config.max_prompt_tokens
     train, held_out = (fit_prompts(part, tokenizer, longest, skips=config.skip_too_long) for part in (train, held_out))
     return Start(source=actor, train=train, held_out=held_out, rewards=rewards)
+
+
+def _on_shared_base(source: str | None) -> Callable[[str], Judge]:
+    """For `load_rewards`: what a model will judge by is built with the base that it stands on."""
+
+    def check(spec: str) -> Judge:
+        check_reward_adapter(spec, source or "the run's sft")
+        return _no_base_yet
+
+    return check
+
+
+def _no_base_yet(answers: Answers) -> None:
+    raise AssertionError("a reward model on a shared base judges nothing before that is built")
 
 
 def check_given_together(config: Any, task: OwnTask) -> None:

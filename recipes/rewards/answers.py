@@ -65,6 +65,10 @@ Value = float | list[float] | None
 """What a reward says of one answer: a number, one for each token or step, or None: not mine."""
 
 
+Judge = Callable[[Answers], Any]
+"""Gives one `Value` for each answer; what it really returned is checked by who calls it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reward:
     """One reward of a run."""
@@ -74,8 +78,9 @@ class Reward:
     name: str
     """Under which its figures stand; no other reward of the run has it."""
     weight: float
-    judge: Callable[[Answers], Any]
-    """Gives one `Value` for each answer; what it really returned is checked by who calls it."""
+    judge: Judge
+    is_collective: bool = False
+    """Whether all processes judge together, also those without answers."""
     columns: frozenset[str] = frozenset()
     """The columns of the data that it cannot do without."""
     check: Callable[[Mapping[str, Any]], None] | None = None

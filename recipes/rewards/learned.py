@@ -1,16 +1,16 @@
 """Rewards that are models: a sequence classifier's score of a response, and the critic that begins as one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.recipes.data.encoding import encode_scored
 from hybrid_engine.recipes.data.rows import CompletionRow, Turns
-from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences, last_token_scores
+from hybrid_engine.recipes.data.sequences import Sequences, ValueModel, build_sequences, last_token_scores
 from hybrid_engine.recipes.rewards.answers import Answers, UnusableReference
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN
 from hybrid_engine.recipes.runs.stages import load_config, load_model, load_tokenizer, num_positions, score_head
@@ -26,35 +26,50 @@ def names_model(spec: str) -> bool:
 class LearnedReward:
     """A sequence classifier's score at the end-of-sequence token behind the response, normalised, frozen."""
 
-    def __init__(self, folder: str):
-        self.folder = folder
-        self.tokenizer = load_tokenizer(folder, "reward")
-        self.model = load_value_model(folder).to(default_device()).eval().requires_grad_(False)
-        self.num_positions = num_positions(self.model.backbone.config)
+    def __init__(
+        self,
+        folder: str,
+        model: Callable[[Sequences], torch.Tensor],
+        tokenizer: PreTrainedTokenizerBase,
+        num_positions: int | None,
+    ):
+        """`model` gives `[B, P+T]` normalised scores; `num_positions` are those that it has, None without an end."""
+        self.folder, self.model, self.tokenizer, self.num_positions = folder, model, tokenizer, num_positions
+
+    @classmethod
+    def load(cls, folder: str) -> "LearnedReward":
+        """The model of `folder`, on this process's device."""
+        tokenizer = load_tokenizer(folder, "reward")
+        model = load_value_model(folder).to(default_device()).eval().requires_grad_(False)
+        return cls(folder, model, tokenizer, num_positions(model.backbone.config))
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> list[float]:
         """Scores finished answers; one that was cut off is to be judged by the caller.
 
-        A conversation is written by the chat template of the reward model. What has more tokens than the model has
-        positions loses its beginning.
-
         Raises:
             ValueError: there are conversations, and no chat template.
         """
-        scores: list[float] = []
+        return [score for batch in self.batches(answers) for score in self.score(batch)]
+
+    def score(self, batch: Sequences) -> list[float]:
+        """The scores of the answers of a batch."""
+        return last_token_scores(self.model, batch).tolist()
+
+    def batches(self, answers: Answers) -> list[Sequences]:
+        """The answers behind their prompts as the model reads them, in order.
+
+        A conversation is written by the chat template of the reward model. What has more tokens than the model has
+        positions loses its beginning.
+        """
+        batches = []
         for start in range(0, len(answers), ROWS_PER_PASS):
             rows = slice(start, start + ROWS_PER_PASS)
             both = zip(answers.prompts[rows], answers.responses[rows], strict=True)
             pairs = [self._fit(*self._encode(prompt, response)) for prompt, response in both]
-            batch = build_sequences(
-                [prompt for prompt, _ in pairs],
-                [response for _, response in pairs],
-                self.tokenizer.pad_token_id,
-                default_device(),
-            )
-            scores += last_token_scores(self.model, batch).tolist()
-        return scores
+            prompts, responses = ([pair[part] for pair in pairs] for part in (0, 1))
+            batches.append(build_sequences(prompts, responses, self.tokenizer.pad_token_id, default_device()))
+        return batches
 
     def _encode(self, prompt: Turns, response: str) -> tuple[list[int], list[int]]:
         """The tokens of both, as the reward model was trained on them."""

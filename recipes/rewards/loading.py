@@ -9,11 +9,11 @@ A spec is the name of a rule (`built_in.py`), the folder or hub name of a classi
 import difflib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from hybrid_engine.recipes.rewards.answers import Reward
+from hybrid_engine.recipes.rewards.answers import Judge, Reward
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN
 from hybrid_engine.recipes.rewards.functions import call_function, columns_needed, find_function
 from hybrid_engine.recipes.rewards.learned import LearnedReward, names_model
@@ -21,7 +21,10 @@ from hybrid_engine.recipes.rewards.rewards import TIME_LIMIT_SECONDS, Rewards
 
 
 def load_rewards(
-    specs: Sequence[str], weights: Sequence[float] | None = None, time_limit_seconds: float = TIME_LIMIT_SECONDS
+    specs: Sequence[str],
+    weights: Sequence[float] | None = None,
+    time_limit_seconds: float = TIME_LIMIT_SECONDS,
+    load_model: Callable[[str], Judge] = LearnedReward.load,
 ) -> Rewards:
     """Finds the functions and loads the models that the option `--reward` names; frozen, on this process's device.
 
@@ -29,6 +32,7 @@ def load_rewards(
         specs: one for each reward.
         weights: one for each, in their order; None: 1 each.
         time_limit_seconds: for one call of one reward.
+        load_model: makes what judges of the folder or hub name of a model.
 
     Raises:
         ValueError: there is no reward, a spec names none, a weight is missing, not finite or all are 0. What a module
@@ -40,7 +44,8 @@ def load_rewards(
         raise ValueError(f"--reward-time-limit={time_limit_seconds} must be above 0, in seconds; raise it")
     weights = check_weights(len(specs), weights)
     rewards = tuple(
-        _load(spec, name, weight) for spec, name, weight in zip(specs, names_of(specs), weights, strict=True)
+        _load(spec, name, weight, load_model)
+        for spec, name, weight in zip(specs, names_of(specs), weights, strict=True)
     )
     return Rewards(rewards=rewards, time_limit_seconds=time_limit_seconds)
 
@@ -75,7 +80,7 @@ def _short_name(spec: str) -> str:
     return before if before in BUILT_IN else behind
 
 
-def _load(spec: str, name: str, weight: float) -> Reward:
+def _load(spec: str, name: str, weight: float, load_model: Callable[[str], Judge]) -> Reward:
     build = partial(Reward, spec=spec, name=name, weight=weight)
     kind, _, given = spec.partition(":")
     if kind in BUILT_IN and not Path(spec).exists():
@@ -83,7 +88,7 @@ def _load(spec: str, name: str, weight: float) -> Reward:
         return build(judge=rule.judge, columns=rule.columns, check=rule.check)
     if names_model(spec):
         _check_not_misspelt(spec)
-        return build(judge=LearnedReward(spec))
+        return build(judge=load_model(spec))
     function = find_function(spec)
     return build(judge=partial(call_function, function), columns=columns_needed(function))
 

@@ -5,15 +5,16 @@ scores = rewards(answers)
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isnan
+from typing import Any
 
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.rows import Row
-from hybrid_engine.recipes.rewards.answers import Answers, Reward, RewardError, UnusableReference, Value
+from hybrid_engine.recipes.rewards.answers import Answers, Judge, Reward, RewardError, UnusableReference, Value
 from hybrid_engine.recipes.rewards.scores import Scores, WrongCount, combine, read_values
 from hybrid_engine.recipes.rewards.time_limit import OutOfTime, within
 from hybrid_engine.recipes.runs.run_log import say
@@ -60,7 +61,8 @@ class Rewards:
             RewardError: a reward raised an error, which is the cause, or reached the time limit.
             ValueError: a reward returned what are no scores, or a row has no reference answer that a rule can read.
         """
-        scores = agree(lambda: self._score(answers))
+        together = {reward.name: reward.judge(answers) for reward in self.rewards if reward.is_collective}
+        scores = agree(lambda: self._score(answers, together))
         if not self.told:
             self._tell_unjudged(answers, scores)
         return scores
@@ -76,9 +78,23 @@ class Rewards:
                 "nothing is learned from such answers, and unjudged_share counts them"
             )
 
-    def _score(self, answers: Answers) -> Scores:
-        values = [judge(reward, answers, self.time_limit_seconds) if len(answers) else [] for reward in self.rewards]
+    def _score(self, answers: Answers, together: Mapping[str, Any]) -> Scores:
+        """`together`: what rewards that are collective have said, by their names."""
+        values: list[list[Value]] = []
+        for reward in self.rewards:
+            if reward.is_collective:
+                values.append(read_values(reward.spec, together[reward.name], answers))
+            else:
+                values.append(judge(reward, answers, self.time_limit_seconds) if len(answers) else [])
         return combine(self.rewards, values, answers)
+
+    def judged_by(self, judges: Mapping[str, Judge]) -> "Rewards":
+        """The same rewards, those whose spec is in `judges` by these, which are collective."""
+        rewards = (
+            replace(reward, judge=judges[reward.spec], is_collective=True) if reward.spec in judges else reward
+            for reward in self.rewards
+        )
+        return replace(self, rewards=tuple(rewards))
 
 
 def check_row(reward: Reward, row: Row) -> None:

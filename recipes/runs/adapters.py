@@ -1,6 +1,7 @@
 """Training an adapter in place of all weights."""
 
 from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -16,9 +17,21 @@ def add_adapter(model: nn.Module, rank: int, task: str = "CAUSAL_LM") -> nn.Modu
     """
     if rank == 0:
         return model
-    adapter = LoraConfig(r=rank, target_modules="all-linear", task_type=task)
     with without_renamed_attribute_warning():
-        return get_peft_model(model, adapter)
+        return get_peft_model(model, lora_config(rank, task))
+
+
+def lora_config(rank: int, task: str = "CAUSAL_LM") -> LoraConfig:
+    """LoRA of `rank` on all linears of a body; `task` as of `add_adapter`."""
+    return LoraConfig(r=rank, target_modules="all-linear", task_type=task)
+
+
+def check_shared_base(config: Any) -> None:
+    """ValueError for roles on one base without adapters, or in exact mode."""
+    if config.shared_base and not config.lora_rank:
+        raise ValueError("--shared-base: the roles are adapters on one base; give --lora-rank, such as --lora-rank 8")
+    if config.shared_base and config.exact:
+        raise ValueError("--exact computes one role's forward pass; leave it out, or --shared-base")
 
 
 def check_adapter(rank: int, config: PretrainedConfig, source: str | Path) -> None:

@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
+
 from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.recipes.runs.checks import flag
@@ -57,7 +59,8 @@ def save_checkpoints(
     tag, saved = f"step{step}", {"step": step, "config": _options(config), "state": dict(state or {})}
     on_rank_zero(lambda: _write(folder / OPTIONS, json.dumps(_options(config), indent=2) + "\n"))
     for name, engine in engines.items():
-        engine.save_checkpoint(folder / name, tag, saved, save_latest=False)
+        is_adapted = isinstance(engine.module, PeftModel)  # its base is there already, wherever the run goes on
+        engine.save_checkpoint(folder / name, tag, saved, save_latest=False, exclude_frozen_parameters=is_adapted)
 
     def finish() -> None:
         _write(folder / LATEST, str(step))

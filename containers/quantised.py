@@ -1,0 +1,75 @@
+"""Weights that transformers loaded in 4 or 8 bits, and what they are in the precision that their model computes in.
+
+bitsandbytes keeps blocks of packed values beside their scales (`Params4bit.quant_state`), torchao a tensor whose
+`dequantize()` gives the values. Both libraries' own products multiply by these values, so that rollout and trainer
+agree; where the inputs of a product are rounded too, as bitsandbytes' LLM.int8 does, containers would not.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers.policy import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A weight that has to be dequantised to be read."""
+
+    shape: tuple[int, int]  # [out, in]
+    dtype: torch.dtype  # of its values
+    device: torch.device
+    dequantise: Callable[[], torch.Tensor]  # a new tensor [out, in]
+
+    def no_values(self) -> torch.Tensor:
+        """`[in, 0]`: stands for the weight until it is dequantised; no product takes it for one."""
+        return torch.empty(self.shape[1], 0, dtype=self.dtype, device=self.device)
+
+
+def is_quantised(parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds packed values of bitsandbytes or torchao."""
+    kind = type(parameter)
+    return kind.__name__ in ("Params4bit", "Int8Params") or kind.__module__.partition(".")[0] == "torchao"
+
+
+def read_quantised(module: nn.Module, name: str) -> Quantised | None:
+    """How the weight of the linear `module` is dequantised; None for one that is not quantised.
+
+    Raises:
+        UnsupportedModelError: the module's own product is another than one by those values.
+    """
+    weight = module.weight
+    if not isinstance(weight, torch.Tensor) or not is_quantised(weight):
+        return None
+    if type(weight).__name__ == "Int8Params":
+        raise UnsupportedModelError(
+            f"{name} rounds its inputs to 8 bits too (bitsandbytes' LLM.int8), which containers do not; load the model "
+            "in 4 bits, or in 8 by torchao's Int8WeightOnlyConfig"
+        )
+    if getattr(weight, "act_quant_kwargs", None) is not None or "Activation" in type(weight).__name__:
+        raise UnsupportedModelError(
+            f"{name} rounds its inputs too ({type(weight).__name__}), which containers do not; quantise weights only"
+        )
+    shape = (module.out_features, module.in_features)
+    return Quantised(shape, values_dtype(weight), weight.device, lambda: dequantise(module.weight))
+
+
+def values_dtype(weight: torch.Tensor) -> torch.dtype:
+    """What a quantised weight is dequantised to."""
+    state = getattr(weight, "quant_state", None)
+    return weight.dtype if state is None else state.dtype
+
+
+def dequantise(weight: torch.Tensor) -> torch.Tensor:
+    """The values `[out, in]` of a quantised weight, in a new tensor; the weight stays as it is."""
+    kind = type(weight).__name__
+    if kind == "Int8Params":
+        return weight.detach().float() * (weight.SCB.float().view(-1, 1) / 127)  # type: ignore[attr-defined]
+    if kind != "Params4bit":
+        return weight.detach().dequantize()
+    # Here, not at the top: an optional package, of which the weight is.
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]

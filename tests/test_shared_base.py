@@ -1,0 +1,269 @@
+"""PPO's roles as adapters on one base compute what separate models of the same weights do, and leave the base alone."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from distributed import run_distributed
+from peft import LoraConfig, PeftModel, get_peft_model
+from small_actors import save_small_actor, save_sums
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import hybrid_engine
+from hybrid_engine.recipes import ppo
+from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences
+from hybrid_engine.recipes.experience.critic_experience import CriticExperience
+from hybrid_engine.recipes.experience.policy import Policy, engine_config_of
+from hybrid_engine.recipes.experience.roles import Roles
+from hybrid_engine.recipes.experience.start import Start
+from hybrid_engine.recipes.rewards.answers import Answers
+from hybrid_engine.recipes.rewards.learned import LearnedReward
+from hybrid_engine.recipes.rewards.loading import load_rewards
+from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.recipes.runs.run_log import RunLog
+from hybrid_engine.recipes.tasks import arithmetic
+from hybrid_engine.training.adapter_roles import playing
+
+TINY = ppo.Config(
+    steps=2, rollout_size=8, minibatch_size=4, micro_batch_size=2, max_new_tokens=6, eval_prompts=4, eval_every=0,
+    save_every=1, lora_rank=2, shared_base=True, actor_lr=1e-2, critic_lr=3e-2,
+)  # fmt: skip
+RATES = (1e-2, 3e-2)
+
+
+def randomise(model, seed):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.1)
+
+
+def save_reward(folder, base):
+    """A reward model of peft's on `base`: its adapter by itself, and merged beside it."""
+    torch.manual_seed(3)
+    classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    classifier.config.score_mean, classifier.config.score_std, classifier.config.pad_token_id = 0.3, 0.5, 0
+    model = get_peft_model(classifier, LoraConfig(r=3, target_modules="all-linear", task_type="SEQ_CLS"))
+    randomise(model, 4)
+    model.save_pretrained(folder / "adapter")
+    model.merge_and_unload().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(base).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    base = save_small_actor(folder / "base", arithmetic.build_tokenizer())
+    reward = save_reward(folder / "judge", base)
+    return replace(TINY, out=str(folder / "run"), model=base, dataset=save_sums(folder), reward=(reward,))
+
+
+def build_shared(config):
+    start = Start(source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward))
+    return ppo.build_roles(config, start, *RATES)
+
+
+def build_separate(config, shared):
+    """Models of their own with the weights that the roles have, each with an engine of its own."""
+    module = shared.policy.actor.module
+
+    def lora_of(role):
+        named = dict(module.named_parameters())
+        return {
+            name.replace(f".{role}.", ".default."): p.detach().clone()
+            for name, p in named.items()
+            if "lora_" in name and f".{role}." in name
+        }
+
+    actor = get_peft_model(AutoModelForCausalLM.from_pretrained(config.model), lora("CAUSAL_LM", 2))
+    body = get_peft_model(AutoModel.from_pretrained(config.model), lora("FEATURE_EXTRACTION", 3))
+    actor.load_state_dict(lora_of("actor"), strict=False)
+    critic = lora_of("critic")
+    found = body.load_state_dict(
+        {name.replace(".model.model.", ".model."): p for name, p in critic.items()}, strict=False
+    )
+    assert not found.unexpected_keys
+    critic = ValueModel(body, copy.deepcopy(module.heads["critic"]))
+    engines = [
+        hybrid_engine.initialize(
+            model=model, config=engine_config_of(config, rate, config.num_updates, generates=first)
+        )[0]
+        for model, rate, first in ((actor, RATES[0], True), (critic, RATES[1], False))
+    ]
+    policy = Policy(actor=engines[0], tokenizer=shared.policy.tokenizer, reference=None, has_adapter=True)
+    return Roles(policy=policy, critic=engines[1], rewards=load_rewards(config.reward))
+
+
+def lora(task, rank):
+    return LoraConfig(r=rank, target_modules="all-linear", task_type=task)
+
+
+def some_experience(roles, config):
+    torch.manual_seed(1)
+    prompts = [torch.randint(4, 12, (n,)).tolist() for n in (5, 3, 4, 6)]
+    answers = [torch.randint(4, 12, (n,)).tolist() for n in (4, 6, 2, 5)]
+    batch = build_sequences(prompts, answers, 0, roles.policy.actor.device)
+    with torch.no_grad():
+        logprobs = roles.policy.reference_logprobs(batch, config.temperature)
+        values = ppo.response_values(roles.critic, batch)
+    noise = torch.randn(logprobs.shape) * batch.response_mask
+    return CriticExperience(
+        sequences=batch, logprobs=logprobs, logprobs_old=logprobs, values_old=values, advantages=noise,
+        returns=values + 20 * noise,
+    )  # fmt: skip
+
+
+def base_weights(module):
+    return {
+        name: p.detach().clone() for name, p in module.named_parameters() if "lora_" not in name and "heads" not in name
+    }
+
+
+def some_answers():
+    return Answers(
+        prompts=["1+1=", "12+30="], responses=["2", "4"], prompt_ids=[[1], [1]], response_ids=[[2], [3]],
+        is_cut_off=[False, False],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_losses_norms_and_weights_are_those_of_separate_models(config, recomputes):
+    shared = build_shared(replace(config, activation_checkpointing=recomputes))
+    before = base_weights(shared.policy.actor.module)
+    randomise(shared.policy.actor.module, 7)
+    separate = build_separate(config, shared)
+    experience = some_experience(separate, config)
+    ours = some_experience(shared, config)
+    torch.testing.assert_close(ours.logprobs, experience.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(ours.values_old, experience.values_old, atol=1e-5, rtol=1e-5)
+    for _ in range(2):
+        found, expected = (ppo.update(roles, experience, config, 0) for roles in (shared, separate))
+        assert expected["critic_grad_norm"] > 1, "clipped by its own norm"
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    weights = dict(shared.policy.actor.module.named_parameters())
+    for name, parameter in separate.policy.actor.module.named_parameters():
+        if "lora_" in name:
+            torch.testing.assert_close(weights[name.replace("default", "actor")], parameter, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(weights["heads.critic.weight"], separate.critic.module.head.weight, atol=1e-5, rtol=1e-4)
+    after = base_weights(shared.policy.actor.module)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_the_reward_and_the_first_critic_are_the_merged_model(config):
+    roles = build_shared(config)
+    expected = LearnedReward.load(config.reward[0])(some_answers())
+    assert roles.rewards(some_answers()).total == pytest.approx(expected, abs=1e-5)
+    batch = build_sequences([[5, 6]], [[7, 8, 9]], 0, roles.policy.actor.device)
+    with torch.no_grad():
+        values = ppo.response_values(LearnedReward.load(config.reward[0]).model, batch)
+        torch.testing.assert_close(ppo.response_values(roles.critic, batch), values, atol=1e-5, rtol=1e-5)
+
+
+def test_without_a_reward_model_the_critic_begins_at_0_and_has_an_adapter_of_its_own(config):
+    roles = build_shared(replace(config, reward=("exact",)))
+    batch = build_sequences([[5, 6]], [[7, 8, 9]], 0, roles.policy.actor.device)
+    assert ppo.response_values(roles.critic, batch).abs().max() == 0
+    trained = {name for name, p in roles.policy.actor.module.named_parameters() if p.requires_grad}
+    linears = {name.partition(".lora_")[0] for name in trained if "lora_" in name}
+    assert trained == {
+        f"{one}.lora_{ab}.{role}.weight" for one in linears for ab in "AB" for role in ("actor", "critic")
+    } | {
+        "heads.critic.weight",
+        "heads.critic.bias",
+    }
+
+
+def test_rollouts_have_the_actors_adapter_alone(config):
+    roles = build_shared(config)
+    module, actor = roles.policy.actor.module, roles.policy.actor
+    randomise(module, 11)
+    alone = get_peft_model(AutoModelForCausalLM.from_pretrained(config.model), lora("CAUSAL_LM", 2))
+    named = dict(module.named_parameters())
+    lora_of = {
+        name: named[name.replace("default", "actor")].detach()
+        for name, _ in alone.named_parameters()
+        if "lora_" in name
+    }
+    alone.load_state_dict(lora_of, strict=False)
+    prompts = torch.tensor([[5, 6, 7], [9, 8, 4]])
+    options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None}
+    expected = alone.generate(input_ids=prompts, **options)
+    assert torch.equal(actor.eval().generate(prompts, **options), expected)
+    with playing(module, None):
+        base = actor.generate(prompts, **options)
+    assert torch.equal(base, AutoModelForCausalLM.from_pretrained(config.model).generate(input_ids=prompts, **options))
+    assert not torch.equal(base, expected)
+    assert torch.equal(actor.generate(prompts, **options), expected)
+
+
+def test_a_run_that_was_interrupted_goes_on_to_the_bit_from_adapters_and_heads_alone(config, tmp_path, monkeypatch):
+    whole, torn = (replace(config, out=str(tmp_path / name)) for name in ("whole", "torn"))
+    ppo.run(whole)
+    write = RunLog.write
+
+    def stop_at_the_last_step(log, step, metrics, shown=()):
+        write(log, step, metrics, shown)
+        if step == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunLog, "write", stop_at_the_last_step)
+        ppo.run(torn)
+    saved = tmp_path / "torn" / "checkpoints" / "actor" / "step1"
+    stored = set(dcp.FileSystemReader(saved).read_metadata().state_dict_metadata)
+    names = {name.removeprefix("weights.") for name in stored if name.startswith("weights.")}
+    assert {"heads.critic.weight", "heads.critic.bias"} <= names
+    assert all(".actor." in name or ".critic." in name for name in names - {"heads.critic.weight", "heads.critic.bias"})
+    assert not (tmp_path / "torn" / "checkpoints" / "critic").exists()
+    ppo.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("score", "kl_per_sequence", "policy_loss", "value_loss", "actor_grad_norm", "critic_grad_norm"):
+            assert mine[name] == other[name], name
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "actor") for name in ("torn", "whole")]
+    assert all(map(torch.equal, *(model.state_dict().values() for model in models)))
+    peft = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(config.model), tmp_path / "whole/actor/adapter"
+    )
+    ids = torch.tensor([[5, 6, 7, 8]])
+    torch.testing.assert_close(peft(ids).logits, models[1](ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def run_ppo(rank, world_size, config):
+    ppo.run(config)
+
+
+def test_two_processes_under_zero_3_learn_what_one_does(config, tmp_path):
+    alone, shared = (
+        replace(config, out=str(tmp_path / name), minibatch_size=8, ppo_epochs=1, save_every=0)
+        for name in ("alone", "shared")
+    )
+    ppo.run(alone)
+    run_distributed(run_ppo, 2, replace(shared, zero_stage=3, micro_batch_size=1))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("shared", "alone"))
+    for mine, other in zip(ours, theirs, strict=True):
+        for name in ("score", "policy_loss", "value_loss", "kl_per_token", "actor_grad_norm", "critic_grad_norm"):
+            assert mine[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
+
+
+def refusal(config, **options):
+    with pytest.raises(ValueError) as raised:
+        ppo.run(replace(config, **options))
+    return str(raised.value)
+
+
+def test_a_role_without_its_adapter_is_refused_with_the_remedy(config, tmp_path):
+    AutoModelForSequenceClassification.from_pretrained(config.model, num_labels=1).save_pretrained(tmp_path / "whole")
+    AutoTokenizer.from_pretrained(config.model).save_pretrained(tmp_path / "whole")
+    line = refusal(config, out=str(tmp_path / "run"), reward=(str(tmp_path / "whole"),))
+    assert "has no adapter of its own, and all roles stand on one base; train one by `hybrid-engine reward" in line
+    other = save_small_actor(tmp_path / "other", arithmetic.build_tokenizer())
+    line = refusal(config, out=str(tmp_path / "run"), model=other)
+    assert f"stands on '{config.model}', and the actor's base is '{other}'; train the reward on that base" in line
+    assert "give --lora-rank" in refusal(config, lora_rank=0)
+    assert "--exact computes one role's forward pass" in refusal(config, exact=True)
+    assert not (tmp_path / "run").exists()
