@@ -126,7 +126,7 @@ class Config(PreferenceOptions):
 
     @property
     def peak_learning_rate(self) -> float:
-        """Of the schedule."""
+        """The highest learning rate of the schedule."""
         return self.learning_rate or suitable_rate(self, small=2e-4)
 
 

@@ -132,7 +132,7 @@ class Config(DataOptions, ResumeOptions):
 
     @property
     def peak_learning_rate(self) -> float:
-        """Of the schedule."""
+        """The highest learning rate of the schedule."""
         return self.learning_rate or (2e-4 if self.lora_rank else 1e-5 if self.model or self.dataset else 3e-4)
 
 

@@ -138,7 +138,7 @@ class Config(DataOptions, ResumeOptions):
 
     @property
     def peak_learning_rate(self) -> float:
-        """Of the schedule."""
+        """The highest learning rate of the schedule."""
         return self.learning_rate or (2e-4 if self.lora_rank else 2e-5 if self.model else 1.5e-3)
 
 

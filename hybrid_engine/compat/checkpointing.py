@@ -87,7 +87,7 @@ class RandomStates:
         self._states = {}
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """All by name, for a checkpoint."""
+        """The random states by name, for a checkpoint."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:

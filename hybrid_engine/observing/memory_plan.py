@@ -28,7 +28,7 @@ class Part(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a parameter."""
+    """What a parameter's memory follows from."""
 
     dims: tuple[int, ...]
     is_trained: bool

@@ -22,7 +22,7 @@ from hybrid_engine.ops.linear_log_prob import PieceBytes, piece_bytes
 
 
 class PassShape(NamedTuple):
-    """Of what a pass reads."""
+    """Rows of what a pass reads, with the tokens of a row's prompt and of its response."""
 
     rows: int
     prompt: int

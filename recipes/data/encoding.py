@@ -49,7 +49,7 @@ class Encoded:
 
     @property
     def num_tokens(self) -> int:
-        """Of both."""
+        """Tokens of prompt and response together."""
         return len(self)
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class EncodedPair(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of the longer of both sequences."""
+        """Tokens of the longer of both sequences."""
         return max(self.lengths)
 
 

@@ -22,7 +22,7 @@ class Pair(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of the longer one."""
+        """Tokens of the longer of both answers, with its prompt."""
         return max(len(self.chosen), len(self.rejected))
 
 

@@ -33,7 +33,7 @@ class PreferenceOptions(DataOptions, AnswerOptions, ResumeOptions):
 
     @property
     def peak_learning_rate(self) -> float:
-        """Of the schedule."""
+        """The highest learning rate of the schedule."""
         return self.learning_rate or suitable_rate(self, small=1e-4)
 
     def is_evaluated(self, step: int) -> bool:

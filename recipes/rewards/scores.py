@@ -189,7 +189,7 @@ def reward_figures(scores: Scores) -> dict[str, float]:
 
 
 def named_figures(by_name: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
-    """As `reward_figures`, of these values; local."""
+    """Figures of these values as `reward_figures` gives them, of this process alone."""
     figures = {}
     for name, all_values in by_name.items():
         values = [value for value in all_values if value is not None]

@@ -36,7 +36,7 @@ def keep_highest(
 
 
 def keep_lowest(best: Best, value: float, step: int, actor: Any, tokenizer: PreTrainedTokenizerBase, out: Path) -> Best:
-    """As `keep_highest`, of a loss."""
+    """Keeps the checkpoint of the lowest loss, as `keep_highest` keeps that of the highest score."""
     is_better = value < (math.inf if best.value is None else best.value)
     return _save(Best(value, step), actor, tokenizer, out) if is_better else best
 

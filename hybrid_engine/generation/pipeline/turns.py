@@ -48,7 +48,7 @@ class OrderedTurns:
             raise error
 
     def read_all(self) -> None:
-        """The same for all turns."""
+        """Reads all turns that are under way, the oldest first; errors as of `read_oldest`."""
         while self._under_way:
             self.read_oldest()
 

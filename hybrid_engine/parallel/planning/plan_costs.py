@@ -37,7 +37,7 @@ class PlanCosts:
 
     @property
     def peak_bytes(self) -> float:
-        """Of the rank that needs most."""
+        """Peak bytes of the rank that needs most."""
         return max(max(stage.peaks.values()) for stage in self.stages)
 
 
