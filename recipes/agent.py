@@ -266,6 +266,7 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
             total[0] += mean.item() * count
             total[1] += count
 
-    train_in_parts([actor], experience.sequences.lengths, config.tokens_per_micro_batch, train)
+    sequences = experience.sequences
+    train_in_parts([actor], sequences.lengths, config.tokens_per_micro_batch, train, sequences.prompts)
     figures = global_means({name: (total, count) for name, (total, count) in sums.items()})
     return figures | {"grad_norm": actor.get_global_grad_norm(), "learning_rate": actor.get_lr()[0]}

@@ -234,5 +234,6 @@ def update(
         actor.backward((losses * weights).sum() / num_pairs * scale)
         return pair_sums(logprobs, losses, weights, beta)
 
-    parts = train_in_parts([actor], [pair.tokens.lengths for pair in pairs], budget, train)
+    lengths, prompts = [pair.tokens.lengths for pair in pairs], [pair.tokens.prompt for pair in pairs]
+    parts = train_in_parts([actor], lengths, budget, train, prompts)
     return step_means(parts) | {"grad_norm": actor.get_global_grad_norm()}

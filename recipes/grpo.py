@@ -273,7 +273,8 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
             step = count_step(experience.batch.mask[minibatch], config.max_new_tokens, all_processes())
             chosen = experience.rows(minibatch)
             train = partial(train_micro_batch, policy, chosen, step, config, kl_coef, not parts)
-            parts += train_in_parts([policy.actor], chosen.sequences.lengths, config.tokens_per_micro_batch, train)
+            lengths, prompts = chosen.sequences.lengths, chosen.sequences.prompts
+            parts += train_in_parts([policy.actor], lengths, config.tokens_per_micro_batch, train, prompts)
     sums = {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
     # Shares of the loss of each optimizer step, summed over processes; its mean is over the steps.
     num_updates = config.epochs * config.rollout_size * config.group_size / config.minibatch_size

@@ -14,24 +14,27 @@ import hybrid_engine
 from hybrid_engine.recipes.data import micro_batches
 from hybrid_engine.recipes.data.micro_batches import check_budget, deal, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
-from hybrid_engine.recipes.data.packing import Layout, layout_of, pack, set_layout
+from hybrid_engine.recipes.data.packing import Layout, Prompt, layout_of, pack, set_layout
 from hybrid_engine.recipes.data.sequences import (
     ValueModel,
     build_sequences,
+    packed_rows,
     response_logprobs,
     response_logprobs_and_entropy,
     response_values,
 )
+from hybrid_engine.recipes.data.spans import Span, Spans, attend_along_spans
 from hybrid_engine.recipes.rewards.classifier import score_tokens
 
 CPU = torch.device("cpu")
 BUDGET = SimpleNamespace(tokens_per_micro_batch=64)
 
 
-def sampled(num_rows=7, seed=0, vocab=60):
-    """Prompts and long-tailed responses, of which some tokens are not learned."""
+def sampled(num_rows=7, seed=0, vocab=60, group=1):
+    """Prompts, each in `group` rows that follow each other, and long-tailed responses, some tokens not learned."""
     chance = random.Random(seed)
     prompts = [[chance.randrange(3, vocab) for _ in range(chance.randint(1, 6))] for _ in range(num_rows)]
+    prompts = [prompt for prompt in prompts[: num_rows // group] for _ in range(group)]
     lengths = [min(40, 1 + int(chance.lognormvariate(1.5, 1))) for _ in range(num_rows)]
     responses = [[chance.randrange(3, vocab) for _ in range(length)] for length in lengths]
     learned = [None if chance.random() < 0.5 else [chance.random() < 0.7 for _ in row] for row in responses]
@@ -47,7 +50,7 @@ def gradients(model, loss):
 def assert_equal_to_padded(model, compute):
     """`compute(model)` is what gives `[B, T]`; its values and the gradient of a loss on them, packed and padded."""
     found = []
-    for layout in (Layout.PADDED, Layout.ROWS):
+    for layout in (Layout.PADDED, layout_of(model)):
         set_layout(model, layout)
         values = compute(model)
         weights = torch.randn(values.shape, generator=torch.Generator().manual_seed(1))
@@ -57,10 +60,8 @@ def assert_equal_to_padded(model, compute):
     assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gpt2", "gpt-neo-local", "gemma2", "mistral-window", "gpt-neox-parallel", "qwen3-moe"]
-)
-def test_losses_and_gradients_equal_the_padded_ones(family):
+@pytest.mark.parametrize("family", ["gpt-neo-local", "gemma2", "mistral-window"])
+def test_losses_and_gradients_in_rows_equal_the_padded_ones(family):
     model, batch = build_model(family), sampled()
     assert pack_where_exact(model, BUDGET) is Layout.ROWS
     packed = pack(batch.input_ids, batch.attention_mask, Layout.ROWS)
@@ -68,12 +69,28 @@ def test_losses_and_gradients_equal_the_padded_ones(family):
     assert_equal_to_padded(model, lambda model: response_logprobs(model, batch, 0.7))
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt-neox-parallel", "qwen3-moe", "opt"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_losses_and_gradients_along_spans_equal_the_padded_ones(family, group):
+    model, batch = build_model(family), sampled(num_rows=8, vocab=40, group=group)
+    assert pack_where_exact(model, BUDGET) is Layout.SPANS
+    num_spared = sum(prompt.cells_spared(group) for prompt in set(batch.prompts))
+    assert (num_spared > 0) == (group > 1)
+    assert packed_rows(batch, Layout.SPANS).input_ids.numel() == int(batch.attention_mask.sum()) - num_spared
+    assert_equal_to_padded(model, lambda model: response_logprobs(model, batch, 0.7))
+    # Everything else of the model is as before: its own forward pass, with a mask or without.
+    plain = build_model(family)
+    for given in ({"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}, {}):
+        expected, found = (one(input_ids=batch.input_ids, **given).logits for one in (plain, model))
+        assert torch.equal(expected, found)
+
+
 def test_entropy_values_and_scores_equal_the_padded_ones():
     model, batch = build_model(), sampled()
     assert_equal_to_padded(model, lambda model: response_logprobs_and_entropy(model, batch, 0.7)[1])
     torch.manual_seed(0)
     critic = ValueModel(tiny_llama().model, torch.nn.Linear(32, 1))
-    assert pack_where_exact(critic, BUDGET) is Layout.ROWS
+    assert pack_where_exact(critic, BUDGET) is Layout.SPANS
     assert_equal_to_padded(critic, lambda model: response_values(model, batch))
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=64, pad_token_id=0, num_labels=1, **sizes)
@@ -94,11 +111,11 @@ def test_entropy_values_and_scores_equal_the_padded_ones():
             ids = torch.tensor([row + [0] * (width - len(row)) for row in rows["input_ids"]])
             return BatchEncoding({"input_ids": ids, "attention_mask": (ids != 0).long()})
 
-    assert pack_where_exact(engine, BUDGET) is Layout.ROWS
+    assert pack_where_exact(engine, BUDGET) is Layout.SPANS
     assert_equal_to_padded(engine.module, lambda model: score_tokens(engine, tokens, Tokenizer()))
 
 
-@pytest.mark.parametrize("family", ["bloom", "falcon-alibi-sequential", "opt"])
+@pytest.mark.parametrize("family", ["bloom", "falcon-alibi-sequential"])
 def test_a_model_whose_attention_does_not_allow_it_is_padded_and_one_line_says_why(family, capsys):
     model, batch = build_model(family), sampled(vocab=40)
     expected = response_logprobs(copy.deepcopy(model), batch)
@@ -148,6 +165,45 @@ def test_items_are_dealt_out_once_each_within_the_budget_and_evenly(layout, seed
     cells = [layout.num_cells(sorted((n for i in part for n in items[i]), reverse=True)) for part in parts]
     assert max(cells) <= 200 and all(parts)
     assert len(parts) <= 1 + 2 * sum(map(sum, items)) // 100
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_answers_to_one_prompt_go_into_the_same_pass_where_there_is_room(seed):
+    chance = random.Random(seed)
+    engine = Engine(torch.nn.Linear(1, 1))
+    set_layout(engine, Layout.SPANS)
+    drawn = [Prompt(key, chance.randint(1, 60)) for key in range(6)]
+    prompts = [prompt for prompt in drawn for _ in range(chance.randint(1, 6))]
+    chance.shuffle(prompts)
+    items = [tuple(prompt.length + chance.randint(1, 20) for _ in range(1 + seed % 2)) for prompt in prompts]
+
+    def cells(part):
+        spared = sum(
+            prompt.cells_spared(sum(len(items[i]) for i in part if prompts[i] == prompt)) for prompt in set(prompts)
+        )
+        return sum(sum(items[i]) for i in part) - spared
+
+    parts = deal(items, engine, 200, prompts)
+    assert sorted(index for part in parts for index in part) == list(range(len(items)))
+    assert max(map(cells, parts)) <= 200 and all(parts)
+    assert sum(map(cells, parts)) <= cells(range(len(items))) + 60 * (len(parts) - 1)  # a prompt again a pass at most
+    assert len(parts) <= len(deal(items, engine, 200))
+
+
+def test_a_pass_has_as_many_cells_as_its_deal_counted():
+    batch = sampled(num_rows=12, group=4)
+    cells = packed_rows(batch, Layout.SPANS).input_ids.numel()
+    engine = Engine(torch.nn.Linear(1, 1))
+    set_layout(engine, Layout.SPANS)
+    assert len(deal(batch.lengths, engine, cells, batch.prompts)) == 1
+    assert len(deal(batch.lengths, engine, cells - 1, batch.prompts)) == 2
+
+
+def test_a_model_whose_attention_is_more_than_a_product_is_not_read_along_spans():
+    module, part = torch.nn.Module(), torch.zeros(1, 2, 3, 4)
+    spans = Spans.of([Span(0, 3)], CPU)
+    with pytest.raises(NotImplementedError, match="no softcap"):
+        attend_along_spans(module, part, part, part, None, spans=spans, softcap=30.0)
 
 
 def test_processes_make_as_many_passes(monkeypatch):

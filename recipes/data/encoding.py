@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.recipes.data.packing import Prompt
 from hybrid_engine.recipes.data.rows import (
     CompletionRow,
     ConversationRow,
@@ -71,6 +72,12 @@ class EncodedPair(NamedTuple):
     def lengths(self) -> tuple[int, ...]:
         """Tokens of both sequences."""
         return len(self.chosen), len(self.rejected)
+
+    @property
+    def prompt(self) -> Prompt:
+        """What both begin with; a template may render it otherwise before each, and then they have nothing to share."""
+        prompt_ids = self.chosen.prompt_ids
+        return Prompt(tuple(prompt_ids), len(prompt_ids) if prompt_ids == self.rejected.prompt_ids else 0)
 
     @property
     def num_tokens(self) -> int:

@@ -4,13 +4,15 @@ A loss must be a share of the step's, so that it does not depend on how the rows
 together: a sequence, or the two of a pair.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
-from hybrid_engine.recipes.data.packing import Layout, layout_of
+from hybrid_engine.recipes.data.packing import Layout, Prompt, layout_of
 from hybrid_engine.recipes.runs.run_log import say
 
 Result = TypeVar("Result")
@@ -29,13 +31,15 @@ def check_budget(budget: int, items: Items) -> None:
         )
 
 
-def deal(items: Items, engine: Any, budget: int) -> list[list[int]]:
+def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | None = None) -> list[list[int]]:
     """Indices of `items` by forward pass, alike in length within a pass; as many passes on every process. Collective.
 
     Args:
         items: of this process, of which all have as many.
         engine: its `train_micro_batch_size_per_gpu()` items are a pass where there is no budget.
         budget: tokens of a pass, padding included; the passes have as equal ones as can be. 0: there is none.
+        prompts: with which all sequences of each item begin; those of one prompt go into the same pass, where there is
+            room, if passes share prompts. None: the items have nothing to share.
     """
     order = sorted(range(len(items)), key=lambda index: max(items[index]))
     if not budget:
@@ -44,15 +48,23 @@ def deal(items: Items, engine: Any, budget: int) -> list[list[int]]:
     check_budget(budget, items)
     order.reverse()
     layout = layout_of(engine)
-    num_parts = max(gather_objects(len(_fill(items, order, layout, budget))))
+    fill: Callable[[int], list[list[int]]] = partial(_fill, items, order, layout)
+    if layout is Layout.SPANS and prompts is not None:
+        longest: dict[Prompt, int] = {}
+        for index in order:
+            longest.setdefault(prompts[index], max(items[index]))
+        numbers = {prompt: number for number, prompt in enumerate(longest)}
+        order.sort(key=lambda index: (-longest[prompts[index]], numbers[prompts[index]]))
+        fill = partial(_fill_sharing, items, prompts, order)
+    num_parts = max(gather_objects(len(fill(budget))))
     low, high = max((_cells(layout, [item]) for item in items), default=0), budget
     while low < high:  # the smallest budget that makes as few passes
         middle = (low + high) // 2
-        low, high = (low, middle) if len(_fill(items, order, layout, middle)) <= num_parts else (middle + 1, high)
-    parts = _fill(items, order, layout, high)
+        low, high = (low, middle) if len(fill(middle)) <= num_parts else (middle + 1, high)
+    parts = fill(high)
     while len(parts) < num_parts:
-        longest = max(parts, key=len)
-        parts[parts.index(longest) : parts.index(longest) + 1] = _halves(longest)
+        largest = max(parts, key=len)
+        parts[parts.index(largest) : parts.index(largest) + 1] = _halves(largest)
     return parts
 
 
@@ -71,13 +83,36 @@ def _fill(items: Items, order: list[int], layout: Layout, budget: int) -> list[l
     return parts
 
 
+def _fill_sharing(items: Items, prompts: Sequence[Prompt], order: list[int], budget: int) -> list[list[int]]:
+    """`_fill` along spans, where sequences with one prompt stand behind one of it."""
+    parts, cells = list[list[int]](), 0
+    number_of = Counter[Prompt]()
+    for index in order:
+        prompt, num_new = prompts[index], len(items[index])
+        before = number_of[prompt]
+        spared = prompt.cells_spared(before + num_new) - prompt.cells_spared(before)
+        added = sum(items[index]) - spared
+        if not parts or cells + added > budget:
+            parts.append([])
+            number_of.clear()
+            cells, added = 0, sum(items[index]) - prompt.cells_spared(num_new)
+        parts[-1].append(index)
+        number_of[prompt] += num_new
+        cells += added
+    return parts or [[]]
+
+
 def _halves(part: list[int]) -> list[list[int]]:
     middle = (len(part) + 1) // 2
     return [part[:middle], part[middle:]]
 
 
 def train_in_parts(
-    engines: Sequence[Any], items: Items, budget: int, run: Callable[[list[int]], Result]
+    engines: Sequence[Any],
+    items: Items,
+    budget: int,
+    run: Callable[[list[int]], Result],
+    prompts: Sequence[Prompt] | None = None,
 ) -> list[Result]:
     """One optimizer step of `engines` on `items`: `run` makes the passes of each part that `deal` makes; collective.
 
@@ -86,10 +121,10 @@ def train_in_parts(
 
     Args:
         engines: trained by `run`, each by one backward pass a part; of the first is what passes look like.
-        items, budget: as of `deal`.
+        items, budget, prompts: as of `deal`.
         run: given the indices of a part; what it returns is returned.
     """
-    parts = deal(items, engines[0], budget)
+    parts = deal(items, engines[0], budget, prompts)
     while True:
         try:
             results = _run(engines, parts, run)

@@ -7,12 +7,16 @@ import torch
 from torch import nn
 
 from hybrid_engine.generation.probing.agreement import evaluating
-from hybrid_engine.recipes.data.packing import Layout, pack, set_layout
-from hybrid_engine.recipes.data.sequences import Sequences, ValueModel, build_sequences, model_inputs
+from hybrid_engine.recipes.data.packing import Layout, set_layout
+from hybrid_engine.recipes.data.sequences import Sequences, ValueModel, build_sequences, model_inputs, packed_rows
+from hybrid_engine.recipes.data.spans import ATTENTION
 from hybrid_engine.recipes.runs.run_log import say
 
-LENGTHS = (5, 2, 7, 3)
-"""Of the sequences that are tried."""
+LENGTHS = (5, 2, 7, 3, 6)
+"""Of the sequences that are tried; the last has the third's prompt."""
+PROMPT_LENGTHS = (1, 1, 4, 1, 4)
+WINDOWS = ("layer_types", "sliding_window", "attention_layers", "attention_chunk_size")
+"""Keys of configs by which some layers do not see the whole sequence, which so few tokens might not show."""
 ALLOWED = {torch.float32: 1e-4}
 """How far hidden states may lie apart for rounding, relative to the largest."""
 ALLOWED_IN_16_BITS = 3e-2
@@ -30,9 +34,13 @@ def pack_where_exact(model: nn.Module, config: Any) -> Layout:
     """
     if not config.tokens_per_micro_batch:
         return Layout.PADDED
-    reason = "exact mode computes rows in fixed shapes" if getattr(config, "exact", False) else None
-    layout = _layout_for(model)
-    if reason is None:
+    reason, layout = None, Layout.PADDED
+    if getattr(config, "exact", False):
+        reason = "exact mode computes rows in fixed shapes"
+    elif _takes_spans(model):
+        layout = Layout.SPANS
+    else:
+        layout = _layout_for(model)
         reason = _reason_not_to(model, layout)
     if reason is not None:
         module = _innermost(model)
@@ -49,9 +57,31 @@ def _innermost(model: nn.Module) -> nn.Module:
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
+def _takes_spans(model: nn.Module) -> bool:
+    """Whether attention along spans is exact for `model`, which then has it from now on."""
+    module: Any = _innermost(model)
+    config = module.config.get_text_config()
+    if _attention_of(model) != "sdpa" or any(_is_windowed(config, name) for name in WINDOWS):
+        return False
+    module.set_attn_implementation(ATTENTION)
+    if _attention_of(model) == ATTENTION and _reason_not_to(model, Layout.SPANS) is None:
+        return True
+    module.set_attn_implementation("sdpa")
+    return False
+
+
+def _is_windowed(config: Any, name: str) -> bool:
+    value = getattr(config, name, None)
+    return set(value) != {"full_attention"} if name == "layer_types" and value else bool(value)
+
+
+def _attention_of(model: nn.Module) -> str:
+    return str(getattr(_innermost(model).config, "_attn_implementation", ""))
+
+
 def _layout_for(model: nn.Module) -> Layout:
-    attention = str(getattr(_innermost(model).config, "_attn_implementation", ""))
-    return Layout.ONE_ROW if attention.startswith(("flash", "kernels-community/flash")) else Layout.ROWS
+    is_flash = _attention_of(model).startswith(("flash", "kernels-community/flash"))
+    return Layout.ONE_ROW if is_flash else Layout.ROWS
 
 
 def _reason_not_to(model: nn.Module, layout: Layout) -> str | None:
@@ -60,8 +90,11 @@ def _reason_not_to(model: nn.Module, layout: Layout) -> str | None:
     base: Any = _innermost(model)
     vocab_size, device = base.config.get_text_config().vocab_size, next(module.parameters()).device
     tokens = [[(7919 * row + 31 * column + 3) % vocab_size for column in range(n)] for row, n in enumerate(LENGTHS)]
-    batch = build_sequences([row[:1] for row in tokens], [row[1:] for row in tokens], 0, device)
-    packed = pack(batch.input_ids, batch.attention_mask, layout)
+    tokens[-1][: PROMPT_LENGTHS[-1]] = tokens[2][: PROMPT_LENGTHS[2]]
+    prompts = [row[:num_first] for row, num_first in zip(tokens, PROMPT_LENGTHS, strict=True)]
+    responses = [row[num_first:] for row, num_first in zip(tokens, PROMPT_LENGTHS, strict=True)]
+    batch = build_sequences(prompts, responses, 0, device)
+    packed = packed_rows(batch, layout)
     is_token = batch.attention_mask.bool()
     try:
         with evaluating(module):
@@ -79,12 +112,8 @@ def _run(model: nn.Module, batch: Sequences, layout: Layout) -> None:
     if isinstance(getattr(model, "module", model), ValueModel):
         model(batch)
     else:
-        model(
-            **model_inputs(
-                batch, pack(batch.input_ids, batch.attention_mask, layout) if layout is not Layout.PADDED else None
-            ),
-            use_cache=False,
-        )
+        packed = None if layout is Layout.PADDED else packed_rows(batch, layout)
+        model(**model_inputs(batch, packed), use_cache=False)
 
 
 def _hidden_states(model: nn.Module, run: Callable[[], None]) -> torch.Tensor:

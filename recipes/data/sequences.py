@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hybrid_engine.distributed.processes import gather_objects
-from hybrid_engine.recipes.data.packing import Layout, Packed, layout_of, pack
+from hybrid_engine.recipes.data.packing import Layout, Packed, Prompt, layout_of, pack, prompts_of
 from hybrid_engine.training.head_log_probs import Asked, TokenLogProbs, token_log_probs
 
 ROWS_PER_PASS = 32
@@ -50,6 +50,12 @@ class Sequences:
     def lengths(self) -> list[tuple[int, ...]]:
         """Tokens of each row, prompt and response, as `micro_batches.deal` takes them."""
         return [(length,) for length in self.attention_mask.sum(dim=1).tolist()]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompt of each row."""
+        width = self.input_ids.shape[1] - self.response_mask.shape[1]
+        return prompts_of(self.input_ids[:, :width], self.attention_mask[:, :width])
 
     def rows(self, index: torch.Tensor) -> "Sequences":
         """The rows `index`, without the columns on either side that are padding in all of them."""
@@ -143,7 +149,12 @@ def packed_for(model: nn.Module, batch: Sequences) -> Packed | None:
     layout = layout_of(model)
     if layout is Layout.PADDED or int(batch.attention_mask.sum(dim=1).max()) < 2:
         return None
-    return pack(batch.input_ids, batch.attention_mask, layout)
+    return packed_rows(batch, layout)
+
+
+def packed_rows(batch: Sequences, layout: Layout) -> Packed:
+    """`batch` in a layout that is not padded."""
+    return pack(batch.input_ids, batch.attention_mask, layout, batch.input_ids.shape[1] - batch.response_mask.shape[1])
 
 
 def model_inputs(batch: Sequences, packed: Packed | None = None) -> dict[str, torch.Tensor]:
