@@ -90,6 +90,10 @@ $(INSTALLED): setup.py pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
+# Beside the environment: in it every process that imports peft would wait seconds for them.
+quantised: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade -c constraints.txt --target .venv/quantised bitsandbytes torchao
+
 # build/ is setuptools' own and would carry deleted files into the wheel.
 $(CHECK)/dist: $(INSTALLED) FORCE
 	rm -rf build $(CHECK)/dist

@@ -22,6 +22,7 @@ from hybrid_engine.containers.policy import (
     UnsupportedModelError,
     find_policy,
 )
+from hybrid_engine.containers.quantised import keep_as_loaded
 from hybrid_engine.containers.rotary import FixedRotary, Rotary
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, has_module, submodule
@@ -81,6 +82,7 @@ class InferenceModel:
     def __init__(self, model: nn.Module, parallel: TensorParallel = ALONE):
         self.parallel = parallel
         self.base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        keep_as_loaded(self.base)
         if not hasattr(type(self.base), "get_input_embeddings"):
             raise UnsupportedModelError(f"{type(self.base).__name__} is no model of transformers but wraps one")
         config = self.base.config.get_text_config()

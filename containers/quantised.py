@@ -56,6 +56,39 @@ def read_quantised(module: nn.Module, name: str) -> Quantised | None:
     return Quantised(shape, values_dtype(weight), weight.device, lambda: dequantise(module.weight))
 
 
+def stored_tensors(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a parameter lies in: itself, or packed values and scales."""
+    if type(parameter).__name__ == "Params4bit":
+        state = parameter.quant_state  # type: ignore[attr-defined]
+        states = [state] if state.state2 is None else [state, state.state2]
+        return [parameter.data, *(part for one in states for part in (one.absmax, one.code))]
+    if type(parameter).__name__ == "Int8Params":
+        return [parameter.data, *([] if parameter.SCB is None else [parameter.SCB])]  # type: ignore[attr-defined]
+    if not is_quantised(parameter):
+        return [parameter]
+    names, _ = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for name in names for part in stored_tensors(getattr(parameter, name))]
+
+
+def keep_as_loaded(model: nn.Module) -> None:
+    """Before a model is used: bitsandbytes leaves its packed weights as they are.
+
+    On CPUs with AVX512-BF16 its first forward pass in eval mode would repack them in place, their scales rounded to
+    bf16 (0.50, bitsandbytes/nn/modules.py, `Linear4bit.forward`): another function than the one that is trained.
+
+    Raises:
+        ValueError: it has done so already.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                raise ValueError(
+                    f"model: {name} was repacked by a forward pass of bitsandbytes in eval mode, which rounds its "
+                    "scales; load the model anew, and pass it on before it is used"
+                )
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
 def values_dtype(weight: torch.Tensor) -> torch.dtype:
     """What a quantised weight is dequantised to."""
     state = getattr(weight, "quant_state", None)

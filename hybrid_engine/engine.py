@@ -27,6 +27,7 @@ from hybrid_engine import checkpoint
 from hybrid_engine.checkpoint.random_state import seed_everything
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.checks import check_flag, check_integer, check_path
+from hybrid_engine.containers.quantised import keep_as_loaded
 from hybrid_engine.distributed.dataloader import build_training_dataloader
 from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
 from hybrid_engine.distributed.presence import naming_who_left
@@ -48,14 +49,14 @@ from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_
 from hybrid_engine.optim.lr_schedules import check_rates
 from hybrid_engine.optim.param_groups import NamedGroup, name_groups
 from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum, StateOffload
-from hybrid_engine.optim.trainable import check_group_options
+from hybrid_engine.optim.trainable import check_group_options, check_quantised
 from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.layer_groups import check_callable
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.parameter_watch import ParameterWatch
-from hybrid_engine.zero.sharding import mesh_shape, place_module, shard_module
+from hybrid_engine.zero.sharding import mesh_shape, offloads_parameters, place_module, shard_module
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -103,6 +104,7 @@ class ZeroEngine(Uncopied):
             build_training_dataloader(training_data, collate_fn, config) if training_data is not None else None
         )
         # Everything is checked; from here on the model is changed.
+        keep_as_loaded(model)
         self.config = config
         self.device = default_device()
         if config.seed is not None:
@@ -528,6 +530,7 @@ def _check(
         check_rates(config.scheduler, len(groups))
     check_packages(config)
     on_rank_zero(lambda: prepare_outputs(config))
+    check_quantised(model, get_world_size() > 1 or offloads_parameters(config))
     check_same_architecture(model)
     check_callable(model)
     check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))

@@ -19,6 +19,7 @@ from hybrid_engine.checkpoint.names import check_file_name, check_folder
 from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
 from hybrid_engine.checkpoint.work_folder import save_state_dict, writing_files
 from hybrid_engine.containers.linear import active_adapters, carries_lora, stores_transposed
+from hybrid_engine.containers.quantised import dequantise, is_quantised
 from hybrid_engine.distributed.processes import get_rank, on_rank_zero
 from hybrid_engine.zero.sharding import full_tensor
 
@@ -70,7 +71,7 @@ def _named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def gather_weights(module: nn.Module, left_out: Collection[str]) -> dict[str, torch.Tensor]:
     """Copies of all other parameters and buffers by name, on the CPU of rank 0; empty on other processes.
 
-    Tied parameters share one copy.
+    Tied parameters share one copy; quantised ones are dequantised.
     """
     copies: dict[int, torch.Tensor] = {}
     weights = {}
@@ -78,7 +79,7 @@ def gather_weights(module: nn.Module, left_out: Collection[str]) -> dict[str, to
         if name in left_out:
             continue
         if id(tensor) not in copies:
-            whole = full_tensor(tensor)
+            whole = dequantise(tensor) if is_quantised(tensor) else full_tensor(tensor)
             copies[id(tensor)] = whole.to("cpu", copy=True) if get_rank() == 0 else whole.new_empty(0)
         if get_rank() == 0:
             weights[name] = copies[id(tensor)]
@@ -89,6 +90,8 @@ def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.
     """A plain model with these weights, outside of FSDP and without adapters."""
     _merge_own_adapters(module, weights)
     config, head = copy.deepcopy(base.config), base.get_output_embeddings()
+    if hasattr(config, "quantization_config"):  # what is written is in full precision
+        del config.quantization_config
     if head is not None and carries_lora(head):
         config.tie_word_embeddings = False  # the head's adapter is no part of the embedding
     with torch.device("meta"):

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_engine.config import EngineConfig, Fp16Config, OptimizerConfig
 from hybrid_engine.config.optimizer import TORCH_OPTIMIZERS
+from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.processes import get_world_size
 from hybrid_engine.ops.adam import FusedAdam
 from hybrid_engine.ops.lamb import FusedLamb
@@ -75,7 +76,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     Buffers keep their precision on purpose: rotary frequencies in bf16 put distant tokens at the wrong position.
     """
     for param in module.parameters():
-        if not param.is_floating_point() or param.dtype == dtype:
+        if not param.is_floating_point() or param.dtype == dtype or is_quantised(param):
             continue
         if isinstance(param, DTensor):  # its `data` is the local part's in part only
             cast = nn.Parameter(param.detach().to(dtype), requires_grad=param.requires_grad)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.config.checks import check_number
+from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.param_groups import NamedGroup
 
@@ -32,6 +33,17 @@ def check_model(model: nn.Module) -> None:
                 f"model: {name} is on the meta device and has no values; load or initialise the weights first, or "
                 f"build the model inside hybrid_engine.zero.Init()"
             )
+
+
+def check_quantised(model: nn.Module, is_wrapped: bool) -> None:
+    """ValueError for quantised weights in a model that FSDP2 is to wrap, as it is on several processes."""
+    found = (name for name, param in model.named_parameters() if is_quantised(param))
+    name = next(found, None) if is_wrapped else None
+    if name is not None:
+        raise ValueError(
+            f"model: {name} is quantised: packed values whose scales lie beside them, of which FSDP2 can neither shard "
+            "nor gather a part; train it on one process without offload_param, or load the model in full precision"
+        )
 
 
 def check_optimizer(optimizer: Any) -> None:

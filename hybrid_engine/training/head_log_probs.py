@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
 from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.rl.entropy import token_entropy
@@ -74,7 +75,7 @@ def _plain_head(model: nn.Module, module: nn.Module) -> nn.Linear | None:
     exact = getattr(getattr(model, "generator", None), "exact", None)
     find = getattr(module, "get_output_embeddings", None)
     head: Any = find() if find is not None else None
-    if exact is not None or type(head) is not nn.Linear:
+    if exact is not None or type(head) is not nn.Linear or is_quantised(head.weight):
         return None
     return None if torch.is_autocast_enabled(head.weight.device.type) else head
 

@@ -35,7 +35,12 @@ def check_shared_base(config: Any) -> None:
 
 
 def check_adapter(rank: int, config: PretrainedConfig, source: str | Path) -> None:
-    """ValueError if `--lora-rank` exceeds the width of the model of `config`, which `--model` named as `source`."""
+    """ValueError if `--lora-rank` does not suit the model of `config`, which `--model` named as `source`."""
+    if rank == 0 and getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"--model={str(source)!r} is quantised, and packed weights cannot be trained; give --lora-rank, such as 8, "
+            "or the model in full precision"
+        )
     hidden_size = getattr(config.get_text_config(), "hidden_size", rank)
     if rank > hidden_size:
         raise ValueError(f"--lora-rank={rank} exceeds the width of --model={str(source)!r}, {hidden_size}; lower it")

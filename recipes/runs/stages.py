@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.checkpoint.adapters import save_adapter
+from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.recipes.runs.checks import flag
 from hybrid_engine.recipes.runs.model_card import ADAPTER, write_model_card
@@ -134,7 +135,8 @@ def load_model(
         model, info = auto_class.from_pretrained(source, **loading)
     body = f"{model.base_model_prefix}."
     missing = [name for name in sorted(info["missing_keys"]) if not has_new_head or name.startswith(body)]
-    wrong = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
+    plain = ((name, p) for name, p in model.named_parameters() if not is_quantised(p))
+    wrong = [name for name, parameter in plain if not torch.isfinite(parameter).all()]
     for names, problem in ((missing, "lacks weights of"), (wrong, "has weights that are not finite in")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

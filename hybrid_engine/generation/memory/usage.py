@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.config import EngineConfig
+from hybrid_engine.containers.quantised import stored_tensors
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.fsdp2_private import unreduced_gradients
 from hybrid_engine.zero.sharding import Sharding, local_tensor
@@ -91,7 +92,8 @@ def _describe_sharding(sharding: Sharding) -> str:
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the storages on this process that the tensors lie in, each counted once."""
-    storages = [local_tensor(tensor).untyped_storage() for tensor in tensors]
+    plain = (part for tensor in tensors for part in stored_tensors(tensor))
+    storages = [local_tensor(tensor).untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
