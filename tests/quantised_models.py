@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 import hybrid_engine
 from hybrid_engine.containers.quantised import dequantise, is_quantised, stored_tensors
 from hybrid_engine.generation.memory.usage import count_bytes
+from hybrid_engine.observing.memory_plan import Sharded, kept_parts
 from hybrid_engine.recipes.data.sequences import build_sequences, response_logprobs
+from hybrid_engine.recipes.planning import roles
 
 FORMATS = {
     "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
@@ -188,3 +190,13 @@ def test_a_model_that_bitsandbytes_has_repacked_is_refused(source):
     linear.weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(ValueError, match=r"q_proj.base_layer was repacked by a forward pass .* load the model anew"):
         build_engine(model)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "llm.int8"])
+def test_a_plan_has_the_bytes_of_the_packed_weights(source, name):
+    quantisation = FORMATS.get(name, LLM_INT8)
+    loaded = AutoModelForCausalLM.from_pretrained(source, quantization_config=quantisation, dtype=torch.float32)
+    held = sum(part.nbytes for parameter in loaded.parameters() for part in stored_tensors(parameter))
+    shapes = roles._shapes(roles._build(AutoModelForCausalLM, loaded.config))
+    (weights, *_) = kept_parts([shape._replace(is_trained=False) for shape in shapes], Sharded(0, 1, 4))
+    assert weights.num_bytes == held and "quantised ones in" in weights.formula

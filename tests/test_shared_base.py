@@ -12,12 +12,15 @@ from small_actors import save_small_actor, save_sums
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import hybrid_engine
+from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.recipes import ppo
 from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences
 from hybrid_engine.recipes.experience.critic_experience import CriticExperience
 from hybrid_engine.recipes.experience.policy import Policy, engine_config_of
 from hybrid_engine.recipes.experience.roles import Roles
 from hybrid_engine.recipes.experience.start import Start
+from hybrid_engine.recipes.planning.reading import read_run
+from hybrid_engine.recipes.planning.roles import Setting, plan_memory
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.learned import LearnedReward
 from hybrid_engine.recipes.rewards.loading import load_rewards
@@ -267,3 +270,18 @@ def test_a_role_without_its_adapter_is_refused_with_the_remedy(config, tmp_path)
     assert "give --lora-rank" in refusal(config, lora_rank=0)
     assert "--exact computes one role's forward pass" in refusal(config, exact=True)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_counts_one_base_and_what_the_roles_add_to_it(config):
+    plan = plan_memory(read_run("ppo", config), Setting(recipe="ppo", config=config, num_processes=1, device="cpu"))
+    roles = build_shared(config)
+    engine = roles.policy.actor
+    ppo.update(roles, some_experience(roles, config), config, 0)
+    held = count_bytes(engine.sharding, engine.optimizer)
+    kept = [part for role in plan.roles for part in role.kept]
+    assert [role.name for role in plan.roles] == ["actor", "critic", "reward model"]
+    assert sum(part.num_bytes for part in kept if part.name == "weights") == held.parameters
+    assert sum(part.num_bytes for part in kept if part.name == "optimizer state") == held.state
+    fused = next(part for part in plan.generation if part.name == "fused adapters")
+    assert fused.num_bytes == engine.generator.model.buffer_bytes(is_streamed=True)
+    assert engine.generator.gatherer.is_streamed

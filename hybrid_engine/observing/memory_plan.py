@@ -32,6 +32,8 @@ class Shape(NamedTuple):
 
     dims: tuple[int, ...]
     is_trained: bool
+    packed_bytes: int | None = None
+    """Of a quantised weight, its scales included; None: it has the model's dtype."""
 
 
 class Sharded(NamedTuple):
@@ -122,7 +124,11 @@ def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
     else:
         count = held if trained and sharded.num_processes > 1 else whole
         note = share if trained else ""
-        parts = [Part("weights", count * size, f"{size} bytes x {count:,} parameters{note}")]
+        packed = [shape for shape in shapes if shape.packed_bytes is not None]
+        in_bits = sum(shape.packed_bytes or 0 for shape in packed)
+        plain = count - _count(packed)
+        also = f", and {_count(packed):,} quantised ones in {in_bits:,} bytes" if packed else ""
+        parts = [Part("weights", plain * size + in_bits, f"{size} bytes x {plain:,} parameters{note}{also}")]
     if not trained:
         return parts
     if size < MASTER_BYTES:
@@ -182,7 +188,7 @@ def _on_one_process(shapes: Iterable[Shape], sharded: Sharded) -> int:
     """Values of a process's shards, which have equally many rows of each parameter, the last ones' padded."""
     if sharded.num_processes == 1 or sharded.stage == 0:
         return _count(shapes)
-    return sum(-(-dims[0] // sharded.num_processes) * math.prod(dims[1:]) for dims, _ in shapes if dims)
+    return sum(-(-dims[0] // sharded.num_processes) * math.prod(dims[1:]) for dims, *_ in shapes if dims)
 
 
 def _share(sharded: Sharded) -> str:

@@ -157,6 +157,7 @@ def build_roles_on_shared_base(
     model = build_shared_base(source, {role: read_reward_adapter(spec) for spec, role in roles.items()}, config)
     engine_config = engine_config_of(config, actor_rate, config.num_updates, generates=True)
     engine_config["scheduler"]["params"]["warmup_max_lr"] = [actor_rate, critic_rate]
+    engine_config["hybrid_engine"]["pin_parameters"] = False  # all linears fused would be the base once more
     groups = parameter_groups(model, actor_rate, critic_rate)
     engine, *_ = hybrid_engine.initialize(model=model, model_parameters=groups, config=engine_config)
     pack_where_exact(engine, config)

@@ -14,6 +14,7 @@ from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair, 
 from hybrid_engine.recipes.data.prompts import load_prompt_rows
 from hybrid_engine.recipes.data.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES, SUMS, OwnTask
+from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter, read_reward_adapter
 from hybrid_engine.recipes.rewards.classifier import load_scoring_tokenizer
 from hybrid_engine.recipes.rewards.learned import critic_source, names_model
 from hybrid_engine.recipes.runs.adapters import check_adapter
@@ -33,7 +34,9 @@ class Read:
     critic: PretrainedConfig | None = None
     """Of a critic, which has a body of its own."""
     rewards: list[PretrainedConfig] = field(default_factory=list)
-    """Of reward models."""
+    """Of reward models that have a body of their own."""
+    adapter_ranks: list[int] = field(default_factory=list)
+    """Of reward models that are adapters on the first model."""
     items: list[Item] = field(default_factory=list)
     """What is learned from; empty where that is drawn by the run itself."""
     batches: list[list[int]] | None = None
@@ -79,6 +82,10 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
     first, tokenizer = _first_actor(config, task)
     train, held_out = load_prompt_rows(config.dataset, *config.part) if config.dataset else task.load_rows(config.seed)
     specs = config.reward or ((task.reward,) if task.reward else ())
+    rows = [*train, *held_out]
+    if getattr(config, "shared_base", False):
+        ranks = [_rank_of(spec, config) for spec in specs if names_model(spec)] if specs else [config.lora_rank]
+        return Read(first=first, adapter_ranks=ranks, prompt_tokens=_longest(config, tokenizer, rows))
     models = [load_config(spec, "reward") for spec in specs if names_model(spec)]
     made = Path(config.out) / "reward"
     if not specs:  # the stage `reward` makes one of the actor's size
@@ -87,8 +94,13 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
     if has_critic:
         source = critic_source(specs, config.model) if config.model and specs else None
         critic = load_config(source, "reward") if source else models[0] if not specs else first
-    rows = [*train, *held_out]
     return Read(first=first, critic=critic, rewards=models, prompt_tokens=_longest(config, tokenizer, rows))
+
+
+def _rank_of(spec: str, config: Any) -> int:
+    """Of the adapter that a reward model is."""
+    check_reward_adapter(spec, config.model or str(Path(config.out) / "sft"))
+    return read_reward_adapter(spec).config.r
 
 
 def _read_dpo(config: dpo.Config) -> Read:

@@ -1,11 +1,13 @@
 """The models of a run, each built on the meta device and counted: what is kept, and what a training pass takes."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig
 
 from hybrid_engine.config import HybridEngineConfig
@@ -23,6 +25,7 @@ from hybrid_engine.observing.memory_plan import (
     kv_part,
 )
 from hybrid_engine.recipes.data.sequences import ValueModel
+from hybrid_engine.recipes.planning.packed import packed_bytes
 from hybrid_engine.recipes.planning.reading import Item, Read
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
@@ -97,9 +100,11 @@ def _roles(read: Read, setting: Setting, shape: PassShape, accumulates: bool) ->
         model = add_adapter(recompute_activations(model, config), config.lora_rank, "SEQ_CLS")
         return [_trained("reward model", model, _base(model).score, **counted)], model
     actor = _build(AutoModelForCausalLM, read.first)
+    if getattr(config, "shared_base", False):
+        return _on_shared_base(actor, read, **counted)
     frozen = []
     if _keeps_reference(recipe, config):
-        frozen.append(_frozen("reference", actor))
+        frozen.append(_frozen("reference", _shapes(actor)))
     actor = add_adapter(recompute_activations(actor, config), config.lora_rank)
     trained = [
         _trained("model" if recipe == "sft" else "actor", actor, _base(actor).get_output_embeddings(), **counted)
@@ -107,8 +112,34 @@ def _roles(read: Read, setting: Setting, shape: PassShape, accumulates: bool) ->
     if read.critic is not None:
         critic = recompute_activations(_value_model(read.critic), config)
         trained.append(_trained("critic", critic, critic.head, **counted))
-    frozen += [_frozen("reward model", _value_model(model)) for model in read.rewards]
+    frozen += [_frozen("reward model", _shapes(_value_model(model))) for model in read.rewards]
     return [*trained, *frozen], actor
+
+
+def _on_shared_base(
+    base: Any, read: Read, *, shape: PassShape, accumulates: bool, setting: Setting
+) -> tuple[list[RolePlan], nn.Module]:
+    """Adapters with their heads on `base`, which counts as the actor's; and the actor."""
+    config, head = setting.config, base.get_output_embeddings()
+    counted: dict[str, Any] = {"shape": shape, "accumulates": accumulates, "setting": setting}
+    actor = add_adapter(recompute_activations(base, config), config.lora_rank)
+    ranks = read.adapter_ranks
+    critic = _value_adapter(read.first, ranks[0] if ranks else config.lora_rank, config)
+    sharded = Sharded(config.zero_stage, setting.num_processes, WEIGHT.itemsize)
+    own = kept_parts([found for found in _shapes(critic) if found.is_trained], sharded)
+    trained = [
+        _trained("actor", actor, head, **counted),
+        replace(_trained("critic", critic, critic.head, **counted), kept=own),
+    ]
+    scorers = [_value_adapter(read.first, rank, config) for rank in ranks]
+    frozen = [_frozen("reward model", [s for s in _shapes(scorer) if s.is_trained]) for scorer in scorers]
+    return [*trained, *frozen], actor
+
+
+def _value_adapter(config: PretrainedConfig, rank: int, options: Any) -> ValueModel:
+    """A role with a head of values, as if the base were its own."""
+    model = recompute_activations(_value_model(config), options)
+    return ValueModel(add_adapter(model.backbone, rank, "FEATURE_EXTRACTION"), model.head).train()
 
 
 def _keeps_reference(recipe: str, config: Any) -> bool:
@@ -119,8 +150,20 @@ def _keeps_reference(recipe: str, config: Any) -> bool:
 
 
 def _build(auto_class: Any, config: PretrainedConfig, **options: Any) -> Any:
+    """In full precision; which of its weights are quantised is noted in it for `_shapes`."""
     made = type(config).from_dict(config.to_dict() | options)
-    return auto_class.from_config(without_dropout(made), dtype=WEIGHT).train()
+    quantisation = made.__dict__.pop("quantization_config", None)
+    model = auto_class.from_config(without_dropout(made), dtype=WEIGHT).train()
+    if quantisation is not None:
+        head = model.get_output_embeddings()
+        linears = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
+        for linear in linears:
+            _packed[linear.weight] = packed_bytes(quantisation, linear)
+    return model
+
+
+_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Bytes of the weights that are quantised in the models that were built here."""
 
 
 def _value_model(config: PretrainedConfig) -> ValueModel:
@@ -133,7 +176,7 @@ def _base(model: nn.Module) -> Any:
 
 
 def _shapes(model: nn.Module) -> list[Shape]:
-    return [Shape(tuple(p.shape), p.requires_grad) for p in model.parameters()]
+    return [Shape(tuple(p.shape), p.requires_grad, _packed.get(p)) for p in model.parameters()]
 
 
 def _trained(
@@ -161,6 +204,9 @@ def _trained(
     if is_language:
         what = f"the head's of {shape.rows * shape.response:,} tokens: kept tiles of logits, one more, hidden states"
         passing.append(Part("head pieces", found.pieces, what))
+    largest = max((math.prod(s.dims) for s in shapes if s.packed_bytes is not None), default=0) * WEIGHT.itemsize
+    if largest:
+        passing.append(Part("dequantised", largest, "the largest quantised linear in full precision, one at a time"))
     gradients = gradient_part(shapes, sharded)
     new = 0 if accumulates else gradients.num_bytes
     between = max(0, found.peak - sum(part.num_bytes for part in passing) - new)
@@ -170,13 +216,13 @@ def _trained(
         kept=kept_parts(shapes, sharded),
         gradients=gradients,
         passing=passing,
-        pass_peak_bytes=found.peak,
+        pass_peak_bytes=found.peak + largest,
     )
 
 
-def _frozen(name: str, model: nn.Module) -> RolePlan:
+def _frozen(name: str, shapes: list[Shape]) -> RolePlan:
     """A model that only says something; whole on every process."""
-    shapes = [shape._replace(is_trained=False) for shape in _shapes(model)]
+    shapes = [shape._replace(is_trained=False) for shape in shapes]
     sharded = Sharded(0, 1, WEIGHT.itemsize)
     return RolePlan(name=name, kept=kept_parts(shapes, sharded), gradients=gradient_part(shapes, sharded))
 
@@ -202,12 +248,17 @@ def _generation(actor: nn.Module, read: Read, setting: Setting) -> list[Part]:
         return [_own_cache(_base(actor).config.get_text_config(), demand.max_running, longest)]
     text = model.base.config.get_text_config()
     parts = [kv_part(model.kv_shape(demand.wanted, demand.block_size), WEIGHT.itemsize, demand.max_running)]
-    if fused := model.buffer_bytes():
-        parts.append(Part("fused adapters", fused, "the linears with an adapter, once more"))
+    is_streamed = getattr(config, "shared_base", False)
+    if fused := model.buffer_bytes(is_streamed):
+        what = "of one layer at a time" if is_streamed else "once more, dequantised where they are quantised"
+        parts.append(Part("fused adapters", fused, f"the linears with an adapter, {what}"))
     if config.zero_stage == 3 and setting.num_processes > 1:
         values = sum(parameter.numel() for parameter in actor.parameters())
-        whole = f"{WEIGHT.itemsize} bytes x {values:,} parameters, whole while it generates"
-        parts.append(Part("gathered weights", values * WEIGHT.itemsize, whole))
+        layers = sorted((sum(p.numel() for p in layer.module.parameters()) for layer in model.layers), reverse=True)
+        values -= sum(layers[2:]) if is_streamed else 0
+        how = "of what is outside the layers and of two of them" if is_streamed else "whole while it generates"
+        formula = f"{WEIGHT.itemsize} bytes x {values:,} parameters, {how}"
+        parts.append(Part("gathered weights", values * WEIGHT.itemsize, formula))
     fed = min(MAX_PREFILL_TOKENS, demand.max_running * read.prompt_tokens)
     width = 3 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
     what = f"{WEIGHT.itemsize} bytes x {fed:,} tokens of prompts in a pass x {width} (3 times hidden and MLP size)"
