@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -118,7 +119,8 @@ def test_a_process_that_is_killed_loses_nothing_that_was_finished(model, prompts
     command = [sys.executable, "-m", "hybrid_engine.command.cli", "generate", "--model", str(model)]
     command += ["--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "200", "--seed", "5"]
     command += ["--max-running", "1"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    narrow = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # files are UTF-8 all the same
+    process = subprocess.Popen(command, env=narrow, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     part = out.with_name("answers.jsonl.part")
     while process.poll() is None and not (part.exists() and part.read_bytes().count(b"\n") > 2):
         time.sleep(0.01)
@@ -129,6 +131,17 @@ def test_a_process_that_is_killed_loses_nothing_that_was_finished(model, prompts
     run(model, prompts, out, max_new_tokens=200)
     assert out.read_bytes() == whole
     assert finished.count(b"\n") > 2
+
+
+def test_a_journal_keeps_every_text(tmp_path):
+    """JSON leaves ends of lines other than the newline as they are."""
+    answer = {"responses": ["a\u2028b\x85c\u2029\x1cd", "\U0001f600 \u4f60"]}
+    out = tmp_path / "out.jsonl"
+    generate.Journal(out, {"seed": 1}, False).add(0, answer)
+    journal = generate.Journal(out, {"seed": 1}, False)
+    assert journal.finished == {0: {"row": 0} | answer}
+    journal.publish()
+    assert json.loads(out.read_bytes()) == answer
 
 
 def shared_runs(rank, world_size, model, prompts, folder):

@@ -51,7 +51,7 @@ class Journal:
         whole = text[: text.rfind(b"\n") + 1]
         if len(whole) < len(text):
             os.truncate(self.part, len(whole))
-        lines = whole.decode().splitlines()
+        lines = whole.split(b"\n")[:-1]  # texts may hold other ends of lines, which JSON leaves as they are
         if not lines:
             return {}
         begun = json.loads(lines[0])
@@ -73,7 +73,7 @@ class Journal:
         if self._file is not None:
             self._file.close()
         unfinished = self.target.with_name(f".{self.target.name}.writing")
-        with unfinished.open("w") as file:
+        with unfinished.open("w", encoding="utf-8") as file:
             for row in sorted(self.finished):
                 line = {name: value for name, value in self.finished[row].items() if name != "row"}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -84,7 +84,7 @@ class Journal:
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
-            self._file = self.part.open("a")
+            self._file = self.part.open("a", encoding="utf-8")
             if self._file.tell() == 0:
                 self._write(self._identity)
         self._file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -35,7 +35,7 @@ def opened(out: str) -> Iterator[IO[str]]:
         yield sys.stdout
         return
     try:
-        file = Path(out).open("x")  # noqa: SIM115
+        file = Path(out).open("x", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise ValueError(f"--out={out!r} cannot be written: {error.strerror}; name another file") from error
     with file:
