@@ -15,11 +15,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.recipes.batch.adapters import load_with_adapters, peft_names, read_adapters
 from hybrid_engine.recipes.batch.model import BaseModelOptions
 from hybrid_engine.recipes.batch.shared import join, load_shared
 from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count, check_one_of
 from hybrid_engine.recipes.runs.run_log import say
+from hybrid_engine.serving.address import check_address, check_free
 from hybrid_engine.serving.tool_calls import PARSERS
 
 KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
@@ -69,6 +71,12 @@ class Config(BaseModelOptions):
         for name in ("max_waiting", "longest", "max_running", "tp", "pp"):
             check_count(name, getattr(self, name), 1)
         check_at_least("finish_seconds", self.finish_seconds, 0)
+        check_address(self.host, self.key)
+
+    @property
+    def key(self) -> str | None:
+        """What clients must send; None: nothing."""
+        return self.api_key or os.environ.get(KEY_VARIABLE) or None
 
     @property
     def name(self) -> str:
@@ -79,6 +87,7 @@ class Config(BaseModelOptions):
 def run(config: Config) -> None:
     """Serves until it is told to end."""
     join(config.tp, config.pp, "serve")
+    on_rank_zero(lambda: check_free(config.host, config.port))  # a model may take long to load
     engine, tokenizer, adapters = load(config)
     say(engine.report())
     ending = told_to_end()  # before anybody can see that it serves
@@ -91,7 +100,7 @@ def run(config: Config) -> None:
         tool_call_parser=config.tool_call_parser,
         host=config.host,
         port=config.port,
-        api_key=config.api_key or os.environ.get(KEY_VARIABLE) or None,
+        api_key=config.key,
         max_waiting=config.max_waiting,
         finish_seconds=config.finish_seconds,
     ) as server:

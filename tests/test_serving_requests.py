@@ -5,11 +5,12 @@ from chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from pydantic import ValidationError
 
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer
+from hybrid_engine.recipes import serve
+from hybrid_engine.serving.address import bind, check_address, check_free
 from hybrid_engine.serving.answers import Choice
 from hybrid_engine.serving.asked import ServedModel, read_chat, read_completion
 from hybrid_engine.serving.errors import RequestError, wrong_body
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
-from hybrid_engine.serving.server import check_address
 from hybrid_engine.serving.sessions import Sessions, recorder_of_chat
 
 
@@ -56,6 +57,11 @@ def test_an_error_names_the_field_its_value_and_the_rule():
     error = wrong_body(raised.value)
     assert error.param == "temperature" and error.status == 400
     assert "temperature=-1" in error.message and "greater than or equal to 0" in error.message
+    with pytest.raises(ValidationError) as raised:
+        CompletionRequest.model_validate({"model": "tiny"})
+    error = wrong_body(raised.value)
+    assert (error.param, error.code) == ("prompt", "missing_required_parameter")
+    assert error.message == "prompt is missing; every request must have it"
 
 
 def test_samples_of_a_prompt_share_it_and_draw_different_noise():
@@ -70,6 +76,20 @@ def test_samples_of_a_prompt_share_it_and_draw_different_noise():
 def test_what_does_not_fit_is_refused_with_the_numbers():
     with pytest.raises(RequestError, match="496 tokens and 5 new ones make 501"):
         read_completion(CompletionRequest(model="tiny", prompt=[5] * 496, max_tokens=5), served())
+
+
+def test_an_address_is_one_servers_from_the_moment_that_it_binds_it():
+    with bind("127.0.0.1", 0) as listener:
+        for take in (bind, check_free):
+            with pytest.raises(ValueError, match="in use; choose another"):
+                take("127.0.0.1", listener.getsockname()[1])
+    check_free("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(("host", "port", "word"), [("0.0.0.0", 0, "api_key"), ("127.0.0.1", None, "in use")])
+def test_an_address_that_cannot_be_is_refused_before_a_model_is_looked_for(host, port, word):
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ValueError, match=word):
+        serve.run(serve.Config(model="nowhere", host=host, port=listener.getsockname()[1] if port is None else port))
 
 
 @pytest.mark.parametrize("end", ["<eos>", ""])

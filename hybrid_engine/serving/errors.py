@@ -92,6 +92,10 @@ def wrong_body(error: ValidationError) -> RequestError:
     # Alternatives of a union are named after the field: `prompt.list[int].0`.
     param = str(first["loc"][0]) if first["loc"] else None
     value = first.get("input")
+    if first["type"] == "missing":
+        return RequestError(
+            f"{param} is missing; every request must have it", param=param, code="missing_required_parameter"
+        )
     shown = "" if isinstance(value, dict) and param is None else f"={_short(value)}"
     reason = first["msg"].removeprefix("Value error, ")
     return RequestError(f"{param or 'body'}{shown}: {reason}", param=param, code="invalid_value")

@@ -1,6 +1,5 @@
 """A server that runs beside the thread that started it."""
 
-import ipaddress
 import socket
 import threading
 import time
@@ -19,6 +18,7 @@ from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.live_shared import LeadingBatch
 from hybrid_engine.generation.live_thread import LiveThread
+from hybrid_engine.serving.address import BACKLOG, bind, check_address
 from hybrid_engine.serving.app import App
 from hybrid_engine.serving.asked import ServedModel
 from hybrid_engine.serving.clients import build_client
@@ -129,7 +129,7 @@ class Server:
             log_level="warning",
             access_log=False,
             lifespan="off",
-            backlog=1024,
+            backlog=BACKLOG,
             timeout_keep_alive=int(SECONDS_BETWEEN_REQUESTS),
             timeout_graceful_shutdown=int(self.finish_seconds) + SECONDS_TO_ANSWER,
         )
@@ -144,8 +144,8 @@ class Server:
 
     def _bind(self) -> socket.socket:
         if self._link is None:
-            return _bind(self.host, self.port)
-        listener = self._link.led(partial(_bind, self.host, self.port))
+            return bind(self.host, self.port)
+        listener = self._link.led(partial(bind, self.host, self.port))
         assert listener is not None
         return listener
 
@@ -198,29 +198,3 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def check_address(host: str, api_key: str | None) -> None:
-    """Raises ValueError for an address that others can reach without a key, or an empty key."""
-    if api_key is not None and not api_key.strip():
-        raise ValueError("api_key is empty; pass a secret, or none where only this machine connects")
-    try:
-        is_own = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_own = False
-    if not is_own and api_key is None:
-        raise ValueError(
-            f"host={host!r} can be reached by other machines and there is no api_key; pass api_key, or 127.0.0.1"
-        )
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ValueError(f"host={host!r}, port={port}: {error.strerror or error}; choose another") from error
-    return listener

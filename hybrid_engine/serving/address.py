@@ -1,0 +1,40 @@
+"""The address that a server listens at: who may reach it, and whether it is free."""
+
+import ipaddress
+import socket
+
+BACKLOG = 1024
+"""Connections that may wait to be taken."""
+
+
+def check_address(host: str, api_key: str | None) -> None:
+    """Raises ValueError for an address that others can reach without a key, or an empty key."""
+    if api_key is not None and not api_key.strip():
+        raise ValueError("api_key is empty; pass a secret, or none where only this machine connects")
+    try:
+        is_own = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_own = False
+    if not is_own and api_key is None:
+        raise ValueError(
+            f"host={host!r} can be reached by other machines and there is no api_key; pass api_key, or 127.0.0.1"
+        )
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises ValueError where nothing can listen at that address now."""
+    bind(host, port).close()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has that address for itself: connections wait. Raises ValueError where that cannot be."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)  # until somebody listens, others may bind the same address beside this
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"host={host!r}, port={port}: {error.strerror or error}; choose another") from error
+    return listener
