@@ -383,6 +383,35 @@ def test_models_health_and_metrics(server, client):
     assert value(after, "hybrid_engine_running_sequences") == 0
 
 
+def test_metrics_say_what_the_kv_blocks_are_for(tokenizer, engine):
+    config = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    config["hybrid_engine"] = {"enabled": True, "max_running": 2, "kv_block_size": 16}
+    policy, *_ = hybrid_engine.initialize(model=copy.deepcopy(engine.module), config=config)
+    with policy.eval().serving(tokenizer, model_name="tiny") as server:
+
+        def blocks():
+            text = get(f"{server.url.removesuffix('/v1')}/metrics").text
+            values = dict(line.split() for line in text.splitlines() if line.startswith("hybrid_engine_kv_"))
+            used, kept, free = (
+                int(float(values[f"hybrid_engine_kv_blocks_{name}"])) for name in ("used", "kept", "free")
+            )
+            assert used + kept + free == server.worker.batch.scheduler.pool.num_blocks
+            assert float(values["hybrid_engine_kv_cache_usage_perc"]) == pytest.approx(used / (used + kept + free))
+            return used, kept
+
+        client = server.client()
+        assert blocks() == (0, 0)
+        long = {"max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
+        with ask(client, prompt="a" * 40, **long) as stream:
+            next(iter(stream))
+            used, kept = blocks()
+            assert used >= 3 and kept == 0
+        until(lambda: blocks() == (0, 0))
+        messages = [{"role": "user", "content": "begin" * 9}]
+        client.chat.completions.create(model="tiny", messages=messages, max_tokens=3, extra_body={"session_id": "s"})
+        until(lambda: blocks()[0] == 0 and blocks()[1] >= 3)
+
+
 def test_a_conversation_goes_on_by_its_tokens(server, client, tokenizer):
     session = {"session_id": "talk", "return_token_ids": True}
     messages = [{"role": "user", "content": "begin"}]

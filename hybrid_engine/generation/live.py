@@ -20,6 +20,21 @@ class Progress(NamedTuple):
     or the batch came to its end."""
 
 
+class KVBlocks(NamedTuple):
+    """What the blocks of a KV workspace are for."""
+
+    used: int
+    """Of sequences that run, or have begun."""
+    kept: int
+    """Of finished sequences alone, for a conversation to go on from; given up where others need them."""
+    free: int
+
+    @property
+    def usage(self) -> float:
+        """The share that is used, from 0 to 1."""
+        return self.used / max(1, sum(self))
+
+
 class LiveBatch:
     """Takes turns for whoever is in it. One thread owns it.
 
@@ -51,6 +66,13 @@ class LiveBatch:
     def num_waiting(self) -> int:
         """Sequences that have not begun, or begin again."""
         return len(self.scheduler.waiting)
+
+    @property
+    def kv_blocks(self) -> KVBlocks:
+        """What blocks are for. May be asked by another thread."""
+        pool, kept = self.scheduler.pool, self.scheduler.kept.num_given_up_on_demand
+        num_free = len(pool.free)
+        return KVBlocks(max(0, pool.num_blocks - num_free - kept), kept, num_free)
 
     @property
     def unfinished(self) -> list[Sequence]:

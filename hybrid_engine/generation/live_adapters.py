@@ -13,7 +13,7 @@ from torch import nn
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.batching.sequence import Sequence
-from hybrid_engine.generation.live import LiveBatch, Progress
+from hybrid_engine.generation.live import KVBlocks, LiveBatch, Progress
 
 TURNS_AT_ONCE = 32
 
@@ -83,6 +83,11 @@ class AdapterBatches(LiveBatch):
     def num_waiting(self) -> int:
         """Sequences that have not begun, or begin again."""
         return sum(batch.num_waiting for batch in self._batches.values())
+
+    @property
+    def kv_blocks(self) -> KVBlocks:
+        """Of all batches together."""
+        return KVBlocks(*map(sum, zip(*(batch.kv_blocks for batch in self._batches.values()), strict=True)))
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from hybrid_engine.distributed.verdict import FollowedError, LostError, attempt
 from hybrid_engine.generation.batching.sequence import Sequence
-from hybrid_engine.generation.live import LiveBatch, Progress
+from hybrid_engine.generation.live import KVBlocks, LiveBatch, Progress
 from hybrid_engine.generation.live_link import Call, LiveLink
 
 _LEAVES, _STAYS, _FAILED = range(3)
@@ -34,6 +34,11 @@ class LeadingBatch(LiveBatch):
     def num_waiting(self) -> int:
         """LiveBatch's."""
         return self._batch.num_waiting
+
+    @property
+    def kv_blocks(self) -> KVBlocks:
+        """LiveBatch's."""
+        return self._batch.kv_blocks
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -6,7 +6,7 @@ its next turn.
 
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
-from hybrid_engine.generation.live import LiveBatch, Progress
+from hybrid_engine.generation.live import KVBlocks, LiveBatch, Progress
 from hybrid_engine.generation.pipeline.micro_batches import MicroBatch
 from hybrid_engine.generation.pipeline.turns import OrderedTurns
 from hybrid_engine.generation.scoring import is_unscored, score_prompts
@@ -40,6 +40,11 @@ class StagedBatch(LiveBatch):
     def num_waiting(self) -> int:
         """LiveBatch's."""
         return sum(part.num_waiting for part in self._parts)
+
+    @property
+    def kv_blocks(self) -> KVBlocks:
+        """Of all micro-batches together, on this stage; those of the others are alike."""
+        return KVBlocks(*map(sum, zip(*(part.kv_blocks for part in self._parts), strict=True)))
 
     @property
     def unfinished(self) -> list[Sequence]:

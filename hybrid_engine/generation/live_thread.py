@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from hybrid_engine.generation.batching.sequence import Sequence
-from hybrid_engine.generation.live import LiveBatch, Progress
+from hybrid_engine.generation.live import KVBlocks, LiveBatch, Progress
 
 Listener = Callable[[list[Progress]], None]
 """Called on the worker's thread with what a turn brought."""
@@ -96,6 +96,11 @@ class LiveThread:
     def num_running(self) -> int:
         """Sequences in the batch now."""
         return 0 if self.batch is None else self.batch.num_running
+
+    @property
+    def kv_blocks(self) -> KVBlocks:
+        """Blocks of the batch's KV workspace."""
+        return KVBlocks(0, 0, 0) if self.batch is None else self.batch.kv_blocks
 
     def stop(self) -> None:
         """Ends at once; what is unfinished keeps the tokens that it has, and may join another batch.

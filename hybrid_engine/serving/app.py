@@ -54,7 +54,7 @@ class App:
         self.model, self.worker, self.listening, self.sessions = model, worker, listening, sessions
         self.api_key, self.max_body_bytes = api_key, max_body_bytes
         self._bodies_bytes = 0
-        self.metrics = Metrics(lambda: worker.num_running, lambda: worker.num_waiting)
+        self.metrics = Metrics(worker)
         self.asgi = Starlette(
             routes=[
                 Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),

@@ -4,13 +4,15 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from hybrid_engine.generation.live_thread import LiveThread
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """Counters and histograms of one server; `num_running` and `num_waiting` are asked when somebody reads."""
+    """Counters, gauges and histograms of one server; what its `worker` has to do is asked when somebody reads."""
 
-    def __init__(self, num_running: Callable[[], int], num_waiting: Callable[[], int]):
+    def __init__(self, worker: LiveThread):
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "hybrid_engine_requests",
@@ -35,12 +37,23 @@ class Metrics:
             buckets=SECONDS,
             registry=self.registry,
         )
-        Gauge("hybrid_engine_running_sequences", "Sequences that decode.", registry=self.registry).set_function(
-            num_running
+        self._gauge("running_sequences", "Sequences that decode.", lambda: worker.num_running)
+        self._gauge("waiting_sequences", "Sequences not begun.", lambda: worker.num_waiting)
+        self._gauge(
+            "kv_cache_usage_perc",
+            "Share of the KV blocks that running sequences use, from 0 to 1.",
+            lambda: worker.kv_blocks.usage,
         )
-        Gauge("hybrid_engine_waiting_sequences", "Sequences not begun.", registry=self.registry).set_function(
-            num_waiting
+        self._gauge("kv_blocks_used", "KV blocks of running sequences.", lambda: worker.kv_blocks.used)
+        self._gauge(
+            "kv_blocks_kept",
+            "KV blocks of finished turns of conversations, given up where others need them.",
+            lambda: worker.kv_blocks.kept,
         )
+        self._gauge("kv_blocks_free", "KV blocks that hold nothing.", lambda: worker.kv_blocks.free)
+
+    def _gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        Gauge(f"hybrid_engine_{name}", meaning, registry=self.registry).set_function(value)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""

@@ -3,6 +3,7 @@
 Whatever they hold can be computed again: they are given up where blocks are short.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from hybrid_engine.generation.batching.blocks import BlockPool
@@ -31,6 +32,12 @@ class KeptBlocks:
     def num_of_sequences(self) -> int:
         """Blocks that finished sequences keep."""
         return sum(len(kept.blocks) for kept in self.sequences)
+
+    @property
+    def num_given_up_on_demand(self) -> int:
+        """Blocks that finished sequences keep and nobody else has. May be asked by another thread, and be late then."""
+        times = Counter(block for kept in list(self.sequences) for block in list(kept.blocks))
+        return sum(self.pool.num_owners[block] == count for block, count in times.items())
 
     def has_begun(self, sequence: Sequence) -> bool:
         """Whether some of its tokens have been fed and the rest have not."""
