@@ -7,6 +7,7 @@ import openai
 import pytest
 import torch
 from chat import build_chat_tokenizer
+from distributed import run_distributed
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_serving import build
 
@@ -150,6 +151,38 @@ def test_an_engine_serves_adapters_that_its_model_has(folder):
         )
         with pytest.raises(ValueError, match=word), engine.serving(tokenizer, model_name="tiny", adapters=adapters):
             pass
+
+
+def ask_a_shared_policy(rank, world_size, folder, tp_size):
+    """Answers of the models of a policy under training, of which groups of processes have a server each."""
+    tokenizer = build_chat_tokenizer()
+    model = PeftModel.from_pretrained(build(tokenizer).module, folder / "first", "first", is_trainable=True)
+    model.load_adapter(str(folder / "second"), "second")
+    config = {"train_batch_size": world_size, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    config |= {"zero_optimization": {"stage": 3}, "hybrid_engine": {"enabled": True, "inference_tp_size": tp_size}}
+    policy, *_ = hybrid_engine.initialize(model=model, config=config)
+    names, trained = {"one": "first", "second": "second"}, [p.requires_grad for p in policy.module.parameters()]
+    answers = []
+    for _ in range(2):  # they switch at moments of their own, and wait for nobody
+        with policy.eval().serving(tokenizer, model_name="base", longest=160, max_running=4, adapters=names) as server:
+            if rank % tp_size == 0:
+                models = ("base", "one", "second", "one")[:: 1 if rank == 0 else -1]
+                answers += [(model, ask(server.client(), model).token_ids) for model in models]
+        assert trained == [p.requires_grad for p in policy.module.parameters()]
+    policy.train()
+    ids = torch.tensor([[5, 6, 7]])
+    policy.backward(policy(input_ids=ids, labels=ids).loss)
+    policy.step()
+    with policy.eval().serving(tokenizer, model_name="base", longest=160, max_running=4, adapters=names) as server:
+        found = ask(server.client(), "one").token_ids
+    return answers, found
+
+
+def test_adapters_of_a_policy_that_processes_share_answer_as_those_of_one(folder):
+    expected = {model: alone(folder, model) for model in ("base", "one", "second")}
+    first, second = run_distributed(ask_a_shared_policy, 2, folder, 2)
+    assert len(first[0]) == 8 and all(tokens == expected[model] for model, tokens in first[0])
+    assert second[0] == [] and first[1] == second[1] != expected["one"]  # the step moved the adapter that is active
 
 
 def test_adapters_are_fused_into_gathered_weights_and_not_into_copies_of_them(folder, monkeypatch):

@@ -72,6 +72,8 @@ def live_batch(
             with streamed.leaving():
                 yield streamed
             return
+        if adapters and generator.group.slices is not None:  # groups of processes switch at times of their own
+            release.enter_context(generator.group.slices.keeping())
         batch = partners.agree(lambda: _open(generator, native, plan, kv, adapters, release))
         if link is None:
             yield batch
@@ -114,7 +116,9 @@ def _open_one(native: ContainerRollouts, plan: Plan, kv: torch.Tensor, is_record
     if not isinstance(native, StageRollouts):
         return LiveBatch(model, native.start(plan, kv, is_recorded=is_recorded), longest)
     batches = native.start_live(plan, kv)
-    return StagedBatch(model, batches, longest, OrderedTurns(native.model.links, model.dtype, len(batches)))
+    return StagedBatch(
+        model, batches, longest, OrderedTurns(native.model.links, model.dtype, len(batches), native.peers)
+    )
 
 
 class Memory(NamedTuple):

@@ -46,7 +46,7 @@ def build_server(
     vocab_size = module.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     link = LiveLink(generator.group) if generator.group.size > 1 else None
     name = model_name or Path(source).name or "policy"
-    check_adapters(module, adapters or {}, name, is_read_in_parts=generator.group.slices is not None)
+    check_adapters(module, adapters or {}, name)
     opening = partial(live_batch, generator, longest, max_running, link, tuple((adapters or {}).values()))
 
     def build() -> Server:
@@ -69,7 +69,7 @@ def build_server(
     return link.led(build) or FollowingServer(opening, link, name=name, api_key=options.get("api_key"))
 
 
-def check_adapters(module: nn.Module, adapters: Mapping[str, str], model_name: str, *, is_read_in_parts: bool) -> None:
+def check_adapters(module: nn.Module, adapters: Mapping[str, str], model_name: str) -> None:
     """Raises ValueError where `adapters`, peft's names by those of clients, cannot be served beside the base model."""
     known = list(getattr(module, "peft_config", {}))
     for name, adapter in adapters.items():
@@ -77,11 +77,6 @@ def check_adapters(module: nn.Module, adapters: Mapping[str, str], model_name: s
             raise ValueError(f"adapters: the model has no adapter {adapter!r}; it has {', '.join(known) or 'none'}")
         if name == model_name:
             raise ValueError(f"adapters: {name!r} is the name of the base model; pass another name, or model_name")
-    if adapters and is_read_in_parts:
-        raise ValueError(
-            "adapters: they are not served one by one where processes share a policy under training, whose weights are "
-            "read from all of them; serve the active one, fused, or set hybrid_engine.inference_tp_size=1"
-        )
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:

@@ -6,6 +6,8 @@ will lie in memory: rows arrive in the order of processes, which is theirs in th
 and receives a `size`-th of the bytes that a gather would bring it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from hybrid_engine.zero.sharding import Sharding
 
 
 class SliceReader:
-    """Reads parts of parameters that lie in shards on all processes; every method is collective.
+    """Reads parts of parameters that lie in shards on all processes; `read` and `wait` are collective.
 
     Args:
         size: of the groups of consecutive processes that share a model between them.
@@ -32,9 +34,27 @@ class SliceReader:
         self._bytes_read = 0
         self._under_way: list[tuple[Any, torch.Tensor]] = []
         self._slices: list[torch.Tensor] = []
+        self._kept: dict[tuple[int, Cut | None], torch.Tensor] | None = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Inside, what was read once is given again without the other processes."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
 
     def read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
         """The part of tensor-parallel rank `rank`, this process's; filled once `wait` returns."""
+        if self._kept is None:
+            return self._read(parameter, cut, rank, name)
+        key = (id(parameter), cut)
+        if key not in self._kept:
+            self._kept[key] = self._read(parameter, cut, rank, name)
+        return self._kept[key]
+
+    def _read(self, parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
         if not isinstance(parameter, DTensor):
             return self._cut_local(parameter, whole(parameter, name), cut, rank)
         mesh = parameter.device_mesh
