@@ -183,7 +183,7 @@ class HybridEngine(ZeroEngine):
             carried: what the rollout before left, with its own options and noise.
 
         Raises:
-            ValueError: as `generate()` does, and for a model without containers, streamed or shared.
+            ValueError: as `generate()` does, and for a model without containers or one that processes share.
         """
         with torch.inference_mode(False), torch.no_grad():
             if self.generator.begin(self._check_can_generate):
@@ -218,7 +218,7 @@ class HybridEngine(ZeroEngine):
             **options: `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` of `serving.server.Server`.
 
         Raises:
-            ValueError: in training mode, for a model without containers, streamed or shared, and for wrong options.
+            ValueError: in training mode, for a model without containers, and for wrong options.
         """
         build_server = import_serving()
         with torch.no_grad():

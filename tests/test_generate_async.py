@@ -7,6 +7,8 @@ import torch
 from models import PAD, build_model, module_logprobs, padded_prompts
 
 import hybrid_engine
+from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.generation.model_group import TRAINING_OPTION, ModelGroup
 
 OPTIONS = {"do_sample": True, "top_k": 0, "max_new_tokens": 24, "eos_token_id": 11, "pad_token_id": PAD}
 
@@ -143,6 +145,14 @@ def test_wrong_options_are_refused_before_anything_begins(engine, options, word)
         pass
     with pytest.raises(ValueError, match="input_ids"), engine.generate_async():
         pass
+    alone, parallel = engine.generator.group, TensorParallel(size=2, option=TRAINING_OPTION)
+    engine.generator.group = ModelGroup(parallel=parallel)
+    with (
+        pytest.raises(ValueError, match=r"2 processes share the model.*hybrid_engine.inference_tp_size=1"),
+        begin(engine),
+    ):
+        pass
+    engine.generator.group = alone
     engine.train()
     with pytest.raises(ValueError, match="eval"), begin(engine):
         pass

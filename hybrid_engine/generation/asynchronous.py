@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live import LiveBatch, Progress
 from hybrid_engine.generation.live_opening import live_batch
@@ -171,7 +171,7 @@ def _closed(group: _Open) -> Group:
 
 def _detach(group: _Open) -> None:
     """Frees the sequences from the workspace that they were in."""
-    prompt = Prompt(group.sequences[0].prompt.tokens)
+    prompt = group.sequences[0].prompt.with_own_blocks()
     for sequence in group.sequences:
         sequence.prompt, sequence.blocks, sequence.slot = prompt, [], -1
 
@@ -189,8 +189,14 @@ def start_async(
     """A rollout that begins when it is entered; every check of the input is made here. Collective.
 
     Raises:
-        ValueError: on all processes, for input that cannot work, and where only the model's own `generate()` would.
+        ValueError: on all processes, for input that cannot work, where only the model's own `generate()` would, and
+            where processes share the model: each leaves when it has enough, and all must take the same turns.
     """
+    if generator.group.size > 1:
+        raise ValueError(
+            f"generate_async(): {generator.group.size} processes share the model and take all turns together, and a "
+            f"rollout that each may leave has none to share; call generate(), or set {generator.group.remedy}"
+        )
     sequences: list[Sequence] = []
     num_samples = 1
     if input_ids is not None or earlier is None:
