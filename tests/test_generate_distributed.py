@@ -5,10 +5,11 @@ from functools import cache
 import pytest
 import torch
 from distributed import run_distributed
-from models import BUILDERS, PAD, build_model, module_logprobs, padded_prompts
+from models import BUILDERS, PAD, VOCAB, build_model, module_logprobs, padded_prompts
 from peft import LoraConfig, get_peft_model
 
 import hybrid_engine
+from hybrid_engine.generation import scoring
 
 GREEDY = {"do_sample": False, "max_new_tokens": 10, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
 FULL_LENGTH = {**GREEDY, "eos_token_id": None}
@@ -58,6 +59,7 @@ def rollouts(rank, world_size):
         result["greedy"] = engine.generate(input_ids, attention_mask=mask, **GREEDY)
         result["bytes"] = engine.latency_stats()["gathered_bytes"]
         result["sampled"] = engine.generate(input_ids, attention_mask=mask, **SAMPLED)
+        result["scored"] = scored(engine, input_ids, mask) if stage == 3 else None
         result["unchanged"] = same(before, weights(engine))
         engine.train()
         engine.backward(engine(input_ids=input_ids, attention_mask=mask, labels=input_ids).loss)
@@ -68,6 +70,17 @@ def rollouts(rank, world_size):
         result["own"] = engine.generate(input_ids, attention_mask=mask, encoder_no_repeat_ngram_size=500, **GREEDY)
         results[stage, pinned] = result
     return results
+
+
+def scored(engine, input_ids, mask):
+    """A rollout whose prompts are scored, each process's in as many passes as they are long."""
+    real, scoring.MAX_LOGITS = scoring.MAX_LOGITS, 2 * VOCAB
+    try:
+        options = {**GREEDY, "prompt_logprobs": 2, "return_dict_in_generate": True}
+        output = engine.generate(input_ids, attention_mask=mask, **options)
+    finally:
+        scoring.MAX_LOGITS = real
+    return output.sequences, output.prompt_logprobs, output.prompt_top_tokens
 
 
 def family_rollouts(rank, world_size):
@@ -235,6 +248,17 @@ def test_every_stage_answers_as_one_process_does(one_process, two_processes, set
     assert not torch.equal(alone["trained"], expected)
     for part in ours:
         assert torch.equal(joined([part["own"]]), joined([part["trained"]]))
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "streamed"])
+def test_prompts_are_scored_as_on_one_process(one_process, two_processes, pinned):
+    alone = one_process[0][3, pinned]
+    ours = [part[0][3, pinned] for part in two_processes]
+    for part in ours:
+        assert torch.equal(joined([part["scored"][0]]), joined([part["greedy"]]))
+    logprobs, tops = (torch.cat([part["scored"][place] for part in ours]) for place in (1, 2))
+    assert (logprobs != 0).any() and torch.equal(tops, alone["scored"][2])
+    torch.testing.assert_close(logprobs, alone["scored"][1], atol=1e-5, rtol=0)
 
 
 def test_pinned_weights_are_gathered_once_per_rollout_and_streamed_ones_on_every_pass(two_processes):

@@ -44,6 +44,14 @@ def rolled(engine, kind):
     return output.sequences, output.logprobs, output.lengths, output.finish_reason
 
 
+def scored(engine):
+    """Log-probabilities of the prompts' own tokens, and the likeliest in their places."""
+    input_ids, mask = padded_prompts()
+    options = {**GREEDY, "max_new_tokens": 2, "prompt_logprobs": 2, "return_dict_in_generate": True}
+    output = engine.generate(input_ids, attention_mask=mask, **options)
+    return output.prompt_logprobs, output.prompt_top_tokens
+
+
 def stage_of(model, folder, tp_size, num_stages):
     """An engine on what `folder` holds, and the names of the tensors that this process read."""
     read, stored = set(), Stored.read
@@ -78,18 +86,24 @@ class Breaks:
         return self.function(*args)
 
 
-def failures(layout, world_size):
-    """Who stops where, at what, at which call; processes that add up parts of a layer must not stop alone in it."""
+def failures(world_size):
+    """Who stops where, at what, at which call: before a layer, in it, after all sums of a pass, in a draw."""
     last = world_size - 1
-    alone = [(0, "_run_layers", ValueError("no luck"), 4), (last // 2, "send_hidden", MemoryError("no room"), 1)]
-    together = [(0, "held", KeyboardInterrupt(), 3), (last, "draw", OSError("no draw"), 5)]
-    return together if layout == "tp2 pp2" else alone + together
+    return [
+        (0, "_run_layers", ValueError("no luck"), 4),
+        (last, "layer", ArithmeticError("no sum"), 5),
+        (last // 2, "send_hidden", MemoryError("no room"), 1),
+        (last, "_head", LookupError("no head"), 4),
+        (0, "held", KeyboardInterrupt(), 3),
+        (last, "draw", OSError("no draw"), 5),
+    ]
 
 
 def failing(engine, is_here, name, error, at):
     """What a rollout of many turns raises where `error` is raised in this process, and the tokens of the next one."""
-    places = {"_run_layers": engine.generator.model, "send_hidden": engine.generator.model.links}
-    place, name = {"held": (HeldInterrupts, "pass_on"), "draw": (DecodeStep, "draw")}.get(name) or (places[name], name)
+    model = engine.generator.model
+    places = {"held": (HeldInterrupts, "pass_on"), "draw": (DecodeStep, "draw"), "layer": (model.layers[-1], "forward")}
+    place, name = places.get(name) or (model.links if name == "send_hidden" else model, name)
     function = getattr(place, name)
     broken = Breaks(function, error, at if is_here else None)
     setattr(place, name, (lambda *args: broken(*args)) if isinstance(place, type) else broken)
@@ -101,6 +115,19 @@ def failing(engine, is_here, name, error, at):
     finally:
         setattr(place, name, function)
     return raised, rolled(engine, "greedy")[0]
+
+
+def failing_pass(engine, is_here):
+    """What a pass without a draw raises where one process stops in it, and the logits of the next one."""
+    layer, input_ids = engine.generator.model.layers[-1], padded_prompts()[0][::4]
+    layer.forward = Breaks(layer.forward, LookupError("no way"), 1 if is_here else None)
+    try:
+        engine(input_ids)
+        raised = None
+    except Exception as error:
+        raised = type(error), str(error)
+    del layer.forward
+    return raised, engine(input_ids).logits
 
 
 def num_passes(engine):
@@ -141,7 +168,7 @@ def everything(rank, world_size, folder, layout):
     for family in BUILDERS:
         model = randomised(BUILDERS[family])
         engine, read = stage_of(model, folder / family, *LAYOUTS[layout])
-        results[family] = {"read": read, **{kind: rolled(engine, kind) for kind in KINDS}}
+        results[family] = {"read": read, **{kind: rolled(engine, kind) for kind in KINDS}, "scored": scored(engine)}
         input_ids, _ = padded_prompts()
         results[family]["report"] = engine.report()
         results[family]["logits"] = engine(input_ids[::4]).logits  # two rows without padding
@@ -149,9 +176,8 @@ def everything(rank, world_size, folder, layout):
     results["under way"] = most_under_way(engine)
     if layout == "tp2 pp2":
         check_heads()
-    results["failed"] = [
-        failing(engine, rank == who, name, error, at) for who, name, error, at in failures(layout, world_size)
-    ]
+    results["failed"] = [failing(engine, rank == who, name, error, at) for who, name, error, at in failures(world_size)]
+    results["passes failed"] = [failing_pass(engine, rank == who) for who in (0, world_size - 1)]
     return results
 
 
@@ -174,6 +200,7 @@ def test_stages_give_what_one_process_gives(ranks, family):
     engine = init_inference(randomised(BUILDERS[family]))
     input_ids, _ = padded_prompts()
     expected = {kind: rolled(engine, kind) for kind in KINDS}
+    logprobs_of_prompts, likeliest = scored(engine)
     logits = engine(input_ids[::4]).logits
     for rank in ranks:
         for kind, (sequences, logprobs, lengths, reasons) in expected.items():
@@ -181,6 +208,8 @@ def test_stages_give_what_one_process_gives(ranks, family):
             assert torch.equal(own[0], sequences) and torch.equal(own[2], lengths) and own[3] == reasons
             torch.testing.assert_close(own[1], logprobs, atol=1e-5, rtol=0)
         torch.testing.assert_close(rank[family]["logits"], logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(rank[family]["scored"][0], logprobs_of_prompts, atol=1e-5, rtol=0)
+        assert torch.equal(rank[family]["scored"][1], likeliest) and (logprobs_of_prompts != 0).any()
 
 
 def test_a_stage_reads_nothing_of_the_other_stages(ranks):
@@ -216,13 +245,15 @@ def test_every_stage_knows_when_all_rows_have_ended(ranks):
     assert len(set(passes)) == 1 and passes[0] < 30
 
 
-def test_an_error_of_one_stage_is_raised_on_all_and_the_next_rollout_is_right(ranks):
-    expected = failures("tp2 pp2" if ranks[0]["tied"]["read"] == ranks[1]["tied"]["read"] else "", len(ranks))
+def test_an_error_of_one_process_is_raised_on_all_and_the_next_rollout_is_right(ranks):
     for number, rank in enumerate(ranks):
-        for (raised, tokens), (who, _, error, _) in zip(rank["failed"], expected, strict=True):
+        for (raised, tokens), (who, _, error, _) in zip(rank["failed"], failures(len(ranks)), strict=True):
             assert torch.equal(tokens, rank["tied"]["greedy"][0])
             assert raised is not None and raised[0] is type(error) and str(error) in raised[1], raised
             assert number == who or f"rank {who}" in raised[1]
+        for (raised, logits), who in zip(rank["passes failed"], (0, len(ranks) - 1), strict=True):
+            assert raised == (LookupError, "no way" if number == who else f"rank {who}: no way")
+            torch.testing.assert_close(logits, rank["tied"]["logits"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

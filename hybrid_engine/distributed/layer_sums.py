@@ -59,7 +59,7 @@ class LayerSums:
     @contextmanager
     def _noting_who_left(self) -> Iterator[dist.ProcessGroup]:
         if self._group is None:
-            raise RuntimeError("an error has parted the processes that share this model; start them again")
+            raise FollowedError("an error has parted the processes that share this model; start them again")
         try:
             yield self._group
         except RuntimeError as error:

@@ -116,8 +116,7 @@ class Partners:
         """`error`, this process's, or the first of the others', where it is known that one has one; collective."""
         problem = None if error is None or isinstance(error, FollowedError) else describe_error(error)
         found = self.first_error(error, self.exchange(problem))
-        assert found is not None
-        return found
+        return found or FollowedError("another process stopped")
 
     def raise_first(self, error: BaseException | None, problems: list[Problem | None]) -> None:
         """Raises `error`, this process's, or the first of all processes' `problems`; local."""

@@ -29,7 +29,7 @@ from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
 from hybrid_engine.generation.sampling.in_step import GenerationInStep, InStep
-from hybrid_engine.generation.scoring import score_prompts
+from hybrid_engine.generation.scoring import ScoringTurns, score_prompts
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.zero.gathering import WeightGatherer
 
@@ -175,7 +175,8 @@ class ContainerRollouts:
         Raises:
             RuntimeError: the model's logits are not finite.
         """
-        score_prompts(self.model, (sequence.prompt for sequence in plan.sequences))
+        if not self.gatherer.is_streamed:
+            score_prompts(self.model, (sequence.prompt for sequence in plan.sequences))
         strategies = self.run_turns(plan, kv, choice)
         if not all(math.isfinite(logprob) for sequence in plan.sequences for logprob in sequence.logprobs):
             raise RuntimeError("generate(): the model's logits are not finite; check the weights for NaN or inf")
@@ -200,28 +201,32 @@ class ContainerRollouts:
         start = partial(self.start, plan, kv, choice)
         strategy = self.partners.agree(start) if meets_others else start()
         if is_streamed:
-            self._turn_together(strategy)
+            scoring = ScoringTurns(self.model, self.layers)
+            scoring.add(sequence.prompt for sequence in plan.sequences)
+            self._turn_together(strategy, scoring)
         while strategy.has_work:
             strategy.turn()
             if tell is not _say_nothing:
                 self.partners.agree(tell)
         return [strategy]
 
-    def _turn_together(self, strategy: TextGeneration) -> None:
+    def _turn_together(self, strategy: TextGeneration, scoring: ScoringTurns) -> None:
         """Takes turns until every process's work is done: streamed layers are gathered by all together.
+
+        Prompts are scored first; one that has none to score takes turns meanwhile.
 
         An error of one process is raised on all, after the turn in which it came: until then it gathers with them.
         """
         error: BaseException | None = None
         with holding_interrupts() as held:
             while True:
-                state = _FAILED if error is not None else int(strategy.has_work)
+                state = _FAILED if error is not None else int(scoring.has_work or strategy.has_work)
                 (highest,) = self.partners.highest([state])
                 if highest == _FAILED:
                     self.partners.raise_together(error)
                 if highest == 0:
                     return
-                error = self.pass_over_stream(strategy.turn) or attempt(held.pass_on)[1]
+                error = self.pass_over_stream(lambda: scoring.turn() or strategy.turn()) or attempt(held.pass_on)[1]
 
     def pass_over_stream(self, action: Callable[[], object]) -> BaseException | None:
         """`action`, one pass over the layers, which ends with the last one also after an error; returns that."""

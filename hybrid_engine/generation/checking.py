@@ -17,7 +17,6 @@ from hybrid_engine.generation.options import (
     own_options,
     read_options,
 )
-from hybrid_engine.generation.pipeline.rollouts import StageRollouts
 from hybrid_engine.generation.prompts import check_prompts, prompt_token_ids
 from hybrid_engine.generation.request import Wishes
 from hybrid_engine.generation.sampling.in_step import NAMES as FUNCTIONS
@@ -60,7 +59,7 @@ def read_wishes(
     if functions is not None and row_options is not None:
         raise ValueError("row_options cannot be passed beside functions that are asked for all rows at once")
     if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
-        _check_can_score(generator, options)
+        _check_can_score(options)
     fallback = _reason_to_fall_back(generator, merged, functions, len(prompts) * options.num_return_sequences)
     if fallback is not None:
         _check_can_fall_back(generator, fallback)
@@ -108,13 +107,9 @@ def _max_positions(generator: Generator) -> int | None:
     return getattr(generator.module.config.get_text_config(), "max_position_embeddings", None)
 
 
-def _check_can_score(generator: Generator, options: GenerationOptions) -> None:
+def _check_can_score(options: GenerationOptions) -> None:
     if not options.return_dict:
         raise ValueError("prompt_logprobs is returned beside the tokens; pass return_dict_in_generate=True")
-    has_stages = isinstance(generator.native, StageRollouts)
-    if generator.gatherer.is_streamed or has_stages:
-        what = "processes hold some of the layers each" if has_stages else "layers are gathered one by one"
-        raise ValueError(f"prompt_logprobs is not served where {what}; leave it out, or generate from whole weights")
 
 
 def _reason_to_fall_back(

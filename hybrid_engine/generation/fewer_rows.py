@@ -32,7 +32,7 @@ def _halved(plan: Plan, rows: int) -> Plan:
     sequences = []
     for sequence in plan.sequences:
         old = sequence.prompt
-        prompt = prompts.setdefault(old, Prompt(old.tokens, num_tops=old.num_tops, scores=old.scores))
+        prompt = prompts.setdefault(old, old.with_own_blocks())
         sequences.append(Sequence(prompt, sequence.row, sequence.options, sequence.key))
     num_blocks = min(plan.num_blocks, max(plan.num_blocks * rows // plan.max_running, 2 * plan.num_columns))
     return replace(plan, sequences=sequences, max_running=rows, num_blocks=num_blocks)

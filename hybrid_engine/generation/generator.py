@@ -23,7 +23,6 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.interrupts import HeldInterrupts
-from hybrid_engine.distributed.processes import get_world_size
 from hybrid_engine.distributed.verdict import LostError, Partners, attempt
 from hybrid_engine.generation.backend import ContainerRollouts, ModuleRollouts, RolloutResult
 from hybrid_engine.generation.batching.demand import BLOCK_SIZE
@@ -274,13 +273,8 @@ class Generator:
         except LostError:
             raise
         except BaseException:
-            self._renew_sums()
+            self.group.renew_sums(self.partners)
             raise
-
-    def _renew_sums(self) -> None:
-        """After an error that all processes have raised; only all processes of a run can make groups."""
-        if self.group.sums is not None and self.partners.size == get_world_size():
-            self.group.sums.renew()
 
     def _run(self, request: Request, kv: torch.Tensor | None, held: HeldInterrupts) -> RolloutResult:
         wishes, plan = request.wishes, request.plan

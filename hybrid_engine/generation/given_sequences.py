@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.generation.batching.plan import check_lengths, plan_rollout, workspace_bytes
-from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.generator import Generator
 
 
@@ -40,7 +40,7 @@ def run_sequences(
         options = replace(options, num_return_sequences=num_samples)
     else:  # all samples of a prompt are the same then, and none is a fork
         for sequence in sequences:
-            sequence.prompt = Prompt(sequence.prompt.tokens)
+            sequence.prompt = sequence.prompt.with_own_blocks()
     spare = workspace_bytes(generator.device, generator.workspace.allocated_bytes, generator.bytes_to_gather)
     (least,) = partners.highest([-spare])
     plan = plan_rollout(model, sequences, options, config, -least, native.num_reserved_blocks)

@@ -44,7 +44,7 @@ class LiveLink:
         """Its rank among all processes."""
         self.is_leader = group.rank == 0
         self._group, self._partners, self._codec = group.process_group, group.partners, _Codec()
-        self._sums = group.sums
+        self._model_group = group
 
     def send_call(self, name: str, sequences: list[Sequence] | None = None) -> None:
         """Tells the followers of a call; waits until they have it."""
@@ -70,7 +70,8 @@ class LiveLink:
 
     def making_call(self) -> AbstractContextManager[None]:
         """Around a call of a batch: an error in it ends the sums that the other processes wait in."""
-        return nullcontext() if self._sums is None else self._sums.ending_others()
+        sums = self._model_group.sums
+        return nullcontext() if sums is None else sums.ending_others()
 
     def part(self, error: BaseException | None) -> None:
         """After the last call: raises `error`, this process's, or another one's; collective."""
@@ -79,9 +80,7 @@ class LiveLink:
         if self._partners.highest([int(error is not None)]) == [0]:
             return
         found = self._partners.exchange_errors(error)
-        # What an error has parted can only be put together by all processes of a run.
-        if self._sums is not None and self._partners.size == dist.get_world_size():
-            self._sums.renew()
+        self._model_group.renew_sums(self._partners)
         raise found
 
     def send(self, value: Any) -> None:

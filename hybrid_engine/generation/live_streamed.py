@@ -4,7 +4,6 @@ Each process has requests of its own. Before a turn they say whether one of them
 layers, those without work computing nothing. They meet like that as long as one of them serves.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +13,7 @@ from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.live import LiveBatch, Progress
-from hybrid_engine.generation.scoring import is_unscored, score_in_passes
+from hybrid_engine.generation.scoring import ScoringTurns
 
 _LEFT, _IDLE, _WORKS, _FAILED = range(4)
 
@@ -41,19 +40,16 @@ class StreamedBatch(LiveBatch):
         self._native, self._partners = native, partners
         self._has_parted = False
         """Whether the others have heard of an error, or hear nothing from here any more."""
-        self._scoring: deque[tuple[Prompt, Iterator[None]]] = deque()  # a turn each for every pass
+        self._scoring = ScoringTurns(model, lambda: native.layers())
 
     def score(self, prompts: list[Prompt]) -> None:
         """LiveBatch's, in turns that come before those of sequences."""
-        known = {prompt for prompt, _ in self._scoring}
-        new = [prompt for prompt in prompts if is_unscored(prompt) and prompt not in known]
-        self._scoring += [(prompt, score_in_passes(self.model, prompt, self._native.layers)) for prompt in new]
+        self._scoring.add(prompts)
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """LiveBatch's."""
         super().cancel(sequences)
-        wanted = {sequence.prompt for sequence in self.unfinished}
-        self._scoring = deque((prompt, passes) for prompt, passes in self._scoring if prompt in wanted)
+        self._scoring.keep({sequence.prompt for sequence in self.unfinished})
 
     def turn(self) -> list[Progress]:
         """One pass over the layers, on all processes."""
@@ -92,11 +88,8 @@ class StreamedBatch(LiveBatch):
 
     def _pass(self) -> None:
         """One pass over the layers, whether there is something to compute or not."""
-        while self._scoring:
-            if next(self._scoring[0][1], self) is not self:
-                return
-            self._scoring.popleft()  # it had its last pass before
-        self.strategy.turn()
+        if not self._scoring.turn():
+            self.strategy.turn()
 
     def _fail(self, error: BaseException) -> None:
         """Raises `error` here, and its like on the others where they meet next; collective."""

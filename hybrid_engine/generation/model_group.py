@@ -3,6 +3,8 @@
 Each has its part of every layer (tensor parallelism), or some of the layers (pipeline stages), or both.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.distributed.layer_sums import LayerSums
 from hybrid_engine.distributed.processes import get_rank, get_world_size
-from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.distributed.verdict import LostError, Partners
 from hybrid_engine.generation.pipeline.stage import Stage
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import SliceReader
@@ -95,6 +97,25 @@ class ModelGroup:
         dist.all_gather_object(values, value, group=self.process_group)
         return values  # type: ignore[return-value]
 
+    def agree(self, action: Callable[[], Value]) -> Value:
+        """Runs `action`, in which the processes meet in layers; an error of one is raised on all; collective."""
+        try:
+            return self.partners.agree(lambda: self._ending_others(action))
+        except LostError:
+            raise
+        except BaseException:
+            self.renew_sums(self.partners)
+            raise
+
+    def _ending_others(self, action: Callable[[], Value]) -> Value:
+        with nullcontext() if self.sums is None else self.sums.ending_others():
+            return action()
+
+    def renew_sums(self, partners: Partners) -> None:
+        """After an error that `partners` have raised; only all processes of a run can make groups. Collective."""
+        if self.sums is not None and partners.size == get_world_size():
+            self.sums.renew()
+
     def from_last_stage(self, value: Value) -> Value:
         """What the last stage passes, on all; `value` itself where there are no stages; collective."""
         return value if self.stage is None else self.gather_objects(value)[-1]
@@ -117,8 +138,12 @@ def join_model_group(size: int, device: torch.device, option: str) -> ModelGroup
     if size == 1:
         return ModelGroup()
     mesh = init_device_mesh(device.type, (get_world_size() // size, size), mesh_dim_names=("replicate", "tensor"))
+    return _with_sums(describe_group(mesh["tensor"].get_group(), option), size)
+
+
+def _with_sums(group: ModelGroup, size: int) -> ModelGroup:
+    """`group`, whose `size` consecutive processes add up layers in groups that serve nothing else; collective."""
     sums = LayerSums(torch.arange(get_world_size()).view(-1, size).tolist())
-    group = describe_group(mesh["tensor"].get_group(), option)
     parallel = replace(group.parallel, all_reduce=sums.all_reduce, all_gather=sums.all_gather)
     return replace(group, parallel=parallel, sums=sums)
 
@@ -171,7 +196,9 @@ def join_stages(tp_size: int, num_stages: int, device: torch.device, option: str
         index=dist.get_rank(stages), ranks=tuple(dist.get_process_group_ranks(stages)), group=stages, host_group=host
     )
     whole = mesh["pipeline", "tensor"]._flatten("model").get_group()
-    layer = describe_group(mesh["tensor"].get_group(), option) if tp_size > 1 else ModelGroup()
+    layer = ModelGroup()
+    if tp_size > 1:
+        layer = _with_sums(describe_group(mesh["tensor"].get_group(), option), tp_size)
     return replace(layer, stage=stage, process_group=whole)
 
 

@@ -3,6 +3,7 @@
 N packed tokens, V vocabulary; b rows, S columns.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -114,6 +115,41 @@ def score_in_passes(
             scores.tops.extend(list(zip(ids, values, strict=True)) for ids, values in pairs)
             yield
     prompt.scores = scores
+
+
+class ScoringTurns:
+    """Prompts to be scored over layers that are gathered one by one: a turn of all processes for every pass.
+
+    Args:
+        layers: one pass over the layers of `model`.
+    """
+
+    def __init__(self, model: InferenceModel, layers: Callable[[], Iterable[InferenceLayer]]):
+        self._model, self._layers = model, layers
+        self._passes: deque[tuple[Prompt, Iterator[None]]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `turn` has something to do."""
+        return bool(self._passes)
+
+    def add(self, prompts: Iterable[Prompt]) -> None:
+        """Those of `prompts` that want scores and have none."""
+        known = {prompt for prompt, _ in self._passes}
+        new = [prompt for prompt in dict.fromkeys(prompts) if is_unscored(prompt) and prompt not in known]
+        self._passes += [(prompt, score_in_passes(self._model, prompt, self._layers)) for prompt in new]
+
+    def keep(self, wanted: set[Prompt]) -> None:
+        """Forgets all others."""
+        self._passes = deque((prompt, passes) for prompt, passes in self._passes if prompt in wanted)
+
+    def turn(self) -> bool:
+        """Makes the next pass, if one is left; otherwise False."""
+        while self._passes:
+            if next(self._passes[0][1], self) is not self:
+                return True
+            self._passes.popleft()  # it had its last pass before
+        return False
 
 
 def score_rows(wrapper: "AbstractModelInferenceWrapper", tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:

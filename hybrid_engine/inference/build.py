@@ -194,7 +194,7 @@ def take_weights(
         if policy.is_encoder:
             return Weights(encoder=InferenceEncoder(model, parallel), held=held, checkpoint=checkpoint), None
         if group.stage is not None:
-            stage = StageModel(model, parallel, group.stage, default_device())
+            stage = StageModel(model, parallel, group, default_device())
             return Weights(decoder=stage, held=held, checkpoint=checkpoint), None
         return Weights(decoder=InferenceModel(model, parallel), held=held, checkpoint=checkpoint), None
     except UnsupportedModelError as error:

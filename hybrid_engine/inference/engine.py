@@ -113,6 +113,7 @@ class InferenceEngine(nn.Module):
         assert self.generator is not None
         self.group = self.generator.group = self.group.without_module()
 
+    @naming_who_left("forward()")
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output without gradients, for its own arguments.
@@ -121,7 +122,7 @@ class InferenceEngine(nn.Module):
         left), and gives `logits [B, P, V]` fp32, zero at padding; all processes pass the same.
 
         Raises:
-            ValueError: in that case, for any other argument.
+            ValueError: in that case, for any other argument. An error of one process is raised on all.
         """
         if self.encoder is not None:
             return self.encoder.forward(*args, **kwargs)
@@ -144,7 +145,8 @@ class InferenceEngine(nn.Module):
         model = self.generator.model
         mask = check_prompts(input_ids, attention_mask, model.vocab_size, None).to(model.device)
         with torch.autocast(model.device.type, enabled=False):
-            packed = score_packed(model, input_ids.to(model.device)[mask], mask.sum(1).tolist())
+            given, lengths = input_ids.to(model.device)[mask], mask.sum(1).tolist()
+            packed = self.group.agree(lambda: score_packed(model, given, lengths))
         logits = packed.new_zeros(*mask.shape, packed.shape[-1])
         logits[mask] = packed
         return CausalLMOutput(logits=logits)

@@ -19,6 +19,10 @@ class Prompt:
     num_tops: int | None = None  # likeliest tokens reported at each of its positions; None: it is not scored
     scores: Any = None  # `TokenScores` of its tokens, where they are wanted
 
+    def with_own_blocks(self) -> "Prompt":
+        """The same prompt for samples that share no blocks with those of this one."""
+        return Prompt(self.tokens, num_tops=self.num_tops, scores=self.scores)
+
 
 @dataclass(eq=False)
 class Sequence:

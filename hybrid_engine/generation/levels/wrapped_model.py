@@ -153,9 +153,9 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
             if containers is None:
                 logits = self._run_module(tokens, start)
             elif start == 0:
-                logits = self._prefill(containers, tokens)
+                logits = self.generator.group.agree(lambda: self._prefill(containers, tokens))
             else:
-                logits = self._feed(containers, tokens, start)
+                logits = self.generator.group.agree(lambda: self._feed(containers, tokens, start))
         self._num_fed = end
         return logits
 

@@ -38,10 +38,13 @@ class StageLinks:
         self.num_awaited = 0  # draws of the last stage that this one has not received
         self._sent: deque[list[tuple[dist.Work, torch.Tensor]]] = deque([[]])  # by turns; tensors stay until they went
         self._has_received = self._has_sent = self._has_drawn = True  # the messages of this turn
+        self.has_agreed = True
+        """Whether the processes of the last stage, if this is one, have had their verdict on this turn's draw."""
 
-    def begin_turn(self, turns_at_once: int) -> None:
-        """Before a turn, of `turns_at_once` that are under way."""
-        self._has_received, self._has_sent, self._has_drawn = self.stage.is_first, self.stage.is_last, False
+    def begin_turn(self, turns_at_once: int, is_drawn: bool = True) -> None:
+        """Before a turn, of `turns_at_once` that are under way; `is_drawn`: the last stage draws at its end."""
+        self._has_received, self._has_sent = self.stage.is_first, self.stage.is_last
+        self._has_drawn, self.has_agreed = not is_drawn, not (is_drawn and self.stage.is_last)
         self._sent.append([])
         while len(self._sent) > turns_at_once + 1:  # these were answered by draws that have been read
             self._wait_for(self._sent.popleft())

@@ -12,13 +12,12 @@ from dataclasses import replace
 import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.distributed.verdict import LostError, Partners, describe_error
+from hybrid_engine.distributed.verdict import Partners, describe_error
 from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, Drawn
 from hybrid_engine.generation.decoding.open_step import Choice, OpenStep
-from hybrid_engine.generation.pipeline.links import StageFailedError
 from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.ops import Batch
 
@@ -32,15 +31,7 @@ class StageTurns:
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """See `StageModel.run_stage`."""
-        try:
-            return self.model.run_stage(batch, kv, layers)
-        except (StageFailedError, LostError):
-            raise
-        except Exception as error:
-            if self.model.parallel.size == 1:
-                raise
-            # The other processes of this stage are in the sums of a layer, where nothing can be told.
-            raise LostError(f"{type(error).__name__}: {error}") from error
+        return self.model.run_stage(batch, kv, layers)
 
 
 class StageStep(OpenStep):
@@ -62,6 +53,7 @@ class StageStep(OpenStep):
         if not self.links.stage.is_last:
             self.links.await_drawn()
             return Draw(lambda: self._receive(sequences))
+        self.links.has_agreed = True
         drawn = self.peers.agree(lambda: self.choice(sequences, logits))
         errors = {row: sequence.error for row, sequence in enumerate(sequences) if sequence.error is not None}
         self.links.send_drawn(drawn, {row: describe_error(error) for row, error in errors.items()})
@@ -126,7 +118,7 @@ def _separate_prompts(parts: list[Plan]) -> None:
     for part in parts[1:]:
         others: dict[Prompt, Prompt] = {}
         for sequence in part.sequences:
-            sequence.prompt = others.setdefault(sequence.prompt, Prompt(sequence.prompt.tokens))
+            sequence.prompt = others.setdefault(sequence.prompt, sequence.prompt.with_own_blocks())
 
 
 def split_empty_plan(plan: Plan, num_parts: int) -> list[Plan]:

@@ -75,7 +75,7 @@ class StageRollouts(ContainerRollouts):
 
         An error, or Ctrl-C, of one stage ends the rounds on all.
         """
-        turns = OrderedTurns(self.model.links, self.model.dtype, len(batches))
+        turns = OrderedTurns(self.model.links, self.model.dtype, len(batches), self.peers)
         with holding_interrupts() as held:
 
             def begin() -> None:

@@ -1,6 +1,7 @@
 """A causal model on containers of which this process runs one stage. N tokens, R wanted rows, V vocabulary."""
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import nn
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
+from hybrid_engine.distributed.verdict import LostError
+from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.pipeline.links import StageLinks
-from hybrid_engine.generation.pipeline.stage import Stage, split_layers
+from hybrid_engine.generation.pipeline.stage import split_layers
 from hybrid_engine.ops import Batch
 
 
@@ -23,9 +26,11 @@ class StageModel(InferenceModel):
     embedding: Any  # type: ignore[assignment]
     lm_head: Any  # type: ignore[assignment]
 
-    def __init__(self, model: nn.Module, parallel: TensorParallel, stage: Stage, device: torch.device):
+    def __init__(self, model: nn.Module, parallel: TensorParallel, group: ModelGroup, device: torch.device):
         super().__init__(model, parallel)
-        self.stage, self.links = stage, StageLinks(stage, device)
+        stage = group.stage
+        assert stage is not None
+        self.group, self.stage, self.links = group, stage, StageLinks(stage, device)
         self.num_layers = len(self.layers)
         bounds = split_layers(self.num_layers, stage.size)
         self.most_layers = max(map(len, bounds))
@@ -49,19 +54,36 @@ class StageModel(InferenceModel):
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """The logits `[R, V]` fp32 of a pass through all stages, on each of them; collective.
 
-        A rollout keeps them on the last: see `run_stage`.
+        An error of one process is raised on all. A rollout keeps the logits on the last stage: see `run_stage`.
         """
-        self.links.begin_turn(1)
-        logits = self.run_stage(batch, kv, layers)
-        self.links.finish()
+        logits = self.group.agree(lambda: self._run_alone(batch, kv, layers))
         num_rows = len(batch.tokens if batch.wanted is None else batch.wanted)
         return self.links.broadcast_logits(logits, num_rows, self.vocab_size)
+
+    def _run_alone(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
+        """`run_stage` as a turn of its own without a draw; its messages have all gone at its end, also by an error."""
+        self.links.begin_turn(1, is_drawn=False)
+        try:
+            logits = self.run_stage(batch, kv, layers)
+        except LostError:
+            raise
+        except BaseException:
+            self.links.fail_turn(self.dtype)
+            self.links.finish()
+            raise
+        self.links.finish()
+        return logits
 
     def run_stage(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """This stage's part of a pass; logits `[R, V]` fp32 on the last, `[R, 0]` on the others.
 
-        Waits for the stage before, not for the next one. StageFailedError where the stage before has failed.
+        Waits for the stage before, not for the next one. StageFailedError where the stage before has failed; an error
+        also ends the sums that other processes of this stage wait in.
         """
+        with nullcontext() if self.group.sums is None else self.group.sums.ending_others():
+            return self._run_stage(batch, kv, layers)
+
+    def _run_stage(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         hidden = self._embed(batch) if self.stage.is_first else self.links.receive_hidden(self.dtype)
         hidden = self._run_layers(hidden, batch, kv, layers)
         if self.stage.is_last:

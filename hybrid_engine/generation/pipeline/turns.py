@@ -5,10 +5,11 @@ An error of one stage ends them on all at the same turn: where the tokens of the
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from hybrid_engine.distributed.verdict import LostError, attempt
+from hybrid_engine.distributed.verdict import LostError, Partners, attempt
 from hybrid_engine.generation.pipeline.links import StageFailedError, StageLinks
 from hybrid_engine.generation.pipeline.micro_batches import MicroBatch
 
@@ -18,10 +19,11 @@ class OrderedTurns:
 
     Args:
         dtype: of hidden states.
+        peers: the processes of this stage.
     """
 
-    def __init__(self, links: StageLinks, dtype: torch.dtype, at_once: int):
-        self.links, self.dtype, self.at_once = links, dtype, at_once
+    def __init__(self, links: StageLinks, dtype: torch.dtype, at_once: int, peers: Partners):
+        self.links, self.dtype, self.at_once, self.peers = links, dtype, at_once, peers
         self.failed: set[MicroBatch] = set()
         """Those of which this stage had an error in a turn; nothing must change them any more."""
         self._error: BaseException | None = None
@@ -62,6 +64,8 @@ class OrderedTurns:
         if isinstance(problem, LostError):
             raise problem
         if problem is not None:
+            if not self.links.has_agreed:  # the others of the last stage may have come as far as the draw
+                problem = attempt(partial(self.peers.raise_together, problem))[1] or problem
             self.links.fail_turn(self.dtype)
             self.failed.add(batch)
             if not isinstance(problem, StageFailedError):
