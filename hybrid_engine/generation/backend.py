@@ -218,6 +218,11 @@ class ContainerRollouts:
         An error of one process is raised on all, after the turn in which it came: until then it gathers with them.
         """
         error: BaseException | None = None
+
+        def take_pass() -> None:
+            if not scoring.turn():
+                strategy.turn()
+
         with holding_interrupts() as held:
             while True:
                 state = _FAILED if error is not None else int(scoring.has_work or strategy.has_work)
@@ -226,7 +231,7 @@ class ContainerRollouts:
                     self.partners.raise_together(error)
                 if highest == 0:
                     return
-                error = self.pass_over_stream(lambda: scoring.turn() or strategy.turn()) or attempt(held.pass_on)[1]
+                error = self.pass_over_stream(take_pass) or attempt(held.pass_on)[1]
 
     def pass_over_stream(self, action: Callable[[], object]) -> BaseException | None:
         """`action`, one pass over the layers, which ends with the last one also after an error; returns that."""
