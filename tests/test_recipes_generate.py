@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine.command.cli import main
-from hybrid_engine.recipes import generate
+from hybrid_engine.recipes import generate, serve
 
 NUM_ROWS = 12
 
@@ -142,6 +143,36 @@ def test_a_journal_keeps_every_text(tmp_path):
     assert journal.finished == {0: {"row": 0} | answer}
     journal.publish()
     assert json.loads(out.read_bytes()) == answer
+
+
+def test_a_disk_that_is_full_says_so_and_the_same_command_goes_on(model, prompts, tmp_path, capsys):
+    command = ["generate", "--model", str(model), "--prompts", str(prompts), "--max-new-tokens", "60", "--seed", "5"]
+    assert main([*command, "--out", str(tmp_path / "whole.jsonl")]) == 0
+    out, limits = tmp_path / "answers.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
+    try:
+        assert main([*command, "--out", str(out), "--max-running", "2"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("hybrid-engine: ") and "finished rows stay: make room" in line and f"{out}.part" in line
+    assert not out.exists()
+    assert main([*command, "--out", str(out)]) == 0
+    assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(("command", "hint"), [("generate", "; finished rows stay, the same command"), ("serve", "\n")])
+def test_ctrl_c_says_what_stays(model, prompts, tmp_path, monkeypatch, capsys, command, hint):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "load_answering", interrupted)
+    monkeypatch.setattr(serve, "load", interrupted)
+    options = (
+        ["--prompts", str(prompts), "--out", str(tmp_path / "out.jsonl")] if command == "generate" else ["--port", "0"]
+    )
+    assert main([command, "--model", str(model), *options]) == 130
+    assert f"hybrid-engine: interrupted{hint}" in capsys.readouterr().err
 
 
 def shared_runs(rank, world_size, model, prompts, folder):

@@ -43,7 +43,7 @@ PLAN = "plan"
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """Exit statuses: of a disk that takes no more, of input that is refused, and of Ctrl-C."""
-NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str], act: Callable[..., int] | None = None) -> int:
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             settled = {option.name: option.default for option in options} | given
-            print(f"hybrid-engine: interrupted; {how_to_go_on(name, settled)}", file=sys.stderr)
+            print("; ".join(["hybrid-engine: interrupted", *how_to_go_on(name, settled)]), file=sys.stderr)
         return INTERRUPTED
 
 
@@ -143,8 +143,16 @@ def is_ours(error: BaseException) -> bool:
     return str(frames[-1].f_globals.get("__name__")).startswith("hybrid_engine.")
 
 
-def how_to_go_on(recipe: str, options: Mapping[str, Any]) -> str:
-    """What to do after Ctrl-C; a checkpoint that was being written does not count until it is complete."""
+def how_to_go_on(recipe: str, options: Mapping[str, Any]) -> list[str]:
+    """What to do after Ctrl-C, if anything; a checkpoint that was being written does not count until it is complete."""
+    if recipe == "generate" and options["out"] not in (None, "-"):
+        return ["finished rows stay, the same command goes on with the others"]
+    if recipe in ("generate", "serve"):
+        return []
+    return [_how_to_train_on(recipe, options)]
+
+
+def _how_to_train_on(recipe: str, options: Mapping[str, Any]) -> str:
     folder = Path(options["out"])
     if "resume" in options and has_checkpoint(folder, recipe):
         place = "in place of --restart" if options["restart"] else "added"

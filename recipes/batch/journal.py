@@ -7,6 +7,8 @@ finish. A kill loses at most the line that was being written. The file itself ap
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,23 +66,36 @@ class Journal:
         return {line["row"]: line for line in map(json.loads, lines[1:])}
 
     def add(self, row: int, answer: dict[str, Any]) -> None:
-        """Keeps a finished row."""
-        self.finished[row] = {"row": row} | answer
-        self._write(self.finished[row])
+        """Keeps a finished row; OSError, which says how to go on, where it cannot be written."""
+        line = {"row": row} | answer
+        with self._writing():
+            self._write(line)
+        self.finished[row] = line
 
     def publish(self) -> None:
-        """Puts all rows into the file, in order."""
-        if self._file is not None:
-            self._file.close()
+        """Puts all rows into the file, in order; errors as of `add`."""
         unfinished = self.target.with_name(f".{self.target.name}.writing")
-        with unfinished.open("w", encoding="utf-8") as file:
-            for row in sorted(self.finished):
-                line = {name: value for name, value in self.finished[row].items() if name != "row"}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self.target)
+        with self._writing():
+            if self._file is not None:
+                self._file.close()
+            with unfinished.open("w", encoding="utf-8") as file:
+                for row in sorted(self.finished):
+                    line = {name: value for name, value in self.finished[row].items() if name != "row"}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(self.target)
         self.part.unlink(missing_ok=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = (
+                f"{error.strerror}; {len(self.finished)} finished rows stay: make room, and the same command goes on"
+            )
+            raise OSError(error.errno, reason, str(self.part)) from error
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
