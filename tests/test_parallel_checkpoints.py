@@ -46,8 +46,8 @@ def make_optimizer(module, name):
 
 def parallel_steps(module, optimizer, steps):
     """The norms of the gradients of each step; units share its samples out."""
-    num_units, rank = module.config.num_units, dist.get_rank() if dist.is_initialized() else 0
-    unit, count = rank // module.config.plan_ngpus, 4 // num_units
+    num_units, rank = module.compute_config.num_units, dist.get_rank() if dist.is_initialized() else 0
+    unit, count = rank // module.compute_config.plan_ngpus, 4 // num_units
     norms = []
     for step in steps:
         module.train_step(samples_of(step)[unit * count : (unit + 1) * count])

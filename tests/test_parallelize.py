@@ -269,7 +269,7 @@ def test_what_an_end_to_end_module_does_not_do_is_refused(tmp_path):
         module(sample(0))
     with pytest.raises(ValueError, match="is_dummy_batch has 2 entries, samples 1"):
         module.train_step([sample(0)], [True, False])
-    module.config = dataclasses.replace(module.config, inference_only=True)
+    module.compute_config = dataclasses.replace(module.compute_config, inference_only=True)
     with pytest.raises(ValueError, match="inference_only"):
         module.train_step([sample(0)])
     with pytest.raises(ValueError, match="inference_only"):

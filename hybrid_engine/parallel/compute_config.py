@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 TRACE_STRATEGIES = ("cpu", "cuda", "meta", "cuda_run_cpu_offload", "reuse_cache")
+LOWERINGS = ("graph", "eager")
 WITHOUT_EFFECT: Mapping[str, Any] = {
     "constant_folding": False,
     "use_async_reducer": False,
@@ -62,6 +63,9 @@ class ComputeConfig:
     """True is refused: gradients are reduced after the backward pass."""
     reducer_bucket_cap_mb: float | None = None
     """A number is refused: gradients of one dtype are reduced at once."""
+    lowering: str = "graph"
+    """What a plan becomes: `graph`, the traced ops on parts, or `eager`, hooks on the original module, which stays one
+    of its class and generates; plans that change layouts inside a module's code are for `graph` alone."""
     pas_config: Mapping[str, Any] = field(default_factory=dict)
     """The policy's options; free ones begin with `_`."""
     user_config: Mapping[str, Any] = field(default_factory=dict)
@@ -78,6 +82,8 @@ class ComputeConfig:
             )
         if self.trace_strategy not in TRACE_STRATEGIES:
             raise ValueError(f"trace_strategy={self.trace_strategy!r} must be one of {list(TRACE_STRATEGIES)}")
+        if self.lowering not in LOWERINGS:
+            raise ValueError(f"lowering={self.lowering!r} must be one of {list(LOWERINGS)}")
         if self.zero_ngroups > 1 and self.zero_use_reduce_scatter:
             raise ValueError(
                 f"zero_use_reduce_scatter=True holds for zero_ngroups=1 alone, not {self.zero_ngroups}; leave one out"

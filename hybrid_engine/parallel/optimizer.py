@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.parallel.checkpoints.optimizer_states import GROUP, NAMES, NUMBERS
+from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Hook, Reducer
+from hybrid_engine.zero.layer_groups import find_groups
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -38,7 +40,7 @@ def build_optimizer(
     parts = [part for part in module.modules() if isinstance(part, ParallelModule)]
     _check_parts(parts)
     for part in parts:
-        if part.config.use_zero and part.meshes.zero is not None:
+        if part.compute_config.use_zero and part.meshes.zero is not None:
             _shard(part)
     inside = {id(p) for part in parts if isinstance(part, FSDPModule) for p in part.parameters()}
     parallel = {id(p) for part in parts for p in part.parameters()}
@@ -64,19 +66,24 @@ def build_optimizer(
 def _check_parts(parts: list[ParallelModule]) -> None:
     if not parts:
         raise ValueError("module has no parallel part; call parallelize, or build the optimizer itself")
-    if any(part.config.inference_only for part in parts):
+    if any(part.compute_config.inference_only for part in parts):
         raise ValueError("inference_only=True: the module is never trained; change the compute config")
     for name in ("plan_ngpus", "runtime_ngpus"):
-        values = sorted({getattr(part.config, name) for part in parts})
+        values = sorted({getattr(part.compute_config, name) for part in parts})
         if len(values) > 1:
             raise ValueError(f"the parallel parts have {name} of {values}; all must have the same")
 
 
 def _shard(part: ParallelModule) -> None:
-    """ZeRO over units: gradients are summed, never averaged, as the backward pass makes them."""
-    sharded = fully_shard(part, mesh=part.meshes.zero, reshard_after_forward=False)
-    sharded.set_gradient_divide_factor(1.0)
-    sharded.set_force_sum_reduction_for_comms(True)
+    """ZeRO over units: gradients are summed, never averaged, as the backward pass makes them.
+
+    Layers of a module whose own forward runs are gathered and reduced one by one; a graph reads parameters at any time.
+    """
+    layers = find_groups(part).modules if isinstance(part, EagerModule) else []
+    for group in (*layers, part):
+        sharded = fully_shard(group, mesh=part.meshes.zero, reshard_after_forward=False)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _places(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> dict[int, tuple[str, int]]:
@@ -92,8 +99,8 @@ def _between_stages(part: ParallelModule) -> list[Reducer]:
     reducers = []
     held = part.held()
     for stages, names in part.shared_by_stages().items():
-        num_processes = part.config.plan_ngpus // part.meshes.stages.size()  # type: ignore[union-attr]
-        starts = range(0, part.config.runtime_ngpus, part.config.plan_ngpus)
+        num_processes = part.compute_config.plan_ngpus // part.meshes.stages.size()  # type: ignore[union-attr]
+        starts = range(0, part.compute_config.runtime_ngpus, part.compute_config.plan_ngpus)
         ranks = [
             [start + stage * num_processes + place for stage in stages]
             for start in starts

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 from torch.utils import _pytree as pytree
@@ -26,23 +27,25 @@ from hybrid_engine.parallel.planning.plan import Plan
 
 
 class ParallelModule(nn.Module):
-    """What `parallelize` gives. `plan` and `config` say how it runs; `plan` changes nothing any more.
+    """What `parallelize` gives. `plan` and `compute_config` say how it runs; `plan` changes nothing any more.
 
     A sample with arguments of other shapes than before is traced once more, for which the plan holds too.
     """
 
     plan: Plan
-    config: ComputeConfig
+    compute_config: ComputeConfig
     meshes: Meshes
 
     def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes):
         super().__init__()
-        self.plan, self.config, self.meshes = plan, config, meshes
+        self.plan, self.compute_config, self.meshes = plan, config, meshes
         layouts = parameter_layouts(plan.graph, plan)
         self.__dict__["_stages"] = stages = self._own_stages(plan.graph)
         names = None if stages is None else frozenset().union(*(stage.held for stage in stages.values()))
         parts = {
-            id(p): self._part(p, layouts.get(name)) if names is None or name in names else nn.Parameter(torch.empty(0))
+            id(p): part_of(p, meshes.unit, layouts.get(name))
+            if names is None or name in names
+            else nn.Parameter(torch.empty(0))
             for name, p in module.named_parameters()
         }
         held = copy.deepcopy(module, dict(parts))  # type: ignore[arg-type]
@@ -59,11 +62,6 @@ class ParallelModule(nn.Module):
         self.__dict__["_pipelines"] = {}
         self.__dict__["_runner"] = None
         self.__dict__["_is_in_step"] = False
-
-    def _part(self, parameter: nn.Parameter, layout: Layout | None) -> nn.Parameter:
-        if self.meshes.unit is None:
-            return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-        return nn.Parameter(distribute_tensor(parameter.detach(), self.meshes.unit, layout), parameter.requires_grad)
 
     def _own_stages(self, graph: Graph) -> dict[int, StageOps] | None:
         """The stages of this process by their numbers; None where there is one stage in all."""
@@ -115,16 +113,20 @@ class ParallelModule(nn.Module):
         """
         if self._runner is not None:
             return self._runner(*args, **kwargs)
-        if self.config.use_end2end and not self._is_in_step:
+        if self.compute_config.use_end2end and not self._is_in_step:
             raise ValueError("an end-to-end module has no forward of its own; call train_step or infer_step")
         return self._run(*args, **kwargs)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _check_runs(self) -> None:
+        """ValueError where there must be no forward pass now."""
         uninitialised = [name for name, buffer in self.named_buffers() if buffer.is_meta]
         if uninitialised:
             raise ValueError(f"buffers {uninitialised} were never initialised; load a state dict that has them")
-        if self.config.inference_only and torch.is_grad_enabled() and self.training:
+        if self.compute_config.inference_only and torch.is_grad_enabled() and self.training:
             raise ValueError("inference_only=True: the module is never trained; call eval(), or change the config")
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_runs()
         arguments = self._arguments(*args, **kwargs)
         steps, graph = self._steps_for(arguments)
         held = self.held()
@@ -208,7 +210,7 @@ class ParallelModule(nn.Module):
         `scale_fn` makes of the loss of a sample what its backward pass starts from.
         """
         self._check_end_to_end("train_step")
-        if self.config.inference_only:
+        if self.compute_config.inference_only:
             raise ValueError("inference_only=True: train_step needs a plan for training; change the config")
         self._check_samples(samples, is_dummy_batch)
         self.zero_grad()
@@ -245,7 +247,7 @@ class ParallelModule(nn.Module):
             self.__dict__["_is_in_step"] = False
 
     def _check_end_to_end(self, name: str) -> None:
-        if not self.config.use_end2end:
+        if not self.compute_config.use_end2end:
             raise ValueError(f"{name} needs use_end2end=True; call the module, or set it in the compute config")
 
     def _check_samples(self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None) -> None:
@@ -255,6 +257,13 @@ class ParallelModule(nn.Module):
             raise ValueError(
                 f"is_dummy_batch has {len(is_dummy_batch)} entries, samples {len(samples)}; give one for each"
             )
+
+
+def part_of(parameter: nn.Parameter, unit: DeviceMesh | None, layout: Layout | None) -> nn.Parameter:
+    """This process's part of a whole parameter, as a copy; all of it where a unit is one process. Collective."""
+    if unit is None:
+        return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    return nn.Parameter(distribute_tensor(parameter.detach(), unit, layout), parameter.requires_grad)
 
 
 def inputs_of(graph: Graph, arguments: dict[str, Any]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from hybrid_engine.distributed.processes import broadcast_module, gather_objects, get_world_size, on_rank_zero
 from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
+from hybrid_engine.parallel.eager_module import Carried, EagerModule, class_of, lower_eagerly
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.meshes import build_meshes
 from hybrid_engine.parallel.parallel_module import ParallelModule
@@ -64,11 +65,22 @@ def parallelize(
     content = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
     plan = Plan.from_json(content, graph)
     check_runs(plan, compute_config)  # what lies in the folder may have been edited
+    is_eager = compute_config.lowering == "eager"
+    carried = Carried(traced, dummy_forward_args, plan) if is_eager else None
     if not load_module:
         return None
+
+    def built() -> nn.Module:
+        module = build() if is_class else traced
+        _initialise(module if module_dtype is None else module.to(module_dtype), init_module_params)
+        return module
+
     if is_class:
-        return _subclass(module_or_module_class, build, plan, compute_config, module_dtype, init_module_params)
-    return _loaded(traced, plan, compute_config, init_module_params)
+        return _subclass(module_or_module_class, built, plan, compute_config, carried)
+    meshes = build_meshes(plan, compute_config)
+    if carried is not None:
+        return lower_eagerly(built(), plan, compute_config, meshes, carried)
+    return ParallelModule(built(), plan, compute_config, meshes)
 
 
 def _member(kind: type[Option], name: str, value: Option | str) -> Option:
@@ -154,11 +166,6 @@ def _remove(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def _loaded(module: nn.Module, plan: Plan, config: ComputeConfig, init_module_params: bool) -> ParallelModule:
-    _initialise(module, init_module_params)
-    return ParallelModule(module, plan, config, build_meshes(plan, config))
-
-
 def _initialise(module: nn.Module, init_module_params: bool) -> None:
     """Gives all processes rank 0's values where all want such; else each unit's first process gives its own."""
     if all(gather_objects(init_module_params)):
@@ -170,15 +177,16 @@ def _subclass(
     build: Callable[[], nn.Module],
     plan: Plan,
     config: ComputeConfig,
-    dtype: torch.dtype | None,
-    init_module_params: bool,
+    carried: Carried | None,
 ) -> type[ParallelModule]:
     """A class whose objects are the parallelised module, each built anew by `build`."""
 
     def __init__(self: ParallelModule) -> None:
-        module = build()
-        module = module if dtype is None else module.to(dtype)
-        _initialise(module, init_module_params)
-        ParallelModule.__init__(self, module, plan, config, build_meshes(plan, config))
+        ParallelModule.__init__(self, build(), plan, config, build_meshes(plan, config))
 
+    def __new__(cls: type[EagerModule]) -> EagerModule:
+        return lower_eagerly(build(), plan, config, build_meshes(plan, config), carried, cls)  # type: ignore[arg-type]
+
+    if carried is not None:
+        return class_of(module_class, {"__new__": __new__, "__init__": lambda self: None})
     return type(f"Parallel{module_class.__name__}", (ParallelModule,), {"__init__": __init__})

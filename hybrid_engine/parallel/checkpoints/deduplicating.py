@@ -104,8 +104,8 @@ def broadcast_weights(module: nn.Module, stride: int) -> None:
     units. ValueError for another stride, and afterwards.
     """
     for part in _parallel_parts(module):
-        if part.config.plan_ngpus != stride:
-            raise ValueError(f"stride={stride} must be plan_ngpus={part.config.plan_ngpus}")
+        if part.compute_config.plan_ngpus != stride:
+            raise ValueError(f"stride={stride} must be plan_ngpus={part.compute_config.plan_ngpus}")
         if isinstance(part, FSDPModule):
             raise ValueError("broadcast_weights after build_optimizer, which sharded the weights; call it before")
     if get_world_size() == 1:

@@ -6,19 +6,19 @@ that is a partial sum is added up where the layout of its tensor says so (`to_lo
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from hybrid_engine.parallel.graph.calls import arguments_of, tensors_in
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.lowering.layouts import Edge, Layout, edges_of, gradient_layout, value_layouts, whole
 from hybrid_engine.parallel.lowering.recomputing import Block, blocks_of
+from hybrid_engine.parallel.lowering.relaying import reachable, term_of_sum
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -156,14 +156,9 @@ class Values:
         is_kept = edge.wanted == layout and (edge.gradient == gradient_layout(layout) or not tensor.requires_grad)
         if is_kept and not isinstance(tensor, DTensor):
             return tensor
-        reached = tuple(_reachable(*pair) for pair in zip(edge.wanted, layout, strict=True))
+        reached = tuple(reachable(*pair) for pair in zip(edge.wanted, layout, strict=True))
         local = self._distributed(edge.key, reached, tensor).to_local(grad_placements=edge.gradient)
-        num_terms = prod(
-            self.mesh.size(axis)
-            for axis, (wanted, placement) in enumerate(zip(edge.wanted, reached, strict=True))
-            if wanted != placement
-        )
-        return local if num_terms == 1 else _Term.apply(local, num_terms)
+        return term_of_sum(local, self.mesh, edge.wanted, reached)
 
     def _distributed(self, key: str, wanted: Layout, tensor: Tensor) -> DTensor:
         """The tensor in the layout that is wanted, changed once for all that want it."""
@@ -178,23 +173,6 @@ class Values:
                 # Also where nothing changes: it brings a parameter's gradient into the parameter's layout.
                 found[wanted] = base.redistribute(self.mesh, wanted)
         return found[wanted]
-
-
-def _reachable(wanted: Placement, placement: Placement) -> Placement:
-    """What a tensor is redistributed to where an op wants `wanted`: DTensor makes no sums of what is none."""
-    return Replicate() if wanted.is_partial() and not placement.is_partial() else wanted
-
-
-class _Term(torch.autograd.Function):
-    """A tensor that every rank has, as a sum over ranks. Every rank has the sum's gradient, which is the tensor's."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, num_terms: int) -> Tensor:
-        return tensor / num_terms
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 def _step(graph: Graph, plan: Plan, op: Op, last_used: Sequence[str]) -> Step:

@@ -10,10 +10,11 @@ from hybrid_engine.parallel.planning.blocks import layers_of, recomputed_ops, se
 from hybrid_engine.parallel.planning.choices import all_choices, batch_choices
 from hybrid_engine.parallel.planning.constraints import Constraint, constrained, read_constraints
 from hybrid_engine.parallel.planning.cost import ZERO, Cost, peaks
+from hybrid_engine.parallel.planning.following import Names
 from hybrid_engine.parallel.planning.generating import generation_bytes
 from hybrid_engine.parallel.planning.measuring import measure_device
 from hybrid_engine.parallel.planning.options import Options
-from hybrid_engine.parallel.planning.plan import Names, Plan
+from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.plan_costs import PlanCosts, in_flight, plan_costs, transfer_seconds
 from hybrid_engine.parallel.planning.programme import Infeasible, frugal, solve
 from hybrid_engine.parallel.planning.setting import Setting

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from hybrid_engine.parallel.graph.graph import Graph, Op
+from hybrid_engine.parallel.planning.following import Names
 from hybrid_engine.parallel.planning.op_costs import split_degree
-from hybrid_engine.parallel.planning.plan import Names, Plan
+from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.policies import batch_plan
 from hybrid_engine.parallel.planning.setting import Setting
 

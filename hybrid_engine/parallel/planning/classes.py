@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from hybrid_engine.parallel.graph.graph import Graph, Op, Value
 from hybrid_engine.parallel.planning.cost import Cost
+from hybrid_engine.parallel.planning.following import Names
 from hybrid_engine.parallel.planning.moving import Layout
-from hybrid_engine.parallel.planning.plan import Names
 
 State = tuple[Layout, Layout]
 """The layout in which an op wants an operand, and that of the gradient which it gives back."""

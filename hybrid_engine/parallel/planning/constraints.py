@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 from hybrid_engine.parallel.graph.graph import Graph, Op
-from hybrid_engine.parallel.planning.plan import Names, nearest_paths
+from hybrid_engine.parallel.planning.following import Names
+from hybrid_engine.parallel.planning.plan import nearest_paths
 
 WHOLE = "whole"
 KEYS = {"modules", "ops", "splits"}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.graph.rules import OpRule, local_shape
-from hybrid_engine.parallel.planning.plan import Names
+from hybrid_engine.parallel.planning.following import Names
 from hybrid_engine.parallel.planning.setting import Setting
 
 WITHOUT_GRADIENT = frozenset({"detach", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones"})

@@ -19,10 +19,9 @@ from typing import Any
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.pipelining.schedules import check_schedule, stages_each
 from hybrid_engine.parallel.pipelining.stage_ops import divide
+from hybrid_engine.parallel.planning.following import Names, follow
 
 VERSION = 1
-Names = tuple[str | None, ...]
-"""For each axis of the mesh the name of the annotation along which an op is split, None where it is not."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +75,17 @@ class Plan:
             names[axis] = out
             self._set(one.key, tuple(names))
         return [one.key for one in changed]
+
+    def follow(self, path: str = "*") -> list[str]:
+        """Splits each op that nobody placed, of the modules that match the glob, as the results that it reads are.
+
+        An op that would need another layout of one of them, or has partial sums to read, stays as it is. The keys of
+        what changed.
+        """
+        found = follow(self, [op for op in self.graph.ops.values() if fnmatchcase(op.path, path)])
+        for key, names in found.items():
+            self._set(key, names)
+        return list(found)
 
     def _set(self, key: str, names: Names) -> None:
         if any(names):

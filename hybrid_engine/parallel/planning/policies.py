@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Placement, Shard
 
 from hybrid_engine.parallel.graph.graph import Graph, Op
-from hybrid_engine.parallel.planning.plan import Names, Plan
+from hybrid_engine.parallel.planning.following import Names, following
+from hybrid_engine.parallel.planning.plan import Plan
 
 
 def replicated_plan(graph: Graph, mesh: Sequence[int]) -> Plan:
@@ -48,22 +49,10 @@ def batch_plan(graph: Graph, mesh: Sequence[int]) -> Plan:
         if value.shape and value.shape[0] % size == 0 and value.shape[0] > 0
     }
     for op in graph.ops.values():
-        name = _following(op, placements, mesh)
+        name = following(op, placements, mesh)
         if name is not None:
             names: Names = (name, *(None for _ in mesh[1:]))
             plan.splits[op.key] = names
             given = op.rule.annotation.output_placements(name)
             placements |= {key: given[int(key.rsplit("/", 1)[1])] for key in op.outputs}
     return plan
-
-
-def _following(op: Op, placements: dict[str, Placement], mesh: Sequence[int]) -> str | None:
-    """The name along which `op` reads its operands as they lie, None where it cannot."""
-    known = {position: placements[key] for position, key in enumerate(op.inputs) if key in placements}
-    known = {position: placement for position, placement in known.items() if not placement.is_replicate()}
-    for name in op.rule.annotation.candidates if known else ():
-        wanted = op.rule.annotation.input_placements(name)
-        fits = op.rule.can_split((name, *(None for _ in mesh[1:])), mesh)
-        if fits and all(wanted[position] == placement for position, placement in known.items()):
-            return name
-    return None

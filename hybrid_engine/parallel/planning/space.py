@@ -13,9 +13,10 @@ from hybrid_engine.parallel.graph.graph import Graph, Op, Value
 from hybrid_engine.parallel.planning.choices import choices_of
 from hybrid_engine.parallel.planning.classes import OpClass, Reader, State, TensorClass, kind_of, reused_parameters
 from hybrid_engine.parallel.planning.cost import ZERO, Cost
+from hybrid_engine.parallel.planning.following import Names
 from hybrid_engine.parallel.planning.moving import Layout, gradient_layout, local_elements
 from hybrid_engine.parallel.planning.op_costs import Kept, differentiable, is_alias, kept_by, work
-from hybrid_engine.parallel.planning.plan import Names, Plan
+from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.setting import Setting
 
 

@@ -1,0 +1,101 @@
+"""A module that runs by a plan as itself: its tree, names and forward are the original's, hooks do the rest.
+
+It stays an instance of its class, with all methods: a causal model generates, by its own `generate()` too.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine.parallel.compute_config import ComputeConfig
+from hybrid_engine.parallel.lowering.borders import Border, borders_of
+from hybrid_engine.parallel.lowering.hooks import Hooks
+from hybrid_engine.parallel.lowering.layouts import parameter_layouts, whole
+from hybrid_engine.parallel.lowering.local_shapes import sizes_on_parts
+from hybrid_engine.parallel.meshes import Meshes
+from hybrid_engine.parallel.parallel_module import ParallelModule, part_of
+from hybrid_engine.parallel.planning.plan import Plan
+
+
+class EagerModule(ParallelModule):
+    """A `ParallelModule` that is lowered by hooks; each is of a class that the original's is a base of."""
+
+    hooks: Hooks | None
+
+    @property
+    def unit_size(self) -> int:
+        """Processes that compute this module together."""
+        return 1 if self.meshes.unit is None else self.meshes.unit.size()
+
+    def places(self) -> dict[str, int]:
+        """The places of all parameters by name."""
+        return {name: place for place, (name, _) in enumerate(self.named_parameters())}
+
+    def adopt(self, mesh: DeviceMesh) -> None:
+        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh.
+
+        An optimizer or a state dict that was made before keeps the parts as they were.
+        """
+        moved: dict[int, nn.Parameter] = {}
+        for part in self.modules():
+            for name, parameter in part._parameters.items():
+                if isinstance(parameter, DTensor):
+                    moved.setdefault(id(parameter), _moved(parameter, mesh))
+                    part._parameters[name] = moved[id(parameter)]
+        if self.hooks is not None:
+            self.hooks.mesh = mesh
+
+    def _check_forward(self, *_: Any) -> None:
+        """Before each forward: ValueError where there must be none."""
+        if self.compute_config.use_end2end and not self._is_in_step:
+            raise ValueError("an end-to-end module has no forward of its own; call train_step or infer_step")
+        self._check_runs()
+
+
+class Carried:
+    """A plan that hooks can carry: what they do, found before anything is changed."""
+
+    def __init__(self, module: nn.Module, arguments: Mapping[str, Any], plan: Plan):
+        """ValueError for a plan, or a module's code, that hooks cannot carry; it names the op."""
+        is_split = max(plan.mesh) > 1
+        self.borders: dict[str, Border] = borders_of(plan.graph, plan) if is_split or plan.stages else {}
+        self.sizes = sizes_on_parts(module, arguments, plan, self.borders) if is_split else {}
+
+
+def class_of(module_class: type[nn.Module], members: Mapping[str, Any] | None = None) -> type[EagerModule]:
+    """The class of eager modules that were made of objects of `module_class`; it has that name."""
+    found = {"forward": module_class.forward, "__module__": module_class.__module__, **(members or {})}
+    return type(module_class.__name__, (EagerModule, module_class), found)
+
+
+def lower_eagerly(
+    module: nn.Module,
+    plan: Plan,
+    config: ComputeConfig,
+    meshes: Meshes,
+    carried: Carried,
+    kind: type[EagerModule] | None = None,
+) -> EagerModule:
+    """`module` on this process's parts, as a copy of the class `kind`; collective."""
+    layouts = parameter_layouts(plan.graph, plan)
+    parts: dict[int, Any] = {
+        id(p): part_of(p, meshes.unit, layouts.get(name, whole(plan))) for name, p in module.named_parameters()
+    }
+    held: Any = copy.deepcopy(module, parts)
+    held.__class__ = kind or class_of(type(module))
+    held.plan, held.compute_config, held.meshes = plan, config, meshes
+    held.__dict__["_runner"], held.__dict__["_is_in_step"] = None, False
+    held.register_forward_pre_hook(held._check_forward)
+    held.hooks = None if meshes.unit is None else Hooks(held, meshes.unit, carried.borders, carried.sizes)
+    return held  # type: ignore[no-any-return]
+
+
+def _moved(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
+    """The same part of the same whole over another mesh; it shares the memory."""
+    whole_size = {"shape": parameter.shape, "stride": parameter.stride()}
+    moved = DTensor.from_local(parameter.detach().to_local(), mesh, parameter.placements, run_check=False, **whole_size)
+    return nn.Parameter(moved, parameter.requires_grad)
