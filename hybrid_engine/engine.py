@@ -50,6 +50,7 @@ from hybrid_engine.optim.lr_schedules import check_rates
 from hybrid_engine.optim.param_groups import NamedGroup, name_groups
 from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum, StateOffload
 from hybrid_engine.optim.trainable import check_group_options, check_quantised
+from hybrid_engine.parallel.engine_checks import check_parallel
 from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
@@ -57,6 +58,7 @@ from hybrid_engine.zero.layer_groups import check_callable
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.parameter_watch import ParameterWatch
 from hybrid_engine.zero.sharding import mesh_shape, offloads_parameters, place_module, shard_module
+from hybrid_engine.zero.split_module import unit_size_of
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -101,14 +103,16 @@ class ZeroEngine(Uncopied):
         trains = optimizer is not None or config.optimizer is not None
         groups = _check(model, config, optimizer, model_parameters, lr_scheduler, trains)
         self.training_dataloader = (
-            build_training_dataloader(training_data, collate_fn, config) if training_data is not None else None
+            build_training_dataloader(training_data, collate_fn, config, unit_size=unit_size_of(model))
+            if training_data is not None
+            else None
         )
         # Everything is checked; from here on the model is changed.
         keep_as_loaded(model)
         self.config = config
         self.device = default_device()
         if config.seed is not None:
-            seed_everything(config.seed + get_rank())
+            seed_everything(config.seed + get_rank() // unit_size_of(model))  # units draw alike
         cast_parameters(model, config.dtype)
         place_module(model, config, self.device)
         broadcast_module(model)
@@ -364,7 +368,7 @@ class ZeroEngine(Uncopied):
         Raises:
             ValueError: it is no multiple of a micro-batch of all processes, or micro-batches of a step are done.
         """
-        size, world_size = self.config.train_micro_batch_size_per_gpu, self.sharding.world_size
+        size, world_size = self.config.train_micro_batch_size_per_gpu, self.sharding.num_units
         if train_batch_size < size * world_size or train_batch_size % (size * world_size):
             raise ValueError(
                 f"{train_batch_size=} must be a multiple of train_micro_batch_size_per_gpu={size} times {world_size} "
@@ -533,7 +537,9 @@ def _check(
     check_quantised(model, get_world_size() > 1 or offloads_parameters(config))
     check_same_architecture(model)
     check_callable(model)
-    check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, get_world_size()))
+    num_units = get_world_size() // unit_size_of(model)
+    check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, num_units))
+    check_parallel(model, config.zero_optimization.stage)
     return groups
 
 

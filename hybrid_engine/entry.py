@@ -20,6 +20,7 @@ from hybrid_engine.distributed.processes import gather_objects, get_rank, get_wo
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.init import suspended
+from hybrid_engine.zero.split_module import unit_size_of
 
 Initialized = tuple[ZeroEngine, ZeroOptimizer | None, TrainingDataLoader | None, LRScheduler | None]
 
@@ -47,7 +48,8 @@ def initialize(
     Args:
         args: `args.deepspeed_config` is a path to use when `config` is not given; values "auto" of the config are
             taken from here if this is a TrainingArguments of transformers.
-        model: the module to train; on each process the same architecture.
+        model: the module to train; on each process the same architecture. What `parallelize` gave with
+            `lowering="eager"` is trained, and generates, under its plan.
         optimizer: an optimizer on the model's parameters, or a function of parameter groups; None takes the config's.
             Without either the engine only evaluates.
         model_parameters: parameters or groups for an optimizer that is built here; None is all that need a gradient.
@@ -73,7 +75,7 @@ def initialize(
     _check_joining(dist_init_required, distributed_port)
     chosen_config = _choose_config(args, config, config_params)
     _join_processes(dist_init_required, distributed_port)
-    engine_config = _load_same_config(chosen_config, args)
+    engine_config = _load_same_config(chosen_config, args, unit_size_of(model))
     engine_class = DeepSpeedHybridEngine if engine_config.hybrid_engine.enabled else DeepSpeedEngine
     with suspended():
         engine = engine_class(
@@ -121,11 +123,11 @@ def _choose_config(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(given.values()))
 
 
-def _load_same_config(config: Any, arguments: Any) -> EngineConfig:
+def _load_same_config(config: Any, arguments: Any, unit_size: int) -> EngineConfig:
     """The checked config; collective. An error of one process is raised on all: none waits for another in vain."""
     own: EngineConfig | ValueError
     try:
-        own = load_config(config, world_size=get_world_size(), arguments=arguments)
+        own = load_config(config, world_size=get_world_size() // unit_size, arguments=arguments)
     except ValueError as error:
         own = error
     everywhere = gather_objects(own)

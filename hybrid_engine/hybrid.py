@@ -37,9 +37,11 @@ from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.request import Request
+from hybrid_engine.generation.split_weights import check_parts, share_unit
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.observing.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
+from hybrid_engine.parallel.engine_checks import check_parallel
 from hybrid_engine.serving import import_serving
 
 if TYPE_CHECKING:
@@ -91,16 +93,22 @@ class HybridEngine(ZeroEngine):
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
         """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
         _check_generates(model)
-        check_group_size(config.hybrid_engine.inference_tp_size, TRAINING_OPTION)
+        tp_size = config.hybrid_engine.inference_tp_size
+        check_group_size(tp_size, TRAINING_OPTION)
+        check_parallel(model, config.zero_optimization.stage)
+        check_parts(model, config.hybrid_engine.exact, tp_size)
         super().__init__(model, config, **kwargs)
-        group = share_sharded_model(config.hybrid_engine.inference_tp_size, self.sharding, self.device)
+        if self.sharding.tensor is None:
+            group = share_sharded_model(tp_size, self.sharding, self.device)
+        else:
+            group = share_unit(self.sharding.tensor.size(), self.device)
         meter = AllocatorPeak(self.device) if self.device.type == "cuda" else None
         dtype = config.accumulation_dtype
         self.training_memory = TrainingMemory(self.sharding, self.optimizer, dtype, self.device, meter)
         self.generator = Generator(
             self.module, self.sharding, config.hybrid_engine, group, self.device, self.training_memory
         )
-        self.latency = LatencyStats(self.sharding.world_size, self.device)
+        self.latency = LatencyStats(self.sharding.num_units, self.device)
         self.logprob_difference: LogprobDifference | None = None
         self._is_generating = False
         self.create_inference_containers()

@@ -16,6 +16,7 @@ from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.observing.monitor import Monitor
 from hybrid_engine.observing.timing import ThroughputTimer
 from hybrid_engine.zero.sharding import full_tensor
+from hybrid_engine.zero.split_module import unit_size_of
 
 
 class DeepSpeedEngine(ZeroEngine):
@@ -199,7 +200,7 @@ class DeepSpeedEngine(ZeroEngine):
         loader = self.training_dataloader
         collate_fn = collate_fn or (loader.collate_fn if loader is not None else None)
         if data_sampler is None and route == ROUTE_TRAIN and not isinstance(dataset, IterableDataset):
-            return build_training_dataloader(dataset, collate_fn, self.config, size)
+            return build_training_dataloader(dataset, collate_fn, self.config, size, unit_size_of(self.module))
         return DataLoader(
             dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=num_local_io_workers or 0
         )

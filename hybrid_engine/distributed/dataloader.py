@@ -78,13 +78,17 @@ def build_training_dataloader(
     collate_fn: Callable[[list[Any]], Any] | None,
     config: EngineConfig,
     micro_batch_size: int | None = None,
+    unit_size: int = 1,
 ) -> TrainingDataLoader:
-    """The loader of this process; `micro_batch_size` None is the config's."""
+    """The loader of this process; `micro_batch_size` None is the config's.
+
+    Each `unit_size` consecutive processes, which compute a model together, get the same samples.
+    """
     return TrainingDataLoader(
         dataset,
         micro_batch_size=micro_batch_size or config.train_micro_batch_size_per_gpu,
-        rank=get_rank(),
-        world_size=get_world_size(),
+        rank=get_rank() // unit_size,
+        world_size=get_world_size() // unit_size,
         collate_fn=collate_fn,
         seed=config.seed or 0,
     )

@@ -61,7 +61,7 @@ def prepare(
     fallback = reason_to_fall_back(bids, partners.rank)
     if fallback is None:
         assert plan is not None
-        _name_noise(group, plan, bids)
+        _name_noise(group, plan, bids, partners.rank)
         return Request(wishes=wishes, plan=plan, seed=None)
     check_only_native(bids, fallback)
     say_once(f"generate() uses the model's own implementation: {fallback}")
@@ -139,16 +139,19 @@ def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | N
 def _seed_of_fallback(generator: Generator, seed: int | None, bids: list[Bid]) -> int | None:
     """The seed with which processes that have the same prompts draw the same, and others do not."""
     if generator.group.has_same_prompts and generator.group.size > 1:
-        return choose_seed(bids)
+        size, partners = generator.group.size, generator.partners
+        return choose_seed(bids) if partners.size == size else rank_seed(choose_seed(bids), partners.rank // size)
     if generator.partners.size == 1:
         return seed
     # Scripts seed all processes alike, and equal prompts would be given equal samples.
     return rank_seed(int(torch.randint(2**62, ()).item()) if seed is None else seed, generator.partners.rank)
 
 
-def _name_noise(group: ModelGroup, plan: Plan, bids: list[Bid]) -> None:
-    """Gives each sequence of `plan` the key of its noise."""
-    ranks = [0] if group.has_same_prompts else group.ranks
-    keys = [key for rank in ranks for key in keys_of(bids, rank)]
+def _name_noise(group: ModelGroup, plan: Plan, bids: list[Bid], rank: int) -> None:
+    """Gives each sequence of `plan` the key of its noise; processes of a group with the same prompts count once."""
+    if group.has_same_prompts:
+        keys = keys_of(bids[:: group.size], rank // group.size)
+    else:
+        keys = [key for other in group.ranks for key in keys_of(bids, other)]
     for sequence, key in zip(plan.sequences, keys, strict=True):
         sequence.key = key

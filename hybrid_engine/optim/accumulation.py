@@ -62,7 +62,7 @@ class GradientAccumulation:
             )
         training.config = replace(
             training.config,
-            train_batch_size=micro_batch_size * num_micro_batches * training.sharding.world_size,
+            train_batch_size=micro_batch_size * num_micro_batches * training.sharding.num_units,
             train_micro_batch_size_per_gpu=micro_batch_size,
             gradient_accumulation_steps=num_micro_batches,
         )
@@ -157,7 +157,7 @@ class GradientAccumulation:
         config = self._training.config
         if self.is_managed:
             return config.train_batch_size
-        return self.num_passes * config.train_micro_batch_size_per_gpu * self._training.sharding.world_size
+        return self.num_passes * config.train_micro_batch_size_per_gpu * self._training.sharding.num_units
 
     def _begin_step(self, is_boundary: bool, error: BaseException | None) -> None:
         if is_boundary and self.has_unreduced:

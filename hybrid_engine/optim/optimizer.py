@@ -21,6 +21,7 @@ from hybrid_engine.optim.clipping import clipped_together
 from hybrid_engine.optim.loss_scaler import LossScaler
 from hybrid_engine.optim.masters import TrainedParameter, renew_masters
 from hybrid_engine.zero.sharding import local_tensor
+from hybrid_engine.zero.split_module import num_copies
 
 MAX_NAMES_IN_ERROR = 5
 
@@ -65,6 +66,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.gradient_clipping = gradient_clipping
         self.norm_group = norm_group
         self.accumulates_in_masters = accumulates_in_masters
+        self._copies = {t.name: num_copies(t.master) for t in parameters}
         self.overflow = False
         self.skip_step = False
         self.is_torn = False
@@ -240,14 +242,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         parts = clipped_together(self.param_groups, self.parameters)
         return [[local_tensor(t.master.grad) for t in part if t.master.grad is not None] for part in parts]
 
+    def _copies_in(self, part: int, squares: torch.Tensor) -> torch.Tensor:
+        """How many processes have what each of the gradients of a part is of."""
+        together = clipped_together(self.param_groups, self.parameters)[part]
+        copies = [self._copies[t.name] for t in together if t.master.grad is not None]
+        return torch.tensor(copies or [1], device=squares.device)
+
     def _measure(self, parts: list[list[torch.Tensor]]) -> tuple[list[float], int]:
         """Each part's 2-norm, still multiplied by the loss scale, and the number of gradients, over all processes."""
         if not self.parameters:
             return [0.0], 0
         device = local_tensor(self.parameters[0].master).device
         norms = [torch._foreach_norm(grads, 2, torch.float32) or [torch.zeros((), device=device)] for grads in parts]
-        squares = [torch.stack(list(norm)).float().square().sum() for norm in norms]
-        sums = torch.stack([*squares, squares[0].new_full((), sum(map(len, parts)))])
+        squares = [torch.stack(list(norm)).float().square() for norm in norms]
+        if max(self._copies.values()) > 1:  # each process of a unit adds its share of what all of them have
+            squares = [square / self._copies_in(part, square) for part, square in enumerate(squares)]
+        sums = torch.stack([*(square.sum() for square in squares), squares[0].new_full((), sum(map(len, parts)))])
         if self.norm_group is not None:
             sums = sums.to(self._collective_device)
             dist.all_reduce(sums, group=self.norm_group)

@@ -7,6 +7,7 @@ objects they are, also for an optimizer that was built on them.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...
             "model: another engine has sharded it already, and it stays with that engine also when the engine is "
             "deleted; build the model anew for this one"
         )
-    shards = [param for param in module.parameters() if isinstance(param, DTensor)]
+    shards: list[Any] = [param for param in module.parameters() if _is_shard(param)]
     if shards and stage != 3:
         raise ValueError(
             f"zero_optimization.stage={stage} and a model built under zero.Init, which shards parameters, contradict "
@@ -38,14 +39,16 @@ def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...
         )
 
 
+def _is_shard(param: Any) -> bool:
+    """Whether ZeRO has shared it out; a plan's parts lie over other axes."""
+    return isinstance(param, DTensor) and "fsdp" in (param.device_mesh.mesh_dim_names or ())
+
+
 @contextmanager
 def placeholders(module: nn.Module) -> Iterator[None]:
     """Inside, parameters that are sharded already are plain ones without storage; after it, they are back."""
     places = [
-        (part, name, param)
-        for part in module.modules()
-        for name, param in part._parameters.items()
-        if isinstance(param, DTensor)
+        (part, name, param) for part in module.modules() for name, param in part._parameters.items() if _is_shard(param)
     ]
     stand_ins = {id(param): _without_storage(param) for _, _, param in places}
     for part, name, param in places:

@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.tensor import DTensor
 
 
 def make_root(module: FSDPModule) -> None:
@@ -74,6 +75,8 @@ def return_to_gathered_storage(param: Any) -> None:
     Takes one of `fsdp_params`; the value there is the one before that, until it is gathered the next time.
     """
     whole, gathered = param.unsharded_param, param.all_gather_outputs[0]
+    if isinstance(whole, DTensor):  # a plan's part, whose `data` no script sets
+        return
     if whole.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr():
         whole.data = gathered.view(-1)[: whole.numel()].view(whole.shape)
 

@@ -14,6 +14,7 @@ from torch import nn
 from hybrid_engine.zero.fsdp2_private import keep_gathered_storage
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import SliceReader
+from hybrid_engine.zero.split_module import num_gathered
 
 
 class ReadsLayer(Protocol):
@@ -26,8 +27,8 @@ Layer = TypeVar("Layer", bound=ReadsLayer)
 
 
 def _num_bytes(module: nn.Module) -> int:
-    """Bytes of the whole parameters, not of this process's shards."""
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    """Bytes of the gathered parameters, not of this process's shards."""
+    return sum(num_gathered(p) * p.element_size() for p in module.parameters())
 
 
 class WeightGatherer:

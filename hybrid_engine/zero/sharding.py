@@ -34,7 +34,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.notices import say_once
@@ -56,6 +56,7 @@ from hybrid_engine.zero.fsdp2_private import (
 )
 from hybrid_engine.zero.joint_forward import JointForward
 from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
+from hybrid_engine.zero.split_module import TENSOR, SplitModule, unit_size_of
 from hybrid_engine.zero.trained_parameter import TrainedParameter
 from hybrid_engine.zero.uneven_gradients import UnevenGradients
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
@@ -80,6 +81,10 @@ class Sharding:
     mesh: DeviceMesh | None = None
     """Axis `fsdp`, below an axis `replicate` where several groups hold a copy of the model each (each process at
     stage 0); None when nothing is wrapped."""
+    tensor: DeviceMesh | None = None
+    """The processes over which a plan splits parameters, a unit; None where each has whole ones to share out."""
+    norm_group: dist.ProcessGroup | None = None
+    """The processes whose shards together are one model; None when this process has all of it."""
     loss_factor: float = 1.0
     """What the loss is multiplied by, so that gradients are divided before they are added up; FSDP2 divides by the
     rest."""
@@ -101,11 +106,9 @@ class Sharding:
         return self.uneven is not None
 
     @property
-    def norm_group(self) -> dist.ProcessGroup | None:
-        """The processes whose shards together are one model; None when this process has all of it."""
-        if self.mesh is None or self.mesh["fsdp"].size() == 1:
-            return None
-        return self.mesh["fsdp"].get_group()
+    def num_units(self) -> int:
+        """How many samples of a micro-batch are seen at once, in units of one process's: units take the same."""
+        return self.world_size if self.tensor is None else self.world_size // self.tensor.size()
 
     @property
     def reduces_always(self) -> bool:
@@ -199,10 +202,17 @@ class Sharding:
             return
         for param in fsdp_params(self.fsdp_modules(), is_gathered=True):
             shard, whole = param.sharded_param, param.unsharded_param
-            own = distribute_tensor(whole.detach(), shard.device_mesh, shard.placements, src_data_rank=None)
+            own = self._shard_of(whole.detach(), shard)
             local_tensor(shard).copy_(local_tensor(own))
             shard.requires_grad_(whole.requires_grad)
             return_to_gathered_storage(param)
+
+    def _shard_of(self, whole: torch.Tensor, shard: DTensor) -> DTensor:
+        """This process's shard of what it has whole, which may be a plan's part."""
+        assert self.mesh is not None
+        over_data = shard.placements[: self.mesh.ndim]
+        placements = [Shard(p.dim) if hasattr(p, "dim") else p for p in over_data]
+        return distribute_tensor(local_tensor(whole), self.mesh, placements, src_data_rank=None)
 
     def gathered_pairs(self) -> Iterator[tuple[Any, Any]]:
         """Each parameter's shard, and the parameter that stands in its place while it is gathered; collective."""
@@ -309,12 +319,22 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     Below stage 3 a module that is only evaluated is not wrapped: it is whole everywhere and has no gradients.
     """
     world_size, rank, stage = get_world_size(), get_rank(), config.zero_optimization.stage
-    offloads = offloads_parameters(config)
-    if (world_size == 1 and not offloads) or (stage < 3 and not trains):
+    offloads, unit_size = offloads_parameters(config), unit_size_of(module)
+    num_units = world_size // unit_size
+    is_whole = (num_units == 1 and not offloads) or (stage < 3 and not trains)
+    if is_whole and unit_size == 1:
         return Sharding(root=module, stage=stage, world_size=world_size, rank=rank)
     if world_size == 1:
         join_alone()
-    mesh = build_mesh(config, world_size)
+    mesh = build_mesh(config, num_units, unit_size)
+    group, tensor = _norm_group(mesh), None
+    if isinstance(module, SplitModule) and unit_size > 1:
+        tensor = mesh[TENSOR]
+        mesh = mesh[tuple(mesh.mesh_dim_names or ())[:-1]]
+        module.adopt(tensor)
+    if is_whole:
+        group = None if tensor is None else tensor.get_group()
+        return Sharding(root=module, stage=stage, world_size=world_size, rank=rank, tensor=tensor, norm_group=group)
     factor = _loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
     layers = _parts_to_wrap(module)
@@ -325,7 +345,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         for part in [*layers, module]:
             _fully_shard(part, mesh, stage, config.communication_dtype, policy)
             if factor != 1.0:
-                part.set_gradient_divide_factor(world_size * factor)
+                part.set_gradient_divide_factor(num_units * factor)
     _register_forward_methods(module)
     make_root(module)
     gathers_jointly = stage == 3 and world_size > 1
@@ -338,6 +358,8 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         world_size=world_size,
         rank=rank,
         mesh=mesh,
+        tensor=tensor,
+        norm_group=group,
         loss_factor=factor,
         keeps_fp32_gradients=keeps_fp32_gradients,
         uneven=UnevenGradients(_named_fsdp_modules(module)) if world_size > 1 and trains else None,
@@ -379,13 +401,25 @@ def offloads_parameters(config: EngineConfig) -> bool:
     return config.zero_optimization.offloads_parameters and default_device().type != "cpu"
 
 
-def build_mesh(config: EngineConfig, world_size: int) -> DeviceMesh:
+def _norm_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The processes whose shards together are one model, by the axes that are longer than one process."""
+    axes = tuple(name for name in ("fsdp", TENSOR) if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1)
+    if len(axes) > 1:
+        return mesh[axes]._flatten("model").get_group()
+    return mesh[axes[0]].get_group() if axes else None
+
+
+def build_mesh(config: EngineConfig, world_size: int, unit_size: int = 1) -> DeviceMesh:
     """All processes on the axis `fsdp`, or groups of the config's size on it and the groups along `replicate`.
 
-    peft knows shards by that name: on another axis it gives a linear an adapter of the size of its shard.
+    Where `world_size` are units of several processes, these are on the last axis, `tensor`. peft knows shards by the
+    name `fsdp`: on another axis it gives a linear an adapter of the size of its shard.
     """
     shape = mesh_shape(config, world_size)
-    return init_device_mesh(default_device().type, shape, mesh_dim_names=("replicate", "fsdp")[-len(shape) :])
+    names = ("replicate", "fsdp")[-len(shape) :]
+    if unit_size > 1:
+        shape, names = (*shape, unit_size), (*names, TENSOR)
+    return init_device_mesh(default_device().type, shape, mesh_dim_names=names)
 
 
 def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:

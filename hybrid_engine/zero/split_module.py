@@ -1,0 +1,42 @@
+"""Modules whose parameters are split over several processes before an engine shares them out."""
+
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+TENSOR = "tensor"
+"""The axis of a mesh over which such parameters are split."""
+
+
+@runtime_checkable
+class SplitModule(Protocol):
+    """A module that consecutive processes, a unit, compute together; its parameters are DTensors over them."""
+
+    unit_size: int
+    """Processes of a unit."""
+
+    def adopt(self, mesh: DeviceMesh) -> None:
+        """Puts the parts over `mesh`, of the processes of this unit, in the place of the mesh that they were over."""
+
+
+def unit_size_of(module: nn.Module | None) -> int:
+    """How many processes compute `module` together; 1 for a module that each has for itself."""
+    return module.unit_size if isinstance(module, SplitModule) else 1
+
+
+def num_copies(parameter: nn.Parameter) -> int:
+    """How many processes of a unit have the same part of a parameter."""
+    if not isinstance(parameter, DTensor) or TENSOR not in (parameter.device_mesh.mesh_dim_names or ()):
+        return 1
+    axis = (parameter.device_mesh.mesh_dim_names or ()).index(TENSOR)
+    return parameter.device_mesh.size(axis) if parameter.placements[axis].is_replicate() else 1
+
+
+def num_gathered(parameter: nn.Parameter) -> int:
+    """The elements of a parameter that its process computes with when all others of ZeRO have given theirs."""
+    if not isinstance(parameter, DTensor) or TENSOR not in (parameter.device_mesh.mesh_dim_names or ()):
+        return parameter.numel()
+    axis = (parameter.device_mesh.mesh_dim_names or ()).index(TENSOR)
+    return parameter.numel() // (parameter.device_mesh.size(axis) // num_copies(parameter))

@@ -1,0 +1,149 @@
+"""A causal model under a plan trains and generates through one engine as the same model does on one process."""
+
+import pytest
+import torch
+from distributed import leave_process_group, run_distributed
+from eager_plans import megatron
+from models import PAD, build_model, padded_prompts, randomised
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hybrid_engine
+from hybrid_engine import ComputeConfig
+from hybrid_engine.zero.sharding import full_tensor
+
+GREEDY = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
+SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0, "num_return_sequences": 2, "seed": 5}
+CYCLES = 3
+
+
+def build(family):
+    """A small model; Llama's vocabulary divides, the others' do not, so that their heads are whole."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD, "vocab_size": 100, "intermediate_size": 48}
+    if family == "llama":
+        return randomised(lambda: LlamaForCausalLM(LlamaConfig(**sizes, **ends)))
+    return build_model(family)
+
+
+def parallel(family, plan_ngpus, world_size, folder, policy=None, **changes):
+    model = build(family)
+    ids, mask = padded_prompts(num_prompts=2)
+    arguments = {"input_ids": ids, "attention_mask": mask, "labels": ids, "use_cache": False}
+    config = ComputeConfig(**{"plan_ngpus": plan_ngpus, "runtime_ngpus": world_size, "lowering": "eager"} | changes)
+    policy = policy or (megatron if plan_ngpus > 1 else "dp")
+    return hybrid_engine.parallelize(model, arguments, policy, config, gen_savedir=folder)
+
+
+def build_engine(model, stage, **options):
+    config = {
+        "train_batch_size": 6,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}},
+        "hybrid_engine": {"enabled": True, "max_running": 3, **options},
+    }
+    return hybrid_engine.initialize(model=model, config=config)[0]
+
+
+def cycles(engine, unit=0, num_units=1):
+    """Several times generated and trained; what the prompts of this unit came to, and the weights in the end."""
+    ids, mask = (tensor.chunk(num_units)[unit] for tensor in padded_prompts())
+    found = {"native": engine.generator.fallback_reason, "rollouts": [], "norms": []}
+    for _ in range(CYCLES):
+        engine.eval()
+        for options in (GREEDY, SAMPLED):
+            output = engine.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
+            found["rollouts"].append((output.sequences, output.logprobs))
+        engine.train()
+        labels = ids.masked_fill(mask == 0, -100)
+        logits = engine(input_ids=ids, attention_mask=mask).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / 20 * num_units
+        engine.backward(loss)
+        engine.step()
+        found["norms"].append(engine.get_global_grad_norm())
+    found["gathered"] = engine.latency_stats()["gathered_bytes"]
+    engine.sharding.settle()
+    found["weights"] = {name: full_tensor(p).clone() for name, p in engine.module.named_parameters()}
+    return found
+
+
+SETTINGS = {
+    2: [("llama", 2, 0), ("gpt2", 2, 0), ("opt", 2, 0), ("llama", 1, 3)],
+    4: [("llama", 2, 0), ("llama", 2, 1), ("llama", 2, 3)],
+}
+"""By the number of processes: the family, the processes of a unit, the stage of ZeRO."""
+
+
+def all_settings(rank, world_size, folder):
+    return {
+        (family, plan_ngpus, stage): cycles(
+            build_engine(parallel(family, plan_ngpus, world_size, folder / f"{family}{plan_ngpus}{stage}"), stage),
+            rank // plan_ngpus,
+            world_size // plan_ngpus,
+        )
+        for family, plan_ngpus, stage in SETTINGS[world_size]
+    }
+
+
+@pytest.mark.parametrize("world_size", SETTINGS)
+def test_processes_generate_and_train_under_a_plan_as_one_does(tmp_path, world_size):
+    expected = {}
+    outcomes = run_distributed(all_settings, world_size, tmp_path, seconds=300)
+    for rank, outcome in enumerate(outcomes):
+        for (family, plan_ngpus, stage), found in outcome.items():
+            if family not in expected:
+                leave_process_group()
+                expected[family] = cycles(build_engine(build(family), 0))
+            num_units = world_size // plan_ngpus
+            check(found, expected[family], rank // plan_ngpus, num_units, f"{family} {plan_ngpus} {stage}")
+            if num_units == 1:
+                assert found["gathered"] == 0
+
+
+def check(found, expected, unit, num_units, name):
+    assert found["native"] is None, name
+    torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-5, atol=1e-6)
+    for own, whole in zip(found["rollouts"], expected["rollouts"], strict=True):
+        tokens, logprobs = (tensor.chunk(num_units)[unit] for tensor in whole)
+        width = min(tokens.shape[1], own[0].shape[1])
+        assert torch.equal(own[0][:, :width], tokens[:, :width]), name
+        width = min(logprobs.shape[1], own[1].shape[1])
+        torch.testing.assert_close(own[1][:, :width], logprobs[:, :width], rtol=1e-5, atol=1e-5)
+    for key, weight in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][key], weight, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")
+
+
+def split_wrongly(graph, config):
+    plan = megatron(graph, config)
+    plan.place("model.embed_tokens", out="e")
+    return plan
+
+
+def refusals(rank, world_size, folder):
+    found = []
+
+    def refused(action):
+        with pytest.raises(ValueError) as error:
+            action()
+        found.append(str(error.value))
+
+    refused(lambda: build_engine(parallel("llama", 2, 2, folder / "1", split_wrongly), 0))
+    refused(lambda: build_engine(parallel("llama", 2, 2, folder / "2"), 0, inference_tp_size=2))
+    refused(lambda: build_engine(parallel("llama", 2, 2, folder / "3"), 0, exact=True))
+    refused(lambda: build_engine(parallel("llama", 2, 2, folder / "4", lowering="graph"), 0))
+    refused(lambda: build_engine(parallel("llama", 1, 2, folder / "5", use_zero=True), 0))
+    return found
+
+
+def test_what_cannot_be_trained_or_generated_from_is_refused_by_name(tmp_path):
+    for found in run_distributed(refusals, 2, tmp_path, seconds=300):
+        words = [
+            "the embedding: the plan splits",
+            "inference_tp_size=2",
+            "exact",
+            "lowering='eager'",
+            "stage 1, 2 or 3",
+        ]
+        assert len(found) == len(words)
+        for text, word in zip(found, words, strict=True):
+            assert word in text
