@@ -103,7 +103,7 @@ class Owned(nn.Module):
 
 
 REFUSED = {
-    "a change between ops": (placed(("model.layers.0", "b")), "llama", "input_layernorm.*split both alike"),
+    "a change between ops": (placed(("model.layers.0", "b")), "llama", "layouts change at borders of modules alone"),
     "a part as the result": (placed(("lm_head", "n"), follows="*"), "llama", "cannot carry this plan|lies in parts"),
     "stages": ("pp", None, "lowering='eager' has no stages"),
 }
