@@ -45,7 +45,7 @@ help:
 	@echo 'PYTHON=...   the interpreter to build .venv with (now $(PYTHON)), Python 3.10 or newer'
 
 demo: $(INSTALLED)
-	$(BIN)/hybrid-engine ppo --out runs/demo --restart
+	$(BIN)/hybrid-engine ppo --out runs/demo --restart --tokens-per-micro-batch 2048
 
 # Two tests at a time: they wait for processes that start. Those of a file share what they build.
 test: $(INSTALLED)

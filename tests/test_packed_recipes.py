@@ -8,6 +8,7 @@ from small_actors import save_small_actor, save_sums
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid_engine.recipes import dpo, kto, online_dpo, ppo, reward, sft
+from hybrid_engine.recipes.experience.own_tasks import stage_options
 from hybrid_engine.recipes.tasks import arithmetic
 
 COMMON = {"save_every": 0, "eval_every": 0}
@@ -88,3 +89,10 @@ def test_a_budget_below_the_longest_sequence_is_refused_before_any_training(name
     with pytest.raises(ValueError, match="--tokens-per-micro-batch=5 must hold the largest"):
         recipe.run(recipe.Config(**{**COMMON, **options, **given, "tokens_per_micro_batch": 5}))
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_a_loops_budget_is_that_of_the_stages_before_it_which_may_read_longer_rows():
+    for given, expected in ((0, 0), (400, 1024), (2048, 2048)):
+        config = ppo.Config(tokens_per_micro_batch=given)
+        stage = sft.Config(**stage_options(config))
+        assert stage.tokens_per_micro_batch == expected

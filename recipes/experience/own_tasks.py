@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.rows import PromptRow
-from hybrid_engine.recipes.runs.options import RunOptions, stage_options
+from hybrid_engine.recipes.runs.options import RunOptions
 from hybrid_engine.recipes.tasks import arithmetic
+from hybrid_engine.recipes.tasks.small_llama import MAX_POSITIONS
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 
 
@@ -22,6 +24,16 @@ class OwnTask:
     """The reward's spec; None: the stage `reward` trains a model."""
     serves_any_prompt: bool
     """Whether this actor and this reward make sense for prompts of the user's."""
+
+
+def stage_options(config: RunOptions) -> dict[str, Any]:
+    """The options that the earlier stages of a run, which make what it begins with, take from it.
+
+    Their rows may be longer than the run's own: a budget of tokens holds two sequences that fill a small model.
+    """
+    names = ("out", "seed", "zero_stage", "activation_checkpointing", "tracker", "metric_names")
+    budget = config.tokens_per_micro_batch and max(config.tokens_per_micro_batch, 2 * MAX_POSITIONS)
+    return {name: getattr(config, name) for name in names} | {"tokens_per_micro_batch": budget}
 
 
 def summary_rows(seed: int) -> tuple[list[PromptRow], list[PromptRow]]:

@@ -11,14 +11,13 @@ from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
-from hybrid_engine.recipes.experience.own_tasks import SUMS, OwnTask
+from hybrid_engine.recipes.experience.own_tasks import SUMS, OwnTask, stage_options
 from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.recipes.rewards.answers import Answers, Judge
 from hybrid_engine.recipes.rewards.learned import LearnedReward, critic_source
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import check_divides
-from hybrid_engine.recipes.runs.options import stage_options
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.recipes.runs.run_folder import RUN_RESULTS
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, move_aside, num_positions

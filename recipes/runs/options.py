@@ -181,9 +181,3 @@ def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: 
         adapter: of an adapter on it.
     """
     return small if config.model is None else adapter if config.lora_rank else trained
-
-
-def stage_options(config: RunOptions) -> dict[str, Any]:
-    """The options that the earlier stages of a run, which make what it begins with, take from it."""
-    names = ("out", "seed", "zero_stage", "activation_checkpointing", "tracker", "metric_names")
-    return {name: getattr(config, name) for name in names}
