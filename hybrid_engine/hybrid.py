@@ -92,10 +92,10 @@ class HybridEngine(ZeroEngine):
 
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
         """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
+        check_parallel(model, config.zero_optimization.stage)
         _check_generates(model)
         tp_size = config.hybrid_engine.inference_tp_size
         check_group_size(tp_size, TRAINING_OPTION)
-        check_parallel(model, config.zero_optimization.stage)
         check_parts(model, config.hybrid_engine.exact, tp_size)
         super().__init__(model, config, **kwargs)
         if self.sharding.tensor is None:

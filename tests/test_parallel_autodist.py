@@ -271,11 +271,13 @@ def test_layers_are_recomputed_where_memory_is_short_and_as_few_as_must():
 
 
 def test_generation_limits_memory_where_it_needs_more_than_training(blocks):
-    setting = Setting(machine=H100, plan_ngpus=2, generation=Generation(num_tokens=1, tensor_parallel=2))
-    costs = plan_costs(best_plan(blocks, setting), setting)
     weights = sum(value.num_bytes for value in blocks.of_kind("parameter").values())
-    stage = costs.stages[0]
-    assert stage.peaks["generation"] == pytest.approx(stage.cost.resident_bytes + weights / 2)
+    for use_zero, num_parts in ((False, 1), (False, 2), (True, 2)):
+        generation = Generation(num_tokens=1, tensor_parallel=num_parts)
+        setting = Setting(machine=H100, plan_ngpus=2, num_units=2, use_zero=use_zero, generation=generation)
+        stage = plan_costs(best_plan(blocks, setting), setting).stages[0]
+        gathered = 0 if (use_zero, num_parts) == (False, 2) else weights / num_parts  # a process holds its half
+        assert stage.peaks["generation"] == pytest.approx(stage.cost.resident_bytes + gathered)
 
 
 def test_keys_and_values_are_counted_before_they_are_repeated():

@@ -123,7 +123,26 @@ def split_wrongly(graph, config):
     return plan
 
 
+def saved(rank, world_size, folder):
+    """What an engine under a plan has written, as an engine without one, and transformers, read it."""
+    engine = build_engine(parallel("llama", 2, world_size, folder / "plan"), 0)
+    found = cycles(engine)["weights"]
+    engine.save_checkpoint(folder / "checkpoint")
+    engine.save_16bit_model(folder / "model")
+    plain = build_engine(build("llama"), 3)
+    plain.load_checkpoint(folder / "checkpoint")
+    other = build_engine(parallel("llama", 2, world_size, folder / "other"), 0)
+    other.load_checkpoint(folder / "checkpoint")
+    read = LlamaForCausalLM.from_pretrained(folder / "model")
+    assert [entry.name for entry in other.optimizer.parameters] == list(found)
+    for name, weight in found.items():
+        for model in (plain.module, other.module, read):
+            assert torch.equal(full_tensor(model.get_parameter(name)), weight), name
+    assert cycles(other)["norms"] == cycles(engine)["norms"]
+
+
 def refusals(rank, world_size, folder):
+    saved(rank, world_size, folder)
     found = []
 
     def refused(action):
@@ -139,7 +158,7 @@ def refusals(rank, world_size, folder):
     return found
 
 
-def test_what_cannot_be_trained_or_generated_from_is_refused_by_name(tmp_path):
+def test_checkpoints_go_to_engines_without_a_plan_and_what_cannot_be_trained_or_generated_from_is_refused(tmp_path):
     for found in run_distributed(refusals, 2, tmp_path, seconds=300):
         words = [
             "the embedding: the plan splits",

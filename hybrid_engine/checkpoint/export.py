@@ -22,6 +22,7 @@ from hybrid_engine.containers.linear import active_adapters, carries_lora, store
 from hybrid_engine.containers.quantised import dequantise, is_quantised
 from hybrid_engine.distributed.processes import get_rank, on_rank_zero
 from hybrid_engine.zero.sharding import full_tensor
+from hybrid_engine.zero.split_module import is_split_class
 
 STATE_DICT = "pytorch_model.bin"
 
@@ -118,7 +119,8 @@ def _merge_own_adapters(module: nn.Module, weights: dict[str, torch.Tensor]) -> 
 
 
 def _unsharded_class(model: PreTrainedModel) -> Any:
-    return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
+    own = (base for base in type(model).__mro__ if issubclass(base, PreTrainedModel))
+    return next(base for base in own if not issubclass(base, FSDPModule) and not is_split_class(base))
 
 
 def _add_adapters(skeleton: PreTrainedModel, source: PeftModel) -> Any:

@@ -8,6 +8,8 @@ from hybrid_engine.parallel.parallel_module import ParallelModule
 
 def check_parallel(model: nn.Module, stage: int) -> None:
     """ValueError for a model that is parallel, or has parallel parts, in a way that no engine trains; local."""
+    if not isinstance(model, nn.Module):
+        return  # refused by its kind
     parts = [(name, part) for name, part in model.named_modules() if isinstance(part, ParallelModule)]
     for name, part in parts:
         if part is not model:

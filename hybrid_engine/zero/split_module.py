@@ -21,6 +21,11 @@ class SplitModule(Protocol):
         """Puts the parts over `mesh`, of the processes of this unit, in the place of the mesh that they were over."""
 
 
+def is_split_class(module_class: type) -> bool:
+    """Whether objects of a class are such modules."""
+    return hasattr(module_class, "unit_size") and hasattr(module_class, "adopt")
+
+
 def unit_size_of(module: nn.Module | None) -> int:
     """How many processes compute `module` together; 1 for a module that each has for itself."""
     return module.unit_size if isinstance(module, SplitModule) else 1

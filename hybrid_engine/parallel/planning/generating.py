@@ -11,13 +11,18 @@ COPIES = frozenset({"expand", "reshape", "view", "clone", "contiguous", "repeat_
 
 
 def generation_bytes(graph: Graph, setting: Setting) -> float:
-    """The bytes that one process needs to generate beside its parts of parameters and optimizer, 0 where none does."""
+    """The bytes that one process needs to generate beside its parts of parameters and optimizer, 0 where none does.
+
+    Where the processes of a unit generate together, each does from what it holds, unless ZeRO shares that out.
+    """
     generation = setting.generation
     if generation is None:
         return 0.0
+    holds_its_part = generation.tensor_parallel == setting.plan_ngpus
+    is_gathered = not holds_its_part or (setting.use_zero and setting.num_units > 1)
     weights = sum(prod(v.shape) * setting.weights.itemsize(v.dtype) for v in graph.of_kind("parameter").values())
     cache = generation.num_tokens * token_bytes(graph, setting)
-    return (weights + cache) / generation.tensor_parallel
+    return (weights * is_gathered + cache) / generation.tensor_parallel
 
 
 def token_bytes(graph: Graph, setting: Setting) -> float:
