@@ -118,6 +118,17 @@ def _columns(weight: torch.Tensor, input: torch.Tensor, added: torch.Tensor | No
     return torch.baddbmm(added, parts, inputs).view(width_out, num_rows)
 
 
+def product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`left [N, in]` times `right [in, out]`, dense rows `[N, out]`, on any device; for no gradient.
+
+    From a thousand rows on oneDNN takes 0.84 to 0.9 of MKL's time on one Zen core (torch 2.13): 2048 rows of 384 or
+    1024 inputs.
+    """
+    if use_onednn(left, right):
+        return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+    return linear_transposed_reference(left, right, bias)
+
+
 def linear_by_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The linear's product as fp32 in dense rows, along which samplers go."""
     if is_compiled(input, [(weight, bias)]):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from hybrid_engine.ops import cpu_kernels
+from hybrid_engine.ops.cpu_gemm import product, use_onednn
 
 TILE_BYTES = 8 * 2**20  # of fp32 logits that exist at once, so that they lie in a CPU's cache
 TILE_BYTES_ON_GPU = 64 * 2**20  # large enough for a product that fills the device
@@ -61,7 +61,7 @@ class Head(NamedTuple):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, V]` fp32."""
-        return self.shape.apply(functional.linear(hidden, self.weight, self.bias))
+        return self.shape.apply(product(hidden, self.weight.t(), self.bias))
 
 
 def tile_width(num_rows: int, is_on_gpu: bool) -> int:
@@ -202,10 +202,10 @@ def gradient_of_products(
 
 def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """`sums`, fp32, get what `left @ right` is."""
-    if left.dtype == sums.dtype:
+    if left.dtype == sums.dtype and not use_onednn(left, right):
         sums.addmm_(left, right)
     else:
-        sums += left @ right
+        sums += product(left, right)
 
 
 def _exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
