@@ -14,6 +14,8 @@ STATE_BYTES = 8
 STEP_BYTES = 4
 """Of Adam, for a parameter: the number of its steps, in fp32."""
 MASTER_BYTES = 4
+KV_WORKSPACE = "KV workspace"
+"""The name of that part."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -88,6 +90,11 @@ class MemoryPlan:
         return self.kept_bytes + max(highest, sum(gradients))
 
     @property
+    def idle_cache_bytes(self) -> int:
+        """The KV workspace, which stays while training where there is room beside it, and is given back where not."""
+        return sum(part.num_bytes for part in self.generation if part.name == KV_WORKSPACE)
+
+    @property
     def generation_peak_bytes(self) -> int:
         """The most at once while generating; 0 where nothing is generated."""
         return self.kept_bytes + sum(part.num_bytes for part in self.generation) if self.generation else 0
@@ -108,6 +115,7 @@ class MemoryPlan:
             "generation": [part._asdict() for part in self.generation],
             "training_peak_bytes": self.training_peak_bytes,
             "generation_peak_bytes": self.generation_peak_bytes,
+            "idle_cache_bytes": self.idle_cache_bytes,
         }
 
 
@@ -160,7 +168,7 @@ def kv_part(shape: tuple[int, ...], dtype_bytes: int, running: int) -> Part:
         f"{dtype_bytes} bytes x {layers} layers x 2 x {blocks:,} blocks of {size} tokens x {heads} heads x {width}, "
         f"{running} sequences at once"
     )
-    return Part("KV workspace", dtype_bytes * math.prod(shape), formula)
+    return Part(KV_WORKSPACE, dtype_bytes * math.prod(shape), formula)
 
 
 def read_bytes(text: str, option: str) -> int:

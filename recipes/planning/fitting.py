@@ -61,6 +61,9 @@ class Fitted:
             yield from _lines(self.plan.generation)
         how = "gradients are there in every pass but a step's first" if self.plan.accumulates else "one pass a step"
         yield f"peak of training:   {format_bytes(self.plan.training_peak_bytes):>10}  ({how})"
+        if idle := self.plan.idle_cache_bytes:
+            beside = self.plan.training_peak_bytes + idle
+            yield f"  with KV workspace {format_bytes(beside):>10}  (which stays between rollouts where there is room)"
         if self.plan.generation:
             yield f"peak of generation: {format_bytes(self.plan.generation_peak_bytes):>10}"
         yield f"memory:             {format_bytes(self.memory_bytes):>10}  ({self.memory_text})"
