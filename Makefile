@@ -26,7 +26,7 @@ DEVICE ?= cuda
 RESULTS ?= $(if $(filter cpu,$(DEVICE)),runs/gpu-rehearsal,benchmarks/results/gpu)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo quick test attack fuzz kernels check lint types wheel versions clean gpu
+.PHONY: help demo quick test attack fuzz parity kernels check lint types wheel versions clean gpu
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo 'make quick   the short ones of them, of every room'
 	@echo 'make attack  kill, interrupt and misuse it at length, half an hour and more; writes docs/robustness.md'
 	@echo 'make fuzz    run 100 random plans of each of eight models, a quarter of an hour'
+	@echo 'make parity  train eleven models under every policy on 1, 2 and 4 processes, with and without ZeRO; an hour'
 	@echo 'make kernels compile every Triton kernel in every form for an H100, without one'
 	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
 	@echo 'make versions   run the tests of sharding with other releases of torch, each in an environment of its own:'
@@ -61,6 +62,10 @@ attack: $(INSTALLED)
 # 100 random plans of each model on simulated ranks, against the model; some 15 minutes.
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/fuzz_plans.py
+
+# Every policy, model and number of processes beside the module's own training.
+parity: $(INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python tests/parity.py
 
 # Every kernel in every form, for an H100, which need not be there.
 kernels: $(INSTALLED)

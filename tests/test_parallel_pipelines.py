@@ -48,12 +48,40 @@ def three_steps(rank, world_size, folder):
         count = module.plan.num_micro_batches
         longer = module.infer_step([sample(number, 9) for number in range(count)])
         outcomes[name] = norms, merged, [(loss, logits) for loss, logits in longer], names
+        if name in ERRORS:
+            outcomes[name, "errors"] = [error_where(module, *case) for case in ERRORS[name]]
     outcomes["error"] = error_of_one(module)
     back = make(folder, "pp", 4, {}, {"pipeline_nmicros": 4})
     back_optimizer = make_optimizer(back, "adam")
     load_merged_state_dicts(back, merged[0], back_optimizer, merged[1])
     outcomes["back"] = parallel_steps(back, back_optimizer, range(3, 5))
     return outcomes
+
+
+def fail(gradient):
+    raise RuntimeError(f"no gradient on rank {dist.get_rank()}")
+
+
+def fails_backward(loss):
+    loss.register_hook(fail)
+    return loss
+
+
+ERRORS = {"pp": [("parameter", 1)], "pp with ZeRO": [("backward", 3), ("loss", 3)]}
+"""Where, and on which process, the backward pass or the loss fails."""
+
+
+def error_where(module, where, rank):
+    """What this process raises, and how many results it has in the next step."""
+    is_here = dist.get_rank() == rank
+    hook = next(module.parameters()).register_hook(fail) if is_here and where == "parameter" else None
+    scale_fn = {"backward": fails_backward, "loss": fail}.get(where) if is_here else None
+    samples = samples_of(0, module.plan.num_micro_batches)
+    with pytest.raises(RuntimeError, match=f"no gradient on rank {rank}") as caught:
+        module.train_step(samples, scale_fn=scale_fn)
+    if hook is not None:
+        hook.remove()
+    return str(caught.value), len(module.train_step(samples))
 
 
 def error_of_one(module):
@@ -107,6 +135,14 @@ def test_an_error_of_one_process_is_raised_on_all_which_go_on(outcomes):
         text, num_results = of_rank["error"]
         assert "out of" in text
         assert num_results == 2
+
+
+@pytest.mark.parametrize("name", list(ERRORS))
+def test_an_error_of_a_backward_pass_is_raised_on_all_which_go_on(outcomes, name):
+    for rank, of_rank in enumerate(outcomes):
+        for (_, failing), (text, num_results) in zip(ERRORS[name], of_rank[name, "errors"], strict=True):
+            assert text == f"{'' if rank == failing else f'rank {failing}: '}no gradient on rank {failing}"
+            assert num_results == LAYOUTS[name][3]["pipeline_nmicros"]
 
 
 def graph_of_stack():

@@ -5,7 +5,7 @@ Names of parameters and buffers are those of the module that it was made from.
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,14 +29,15 @@ from hybrid_engine.parallel.planning.plan import Plan
 class ParallelModule(nn.Module):
     """What `parallelize` gives. `plan` and `compute_config` say how it runs; `plan` changes nothing any more.
 
-    A sample with arguments of other shapes than before is traced once more, for which the plan holds too.
+    A sample with arguments of other shapes than before is traced once more, for which the plan holds too; `sample` are
+    the arguments for which `plan` has the graph.
     """
 
     plan: Plan
     compute_config: ComputeConfig
     meshes: Meshes
 
-    def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes):
+    def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes, sample: Mapping[str, Any]):
         super().__init__()
         self.plan, self.compute_config, self.meshes = plan, config, meshes
         layouts = parameter_layouts(plan.graph, plan)
@@ -62,6 +63,7 @@ class ParallelModule(nn.Module):
         self.__dict__["_pipelines"] = {}
         self.__dict__["_runner"] = None
         self.__dict__["_is_in_step"] = False
+        self.__dict__["_graphs"] = {self._key(dict(sample)): plan.graph}
 
     def _own_stages(self, graph: Graph) -> dict[int, StageOps] | None:
         """The stages of this process by their numbers; None where there is one stage in all."""
@@ -130,7 +132,9 @@ class ParallelModule(nn.Module):
         arguments = self._arguments(*args, **kwargs)
         steps, graph = self._steps_for(arguments)
         held = self.held()
-        outputs, mutations = steps.run(held, inputs_of(graph, arguments))
+        # The backward pass may yet read a buffer that is changed below, as that of a batch norm does.
+        given = held | {name: held[name].clone() for name in graph.mutations}
+        outputs, mutations = steps.run(given, inputs_of(graph, arguments))
         with torch.no_grad():
             for name, value in mutations.items():
                 held[name].copy_(value)
@@ -144,13 +148,15 @@ class ParallelModule(nn.Module):
     def _key(self, arguments: dict[str, Any]) -> Hashable:
         """What the graph depends on."""
         leaves, spec = pytree.tree_flatten(arguments)
-        words = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves)
+        words = tuple((t.shape, t.dtype, t.device.type) if isinstance(t, Tensor) else t for t in leaves)
         return self.training, str(spec), words
 
     def _planned(self, arguments: dict[str, Any]) -> tuple[Plan, Graph]:
-        self._original.train(self.training)
-        graph = build_graph(self._original, arguments)
-        return self.plan.for_graph(graph), graph
+        key = self._key(arguments)
+        if key not in self._graphs:
+            self._original.train(self.training)
+            self._graphs[key] = build_graph(self._original, arguments)
+        return self.plan.for_graph(self._graphs[key]), self._graphs[key]
 
     def _steps_for(self, arguments: dict[str, Any]) -> tuple[Steps, Graph]:
         """The planned graph for arguments of these shapes; traced where they are new."""

@@ -76,11 +76,11 @@ def parallelize(
         return module
 
     if is_class:
-        return _subclass(module_or_module_class, built, plan, compute_config, carried)
+        return _subclass(module_or_module_class, built, plan, compute_config, carried, dummy_forward_args)
     meshes = build_meshes(plan, compute_config)
     if carried is not None:
         return lower_eagerly(built(), plan, compute_config, meshes, carried)
-    return ParallelModule(built(), plan, compute_config, meshes)
+    return ParallelModule(built(), plan, compute_config, meshes, dummy_forward_args)
 
 
 def _member(kind: type[Option], name: str, value: Option | str) -> Option:
@@ -178,11 +178,12 @@ def _subclass(
     plan: Plan,
     config: ComputeConfig,
     carried: Carried | None,
+    sample: Mapping[str, Any],
 ) -> type[ParallelModule]:
     """A class whose objects are the parallelised module, each built anew by `build`."""
 
     def __init__(self: ParallelModule) -> None:
-        ParallelModule.__init__(self, build(), plan, config, build_meshes(plan, config))
+        ParallelModule.__init__(self, build(), plan, config, build_meshes(plan, config), sample)
 
     def __new__(cls: type[EagerModule]) -> EagerModule:
         return lower_eagerly(build(), plan, config, build_meshes(plan, config), carried, cls)  # type: ignore[arg-type]

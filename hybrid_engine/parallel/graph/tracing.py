@@ -29,10 +29,11 @@ def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
     """
     check_arguments(module, arguments)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _fake_tensors(module, mode), warnings.catch_warnings():
+    device = _device_of(module, arguments)
+    with _fake_tensors(module, mode, device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            exported = torch.export.export(module, (), _fake(dict(arguments), mode), strict=False)
+            exported = torch.export.export(module, (), _fake(dict(arguments), mode, device), strict=False)
         except Exception as error:
             raise ValueError(_untraceable(module, error)) from error
         _open_regions(exported.graph_module)
@@ -62,20 +63,27 @@ def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _fake(value: Any, mode: FakeTensorMode) -> Any:
+def _device_of(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device:
+    """Where tensors are taken to be that are on meta, so that the module can make others beside them: the CPU, or
+    the device of those that are somewhere."""
+    tensors = [*pytree.tree_leaves(dict(arguments)), *module.parameters(), *module.buffers()]
+    devices = [tensor.device for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _fake(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     """The same nested arguments with a fake tensor for each tensor, also where one tensor stands twice."""
     with mode:
-        return pytree.tree_map_only(Tensor, lambda tensor: _fake_tensor(tensor.detach()), value)
+        return pytree.tree_map_only(Tensor, lambda tensor: _fake_tensor(tensor.detach(), device), value)
 
 
-def _fake_tensor(tensor: Tensor) -> Tensor:
-    """An empty tensor like it; on the CPU where it is on meta, so that the module can make tensors of its own."""
-    device = torch.device("cpu") if tensor.is_meta else tensor.device
-    return torch.empty_like(tensor, device=device)
+def _fake_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """An empty tensor like it, on `device` where it is on meta."""
+    return torch.empty_like(tensor, device=device if tensor.is_meta else tensor.device)
 
 
 @contextmanager
-def _fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+def _fake_tensors(module: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
     """Puts fake tensors in the place of parameters and buffers, and these back in the end."""
     kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
     fakes: dict[int, Tensor] = {}
@@ -83,11 +91,11 @@ def _fake_tensors(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
         for owner, parameters, buffers in kept:
             for name, tensor in parameters.items():
                 if tensor is not None:
-                    fake = nn.Parameter(_fake_tensor(tensor.detach()), requires_grad=tensor.requires_grad)
+                    fake = nn.Parameter(_fake_tensor(tensor.detach(), device), requires_grad=tensor.requires_grad)
                     owner._parameters[name] = fakes.setdefault(id(tensor), fake)  # type: ignore[assignment]
             for name, buffer in buffers.items():
                 if buffer is not None:
-                    owner._buffers[name] = fakes.setdefault(id(buffer), _fake_tensor(buffer))
+                    owner._buffers[name] = fakes.setdefault(id(buffer), _fake_tensor(buffer, device))
     try:
         yield
     finally:

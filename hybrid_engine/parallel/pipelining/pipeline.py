@@ -1,7 +1,7 @@
 """One step of a pipeline: every process has all samples, runs its stages, and gets the results of the last one.
 
-An error in a stage's forward pass does not stop its process, which others wait for: it sends zeros on, and once the
-step is over all processes raise it.
+An error in a stage's forward or backward pass, or in making the loss, does not stop its process, which others wait for:
+it sends zeros on, and once the step is over all processes raise it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.distributed.verdict import everyone
+from hybrid_engine.parallel.checkpoints.parts import local_part
 from hybrid_engine.parallel.graph.graph import Graph
 from hybrid_engine.parallel.lowering.layouts import Layout
 from hybrid_engine.parallel.lowering.steps import Steps
@@ -105,6 +106,27 @@ def _local_shape(shape: Sequence[int], sizes: Sequence[int], layout: Layout) -> 
     return local
 
 
+class _Stage(PipelineStage):
+    """A stage whose backward pass goes on with zeros after an error, which `runner` keeps."""
+
+    runner: StageRunner
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        """The gradients of what the stage received."""
+        try:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        except Exception as error:
+            self.runner.error = self.runner.error or error
+        # Through all parameters, so that FSDP2 reduces where other units wait for it.
+        nothing = torch.zeros((), device=self.device, requires_grad=True)
+        for parameter in self.submod.parameters():
+            nothing = nothing + local_part(parameter).sum() * 0
+        zeros = {"stage_output": nothing, "output_grads": None, "input_values": bwd_kwargs["input_values"]}
+        return super().backward_maybe_with_nosync(backward_type, zeros, last_backward)
+
+
 class Pipeline:
     """The stages of this process for samples of one kind of shapes."""
 
@@ -144,7 +166,7 @@ class Pipeline:
         return self._schedules[has_backward]
 
     def _stage(self, number: int, runner: StageRunner) -> PipelineStage:
-        return PipelineStage(
+        stage = _Stage(
             self.owner if isinstance(self.owner, FSDPModule) else runner,
             number,
             len(self.plan.stages),
@@ -153,6 +175,8 @@ class Pipeline:
             output_args=runner.like(runner.stage.sent) if not runner.stage.is_last else self._output_shapes(),
             group=self.group,
         )
+        stage.runner = runner
+        return stage
 
     def _output_shapes(self) -> tuple[Tensor, ...]:
         shown = [self.graph.values[key] for key in self.graph.outputs if key is not None]
@@ -160,7 +184,13 @@ class Pipeline:
 
     def _loss_of(self, outputs: Sequence[Tensor], place: Tensor) -> Tensor:
         given = iter(outputs)
-        return self._loss([None if key is None else next(given) for key in self.graph.outputs], int(place))
+        try:
+            return self._loss([None if key is None else next(given) for key in self.graph.outputs], int(place))
+        except Exception as error:
+            runner = self.runners[len(self.plan.stages) - 1]
+            runner.error = runner.error or error
+            nothing = torch.zeros((), device=default_device(), requires_grad=True)
+            return nothing + sum(output.sum() * 0 for output in outputs if output.requires_grad)
 
     def _everywhere(self, num_samples: int) -> list[Outputs]:
         """Sends the results of the last stage to all processes of the unit."""

@@ -142,11 +142,12 @@ def _percent(seconds: float, than: float) -> str:
 
 def _other_splits(plan: Plan, setting: Setting) -> Plan | None:
     graph = plan.graph
+    choices = choices_on(graph, plan.mesh, setting)
     space = Space(
         graph,
         plan.mesh,
         setting,
-        lambda op: list(dict.fromkeys([*choices_on(graph, plan.mesh, setting)(op), plan.split_of(op)])),
+        lambda op: list(dict.fromkeys([*choices(op), plan.split_of(op)])),
         recomputed=recomputed_ops(graph, plan.recompute),
     )
     taken = {

@@ -74,7 +74,8 @@ def _sizes(graph: Graph) -> dict[str, int]:
             new = {key for key in op.inputs if graph.values[key].kind == "parameter"} - seen
             seen |= new
             sizes[path] = sizes.get(path, 0) + 1 + sum(graph.values[key].num_bytes for key in new)
-    return sizes
+    # Ops of a module around others run where what they read is there.
+    return {path: size for path, size in sizes.items() if not any(other.startswith(f"{path}.") for other in sizes)}
 
 
 def _layer(op: Op) -> str:
