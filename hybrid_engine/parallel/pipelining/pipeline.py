@@ -118,7 +118,9 @@ class _Stage(PipelineStage):
         try:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         except Exception as error:
-            self.runner.error = self.runner.error or error
+            # PyTorch's own words around it are of shapes.
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            self.runner.error = self.runner.error or cause
         # Through all parameters, so that FSDP2 reduces where other units wait for it.
         nothing = torch.zeros((), device=self.device, requires_grad=True)
         for parameter in self.submod.parameters():
