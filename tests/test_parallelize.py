@@ -1,6 +1,7 @@
 """`parallelize` and `build_optimizer`: one process, and two that train as one."""
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from distributed import leave_process_group, run_distributed
 from parallel_nets import Block
 from torch import nn
 
+from hybrid_engine.parallel.checkpoints.deduplicating import broadcast_weights
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.optimizer import build_optimizer
 from hybrid_engine.parallel.parallel_module import ParallelModule
@@ -207,6 +209,78 @@ def test_a_plan_is_used_again_for_the_same_model_and_config_alone(tmp_path):
     assert len(made) == 3
 
 
+class Traced(Net):
+    """Counts how often it is traced or run."""
+
+    calls_of_forward = 0
+    factor = 1.0
+
+    def forward(self, sample):
+        type(self).calls_of_forward += 1
+        loss, logits = super().forward(sample)
+        return loss * self.factor, logits
+
+
+def test_a_graph_is_traced_again_for_another_module_sample_or_user_config_alone(tmp_path, monkeypatch):
+    def traced(seed, **options):
+        monkeypatch.setattr(Traced, "calls_of_forward", 0)
+        options = {"config": {"pas_config": {"seed": seed}}} | options
+        module = make(tmp_path, "tp", Traced(), reuse="graph", **options)
+        found = module.infer_step([sample(0)])[0]
+        torch.manual_seed(0)
+        return Traced.calls_of_forward, found
+
+    torch.manual_seed(0)
+    assert [traced(1)[0], traced(1)[0], traced(2)[0]] == [1, 0, 0]  # another plan, the same graph
+    plain = Traced()
+    torch.manual_seed(0)
+    torch.testing.assert_close(traced(3)[1], plain(sample(0)))
+    assert traced(3, config={"user_config": {"a": 1}})[0] == 1
+    monkeypatch.setattr(Traced, "factor", 2.0)
+    changed = Traced()
+    changed.factor = 2.0
+    assert make(tmp_path, "tp", changed, reuse="graph") is not None
+    assert Traced.calls_of_forward > 0
+
+
+def sent(rank, world_size, folder, strategy):
+    """Traces of this process, the files of its node, and its first weight, where each process is a node of its own."""
+    os.environ["LOCAL_RANK"] = "0"
+    torch.manual_seed(rank)
+    options = {"plan_ngpus": 1, "runtime_ngpus": world_size}
+    module = make(folder / f"node{rank}", "dp", Traced(), broadcast_strategy=strategy, config=options)
+    count = Traced.calls_of_forward
+    files = sorted(file.name for file in (folder / f"node{rank}").glob("**/*") if file.is_file())
+    before = module.embed.weight.detach().clone()
+    if strategy == "no_weights":
+        broadcast_weights(module, 1)
+    return count, files, before, module.embed.weight.detach(), module.infer_step([sample(0)])[0][1]
+
+
+def all_sent(rank, world_size, folder):
+    found = {}
+    for strategy in ("none", "all", "no_weights", "code"):
+        Traced.calls_of_forward = 0
+        found[strategy] = sent(rank, world_size, folder / strategy, strategy)
+    return found
+
+
+def test_what_is_sent_to_other_nodes_is_what_the_strategy_says(tmp_path):
+    first, second = run_distributed(all_sent, 2, tmp_path)
+    plan, graph = ["made_for.json", "plan.json"], ["graph.pt2", "graph.sha256"]
+    files = {"none": [], "all": sorted(plan + graph), "no_weights": sorted(plan + graph), "code": plan}
+    for strategy, expected in files.items():
+        assert second[strategy][1] == expected
+        assert first[strategy][1] == (expected or plan)
+        assert first[strategy][0] == 1
+        assert second[strategy][0] == (0 if graph[0] in expected else 1)
+        has_weights = strategy in ("none", "all")
+        assert torch.equal(first[strategy][2], second[strategy][2]) is has_weights
+    for strategy in ("none", "all", "no_weights"):
+        assert torch.equal(first[strategy][3], second[strategy][3])
+        torch.testing.assert_close(first[strategy][4], second[strategy][4])
+
+
 def test_a_plan_for_other_processes_is_made_without_a_process_group(tmp_path):
     assert make(tmp_path, "tp", config={"plan_ngpus": 4, "runtime_ngpus": 8}, load_module=False) is None
     assert len(list(tmp_path.glob("*.Net/_/plan.json"))) == 1
@@ -238,9 +312,9 @@ def test_a_wrong_config_is_refused(changes, match):
         ("dpp", {}, "pas_policy='dpp' must be one of"),
         ("dp", {"config": {"pas_config": {"seed": 2}}}, "pas_config.'seed'. is no option of 'dp'"),
         ("tp", {"config": {"plan_ngpus": 2, "runtime_ngpus": 2}}, "runtime_ngpus=2 must be the number of processes, 1"),
-        ("dp", {"broadcast_strategy": "all"}, "broadcast_strategy='all' is not supported.*pass 'none'"),
+        ("dp", {"broadcast_strategy": "all"}, "broadcast_strategy='all' needs a process group.*pass 'none'"),
         ("dp", {"broadcast_strategy": "most"}, "broadcast_strategy='most' must be one of"),
-        ("dp", {"reuse": "graph"}, "reuse='graph' is not supported.*pass 'override'"),
+        ("dp", {"reuse": "grap"}, "reuse='grap' must be one of"),
         ("dp", {"module_fn": Net}, "module_fn=.* builds a class's modules"),
     ],
 )

@@ -25,16 +25,23 @@ class ReuseType(Enum):
     MOO = "moo"
     """Match or override: used when graph and config are the same, else made anew."""
     GRAPH = "graph"
-    """The graph alone is used again: refused, as graphs are traced anew in any case."""
+    """The traced graph alone is used again, where module, sample and `user_config` are the same; the plan is made anew.
+
+    It is kept for the next time where there is none. Functions that the module's classes call are not compared.
+    """
 
 
 class BroadcastGenFilesStrategy(Enum):
-    """What of the folder is sent from the process that wrote it to the other nodes; refused but for NONE."""
+    """What rank 0 sends besides the plan; what it made anew is written into the folder of every other node too."""
 
     NONE = "none"
+    """Its weights; no other process reads or writes the folder."""
     ALL = "all"
+    """Files, its weights and the graph, which nobody else traces then."""
     NO_WEIGHTS = "no_weights"
+    """Files and the graph; weights are those of each unit's first process until `broadcast_weights`."""
     CODE = "code"
+    """Files but for the graph, which each process traces; weights as with NO_WEIGHTS."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,29 @@
 """`parallelize`: from a module, a sample and a policy to a module that runs on any number of processes."""
 
-import json
+import os
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hybrid_engine.distributed.processes import broadcast_module, gather_objects, get_world_size, on_rank_zero
+from hybrid_engine.distributed.processes import (
+    broadcast_module,
+    gather_objects,
+    get_rank,
+    get_world_size,
+    on_rank_zero,
+)
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.eager_module import Carried, EagerModule, class_of, lower_eagerly
-from hybrid_engine.parallel.graph.graph import Graph, build_graph
+from hybrid_engine.parallel.graph.graph import Graph, build_graph, graph_of_trace
+from hybrid_engine.parallel.graph.storing import dump_trace, load_trace, trace_key
+from hybrid_engine.parallel.graph.tracing import trace
+from hybrid_engine.parallel.kept_files import Kept, kept_plan, stored_trace, write_plan, write_trace
 from hybrid_engine.parallel.meshes import build_meshes
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.planning.named_policies import Policy, check_runs, plan_by
@@ -20,8 +31,8 @@ from hybrid_engine.parallel.planning.plan import Plan
 
 Option = TypeVar("Option", bound=Enum)
 
-PLAN_FILE = "plan.json"
-MADE_FOR_FILE = "made_for.json"
+SENDS_GRAPH = (BroadcastGenFilesStrategy.ALL, BroadcastGenFilesStrategy.NO_WEIGHTS)
+SENDS_WEIGHTS = (BroadcastGenFilesStrategy.NONE, BroadcastGenFilesStrategy.ALL)
 
 
 def parallelize(
@@ -42,6 +53,7 @@ def parallelize(
     """A `ParallelModule` for an object, a subclass of it for a class, None with `load_module=False`; collective.
 
     Rank 0 makes the plan, or reads it from the folder, and all take it. `load_module=False` needs no process group.
+    `broadcast_strategy` says what else they get: the graph, which they do not trace then, weights, files of a node.
     Parameters are rank 0's, with `init_module_params=False` those of each unit's first process. ValueError, on every
     rank, where the arguments do not fit, the module cannot be traced, or what lies in the folder is for something else.
     """
@@ -50,8 +62,9 @@ def parallelize(
     ):
         return module_or_module_class
     reuse = _member(ReuseType, "reuse", reuse)
-    _check_effects(reuse, _member(BroadcastGenFilesStrategy, "broadcast_strategy", broadcast_strategy))
-    _check_processes(compute_config, load_module)
+    strategy = _member(BroadcastGenFilesStrategy, "broadcast_strategy", broadcast_strategy)
+    _check_processes(compute_config, load_module, strategy)
+    init_module_params = init_module_params and strategy in SENDS_WEIGHTS
     is_class = isinstance(module_or_module_class, type)
     if module_fn is not None and not is_class:
         raise ValueError(f"module_fn={module_fn} builds a class's modules, and a module is given; leave it out")
@@ -61,9 +74,19 @@ def parallelize(
     if module_dtype is not None:
         traced = traced.to(module_dtype)
     folder = Path(gen_savedir) / f"{_full_name(traced)}" / (instance_name or "_")
-    graph = build_graph(traced, dummy_forward_args)
-    content = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
-    plan = Plan.from_json(content, graph)
+    content = None
+    if reuse is ReuseType.GRAPH or strategy in SENDS_GRAPH:
+        content = on_rank_zero(lambda: _trace_of(traced, dummy_forward_args, compute_config, folder, reuse))
+        graph = graph_of_trace(load_trace(content), traced)
+    else:
+        graph = build_graph(traced, dummy_forward_args)
+    kept = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
+    agree(
+        lambda: _send_to_nodes(
+            strategy, folder, kept, trace_key(traced, dummy_forward_args, compute_config.user_config), content
+        )
+    )
+    plan = Plan.from_json(kept.content, graph)
     check_runs(plan, compute_config)  # what lies in the folder may have been edited
     is_eager = compute_config.lowering == "eager"
     carried = Carried(traced, dummy_forward_args, plan) if is_eager else None
@@ -91,19 +114,13 @@ def _member(kind: type[Option], name: str, value: Option | str) -> Option:
         raise ValueError(f"{name}={value!r} must be one of {[member.value for member in kind]}") from error
 
 
-def _check_effects(reuse: ReuseType, strategy: BroadcastGenFilesStrategy) -> None:
-    """ValueError for what would change nothing."""
-    if reuse is ReuseType.GRAPH:
-        raise ValueError("reuse='graph' is not supported, graphs are traced anew in any case; pass 'override'")
-    if strategy is not BroadcastGenFilesStrategy.NONE:
-        raise ValueError(
-            f"broadcast_strategy={strategy.value!r} is not supported: rank 0 alone reads and writes gen_savedir, and "
-            "sends all others the plan; pass 'none'"
-        )
-
-
-def _check_processes(config: ComputeConfig, load_module: bool) -> None:
+def _check_processes(config: ComputeConfig, load_module: bool, strategy: BroadcastGenFilesStrategy) -> None:
     world_size = get_world_size()
+    if strategy is not BroadcastGenFilesStrategy.NONE and not dist.is_initialized():
+        raise ValueError(
+            f"broadcast_strategy={strategy.value!r} needs a process group to send over; call init_process_group first, "
+            "or pass 'none'"
+        )
     if load_module and config.runtime_ngpus != world_size:
         raise ValueError(
             f"runtime_ngpus={config.runtime_ngpus} must be the number of processes, {world_size}; start as many, or "
@@ -126,44 +143,40 @@ def _full_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}".replace("<locals>", "_")
 
 
-def _planned(
-    graph: Graph, policy: str | Policy, config: ComputeConfig, folder: Path, reuse: ReuseType
-) -> dict[str, Any]:
+def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: Path, reuse: ReuseType) -> Kept:
     """The plan as its file holds it: that of the folder where `reuse` says so and it fits, else a new one."""
     name = policy if isinstance(policy, str) else f"{policy.__module__}.{getattr(policy, '__qualname__', policy)}"
-    made_for = {"graph": graph.hash, "policy": name, **config.to_json()}
-    made_for = json.loads(json.dumps(made_for, default=str))
-    stored = _stored(folder)
-    if stored is not None and reuse in (ReuseType.MATCH, ReuseType.MOO):
-        differing = [key for key in made_for if stored[1].get(key) != made_for[key]]
-        if not differing:
-            return Plan.from_json(stored[0], graph, str(folder / PLAN_FILE)).to_json()
-        if reuse is ReuseType.MATCH:
-            raise ValueError(
-                f"{folder} holds a plan for another {', '.join(differing)}; pass reuse='moo' to make it anew, or "
-                "another instance_name to keep both"
-            )
-    if folder.exists():
-        _remove(folder)
-    plan = plan_by(policy, graph, config)
-    folder.mkdir(parents=True, exist_ok=True)
-    plan.save(folder / PLAN_FILE)
-    (folder / MADE_FOR_FILE).write_text(json.dumps(made_for, indent=1) + "\n")
-    return plan.to_json()
+    return kept_plan(
+        folder,
+        {"graph": graph.hash, "policy": name, **config.to_json()},
+        reuse,
+        lambda content, file: Plan.from_json(content, graph, file).to_json(),
+        lambda: plan_by(policy, graph, config).to_json(),
+    )
 
 
-def _stored(folder: Path) -> tuple[Any, dict[str, Any]] | None:
-    """The plan in the folder and what it was made for, None where there is none that is complete."""
-    try:
-        return tuple(json.loads((folder / name).read_text()) for name in (PLAN_FILE, MADE_FOR_FILE))  # type: ignore[return-value]
-    except (FileNotFoundError, json.JSONDecodeError):
-        return None
+def _trace_of(
+    module: nn.Module, arguments: Mapping[str, Any], config: ComputeConfig, folder: Path, reuse: ReuseType
+) -> bytes:
+    """The traced forward pass: that of the folder where `reuse` says so and it is of the same, else a new one."""
+    key = trace_key(module, arguments, config.user_config)
+    content = stored_trace(folder, key) if reuse is ReuseType.GRAPH else None
+    if content is None:
+        content = dump_trace(trace(module, arguments))
+        write_trace(folder, key, content)
+    return content
 
 
-def _remove(folder: Path) -> None:
-    """Removes what this module wrote into the folder."""
-    for name in (PLAN_FILE, MADE_FOR_FILE):
-        (folder / name).unlink(missing_ok=True)
+def _send_to_nodes(
+    strategy: BroadcastGenFilesStrategy, folder: Path, kept: Kept, key: str, content: bytes | None
+) -> None:
+    """Writes what was made now into the folder of every other node, by its first process."""
+    if strategy is BroadcastGenFilesStrategy.NONE or not kept.is_new or get_rank() == 0:
+        return
+    if int(os.environ.get("LOCAL_RANK", get_rank())) == 0:
+        write_plan(folder, kept)
+        if content is not None:
+            write_trace(folder, key, content)
 
 
 def _initialise(module: nn.Module, init_module_params: bool) -> None:

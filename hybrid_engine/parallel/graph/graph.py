@@ -98,7 +98,11 @@ class Graph:
 
 def build_graph(module: nn.Module, arguments: Mapping[str, Any]) -> Graph:
     """The graph of `module.forward(**arguments)`; ValueError where it cannot be traced, or an op has no annotation."""
-    exported = trace(module, arguments)
+    return graph_of_trace(trace(module, arguments), module)
+
+
+def graph_of_trace(exported: ExportedProgram, module: nn.Module) -> Graph:
+    """The graph of a traced forward pass of `module`, which is changed; ValueError for an op without annotation."""
     normalise(exported.graph_module)
     return graph_of(exported, _aliases(module))
 

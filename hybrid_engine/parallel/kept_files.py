@@ -1,0 +1,85 @@
+"""What lies in `gen_savedir`: the plan, what it was made for, and the traced graph where somebody asked for it."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.parallel.compute_config import ReuseType
+
+PLAN_FILE, MADE_FOR_FILE = "plan.json", "made_for.json"
+TRACE_FILE, TRACE_KEY_FILE = "graph.pt2", "graph.sha256"
+FILES = (PLAN_FILE, MADE_FOR_FILE, TRACE_FILE, TRACE_KEY_FILE)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A plan as its file holds it."""
+
+    content: dict[str, Any]
+    made_for: Mapping[str, Any]
+    is_new: bool
+    """Whether it was made now."""
+
+
+def kept_plan(
+    folder: Path,
+    made_for: Mapping[str, Any],
+    reuse: ReuseType,
+    check: Callable[[Any, str], dict[str, Any]],
+    make: Callable[[], dict[str, Any]],
+) -> Kept:
+    """The plan of the folder where `reuse` says so and it fits, checked by `check(content, file)`, else what `make`
+    gives, which is kept. What was there is removed before. ValueError where it must fit and does not.
+    """
+    made_for = json.loads(json.dumps(made_for, default=str))
+    stored = _stored(folder)
+    if stored is not None and reuse in (ReuseType.MATCH, ReuseType.MOO):
+        content, before = stored
+        differing = [key for key in made_for if before.get(key) != made_for[key]]
+        if not differing:
+            return Kept(check(content, str(folder / PLAN_FILE)), made_for, is_new=False)
+        if reuse is ReuseType.MATCH:
+            raise ValueError(
+                f"{folder} holds a plan for another {', '.join(differing)}; pass reuse='moo' to make it anew, or "
+                "another instance_name to keep both"
+            )
+    for name in (PLAN_FILE, MADE_FOR_FILE):
+        (folder / name).unlink(missing_ok=True)
+    found = Kept(make(), made_for, is_new=True)
+    write_plan(folder, found)
+    return found
+
+
+def write_plan(folder: Path, kept: Kept) -> None:
+    """Writes the files of a plan."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PLAN_FILE).write_text(json.dumps(kept.content, indent=1) + "\n")
+    (folder / MADE_FOR_FILE).write_text(json.dumps(kept.made_for, indent=1) + "\n")
+
+
+def _stored(folder: Path) -> tuple[Any, dict[str, Any]] | None:
+    """The plan in the folder and what it was made for, None where there is none that is complete."""
+    try:
+        plan, made_for = (json.loads((folder / name).read_text()) for name in (PLAN_FILE, MADE_FOR_FILE))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return plan, made_for
+
+
+def stored_trace(folder: Path, key: str) -> bytes | None:
+    """The traced graph of the folder, None where there is none of that key."""
+    try:
+        is_same = (folder / TRACE_KEY_FILE).read_text() == key
+        return (folder / TRACE_FILE).read_bytes() if is_same else None
+    except FileNotFoundError:
+        return None
+
+
+def write_trace(folder: Path, key: str, content: bytes) -> None:
+    """Writes a traced graph; its key last, so that a file that was cut off counts for nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / TRACE_KEY_FILE).unlink(missing_ok=True)
+    (folder / TRACE_FILE).write_bytes(content)
+    (folder / TRACE_KEY_FILE).write_text(key)
