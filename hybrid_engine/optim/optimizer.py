@@ -253,7 +253,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if not self.parameters:
             return [0.0], 0
         device = local_tensor(self.parameters[0].master).device
-        norms = [torch._foreach_norm(grads, 2, torch.float32) or [torch.zeros((), device=device)] for grads in parts]
+        none = [torch.zeros((), device=device)]
+        norms = [torch._foreach_norm(grads, 2, torch.float32) if grads else none for grads in parts]
         squares = [torch.stack(list(norm)).float().square() for norm in norms]
         if max(self._copies.values()) > 1:  # each process of a unit adds its share of what all of them have
             squares = [square / self._copies_in(part, square) for part, square in enumerate(squares)]
