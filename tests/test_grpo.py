@@ -134,8 +134,7 @@ def test_two_processes_under_zero_3_train_as_one_does(tiny, tmp_path):
     adapter = tiny("adapter-1", steps=2, lora_rank=2, algorithm=Algorithm(baseline="batch-mean", scale="batch-whiten"))
     run_with_adapter_and_without(0, 1, [whole, adapter])
     sharded = [
-        replace(config, out=config.out.replace("-1", "-2"), zero_stage=stage)
-        for config, stage in ((whole, 3), (adapter, 2))
+        replace(config, out=f"{config.out[:-1]}2", zero_stage=stage) for config, stage in ((whole, 3), (adapter, 2))
     ]
     run_distributed(run_with_adapter_and_without, 2, sharded)
     for name in ("whole", "adapter"):

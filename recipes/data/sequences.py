@@ -19,6 +19,8 @@ from hybrid_engine.training.head_log_probs import Asked, TokenLogProbs, token_lo
 
 ROWS_PER_PASS = 32
 """Rows of a forward pass without gradients."""
+ROWS_PER_PASS_ON_CPU = 8
+"""The same on a CPU, whose caches hold the activations of fewer."""
 NUM_POOLED = 16
 """Batches whose examples are sorted by length together."""
 LARGEST_ORDER = 10**8
@@ -208,7 +210,8 @@ def in_parts(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> 
     Collective if `compute` is, and then every process must have as many rows.
     """
     num_rows, num_columns = batch.response_mask.shape
-    parts = [compute(batch.rows(rows)) for rows in torch.arange(num_rows).split(ROWS_PER_PASS)]
+    num_at_once = ROWS_PER_PASS_ON_CPU if batch.input_ids.device.type == "cpu" else ROWS_PER_PASS
+    parts = [compute(batch.rows(rows)) for rows in torch.arange(num_rows).split(num_at_once)]
     return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
 
 
