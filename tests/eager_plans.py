@@ -1,23 +1,15 @@
 """Models, Megatron's layout for them, and their training with and without it, for tests of the eager lowering."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from causal_models import CAUSAL_MODELS, build_causal, causal_batch
 from parallel_nets import Block
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.optimizer import build_optimizer
@@ -98,12 +90,10 @@ class Transformer(nn.Module):
         return F.cross_entropy(self.lm_head(x).flatten(0, 1), labels.flatten())
 
 
-def causal(model, config):
+def causal(name):
     torch.manual_seed(0)
-    ids = torch.randint(0, 32, (4, 6))
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    return model(config), {"input_ids": ids, "attention_mask": mask, "labels": ids.clone(), "use_cache": False}
+    arguments = causal_batch() | {"use_cache": False}
+    return build_causal(name), arguments
 
 
 def seeded(kind, arguments):
@@ -111,20 +101,12 @@ def seeded(kind, arguments):
     return kind(), arguments()
 
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-GATED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 24}
-NO_DROPOUT = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
 MODELS = {
     "mlp": lambda: seeded(MLP, lambda: {"x": torch.randn(4, 8), "y": torch.randn(4, 8)}),
     "transformer": lambda: seeded(
         Transformer, lambda: {"ids": torch.randint(0, 32, (4, 6)), "labels": torch.randint(0, 32, (4, 6))}
     ),
-    "llama": lambda: causal(LlamaForCausalLM, LlamaConfig(**GATED)),
-    "qwen2": lambda: causal(Qwen2ForCausalLM, Qwen2Config(**GATED)),
-    "gpt2": lambda: causal(
-        GPT2LMHeadModel, GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=4, n_positions=8, **NO_DROPOUT)
-    ),
-    "opt": lambda: causal(OPTForCausalLM, OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)),
+    **{name: partial(causal, name) for name in CAUSAL_MODELS},
 }
 LEAST_SPLIT = {"mlp": 6, "transformer": 21, "llama": 15, "qwen2": 21, "gpt2": 7, "opt": 21}
 """Parameters that Megatron's layout splits."""

@@ -5,18 +5,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from causal_models import CAUSAL_MODELS, build_causal, causal_batch
 from torch import Tensor, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 Sample = dict[str, Any]
 
@@ -166,9 +157,6 @@ class Causal(nn.Module):
         return result.loss, result.logits
 
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-GATED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 24}
-NO_DROPOUT = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
 NETS: dict[str, Callable[[], nn.Module]] = {
     "mlp": Perceptron,
     "transformer": Transformer,
@@ -177,12 +165,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "buffers": Buffers,
     "nested": Nested,
-    "llama": lambda: Causal(LlamaForCausalLM(LlamaConfig(**GATED))),
-    "qwen2": lambda: Causal(Qwen2ForCausalLM(Qwen2Config(**GATED))),
-    "gpt2": lambda: Causal(
-        GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=4, n_positions=8, **NO_DROPOUT))
-    ),
-    "opt": lambda: Causal(OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0))),
+    **{name: lambda name=name: Causal(build_causal(name)) for name in CAUSAL_MODELS},
 }
 
 
@@ -210,7 +193,5 @@ def sample_for(name: str, seed: int) -> Sample:
         return {"text": {"ids": whole(16, 4, 6), "mask": whole(2, 4, 6)}, "target": floats(4, 6), "factor": 2.0}
     if name in ("transformer", "tied"):
         return {"ids": whole(16, 4, 6)}
-    ids = whole(32, 4, 6)
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    batch = causal_batch(generator)
+    return batch | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}

@@ -2,29 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from causal_models import CAUSAL_MODELS, build_causal, causal_batch
 from distributed import leave_process_group
 from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.lowering.layouts import parameter_layouts
@@ -100,15 +91,11 @@ class Convolutions(nn.Module):
         return F.cross_entropy(self.head(x), label)
 
 
-def causal_lm(model: type[PreTrainedModel], config: Any) -> tuple[nn.Module, dict[str, Any]]:
-    ids = torch.randint(0, 32, (4, 6))
-    mask = torch.ones_like(ids)
-    mask[0, :2] = 0
-    return model(config), {"input_ids": ids, "attention_mask": mask, "labels": ids.clone(), "use_cache": False}
+def causal_lm(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    arguments = causal_batch() | {"use_cache": False}
+    return build_causal(name, num_layers=1), arguments
 
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
-GATED = SIZES | {"num_key_value_heads": 2, "intermediate_size": 24}
 CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     "mlp": lambda: (MLP(), {"x": torch.randn(4, 8), "y": torch.randn(4, 4)}),
     "transformer": lambda: (
@@ -123,14 +110,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
     ),
     "experts": lambda: (MixtureOfExperts(), {"x": torch.randn(12, 8), "y": torch.randn(12, 8)}),
     "convolutions": lambda: (Convolutions(), {"image": torch.randn(4, 4, 8, 8), "label": torch.randint(0, 4, (4,))}),
-    "llama": lambda: causal_lm(LlamaForCausalLM, LlamaConfig(**GATED)),
-    "qwen2": lambda: causal_lm(Qwen2ForCausalLM, Qwen2Config(**GATED)),
-    "gpt2": lambda: causal_lm(
-        GPT2LMHeadModel, GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=4, n_positions=8, **NO_DROPOUT)
-    ),
-    "opt": lambda: causal_lm(OPTForCausalLM, OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)),
+    **{name: partial(causal_lm, name) for name in CAUSAL_MODELS},
 }
-NO_DROPOUT = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, Any], Graph]:
