@@ -283,7 +283,8 @@ def main() -> None:
             prompts = [" ".join(f"w{token}" for token in row) for row in ids.tolist()]
             pairs = run_pairs(folder, prompts, shape, args.tokens_per_micro_batch, args.repeats + 1)[1:]
             rows += report(name, pairs, model, shape, ceilings)
-    append_rows(args.csv, [environment("cpu") | dataclasses.asdict(shape) | row for row in rows])
+    same = environment("cpu") | dataclasses.asdict(shape) | {"tokens_per_micro_batch": args.tokens_per_micro_batch}
+    append_rows(args.csv, [same | row for row in rows])
 
 
 def report(
