@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.live_shared import follow
+from hybrid_engine.generation.openmp_pool import give_back_openmp_pool
 
 
 class LiveFollower:
@@ -26,6 +27,7 @@ class LiveFollower:
 
     def start(self) -> None:
         """Opens the batch; raises what that raises."""
+        give_back_openmp_pool()
         self._thread.start()
         self._opened.wait()
         if self.error is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.live import KVBlocks, LiveBatch, Progress
+from hybrid_engine.generation.openmp_pool import give_back_openmp_pool
 
 Listener = Callable[[list[Progress]], None]
 """Called on the worker's thread with what a turn brought."""
@@ -59,6 +60,7 @@ class LiveThread:
 
     def start(self) -> None:
         """Opens the batch; raises what that raises."""
+        give_back_openmp_pool()
         self._thread.start()
         self._opened.wait()
         if self.error is not None:
