@@ -189,8 +189,8 @@ def start_async(
     """A rollout that begins when it is entered; every check of the input is made here. Collective.
 
     Raises:
-        ValueError: on all processes, for input that cannot work, where only the model's own `generate()` would, and
-            where processes share the model: each leaves when it has enough, and all must take the same turns.
+        ValueError: on all processes, for input that cannot work, where only the model's own `generate()` would, for
+            scores that an Answer has no place for, and where processes share the model: each leaves when it has enough, and all must take the same turns.
     """
     if generator.group.size > 1:
         raise ValueError(
@@ -206,7 +206,21 @@ def start_async(
                 f"generate_async(): {request.wishes.fallback}, and the model's own generate() ends all rows together; "
                 "leave it out, or call generate()"
             )
+        _check_scores(request.plan.sequences)
         sequences, num_samples = request.plan.sequences, request.wishes.options.num_return_sequences
     longest = max([2, *(s.most_fed + 1 for s in sequences), 0 if earlier is None else earlier.longest])
     opening = partial(live_batch, generator, longest)
     return AsyncRollout(opening, sequences, num_samples, version, earlier)
+
+
+def _check_scores(sequences: list[Sequence]) -> None:
+    for rules in (sequence.options.rules for sequence in sequences):
+        for name, is_wanted in (
+            ("top_logprobs", rules.top_logprobs > 0),
+            ("prompt_logprobs", rules.prompt_logprobs is not None),
+        ):
+            if is_wanted:
+                raise ValueError(
+                    f"generate_async(): {name} is not in the groups that it hands out; leave it out, or call "
+                    "generate() with return_dict_in_generate=True"
+                )
