@@ -190,7 +190,8 @@ def start_async(
 
     Raises:
         ValueError: on all processes, for input that cannot work, where only the model's own `generate()` would, for
-            scores that an Answer has no place for, and where processes share the model: each leaves when it has enough, and all must take the same turns.
+            scores that an Answer has no place for, and where processes share the model: each leaves when it has enough,
+            and all must take the same turns.
     """
     if generator.group.size > 1:
         raise ValueError(
