@@ -15,7 +15,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Fresh processes are forks of one that has imported these and done nothing else: importing takes seconds each time.
-multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "transformers", "peft", "hybrid_engine.engine"])
+multiprocessing.set_forkserver_preload(
+    # The third is what tracing a module imports: seven tenths of a second.
+    ["torch.distributed.fsdp", "transformers", "torch._functorch.aot_autograd", "peft", "hybrid_engine.engine"]
+)
 
 
 def run_distributed(worker: Callable[..., Any], world_size: int, *args: Any, seconds: float = 120) -> list[Any]:

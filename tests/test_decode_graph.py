@@ -186,8 +186,9 @@ def recorded_on_two(rank, world_size):
         ]
         taken = []
         rollouts = []
-        for index in range(4):
-            recorded, plain = (rollout(engine, seed=index, eos_token_id=None) for engine in engines)
+        for index in range(3):
+            options = {"seed": index, "eos_token_id": None, "max_new_tokens": 6}
+            recorded, plain = (rollout(engine, **options) for engine in engines)
             rollouts.append((recorded.sequences.tolist() == plain.sequences.tolist(), captures(engines[0])))
             for engine in engines:
                 train_step(engine)
@@ -200,7 +201,7 @@ def test_sharded_weights_are_read_where_recorded_steps_find_them_again():
     for results in run_distributed(recorded_on_two, 2):
         for name, rollouts in results.items():
             assert all(is_equal for is_equal, _ in rollouts), name
-            assert rollouts[0][1] > 0 and [count for _, count in rollouts[2:]] == [0, 0], name
+            assert rollouts[0][1] > 0 and rollouts[2][1] == 0, name
 
 
 def test_few_kinds_of_rollout_are_kept_and_an_older_one_is_recorded_anew():

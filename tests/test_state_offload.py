@@ -54,6 +54,10 @@ def objects(engine):
     return [id(x) for x in (*engine.module.parameters(), *groups, *(x for pair in pairs for x in pair))]
 
 
+def is_same(expected, found):
+    return expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def compare(stage, precision, include, rank=0):
     """Two runs, one offloaded in the middle; whether its storages went, objects stayed, and numbers are the same."""
     plain, moved = (build(stage, **PRECISIONS[precision], **GENERATES) for _ in range(2))
@@ -75,12 +79,9 @@ def compare(stage, precision, include, rank=0):
     after = rollout(moved)
     for engine in (plain, moved):
         step(engine, 1, rank)
-    same = [
-        torch.equal(masters(plain)[name], value) and torch.equal(whole_weights(plain)[name], whole_weights(moved)[name])
-        for name, value in masters(moved).items()
-    ]
+    same = is_same(masters(plain), masters(moved)) and is_same(whole_weights(plain), whole_weights(moved))
     tokens = all(torch.equal(x, expected) for x in (before, after)) and torch.equal(rollout(plain), rollout(moved))
-    return gone, stayed, back, same_objects, all(same), tokens, messages
+    return gone, stayed, back, same_objects, same, tokens, messages
 
 
 def refusals(engine, rank):
@@ -147,7 +148,7 @@ def gradients_wait(stage, rank):
         moved.reload_states(non_blocking=True)
         for engine in (plain, moved):
             engine.step()
-    same = all(torch.equal(value, masters(moved)[name]) for name, value in masters(plain).items())
+    same = is_same(masters(plain), masters(moved))
     accumulates = build(stage, micro_batches=2)
     accumulates.backward(accumulates(input_ids=tokens, labels=tokens).loss)
     accumulates.step()

@@ -296,6 +296,8 @@ def test_without_managed_accumulation_every_step_steps_and_samples_are_counted(c
         pass
 
 
+TWO_STYLES = ("engine", "torch")
+"""Outside fp16 `scale()` returns the loss itself: what follows from it is the second style."""
 PRECISION_OF = {0: ["fp32"], 1: ["bf16"], 2: ["fp32"], 3: ["fp32", "bf16"]}
 """Of two processes at each stage; fp16 at every one."""
 PREDIVIDED = (0, 3)
@@ -305,19 +307,20 @@ def distributed_work(rank, world_size):
     results = {}
     for stage in range(4):
         for precision in PRECISION_OF[stage]:
-            for style, action in STYLES.items():
-                results[stage, precision, style] = train(build(stage, **PRECISIONS[precision]), action, rank=rank)
+            for style in TWO_STYLES:
+                engine = build(stage, **PRECISIONS[precision])
+                results[stage, precision, style] = train(engine, STYLES[style], rank=rank)
         fp16 = PRECISIONS["fp16"]
         results[stage, "fp16", "engine"] = train(build(stage, **fp16), STYLES["engine"], rank=rank)
         results[stage, "fp16", "scale"] = train(build(stage, **fp16), STYLES["scale"], rank=rank)
         if stage in PREDIVIDED:
-            for style in ("engine", "torch"):
+            for style in TWO_STYLES:
                 engine = build(stage, gradient_predivide_factor=4.0)
                 results[stage, "predivided", style] = train(engine, STYLES[style], rank=rank)
         results[stage, "losses"] = [
-            train(build(stage), several_losses(STYLES[style]), rank=rank) for style in ("engine", "torch")
+            train(build(stage), several_losses(STYLES[style]), rank=rank) for style in TWO_STYLES
         ]
-        results[stage, "checkpointed"] = [train(checkpointed(stage), STYLES[style], rank=rank) for style in STYLES]
+        results[stage, "checkpointed"] = [train(checkpointed(stage), STYLES[style], rank=rank) for style in TWO_STYLES]
         torch.manual_seed(0)
         results[stage, "pair"] = train_pair(stage, PAIR_STYLES["torch"], **PAIR)
         results[stage, "interrupted"] = train_with_an_error(stage, rank)
@@ -387,7 +390,7 @@ def test_every_style_gives_the_same_bits_at_every_stage_on_two_processes(two_ran
     for results in two_ranks:
         for stage in range(4):
             for kind, style in (
-                *((precision, style) for precision in PRECISION_OF[stage] for style in ("torch", "scale")),
+                *((precision, "torch") for precision in PRECISION_OF[stage]),
                 ("fp16", "scale"),
                 *([("predivided", "torch")] if stage in PREDIVIDED else []),
             ):
@@ -399,8 +402,8 @@ def test_several_losses_and_recomputed_layers_give_the_same_bits_on_two_processe
     for results in two_ranks:
         for stage in range(4):
             assert is_equal(results[stage, "losses"][1], results[stage, "losses"][0])
-            own, *others = results[stage, "checkpointed"]
-            assert all(is_equal(other, own) for other in others)
+            own, torchs = results[stage, "checkpointed"]
+            assert is_equal(torchs, own)
 
 
 def test_one_loss_over_two_engines_on_two_processes_is_that_of_a_plain_loop(two_ranks):
