@@ -14,11 +14,11 @@ from distributed import leave_process_group
 from torch import Tensor, nn
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
-from hybrid_engine.parallel.lowering.layouts import parameter_layouts
+from hybrid_engine.parallel.lowering.layouts import edges_of, parameter_layouts, value_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.planning.autodist import best_plan
 from hybrid_engine.parallel.planning.machine import COLLECTIVES, Device, Link, Machine
@@ -217,6 +217,67 @@ def test_a_batch_plan_splits_everything_between_the_first_op_and_the_loss():
     linears = [op for op in graph.ops.values() if op.name == "linear"]
     assert all(plan.split_of(op) == ("*0",) for op in linears)
     assert plan.split_of(graph.ops[":cross_entropy_loss:0"]) == ("m",)
+
+
+def vocabulary_plan(graph: Graph, mesh: tuple[int, ...]) -> Plan:
+    """Rows of the embedding and of the head over every axis, and what follows from that."""
+    plan = replicated_plan(graph, mesh)
+    for axis in range(len(mesh)):
+        plan.place("*embed*", op="embedding", out="v", axis=axis)
+        plan.place("*head", op="linear", out="n", axis=axis)
+    plan.follow("*")
+    return plan
+
+
+@pytest.mark.parametrize("mesh", [(4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", ["transformer", "llama"])
+def test_a_head_that_is_split_by_its_vocabulary_needs_no_gather_of_logits(name, mesh):
+    module, arguments, graph = build(name)
+    plan = vocabulary_plan(graph, mesh)
+    lies = value_layouts(graph, plan)
+    (head,) = (op for op in graph.ops.values() if op.name == "linear" and op.path.endswith("head"))
+    (loss,) = (op for op in graph.ops.values() if op.name == "cross_entropy_loss")
+    after = list(graph.ops.values())[list(graph.ops).index(head.key) + 1 :]
+    read = [edge for op in after for edge in edges_of(plan, op) if any(p.is_shard() for p in lies[edge.key])]
+    assert lies[loss.inputs[0]] == (Shard(1),) * len(mesh)
+    assert read
+    assert all(edge.wanted == lies[edge.key] for edge in read)
+    tied = [key for key, value in graph.of_kind("parameter").items() if "embed" in key]
+    assert all(lies[key] == (Shard(0),) * len(mesh) for key in tied)
+    check_plan(graph, plan, module, arguments, expected_step(module, arguments))
+
+
+class Classes(nn.Module):
+    """Losses of single samples, beside probabilities; a row of the embedding that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 4, padding_idx=2), nn.Linear(4, 8)
+
+    def forward(self, ids, labels):
+        log_probs = F.log_softmax(self.head(self.embed(ids)), -1)
+        return (
+            F.nll_loss(log_probs, labels, reduction="none", ignore_index=3).square().sum() + log_probs.exp()[:, 1].sum()
+        )
+
+
+def test_losses_of_parts_of_the_classes_are_those_of_all_also_for_the_row_of_padding():
+    torch.manual_seed(0)
+    module, arguments = Classes(), {"ids": torch.arange(8), "labels": torch.arange(8).flip(0)}
+    graph = build_graph(module, arguments)
+    expected = expected_step(module, arguments)
+    for mesh in ((2,), (4,), (2, 2)):
+        plan = vocabulary_plan(graph, mesh)
+        assert plan.split_of(graph.ops[":log_softmax:0"]) == ("b",) * len(mesh)
+        check_plan(graph, plan, module, arguments, expected)
+
+
+@pytest.mark.parametrize("wrong", [{"ids": torch.full((8,), 8)}, {"labels": torch.full((8,), 8)}], ids=str)
+def test_an_index_that_no_part_has_is_an_error(wrong):
+    module, arguments = Classes(), {"ids": torch.arange(8), "labels": torch.arange(8)}
+    graph = build_graph(module, arguments)
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        check_plan(graph, vocabulary_plan(graph, (2,)), module, arguments | wrong, (None, {}, {}))
 
 
 def test_a_plan_by_hand_is_megatrons_with_one_sum_after_each_mlp():

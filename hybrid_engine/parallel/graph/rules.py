@@ -3,13 +3,34 @@
 A split op runs on parts of its operands, so that arguments that are sizes (of a view, of `h` heads) shrink too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from hybrid_engine.parallel.graph.annotations import SUMMED, Annotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The place of a process among those that share out one dimension in equal parts."""
+
+    index: int
+    count: int
+    all_reduce: Callable[[Tensor, str], Tensor] | None = None
+    """The sum or the maximum ("sum", "max") over all parts, of each element; None where nobody is there to ask."""
+
+
+@dataclass(frozen=True)
+class OnPart:
+    """What runs in the place of an op that is split along a dimension in which a part must know where it lies."""
+
+    function: Callable[..., Any]
+    """Takes the op's arguments by name, and `part`."""
+    num_reductions: int = 0
+    """All-reduces of it, forward and backward, each of one number for all that stands in that dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +45,8 @@ class OpRule:
     """The size of each name of the annotation."""
     keywords: frozenset[str] = frozenset()
     """Arguments that are the size of the annotation's name of the same name."""
+    on_part: Mapping[str, OnPart] = field(default_factory=dict)
+    """By the name along which it is split, what runs in the op's place; elsewhere the op does."""
 
     def splits(self, num_parts: int) -> tuple[str, ...]:
         """The names along which this call can be cut into `num_parts` equal parts."""
@@ -39,6 +62,11 @@ class OpRule:
             if name is not None:
                 parts[name] = parts.get(name, 1) * size
         return all(name in self.splits(count) for name, count in parts.items())
+
+    def on_part_of(self, names: Sequence[str | None]) -> tuple[OnPart, list[int]] | None:
+        """What runs in the op's place where it is split along `names`, and over which axes; None: the op itself."""
+        split = [name for name in names if name in self.on_part]
+        return (self.on_part[split[0]], [i for i, name in enumerate(names) if name == split[0]]) if split else None  # type: ignore[index]
 
     def local_arguments(
         self,

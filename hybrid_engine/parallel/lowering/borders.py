@@ -123,6 +123,12 @@ class _Reading:
     def check_code(self) -> None:
         """ValueError for a change of layout between ops, where there is no module's border."""
         for op in self.graph.ops.values():
+            if op.rule.on_part_of(self.plan.split_of(op)) is not None:
+                names = list(self.plan.split_of(op))
+                raise ValueError(
+                    f"lowering='eager' cannot carry this plan: {op.key} is split along {names}, where the op of a part "
+                    "is another one than the module's code calls; split it along another name, or pass lowering='graph'"
+                )
             for key, relay in self.edges(op):
                 is_parameter = self.graph.values[key].kind == "parameter"
                 is_in_code = op.path not in self.leaves or self.is_own(op, key)

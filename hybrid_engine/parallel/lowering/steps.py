@@ -6,9 +6,12 @@ that is a partial sum is added up where the layout of its tensor says so (`to_lo
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybrid_engine.parallel.graph.calls import arguments_of, tensors_in
 from hybrid_engine.parallel.graph.graph import Graph, Op
+from hybrid_engine.parallel.graph.rules import Part
 from hybrid_engine.parallel.lowering.layouts import Edge, Layout, edges_of, gradient_layout, value_layouts, whole
 from hybrid_engine.parallel.lowering.recomputing import Block, blocks_of
 from hybrid_engine.parallel.lowering.relaying import reachable, term_of_sum
@@ -73,7 +77,7 @@ class Steps:
         ops = list(graph.ops) if ops is None else list(ops)
         results = {*kept, *graph.mutations.values(), *(key for key in graph.outputs if key is not None)}
         last_used = _last_uses(graph, ops, results)
-        self.steps = {key: _step(graph, plan, graph.ops[key], last_used.get(key, ())) for key in ops}
+        self.steps = {key: _step(graph, plan, mesh, graph.ops[key], last_used.get(key, ())) for key in ops}
         self.blocks = blocks_of(graph, ops, plan.recompute, results)
 
     def run(self, held: Mapping[str, Tensor], arguments: Mapping[str, Tensor]) -> tuple[list[Tensor | None], Any]:
@@ -175,10 +179,10 @@ class Values:
         return found[wanted]
 
 
-def _step(graph: Graph, plan: Plan, op: Op, last_used: Sequence[str]) -> Step:
-    function = op.node.target
-    assert isinstance(function, torch._ops.OpOverload), f"{function=}"
-    arguments = arguments_of(function, op.node.args, dict(op.node.kwargs))
+def _step(graph: Graph, plan: Plan, mesh: DeviceMesh | None, op: Op, last_used: Sequence[str]) -> Step:
+    overload = op.node.target
+    assert isinstance(overload, torch._ops.OpOverload), f"{overload=}"
+    arguments = arguments_of(overload, op.node.args, dict(op.node.kwargs))
     nodes = list(tensors_in(list(arguments.values())))
     slots = iter(Slot(position) for position in range(len(nodes)))
     changed = op.rule.local_arguments(
@@ -187,8 +191,27 @@ def _step(graph: Graph, plan: Plan, op: Op, last_used: Sequence[str]) -> Step:
     template = {name: _template(value, slots) for name, value in arguments.items()} | changed
     outputs = tuple((int(key.rsplit("/", 1)[1]), key) for key in op.outputs)
     is_single = isinstance(op.node.meta["val"], Tensor)
-    function = OF_ANY_STRIDES.get(function, function)
+    function = OF_ANY_STRIDES.get(overload, overload)
+    on_part = op.rule.on_part_of(plan.split_of(op))
+    if on_part is not None and mesh is not None:
+        function = partial(on_part[0].function, part=_part_of(mesh, on_part[1]))
     return Step(function, edges_of(plan, op), template, outputs, is_single, tuple(last_used))
+
+
+def _part_of(mesh: DeviceMesh, axes: Sequence[int]) -> Part:
+    """This process's place in a dimension that is cut over some axes, by the first of them first."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, f"{mesh=}"
+    index = 0
+    for axis in axes:
+        index = index * mesh.size(axis) + coordinate[axis]
+
+    def all_reduce(tensor: Tensor, kind: str) -> Tensor:
+        for axis in axes:
+            tensor = funcol.wait_tensor(funcol.all_reduce(tensor, kind, (mesh, axis)))
+        return tensor
+
+    return Part(index=index, count=prod(mesh.size(axis) for axis in axes), all_reduce=all_reduce)
 
 
 def _template(value: Any, slots: Any) -> Any:

@@ -141,6 +141,22 @@ def work(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setti
     return Work(forward, backward, largest)
 
 
+def exchange_seconds(op: Op, graph: Graph, names: Names, mesh: Sequence[int], setting: Setting) -> float:
+    """The time of what parts of an op exchange while it runs, forward and backward."""
+    on_part = op.rule.on_part_of(names)
+    if on_part is None or not on_part[0].num_reductions:
+        return 0.0
+    value, layout = graph.values[op.inputs[0]], op.rule.input_placements(names)[0]
+    cut = layout[on_part[1][0]]
+    rows = prod(local_shape(value.shape, layout, mesh)) / local_shape(value.shape, layout, mesh)[cut.dim]  # type: ignore[attr-defined]
+    num_bytes = rows * setting.weights.itemsize(value.dtype)
+    seconds = sum(
+        setting.machine.collective_seconds("all_reduce", num_bytes, mesh[axis], prod(mesh[axis + 1 :]))
+        for axis in on_part[1]
+    )
+    return on_part[0].num_reductions * seconds
+
+
 def split_degree(rule: OpRule, names: Names, mesh: Sequence[int]) -> int:
     """Into how many parts an op's work is cut; terms of a sum are as large as the sum."""
     return prod(size for name, size in zip(names, mesh, strict=True) if name in rule.sizes)

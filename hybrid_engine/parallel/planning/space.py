@@ -15,7 +15,7 @@ from hybrid_engine.parallel.planning.classes import OpClass, Reader, State, Tens
 from hybrid_engine.parallel.planning.cost import ZERO, Cost
 from hybrid_engine.parallel.planning.following import Names
 from hybrid_engine.parallel.planning.moving import Layout, gradient_layout, local_elements
-from hybrid_engine.parallel.planning.op_costs import Kept, differentiable, is_alias, kept_by, work
+from hybrid_engine.parallel.planning.op_costs import Kept, differentiable, exchange_seconds, is_alias, kept_by, work
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.setting import Setting
 
@@ -92,6 +92,7 @@ class Space:
             kept *= local_elements(self.graph.values[op.inputs[0]].shape, layout, self.mesh)
         cost = Cost(
             compute_s=count * (done.forward_s + done.backward_s) + repeated * done.forward_s,
+            communication_s=count * exchange_seconds(op, self.graph, names, self.mesh, self.setting),
             kept_bytes=kept * (count - repeated),
             again_bytes=kept * repeated / self.num_recomputed,
         )

@@ -5,14 +5,14 @@ ops are those of their equations (`linear`: `* k+, n k+, n + -> * n`); of ops th
 are `a`, `b`, ... by the dimensions of the result.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from string import ascii_lowercase
 
 import torch
 
 from hybrid_engine.parallel.graph.annotations import parse
 from hybrid_engine.parallel.graph.calls import Call
-from hybrid_engine.parallel.graph.rules import OpRule
+from hybrid_engine.parallel.graph.rules import OnPart, OpRule
 
 Rule = Callable[[Call], OpRule]
 LIBRARY: dict[str, Rule] = {}
@@ -38,11 +38,17 @@ def op_name(op: torch._ops.OpOverload) -> str:
     return name.removeprefix("aten::")
 
 
-def of_text(call: Call, text: str, sizes: dict[str, int] | None = None, shape_argument: str | None = None) -> OpRule:
+def of_text(
+    call: Call,
+    text: str,
+    sizes: dict[str, int] | None = None,
+    shape_argument: str | None = None,
+    on_part: Mapping[str, OnPart] | None = None,
+) -> OpRule:
     """The rule that `text` gives for the operands of `call`; `sizes` of names that no operand has."""
     annotation = parse(text, [len(shape) for shape in call.shapes])
     known = annotation.sizes(call.shapes, sizes or {})
-    return OpRule(annotation=annotation, sizes=known, shape_argument=shape_argument)
+    return OpRule(annotation=annotation, sizes=known, shape_argument=shape_argument, on_part=on_part or {})
 
 
 def annotate(*names: str) -> Callable[[Rule], Rule]:

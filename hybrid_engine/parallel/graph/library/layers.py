@@ -4,6 +4,7 @@ from string import ascii_lowercase
 
 from hybrid_engine.parallel.graph.calls import Call
 from hybrid_engine.parallel.graph.library.entries import annotate, letters, of_text, op_name, whole
+from hybrid_engine.parallel.graph.library.vocabulary import CROSS_ENTROPY, EMBEDDING, LOG_SOFTMAX, NLL
 from hybrid_engine.parallel.graph.rules import OpRule
 
 
@@ -39,7 +40,16 @@ def batch_norm_in_evaluation(call: Call) -> OpRule:
     return of_text(call, f"n^ c {rest}{', c' * (len(call.tensors) - 1)} -> n^ c {rest}, ?, ?")
 
 
-@annotate("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "flip", "sort", "argsort", "topk", "cumprod")
+@annotate("log_softmax")
+def log_softmax(call: Call) -> OpRule:
+    """Also along its dimension, of which parts exchange the maximum and the sum."""
+    if not call.shapes[0]:
+        return whole(call)
+    side = " ".join(names := letters(len(call.shapes[0])))
+    return of_text(call, f"{side} -> {side}", on_part={names[call.dim()]: LOG_SOFTMAX})
+
+
+@annotate("softmax", "_softmax", "_log_softmax", "cumsum", "flip", "sort", "argsort", "topk", "cumprod")
 @annotate("glu", "logcumsumexp", "roll", "tril", "triu")
 def along_one_dim(call: Call) -> OpRule:
     """Works along one dimension (of `tril`: the last two; of `flip` and `roll`: several), the others being batch."""
@@ -65,18 +75,26 @@ def dropout(call: Call) -> OpRule:
 def embedding(call: Call) -> OpRule:
     if call["scale_grad_by_freq"] or call["sparse"]:
         return whole(call)
-    return of_text(call, "v^ e, * -> * e")
+    return of_text(call, "v+ e, * -> * e", on_part={"v": EMBEDDING})
 
 
 @annotate("cross_entropy_loss", "nll_loss_nd", "nll_loss")
 def cross_entropy(call: Call) -> OpRule:
-    """Samples may be split where the loss is their sum or not reduced; a mean is a sum by the time it comes here."""
+    """Samples may be split where the loss is their sum or not reduced; a mean is a sum by the time it comes here.
+
+    So may classes, where all count alike.
+    """
     reduction = call["reduction"]
     logits, target = call.arguments[next(iter(call.arguments))], call["target"]
-    weight = ", c^" if call["weight"] is not None else ""
     if reduction == 1 or logits.dim() != 2 or target.dim() != 1:
         return whole(call)
-    return of_text(call, f"m c^, m{weight} -> m" if reduction == 0 else f"m+ c^, m+{weight} ->")
+    row = "m+" if reduction == 2 else "m"
+    is_plain = call["weight"] is None and not call.arguments.get("label_smoothing") and op_name(call.op) != "nll_loss"
+    classes = "c+" if is_plain else "c^"
+    weight = ", c^" if call["weight"] is not None else ""
+    text = f"{row} {classes}, {row}{weight} -> {'m' if reduction == 0 else ''}"
+    on_part = {"c": CROSS_ENTROPY if "label_smoothing" in call.arguments else NLL}
+    return of_text(call, text, on_part=on_part if is_plain else None)
 
 
 @annotate("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "kl_div")
