@@ -155,10 +155,13 @@ def check_same_architecture(module: nn.Module) -> None:
 
 @torch.no_grad()
 def broadcast_module(module: nn.Module) -> None:
-    """Gives every process rank 0's parameters and buffers: nobody promises that they were initialised alike."""
+    """Gives every process rank 0's parameters and buffers: nobody promises that they were initialised alike.
+
+    Buffers on the meta device, which nobody has filled yet, stay as they are.
+    """
     if get_world_size() == 1:
         return
-    for tensor in [*module.parameters(), *module.buffers()]:
+    for tensor in [*module.parameters(), *(buffer for buffer in module.buffers() if not buffer.is_meta)]:
         if isinstance(tensor, DTensor):  # built under zero.Init, from rank 0's values
             continue
         sent = tensor.data.to(default_device())  # what is offloaded lies where nccl does not reach

@@ -4,7 +4,6 @@ Names of parameters and buffers are those of the module that it was made from.
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -18,11 +17,13 @@ from torch.utils import _pytree as pytree
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
-from hybrid_engine.parallel.lowering.layouts import Layout, parameter_layouts
+from hybrid_engine.parallel.graph.tracing import arguments_by_name
+from hybrid_engine.parallel.lowering.layouts import parameter_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
 from hybrid_engine.parallel.pipelining.pipeline import Pipeline, StageRunner
 from hybrid_engine.parallel.pipelining.stage_ops import StageOps, divide
+from hybrid_engine.parallel.planning.moving import Layout
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -141,9 +142,7 @@ class ParallelModule(nn.Module):
         return pytree.tree_unflatten(outputs, graph.out_spec)
 
     def _arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return _flat_arguments(
-            self._original, inspect.signature(self._original.forward).bind(*args, **kwargs).arguments
-        )
+        return arguments_by_name(self._original, args, kwargs)
 
     def _key(self, arguments: dict[str, Any]) -> Hashable:
         """What the graph depends on."""
@@ -212,6 +211,9 @@ class ParallelModule(nn.Module):
     ) -> list[Any]:
         """Forward and backward of each sample; gradients are zeroed first and summed. The results of each forward.
 
+        Collective: an error of one process is raised on all, but where others wait for it in the middle of a pass, in
+        layouts that change or ZeRO's gathers, which end with its process.
+
         `is_dummy_batch` says of each sample whether its loss counts with 0, so that all processes have as many;
         `scale_fn` makes of the loss of a sample what its backward pass starts from.
         """
@@ -228,6 +230,11 @@ class ParallelModule(nn.Module):
 
         if self.plan.stages:
             return self._through_stages(samples, backward_from)
+        if self.meshes.unit is None and not isinstance(self, FSDPModule):
+            return agree(lambda: self._one_by_one(samples, backward_from))
+        return self._one_by_one(samples, backward_from)
+
+    def _one_by_one(self, samples: Sequence[Any], backward_from: Callable[[Any, int], Tensor]) -> list[Any]:
         results = []
         for position, sample in enumerate(samples):
             if isinstance(self, FSDPModule):
@@ -276,17 +283,6 @@ def inputs_of(graph: Graph, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors among the arguments of a forward pass by the names of their values."""
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     return dict(zip(graph.of_kind("input"), tensors, strict=True))
-
-
-def _flat_arguments(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, those of **kwargs beside the others."""
-    kinds = inspect.signature(module.forward).parameters
-    flat: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if kinds[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            raise ValueError(f"forward(*{name}) of a parallel module takes arguments by name alone")
-        flat |= value if kinds[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return flat
 
 
 def _loss_of(result: Any) -> Tensor:

@@ -63,6 +63,18 @@ def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         ) from error
 
 
+def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of the module's forward by name, those of **kwargs beside the others; ValueError."""
+    signature = inspect.signature(module.forward)
+    flat: dict[str, Any] = {}
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise ValueError(f"forward(*{name}) of a parallel module takes arguments by name alone")
+        flat |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return flat
+
+
 def _device_of(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device:
     """Where tensors are taken to be that are on meta, so that the module can make others beside them: the CPU, or
     the device of those that are somewhere."""

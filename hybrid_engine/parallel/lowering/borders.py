@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from hybrid_engine.parallel.graph.graph import Graph, Op
-from hybrid_engine.parallel.lowering.layouts import Edge, Layout, edges_of, gradient_layout, value_layouts, whole
+from hybrid_engine.parallel.lowering.layouts import Edge, edges_of, value_layouts, whole
 from hybrid_engine.parallel.lowering.relaying import Relay
 from hybrid_engine.parallel.planning.following import RESHAPES
+from hybrid_engine.parallel.planning.moving import Layout, gradient_layout
 from hybrid_engine.parallel.planning.plan import Plan
 
 REMEDY = "split both alike (plan.follow), or pass lowering='graph'"

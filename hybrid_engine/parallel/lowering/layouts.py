@@ -1,15 +1,12 @@
 """Which layout each tensor of a planned graph has, and which one each op that reads it wants."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import Replicate
 
 from hybrid_engine.parallel.graph.graph import Graph, Op
+from hybrid_engine.parallel.planning.moving import Layout, kept_layout
 from hybrid_engine.parallel.planning.plan import Plan
-
-Layout = tuple[Placement, ...]
-"""A placement for each axis of the mesh."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +16,6 @@ class Edge:
     key: str
     wanted: Layout
     gradient: Layout
-
-
-def gradient_layout(layout: Layout) -> Layout:
-    """The layout of the gradient of a tensor with `layout`: of a partial sum every rank has the sum's gradient."""
-    return tuple(Replicate() if placement.is_partial() else placement for placement in layout)
 
 
 def whole(plan: Plan) -> Layout:
@@ -39,14 +31,13 @@ def edges_of(plan: Plan, op: Op) -> tuple[Edge, ...]:
 
 
 def parameter_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:
-    """How each parameter is kept: as that op wants it, of those that read it, that has it split over most axes."""
-    consumers = graph.consumers()
-    return {key: _kept(plan, consumers[key]) for key in graph.of_kind("parameter")}
-
-
-def _kept(plan: Plan, consumers: Sequence[tuple[Op, int]]) -> Layout:
-    wanted = [gradient_layout(op.rule.input_placements(plan.split_of(op))[position]) for op, position in consumers]
-    return max(wanted, key=lambda layout: sum(p.is_shard() for p in layout), default=whole(plan))
+    """How each parameter is kept, from how the ops want it that read it."""
+    wanted: dict[str, list[Layout]] = {key: [] for key in graph.of_kind("parameter")}
+    for op in graph.ops.values():
+        for edge in edges_of(plan, op):
+            if edge.key in wanted:
+                wanted[edge.key].append(edge.wanted)
+    return {key: kept_layout(layouts, whole(plan)) for key, layouts in wanted.items()}
 
 
 def value_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:

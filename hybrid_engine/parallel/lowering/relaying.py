@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hybrid_engine.parallel.lowering.layouts import Layout, gradient_layout
+from hybrid_engine.parallel.planning.moving import Layout, gradient_layout
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.parallel.checkpoints.parts import local_part
 from hybrid_engine.parallel.graph.graph import Graph
-from hybrid_engine.parallel.lowering.layouts import Layout
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
 from hybrid_engine.parallel.pipelining.schedules import build_schedule
 from hybrid_engine.parallel.pipelining.stage_ops import StageOps
+from hybrid_engine.parallel.planning.moving import Layout
 from hybrid_engine.parallel.planning.plan import Plan
 
 Inputs = Mapping[str, Tensor]

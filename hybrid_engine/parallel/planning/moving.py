@@ -1,6 +1,6 @@
-"""Which collectives bring a tensor from one layout to another, as DTensor's redistribution makes them."""
+"""Layouts of tensors, and which collectives bring one from one to another, as DTensor's redistribution makes them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from math import prod
 from typing import NamedTuple
@@ -23,6 +23,12 @@ class Move(NamedTuple):
 def gradient_layout(layout: Layout) -> Layout:
     """The layout of the gradient of a tensor with `layout`: of a partial sum every rank has the sum's gradient."""
     return tuple(Replicate() if placement.is_partial() else placement for placement in layout)
+
+
+def kept_layout(wanted: Iterable[Layout], whole: Layout) -> Layout:
+    """How a parameter is kept that ops read in these layouts: in that, the first one, which cuts it over most axes."""
+    layouts = [gradient_layout(layout) for layout in wanted]
+    return max(layouts, key=lambda layout: sum(p.is_shard() for p in layout), default=whole)
 
 
 def local_elements(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> float:

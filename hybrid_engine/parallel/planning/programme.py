@@ -12,7 +12,7 @@ import numpy as np
 
 from hybrid_engine.parallel.planning.classes import Reader, State, TensorClass
 from hybrid_engine.parallel.planning.cost import Cost, peaks
-from hybrid_engine.parallel.planning.moving import Layout
+from hybrid_engine.parallel.planning.moving import Layout, kept_layout
 from hybrid_engine.parallel.planning.space import Space
 
 GAP = 1e-6
@@ -226,7 +226,7 @@ def _parameter_ways(programme: _Programme, space: Space, tensor: TensorClass, ch
     ways: list[Pairs] = [{} for _ in wanted]
     marginals: list[dict[State, list[int]]] = [{} for _ in wanted]
     for states in product(*wanted):
-        source = space.kept_layout(states)
+        source = kept_layout((layout for layout, _ in states), space.whole)
         variables: Variables = wanted[0][states[0]] if len(wanted) == 1 else (programme.variable(),)
         programme.charge(variables, space.parameter_cost(tensor, source))
         for position, state in enumerate(states):

@@ -14,7 +14,7 @@ from hybrid_engine.parallel.planning.choices import choices_of
 from hybrid_engine.parallel.planning.classes import OpClass, Reader, State, TensorClass, kind_of, reused_parameters
 from hybrid_engine.parallel.planning.cost import ZERO, Cost
 from hybrid_engine.parallel.planning.following import Names
-from hybrid_engine.parallel.planning.moving import Layout, gradient_layout, local_elements
+from hybrid_engine.parallel.planning.moving import Layout, gradient_layout, kept_layout, local_elements
 from hybrid_engine.parallel.planning.op_costs import Kept, differentiable, exchange_seconds, is_alias, kept_by, work
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.setting import Setting
@@ -170,11 +170,6 @@ class Space:
             return [(self.whole, self.whole)]
         return [states[reader.position] for states in self.classes[reader.op_class].states]
 
-    def kept_layout(self, states: Sequence[State]) -> Layout:
-        """How a parameter is kept that is read in these states, as the lowering decides it."""
-        layouts = [gradient_layout(wanted) for wanted, _ in states]
-        return max(layouts, key=lambda layout: sum(p.is_shard() for p in layout), default=self.whole)
-
     def move_cost(self, tensor: TensorClass, source: Layout, state: State) -> Cost:
         """Of bringing a tensor that lies in `source` to one that wants it so, and its gradient back."""
         value, (wanted, gradient) = tensor.value, state
@@ -238,7 +233,7 @@ class Space:
         states = [self.reader_states(r)[0 if r.op_class is None else assignment[r.op_class]] for r in tensor.readers]
         total = ZERO
         if tensor.value.kind == "parameter":
-            source = self.kept_layout(states)
+            source = kept_layout((wanted for wanted, _ in states), self.whole)
             total += self.parameter_cost(tensor, source)
         else:
             source = self.source(tensor, assignment)

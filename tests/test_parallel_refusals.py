@@ -1,0 +1,182 @@
+"""What `parallelize` refuses, on every process, and what becomes of the others where one process alone has an error."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import leave_process_group, run_to_the_end
+from parallel_nets import Stack, build, sample
+from torch import nn
+
+from hybrid_engine import ComputeConfig, build_optimizer, parallelize
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process_alone():
+    leave_process_group()
+
+
+class Outer(nn.Module):
+    """Two linears."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Unreduced(Stack):
+    """Its first result is no number."""
+
+    def forward(self, sample):
+        loss, logits = super().forward(sample)
+        return logits, loss
+
+
+class Table(nn.Module):
+    """A buffer that no checkpoint has and nobody filled."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.empty(8, device="meta"), persistent=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.table
+
+
+def make(folder, module, policy="dp", arguments=None, **changes):
+    options = {"plan_ngpus": 1, "runtime_ngpus": dist.get_world_size(), "use_end2end": True} | changes
+    config = ComputeConfig(**options)
+    return parallelize(module, arguments or {"sample": sample(0)}, policy, config, gen_savedir=folder, reuse="override")
+
+
+X = {"x": torch.ones(4, 8)}
+
+
+def nested(folder):
+    outer = Outer()
+    outer.first = make(folder, outer.first, arguments={"input": X["x"]}, use_end2end=False)
+    make(folder, outer, arguments=X, use_end2end=False)
+
+
+def parts_of_different_units(folder):
+    outer = Outer()
+    linear = {"arguments": {"input": X["x"]}, "use_end2end": False}
+    outer.first = make(folder, outer.first, **linear)
+    outer.second = make(folder, outer.second, "data", plan_ngpus=2, **linear)
+    build_optimizer(outer, torch.optim.SGD, lr=0.1)
+
+
+def step_of(folder, module, count=1, **options):
+    make(folder, module, **options).train_step([sample(0)] * count)
+
+
+def stages(micros, **options):
+    return {"policy": "pp", "plan_ngpus": 2, "pas_config": {"pipeline_nmicros": micros}} | options
+
+
+REFUSED = {
+    "a parallel module in one": (nested, "'first' of the module is parallel already; parallelize the parts, or"),
+    "parts of different units": (parts_of_different_units, r"have plan_ngpus of \[1, 2\]; all must have the same"),
+    "a first result that is no loss": (
+        lambda folder: step_of(folder, build(Unreduced)),
+        "first result of an end-to-end module must be its loss",
+    ),
+    "the same in stages": (
+        lambda folder: step_of(folder, build(Unreduced), 2, **stages(2)),
+        "first result of an end-to-end module must be its loss",
+    ),
+    "too few samples": (
+        lambda folder: step_of(folder, build(), 3, **stages(2)),
+        "3 samples are given; with stages there must be as many as pipeline_nmicros=2",
+    ),
+    "a buffer that nobody filled": (
+        lambda folder: make(folder, Table(), arguments=X, use_end2end=False)(**X),
+        r"buffers \['table'\] were never initialised; load a state dict that has them",
+    ),
+    "dp with units of two": (
+        lambda folder: make(folder, build(), plan_ngpus=2),
+        "policy 'dp' needs plan_ngpus=1, not 2",
+    ),
+}
+
+
+def raised(call, *args, **options):
+    """The error in words, None where there is none."""
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def fails_on_rank_1(loss):
+    if dist.get_rank():
+        raise OSError("no loss here")
+    return loss
+
+
+def refusals(rank, world_size, folder):
+    """What every case raises, what an error of rank 1 does in `dp`, and what a pipeline for inference gives."""
+    found = {name: raised(case, folder / name) for name, (case, _) in REFUSED.items()}
+    module = make(folder, build())
+    alone = raised(module.train_step, [sample(rank)], scale_fn=fails_on_rank_1), len(module.train_step([sample(rank)]))
+    options = stages(2, inference_only=True)
+    options["pas_config"]["pipeline_scheduler"] = "infer_pipe"
+    pipe = make(folder, build(), **options)
+    refused = raised(pipe.train_step, [sample(0), sample(1)])
+    results = [(loss, logits) for loss, logits in pipe.infer_step([sample(0), sample(1)])]
+    longer = pipe.infer_step([sample(2, 9), sample(3, 9)])[1][1]
+    return found, alone, (refused, results, longer, len(list(pipe.parameters())))
+
+
+def ends_alone(rank, world_size, folder, policy):
+    """What the other process of a unit raises whose first one stops in the middle of a step, and ends."""
+    module = make(folder / str(policy), build(), policy, plan_ngpus=2)
+
+    def fail(gradient):
+        raise OSError("no gradient here")
+
+    if rank:
+        next(module.parameters()).register_hook(fail)
+        module.train_step([sample(0)])
+    return raised(lambda: [module.train_step([sample(0)]) for _ in range(3)])
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("refusals")
+    return run_to_the_end([(refusals, folder), (ends_alone, folder, "data")], seconds=280)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_what_is_wrong_is_refused_on_every_process(outcomes, name):
+    for found, _, _ in outcomes[0]:
+        assert found[name] is not None
+        assert re.match(f"ValueError: .*{REFUSED[name][1]}", found[name])
+
+
+def test_an_error_of_one_process_under_dp_is_raised_on_all_which_go_on(outcomes):
+    texts = [alone for _, alone, _ in outcomes[0]]
+    assert texts == [("OSError: rank 1: no loss here", 1), ("OSError: no loss here", 1)]
+
+
+def test_a_pipeline_for_inference_gives_every_process_what_the_module_gives(outcomes):
+    module = build().eval()
+    module.requires_grad_(False)
+    for _, _, (refused, results, longer, _) in outcomes[0]:
+        assert refused.startswith("ValueError: inference_only=True: train_step needs a plan for training")
+        for number, result in enumerate(results):
+            torch.testing.assert_close(result, module(sample(number)), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(longer, module(sample(3, 9))[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_process_that_ends_in_the_middle_of_a_step_ends_the_others_of_its_unit_before_any_time_limit(outcomes):
+    first, second = outcomes[1]
+    assert second is None
+    assert "onnection" in first or "closed" in first or "reset" in first
+    assert "imed out" not in first
