@@ -1,10 +1,13 @@
 """What a process of `bench_plan_memory.py` does: two training steps of a Llama under a plan."""
 
-import weakref
+import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from common import peak_memory
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -26,32 +29,23 @@ TOKENS = {"full": (4, 128), "small": (2, 32)}
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of all storages that ops made and that are still there: what is there at once, and the peak."""
+    """Counts, at each op, the bytes of all storages that ops made and that are still there; keeps the most."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_bytes = self.peak_bytes = 0
+        self.peak_bytes = 0
         self.seen = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self.enter(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+                storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+                if storage.device.type != "meta":
+                    self.seen[storage] = True
+        # Sizes as they are now: FSDP2 empties and fills storages in place.
+        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self.seen))
         return result
-
-    def enter(self, tensor: Tensor) -> None:
-        """Counts the storage of a tensor that has data, once."""
-        storage = tensor.untyped_storage()
-        if storage.device.type == "meta" or storage in self.seen:
-            return
-        self.seen[storage] = True
-        self.num_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        weakref.finalize(storage, self._leave, storage.nbytes())
-
-    def _leave(self, num_bytes: int) -> None:
-        self.num_bytes -= num_bytes
 
 
 class Trained(nn.Module):
@@ -84,24 +78,48 @@ POLICIES: dict[str, str | Callable[..., Plan]] = {
     "data": "data",
     "megatron": megatron,
     "autodist": "autodist",
+    "pp": "pp",
 }
 
 
-def train(policy: str, config: ComputeConfig, shape: str, num_samples: int, folder: str) -> tuple[int, dict[str, Any]]:
-    """The most bytes of tensors that this process had at once in two steps, and the plan."""
+@dataclass(frozen=True)
+class Peaks:
+    """The most bytes that a process had at once."""
+
+    live_bytes: int
+    """Of tensors; 0 where they were not counted."""
+    resident_bytes: int
+    """Of resident memory, more than the process had after the same training of a small model."""
+    plan: dict[str, Any]
+
+
+def train(policy: str, config: ComputeConfig, shape: str, num_samples: int, counts_tensors: bool) -> Peaks:
+    """Two steps of Adam under a plan, from before the module is built; what is imported and cached is there before."""
+    if not counts_tensors:
+        _two_steps(policy, replace(config, pas_config=_with_room(config)), "small", num_samples)
+    with LiveTensors() if counts_tensors else nullcontext() as live, peak_memory("cpu") as resident:
+        plan = _two_steps(policy, config, shape, num_samples)
+    return Peaks(0 if live is None else live.peak_bytes, resident.num_bytes, plan)
+
+
+def _with_room(config: ComputeConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.pas_config.items() if name != "mem_constraint"}
+
+
+def _two_steps(policy: str, config: ComputeConfig, shape: str, num_samples: int) -> dict[str, Any]:
     torch.manual_seed(0)
     sample = torch.randint(0, 512, TOKENS[shape])
-    with LiveTensors() as live:
+    with tempfile.TemporaryDirectory() as folder:
         kind = parallelize(
             Trained, {"sample": sample}, POLICIES[policy], config, gen_savedir=folder, module_fn=lambda: Trained(shape)
         )
-        module = kind()
-        optimizer = build_optimizer(module, torch.optim.Adam, lr=1e-4)
-        for _ in range(2):
-            module.train_step([sample] * num_samples)
-            optimizer.step()
-            optimizer.zero_grad()
-    return live.peak_bytes, module.plan.to_json()
+    module = kind()
+    optimizer = build_optimizer(module, torch.optim.Adam, lr=1e-4)
+    for _ in range(2):
+        module.train_step([sample] * num_samples)
+        optimizer.step()
+        optimizer.zero_grad()
+    return module.plan.to_json()
 
 
 def on_meta(shape: str) -> nn.Module:
