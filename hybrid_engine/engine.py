@@ -5,7 +5,7 @@
         engine.backward(loss)  # or engine.scale(loss).backward()
         engine.step()
 
-Where things are: sharding in `zero/sharding.py`, masters, clipping and loss scaling in `optim/optimizer.py`, files in
+Where things are: sharding in `zero/wrapping.py`, masters, clipping and loss scaling in `optim/optimizer.py`, files in
 `checkpoint/` and `export.py`. Names and meanings are those of DeepSpeed's engine.
 """
 
@@ -55,10 +55,12 @@ from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.layer_groups import check_callable
+from hybrid_engine.zero.mesh import mesh_shape
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.parameter_watch import ParameterWatch
-from hybrid_engine.zero.sharding import mesh_shape, offloads_parameters, place_module, shard_module
+from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.split_module import unit_size_of
+from hybrid_engine.zero.wrapping import offloads_parameters, place_module, shard_module
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -117,6 +119,7 @@ class ZeroEngine(Uncopied):
         place_module(model, config, self.device)
         broadcast_module(model)
         self.sharding = shard_module(model, config, trains)
+        self.passes = Passes(self.sharding, config, trains)
         mark_parameters(self.sharding)
         self.module = model
         self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
@@ -158,7 +161,7 @@ class ZeroEngine(Uncopied):
             ValueError: it uses a parameter of which there is only a shard; or its parameters are no longer those that
                 the engine trains.
         """
-        output = self.sharding.forward_together(partial(self._forward, args, kwargs))
+        output = self.passes.forward_together(partial(self._forward, args, kwargs))
         self.backward_hooks.watch(output)
         return output
 
@@ -168,9 +171,9 @@ class ZeroEngine(Uncopied):
             args, kwargs = tree_map(_to_half, (args, kwargs))
         self._check_whole("forward()", OffloadStateTypeEnum.lp_params)
         self.backward_hooks.recover()
-        self.sharding.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
+        self.passes.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
         observed = self.observer.forward(self.global_steps, self.module.training)
-        with restoring_modes(), observed, self._saving_activations(), self.sharding.ending_passes_on_error():
+        with restoring_modes(), observed, self._saving_activations(), self.passes.ending_on_error():
             try:
                 return self.module(*args, **kwargs)
             except RuntimeError as error:
@@ -204,12 +207,12 @@ class ZeroEngine(Uncopied):
             self.accumulation.begin_pass()
 
             def run() -> None:
-                scaled = optimizer.scale_loss(loss.float() * (self.sharding.loss_factor / num_micro_batches))
+                scaled = optimizer.scale_loss(loss.float() * (self.passes.loss_factor / num_micro_batches))
                 scaled.backward(retain_graph=retain_graph)
                 self.accumulation.check_pass()
                 optimizer.accumulate_gradients()
 
-            with restoring_modes(), self.observer.backward(loss), self.sharding.ending_passes_on_error(), own_pass:
+            with restoring_modes(), self.observer.backward(loss), self.passes.ending_on_error(), own_pass:
                 self.accumulation.run_pass(run)
             self.accumulation.end_pass()
             self.accumulation.reduce_at_end()
@@ -277,7 +280,7 @@ class ZeroEngine(Uncopied):
     def _step_optimizer(self, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
         assert self.optimizer is not None
         _, error_now = attempt(self._prepare_step)
-        error = self.sharding.drop_unused_gradients(self.optimizer.parameters, error_now if error is None else error)
+        error = self.passes.drop_unused_gradients(self.optimizer.parameters, error_now if error is None else error)
         if error is None:
             try:
                 self.optimizer.step()
@@ -315,7 +318,7 @@ class ZeroEngine(Uncopied):
         self.module.zero_grad(set_to_none=True)
         if self.optimizer is not None:
             self.optimizer.zero_grad()
-        self.sharding.drop_pending_gradients()
+        self.passes.drop_pending_gradients()
         self.accumulation.has_unreduced = False
         self.state_offload.forget_gradients()
         self.observer.forget_losses()

@@ -286,7 +286,7 @@ def die_in(rank, world_size, phase, who, folder):
             engine.optimizer.step = die
         engine.step()
         if phase == "save_checkpoint()" and dies:
-            engine.optimizer.renew_masters = die
+            engine.optimizer.masters.renew = die
         engine.save_checkpoint(folder)
 
     return outcome(run)

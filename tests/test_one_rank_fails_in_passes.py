@@ -19,8 +19,8 @@ def before_anything_changes(engine):
     return {
         "a check": Broken(engine.state_offload, "check", ValueError("no")),
         "parameters": Broken(engine.watch, "check", TypeError("no")),
-        "gradients": Broken(engine.optimizer, "_move_gradients", MemoryError("no")),
-        "masters": Broken(engine.optimizer, "renew_masters", torch.OutOfMemoryError("no")),
+        "gradients": Broken(engine.optimizer.masters, "take_gradients", MemoryError("no")),
+        "masters": Broken(engine.optimizer.masters, "renew", torch.OutOfMemoryError("no")),
     }
 
 

@@ -130,7 +130,7 @@ def _named_optimizer_state(optimizer: ZeroOptimizer, *, tensors: bool) -> dict[s
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:
-    """The other names of parameters that have several, and the first one of each."""
+    """Of parameters with several names, the further names and the first one of each."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}

@@ -119,7 +119,7 @@ def _own_values(training: TrainingState) -> dict[str, Any]:
 
 
 def _pick(training: TrainingState, values: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    """Those of a checkpoint's plain values that are wanted.
+    """The plain values of a checkpoint that are wanted.
 
     Raises:
         KeyError: one is missing.
@@ -212,7 +212,7 @@ def _commit(training: TrainingState, opened: Opened, staged: Staged, wanted: Wan
     """Makes what was read the engine's; local."""
     values, optimizer = opened.values, training.optimizer
     if optimizer is not None:
-        optimizer.renew_masters()  # those of weights that the checkpoint may not have
+        optimizer.masters.renew()  # those of weights that the checkpoint may not have
     if wanted.training:
         _restore_progress(training, values)
     if wanted.optimizer:
@@ -225,7 +225,7 @@ def _commit(training: TrainingState, opened: Opened, staged: Staged, wanted: Wan
     live = collect_weights(training)
     undo.exchange((local_tensor(live[key]), local_tensor(new)) for key, new in staged.weights.items())
     if optimizer is not None:
-        optimizer.write_masters_back()
+        optimizer.masters.write_back()
 
 
 def _restore_progress(training: TrainingState, values: dict[str, Any]) -> None:

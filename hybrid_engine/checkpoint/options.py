@@ -18,7 +18,7 @@ PROGRESS = frozenset({"last_epoch", "best", "num_bad_epochs", "cooldown_counter"
 
 
 def describe_optimizer(inner: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its class, the names of its options and their values as it was built."""
+    """The optimizer's class, the names of its options and their values as it was built."""
     # `defaults` are the options that every group has; the groups may hold more, such as a scheduler's `initial_lr`.
     defaults = {name: plain(value) for name, value in inner.defaults.items() if is_plain(plain(value))}
     return {"class": type(inner).__name__, "options": sorted(inner.defaults), "defaults": defaults}

@@ -108,7 +108,7 @@ def _write_tensors(
 
     def collect() -> dict[str, Any]:
         if training.optimizer is not None:
-            training.optimizer.renew_masters()
+            training.optimizer.masters.renew()
         return {key: t for key, t in collect_tensors(training).items() if key.removeprefix(WEIGHTS) not in left_out}
 
     def read_back() -> dict[str, str]:

@@ -54,7 +54,7 @@ class Undo:
             setattr(self._training, name, value)
         set_random_state(self._random)
         if self._training.optimizer is not None:
-            self._training.optimizer.write_masters_back()
+            self._training.optimizer.masters.write_back()
 
 
 def _parts(training: TrainingState) -> list[Any]:

@@ -75,12 +75,12 @@ def clear(folder: Path) -> None:
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether it is a folder that was made here."""
+    """Whether `folder` was made here, and is no link to one."""
     return not folder.is_symlink() and (folder / MARK).is_file()
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether it is a folder with nothing in it."""
+    """Whether `folder` is a folder, and no link, with nothing in it."""
     return not folder.is_symlink() and folder.is_dir() and not any(folder.iterdir())
 
 

@@ -74,27 +74,25 @@ class GradientAccumulation:
         Raises:
             BaseException: `error`, for which this process cannot begin, or that of another one.
         """
-        sharding = self._training.sharding
-        self.is_collective = self._block is None and (
-            sharding.reduces_always or (self.is_managed and self.is_boundary())
-        )
+        passes = self._training.passes
+        self.is_collective = self._block is None and (passes.reduces_always or (self.is_managed and self.is_boundary()))
         if self.is_collective:
-            self._is_alike = sharding.came_alike(error)
+            self._is_alike = passes.came_alike(error)
         elif error is not None:
             raise error
 
     def begin_pass(self) -> None:
-        """After that: has the sharding reduce the gradients in the pass, or not.
+        """After `agree_to_begin`: says whether the pass reduces the gradients.
 
         Raises:
             ValueError: the processes came through different layers, at stage 3; on all alike.
         """
-        sharding = self._training.sharding
+        passes = self._training.passes
         if self.is_collective:
-            sharding.check_layers(self._is_alike)
+            passes.check_layers(self._is_alike)
         self._waits_for_end = self.is_collective and not self._is_alike
-        sharding.expect_gradients(self._reduces)
-        self.has_unreduced = sharding.is_sharded and not self._reduces
+        passes.expect_gradients(self._reduces)
+        self.has_unreduced = self._training.sharding.is_sharded and not self._reduces
 
     @property
     def _reduces(self) -> bool:
@@ -108,14 +106,14 @@ class GradientAccumulation:
             BaseException: the error of this process, or that of another one.
         """
         if self.is_collective:
-            self._training.sharding.pass_together(run, self._reduces)
+            self._training.passes.pass_together(run, self._reduces)
         else:
             run()
 
     def leave_pass(self, problem: Problem) -> None:
         """After a backward pass that an error has ended, where this process has raised it already."""
         if self.is_collective:
-            self._training.sharding.leave_pass(problem, self._reduces)
+            self._training.passes.leave(problem, self._reduces)
 
     def end_pass(self) -> None:
         """Notes that a backward pass has ended."""
@@ -163,7 +161,7 @@ class GradientAccumulation:
         if is_boundary and self.has_unreduced:
             everyone().raise_together(error)
             self.reduce()
-        elif error is not None and not (is_boundary and self._training.sharding.has_partners):
+        elif error is not None and not (is_boundary and self._training.passes.has_partners):
             raise error
 
     def check_pass(self) -> None:
@@ -173,13 +171,13 @@ class GradientAccumulation:
 
     def check_reduced(self) -> None:
         """Raises ValueError where the optimizer cannot step: a parameter of a layer was used before it."""
-        if self._training.sharding.has_late_gradients():
+        if self._training.passes.has_late_gradients():
             raise ValueError(LATE)
 
     def reduce(self) -> None:
         """Reduces the gradients that earlier backward passes left unreduced; collective."""
         assert self._training.optimizer is not None
-        self._training.sharding.reduce_gradients()
+        self._training.passes.reduce_gradients()
         self._training.optimizer.accumulate_gradients()
         self.has_unreduced = self._waits_for_end = False
 
@@ -191,7 +189,7 @@ class GradientAccumulation:
             ValueError: at stages 2 and 3, which reduce at every micro-batch; inside another such block.
         """
         sharding = self._training.sharding
-        if sharding.reduces_always:
+        if self._training.passes.reduces_always:
             raise ValueError(
                 f"no_sync(): zero_optimization.stage={sharding.stage} keeps only shards of the gradients and reduces "
                 f"them at every micro-batch; use stage 0 or 1, or coalesce_grad_reduction(), or leave no_sync() out"

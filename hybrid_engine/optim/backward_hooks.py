@@ -77,7 +77,7 @@ class BackwardHooks:
             _under_way.clear()
 
     def watch(self, output: Any) -> None:
-        """Of a forward pass; where no tensor is found in it, passes begin for the engine at its parameters."""
+        """Watches the output of a forward pass; where no tensor is in it, passes begin at the engine's parameters."""
         if not self._accumulators or not torch.is_grad_enabled():
             return
         hook = _weak_hook(self._begin)
@@ -115,7 +115,7 @@ class BackwardHooks:
             self._drop()
 
     def _drop(self) -> None:
-        self._training.sharding.end_passes()
+        self._training.passes.end()
         self._training.drop_accumulation()
 
     def _begin(self, grad: torch.Tensor) -> None:
@@ -143,7 +143,7 @@ class BackwardHooks:
         if not self._is_in_pass:
             return None
         num_micro_batches = 1 if _under_way.is_divided else self._training.config.gradient_accumulation_steps
-        factor = self._training.sharding.loss_factor / num_micro_batches
+        factor = self._training.passes.loss_factor / num_micro_batches
         return None if factor == 1.0 else grad * factor
 
     def _end(self) -> None:

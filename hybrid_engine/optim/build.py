@@ -61,7 +61,7 @@ def _refuse_sparse_adam(optimizer: Any) -> None:
 
 
 def _is_scheduler(value: Any) -> bool:
-    """Whether it can be stepped and saved: Megatron's schedulers are no LRScheduler."""
+    """Whether a scheduler can be stepped and saved: Megatron's are no LRScheduler."""
     return all(callable(getattr(value, name, None)) for name in ("step", "state_dict", "load_state_dict"))
 
 

@@ -8,7 +8,53 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from hybrid_engine.zero.sharding import local_tensor
 from hybrid_engine.zero.trained_parameter import TrainedParameter
+
+
+class Masters:
+    """The masters of the trained `parameters`, and what goes from these to them and back; all of it local."""
+
+    def __init__(self, parameters: list[TrainedParameter]) -> None:
+        self._parameters = [trained for trained in parameters if trained.has_master]
+
+    @torch.no_grad()
+    def take_gradients(self, parameters: list[TrainedParameter]) -> None:
+        """Adds the gradients of `parameters` to those of their masters, where they have one, and frees them."""
+        for trained in parameters:
+            grad = trained.param.grad
+            if not trained.has_master or grad is None:
+                continue
+            if trained.master.grad is None:
+                trained.master.grad = grad.to(device=trained.master.device, dtype=trained.master.dtype)
+            else:
+                local_tensor(trained.master.grad).add_(local_tensor(grad).to(trained.master.device))
+            trained.param.grad = None
+
+    def renew(self) -> None:
+        """Takes what was written to the parameters since the last step."""
+        renew_masters(self._pairs())
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Rounds the masters into the parameters, after a step or something else changed them."""
+        pairs = self._pairs()
+        if pairs:
+            params, masters = zip(*pairs, strict=True)
+            torch._foreach_copy_(list(params), list(masters))
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The masters by name, as they lie; they share the storage."""
+        return {trained.name: trained.master.detach() for trained in self._parameters}
+
+    @torch.no_grad()
+    def load_state_dict(self, masters: dict[str, torch.Tensor]) -> None:
+        """Copies what `state_dict` gave, on as many processes, into the masters."""
+        for trained in self._parameters:
+            local_tensor(trained.master).copy_(local_tensor(masters[trained.name]))
+
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(local_tensor(trained.param), local_tensor(trained.master)) for trained in self._parameters]
 
 
 def build_trained_parameters(

@@ -1,8 +1,9 @@
-"""The optimizer shim: precision, gradient accumulation, clipping and overflow around a plain `torch.optim` optimizer.
+"""The optimizer shim: what a step does about precision, clipping and overflow around a plain `torch.optim` optimizer.
 
 fp32 parameters are stepped where they are. For bf16 and fp16 parameters the gradients of all micro-batches are added up
 in fp32, by FSDP2 or in their masters (`masters.py`), which are stepped and rounded into the parameters. Whether the
-parameters are sharded makes no other difference here; frozen parameters have neither master nor state.
+parameters are sharded makes a difference to their norms alone (`gradient_norms.py`); frozen parameters have neither
+master nor state.
 """
 
 import math
@@ -12,16 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim import plain_steps
-from hybrid_engine.optim.clipping import clipped_together
+from hybrid_engine.optim.clipping import clipped_together, rescale
+from hybrid_engine.optim.gradient_norms import GradientNorms, local_gradients
 from hybrid_engine.optim.loss_scaler import LossScaler
-from hybrid_engine.optim.masters import TrainedParameter, renew_masters
-from hybrid_engine.zero.sharding import local_tensor
-from hybrid_engine.zero.split_module import num_copies
+from hybrid_engine.optim.masters import Masters
+from hybrid_engine.zero.trained_parameter import TrainedParameter
 
 MAX_NAMES_IN_ERROR = 5
 
@@ -64,9 +64,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.loss_scaler = loss_scaler
         self.skips_overflow = skips_overflow
         self.gradient_clipping = gradient_clipping
-        self.norm_group = norm_group
         self.accumulates_in_masters = accumulates_in_masters
-        self._copies = {t.name: num_copies(t.master) for t in parameters}
+        self.masters = Masters(parameters)
+        self._norms = GradientNorms(parameters, norm_group)
         self.overflow = False
         self.skip_step = False
         self.is_torn = False
@@ -109,20 +109,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Those that lie as the master's would, fp32 under FSDP2, stay where the next pass adds to them.
         """
         if self.accumulates_in_masters:
-            self._move_gradients([t for t in self.parameters if not t.grad_lies_like_masters])
-
-    @torch.no_grad()
-    def _move_gradients(self, parameters: list[TrainedParameter]) -> None:
-        """Adds the gradients of parameters to those of their masters."""
-        for trained in parameters:
-            grad = trained.param.grad
-            if not trained.has_master or grad is None:
-                continue
-            if trained.master.grad is None:
-                trained.master.grad = grad.to(device=trained.master.device, dtype=trained.master.dtype)
-            else:
-                local_tensor(trained.master.grad).add_(local_tensor(grad).to(trained.master.device))
-            trained.param.grad = None
+            self.masters.take_gradients([t for t in self.parameters if not t.grad_lies_like_masters])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -137,8 +124,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("closure: the engine computes the loss itself, call step() without one")
-        parts = self._local_gradients()
-        norms, num_gradients = self._measure(parts)
+        parts = clipped_together(self.param_groups, self.parameters)
+        norms, num_gradients = self._norms.measure(parts)
         scaled_norm = math.hypot(*norms)
         if num_gradients == 0 and not self.skip_step:
             raise ValueError(
@@ -160,14 +147,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def take_gradients(self) -> None:
         """Before each step: the masters take all gradients, and what was written to the parameters; local."""
-        self._move_gradients(self.parameters)
-        self.renew_masters()
+        self.masters.take_gradients(self.parameters)
+        self.masters.renew()
 
-    def _apply(self, parts: list[list[torch.Tensor]]) -> None:
-        for grads, norm in zip(parts, self.grad_norms, strict=True):
-            self._rescale(grads, norm)
+    def _apply(self, parts: list[list[TrainedParameter]]) -> None:
+        for part, norm in zip(parts, self.grad_norms, strict=True):
+            rescale(local_gradients(part), self.cur_scale, norm, self.gradient_clipping)
         plain_steps.step(self.inner)
-        self.write_masters_back()
+        self.masters.write_back()
 
     @torch.no_grad()
     def check_overflow(self, external: bool = False) -> bool:
@@ -175,8 +162,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Nothing is changed: the next `step()` finds the same. `external` is DeepSpeed's name for asking from outside.
         """
-        self._move_gradients(self.parameters)
-        return not all(map(math.isfinite, self._measure(self._local_gradients())[0]))
+        self.masters.take_gradients(self.parameters)
+        norms, _ = self._norms.measure(clipped_together(self.param_groups, self.parameters))
+        return not all(map(math.isfinite, norms))
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
@@ -200,21 +188,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """Everything `load_state_dict` needs on the same number of processes; checkpoints do not use it."""
-        self.renew_masters()
+        self.masters.renew()
         return {
             "optimizer": self.inner.state_dict(),
-            "masters": {t.name: t.master.detach() for t in self.parameters if t.has_master},
+            "masters": self.masters.state_dict(),
             "loss_scaler": self.loss_scaler.state_dict(),
         }
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         self.inner.load_state_dict(state_dict["optimizer"])
         self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        for trained in self.parameters:
-            if trained.has_master:
-                local_tensor(trained.master).copy_(local_tensor(state_dict["masters"][trained.name]))
-        self.write_masters_back()
+        self.masters.load_state_dict(state_dict["masters"])
+        self.masters.write_back()
 
     def restore(
         self,
@@ -235,68 +220,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             del group["names"]
         state = {numbers[name]: {**tensors[name], **values[name]} for name in numbers if tensors[name] or values[name]}
         self.inner.load_state_dict({"state": state, "param_groups": groups})
-        self.write_masters_back()
-
-    def _local_gradients(self) -> list[list[torch.Tensor]]:
-        """Those that are clipped together, in one list."""
-        parts = clipped_together(self.param_groups, self.parameters)
-        return [[local_tensor(t.master.grad) for t in part if t.master.grad is not None] for part in parts]
-
-    def _copies_in(self, part: int, squares: torch.Tensor) -> torch.Tensor:
-        """How many processes have what each of the gradients of a part is of."""
-        together = clipped_together(self.param_groups, self.parameters)[part]
-        copies = [self._copies[t.name] for t in together if t.master.grad is not None]
-        return torch.tensor(copies or [1], device=squares.device)
-
-    def _measure(self, parts: list[list[torch.Tensor]]) -> tuple[list[float], int]:
-        """Each part's 2-norm, still multiplied by the loss scale, and the number of gradients, over all processes."""
-        if not self.parameters:
-            return [0.0], 0
-        device = local_tensor(self.parameters[0].master).device
-        none = [torch.zeros((), device=device)]
-        norms = [torch._foreach_norm(grads, 2, torch.float32) if grads else none for grads in parts]
-        squares = [torch.stack(list(norm)).float().square() for norm in norms]
-        if max(self._copies.values()) > 1:  # each process of a unit adds its share of what all of them have
-            squares = [square / self._copies_in(part, square) for part, square in enumerate(squares)]
-        sums = torch.stack([*(square.sum() for square in squares), squares[0].new_full((), sum(map(len, parts)))])
-        if self.norm_group is not None:
-            sums = sums.to(self._collective_device)
-            dist.all_reduce(sums, group=self.norm_group)
-        sums[:-1].sqrt_()
-        *totals, num_gradients = sums.tolist()  # a synchronisation with the device
-        return totals, round(num_gradients)
-
-    @property
-    def _collective_device(self) -> str:
-        """Where the processes meet: what is offloaded is on the CPU, which nccl does not reach."""
-        param: Any = self.parameters[0].param
-        return param.device_mesh.device_type
-
-    def _rescale(self, grads: list[torch.Tensor], norm: float) -> None:
-        factor = 1.0 / self.cur_scale
-        if self.gradient_clipping > 0:
-            # The small number is torch's, in `clip_grad_norm_`.
-            factor *= min(1.0, self.gradient_clipping / (norm + 1e-6))
-        if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
-
-    def renew_masters(self) -> None:
-        """Takes what was written to the parameters since the last step; local."""
-        renew_masters(self._pairs())
-
-    @torch.no_grad()
-    def write_masters_back(self) -> None:
-        """Rounds the masters into the parameters, after something but `step()` changed them."""
-        pairs = self._pairs()
-        if pairs:
-            params, masters = zip(*pairs, strict=True)
-            torch._foreach_copy_(list(params), list(masters))
-
-    def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(local_tensor(t.param), local_tensor(t.master)) for t in self.parameters if t.has_master]
+        self.masters.write_back()
 
     def _describe_non_finite(self, norm: float) -> str:
-        names = self._names_of_non_finite()
+        names = self._norms.names_of_non_finite()
         shown = ", ".join(names[:MAX_NAMES_IN_ERROR]) + (", ..." if len(names) > MAX_NAMES_IN_ERROR else "")
         return (
             f"step(): the gradient norm is {norm}, it must be finite; {len(names)} of {len(self.parameters)} "
@@ -304,16 +231,3 @@ class ZeroOptimizer(torch.optim.Optimizer):
             f"stepped and the gradients were dropped; look for a log or a division of zero in the loss, or lower the "
             f"learning rate"
         )
-
-    def _names_of_non_finite(self) -> list[str]:
-        flags = torch.stack([_has_non_finite(t.master) for t in self.parameters])
-        if self.norm_group is not None:
-            flags = flags.to(self._collective_device)
-            dist.all_reduce(flags, group=self.norm_group)
-        return [t.name for t, flag in zip(self.parameters, flags.tolist(), strict=True) if flag > 0]
-
-
-def _has_non_finite(master: nn.Parameter) -> torch.Tensor:
-    if master.grad is None:
-        return torch.zeros((), device=local_tensor(master).device)
-    return (~local_tensor(master.grad).isfinite()).any().float()

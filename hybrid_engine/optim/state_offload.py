@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, renew_copies
-from hybrid_engine.zero.sharding import offloads_parameters
+from hybrid_engine.zero.wrapping import offloads_parameters
 
 
 class OffloadStateTypeEnum(str, Enum):
@@ -156,7 +156,7 @@ class StateOffload:
     def _move_parameters(self, move: Move) -> None:
         """The shards alone: what is gathered of them is freed."""
         module = self._training.module
-        self._training.sharding.end_passes()
+        self._training.passes.end()
         moved = {id(param) for param in module.parameters()}
         with keeping_attributes(module):
             module._apply(lambda tensor: move(tensor) if id(tensor) in moved else tensor)

@@ -8,6 +8,7 @@ from torch import nn
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
 from hybrid_engine.optim.optimizer import ZeroOptimizer
+from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class TrainingState(Protocol):
     device: torch.device
     module: nn.Module
     sharding: Sharding
+    passes: Passes
     optimizer: ZeroOptimizer | None
     """The optimizer shim; None where nothing is trained."""
     lr_scheduler: Any

@@ -26,7 +26,7 @@ class Prefill:
 
     @property
     def prompt(self) -> Prompt:
-        """Whose tokens come first."""
+        """The prompt whose tokens are the first of `tokens`."""
         return self.owner if isinstance(self.owner, Prompt) else self.owner.prompt
 
     @property

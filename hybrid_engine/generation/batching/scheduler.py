@@ -3,7 +3,8 @@
 Continuous batching: at most `max_running` sequences decode at once, a finished one leaves at once and the
 next waiting ones take its place. A prompt is prefilled once; its samples share its full blocks and copy
 the last partial one. When blocks run out, prompts kept for later samples go first, then the newest
-running sequence is preempted: its blocks are freed and it is prefilled again later, response included.
+running sequence is preempted: its blocks are freed and it is prefilled again later, response included. What a sequence
+takes when it starts is `starts.py`'s.
 
 A pass with a prefill is no recorded step, and what runs waits for it where it cannot decode in the same pass (see
 `grow_beside`), so prompts enter in bulk: see `_is_worth_a_pass`. Samples of a prompt that is prefilled already enter at
@@ -15,10 +16,11 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 
-from hybrid_engine.generation.batching.admission import Admission, Copy, Prefill
+from hybrid_engine.generation.batching.admission import Admission, Copy
 from hybrid_engine.generation.batching.blocks import BlockPool
-from hybrid_engine.generation.batching.kept_blocks import Begun, KeptBlocks
-from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
+from hybrid_engine.generation.batching.kept_blocks import KeptBlocks
+from hybrid_engine.generation.batching.sequence import PENDING, Sequence
+from hybrid_engine.generation.batching.starts import Starts
 
 # A prefill starts a sequence for every so many that run. With 1 024 prompts over 256 slots and answers of 256 tokens in
 # the mean there are 58 prefill turns instead of 511, and 1 777 decode turns instead of 1 746: 2.5% of the slots wait.
@@ -45,6 +47,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.pool = BlockPool(num_blocks)
         self.kept = KeptBlocks(self.pool)
+        self._starts = Starts(self.kept, block_size)
         self.max_running, self.block_size, self.max_prefill_tokens = max_running, block_size, max_prefill_tokens
         if longest is None:
             longest = max((sequence.most_fed for sequence in self.waiting), default=0)
@@ -72,10 +75,6 @@ class Scheduler:
         """True until every sequence has finished."""
         return bool(self.waiting or self.running)
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
-        return -(-num_tokens // self.block_size)
-
     def admit(self, chunk_tokens: int | None = None) -> Admission:
         """Moves waiting sequences to running while slots, blocks and the prefill budget last.
 
@@ -86,30 +85,25 @@ class Scheduler:
         most_fed = chunk_tokens if chunk_tokens is not None and self.running else None
         while self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
-            num_tokens = self._num_to_prefill(sequence)
+            num_tokens = self._starts.num_to_prefill(sequence)
             is_cut = most_fed is not None and num_tokens > most_fed
             if num_tokens and admission.prefills and (is_cut or num_tokens > budget):
                 break
             is_chunk = is_cut or self.kept.has_begun(sequence)
             if num_tokens and not admission.prefills and not is_chunk and not self._is_worth_a_pass():
                 break
-            if not self._can_admit(sequence) or (is_chunk and self.must_preempt):
+            if not self._starts.make_room(sequence, bool(self.running)) or (is_chunk and self.must_preempt):
                 break
             if is_cut:
                 assert most_fed is not None
-                self._feed_chunk(sequence, most_fed, admission)
+                self._starts.feed_chunk(sequence, most_fed, admission)
                 break
             budget -= num_tokens
-            self._start(self.waiting.popleft(), admission)
+            self._starts.start(self.waiting.popleft(), admission)
+            self._enter(sequence)
         for prompt in [prompt for prompt in self.kept.prompts if prompt.num_waiting == 0]:
             self.kept.give_up_prompt(prompt)
         return admission
-
-    def _num_to_prefill(self, sequence: Sequence) -> int:
-        """Tokens that are fed before a waiting sequence draws: 0 where its prompt's blocks are there."""
-        if sequence.prompt.blocks and not sequence.tokens:
-            return 0
-        return len(sequence) - self.kept.beginning_of(sequence, self._is_alone(sequence))[1]
 
     def _is_worth_a_pass(self) -> bool:
         """Whether a prefill would now start enough of those that wait to stop decoding for it.
@@ -120,77 +114,19 @@ class Scheduler:
         num_free = self.max_running - len(self.running)
         num_tokens, num_blocks, prompt = 0, 0, None
         for sequence in islice(self.waiting, min(num_newcomers, num_free)):
-            num_tokens += self._num_to_prefill(sequence) if sequence.prompt is not prompt else 0
+            num_tokens += self._starts.num_to_prefill(sequence) if sequence.prompt is not prompt else 0
             if num_tokens > self.max_prefill_tokens:
                 return True
-            num_blocks += self._num_blocks_to_start(sequence, is_kept=sequence.prompt is prompt)
+            num_blocks += self._starts.num_blocks(sequence, is_kept=sequence.prompt is prompt)
             prompt = sequence.prompt
-        # What finished sequences keep is given up for those that wait: see `_can_admit`.
+        # What finished sequences keep is given up for those that wait: see `Starts.make_room`.
         room = len(self.pool.free) + self.kept.num_of_sequences
         return num_free >= min(num_newcomers, len(self.waiting)) and num_blocks <= room
 
-    def _can_admit(self, sequence: Sequence) -> bool:
-        can_grow = self.num_blocks_for(sequence.most_fed) > self.num_blocks_for(len(sequence))
-        spare = 1 if self.running and can_grow else 0  # without it a newcomer would be the next to be preempted
-        while self._num_blocks_to_start(sequence, bool(sequence.prompt.blocks)) + spare > len(self.pool.free):
-            if not self.kept.give_up_sequence(wanted=sequence.begins_from):
-                return False
-        return True
-
-    def _num_blocks_to_start(self, sequence: Sequence, is_kept: bool) -> int:
-        """Blocks that a waiting sequence takes when it starts; with `is_kept` its prompt has some already."""
-        is_alone = self._is_alone(sequence)
-        there = len(self.kept.beginning_of(sequence, is_alone)[0])
-        if is_alone:
-            return max(0, self.num_blocks_for(len(sequence)) - there)
-        prompt_length = len(sequence.prompt.tokens)
-        kept = 0 if is_kept else self.num_blocks_for(prompt_length) - there
-        return kept + (1 if prompt_length % self.block_size else 0)
-
-    def _is_alone(self, sequence: Sequence) -> bool:
-        """True for a sequence that is prefilled for itself: a preempted one, or the last sample of its prompt."""
-        prompt = sequence.prompt
-        return bool(sequence.tokens) or (not prompt.blocks and prompt.num_waiting == 1)
-
-    def _start(self, sequence: Sequence, admission: Admission) -> None:
-        prompt = sequence.prompt
-        if self._is_alone(sequence):
-            sequence.blocks, first = self._take_blocks(sequence)
-            admission.prefills.append(_prefill_of(sequence, sequence.blocks, first))
-        else:
-            if not prompt.blocks:
-                prompt.blocks, first = self._take_blocks(sequence)
-                self.kept.prompts.append(prompt)
-                admission.prefills.append(_prefill_of(prompt, prompt.blocks, first))
-            self._fork(sequence, admission)
-        prompt.num_waiting -= 0 if sequence.tokens else 1
-        admission.sequences.append(sequence)
+    def _enter(self, sequence: Sequence) -> None:
         self.running.append(sequence)
         sequence.slot = self.free_slots.pop(0)
         self.changed.append(sequence)
-
-    def _feed_chunk(self, sequence: Sequence, num_tokens: int, admission: Admission) -> None:
-        """Feeds the next `num_tokens` of a sequence that goes on waiting, with blocks for all of them."""
-        blocks, first = self._take_blocks(sequence)
-        last = first + num_tokens
-        self.kept.begun = Begun(sequence, blocks, last)
-        admission.prefills.append(_prefill_of(sequence, blocks, first, last))
-
-    def _take_blocks(self, sequence: Sequence) -> tuple[list[int], int]:
-        """Blocks for what a waiting sequence is prefilled with, and of how many tokens they hold keys already."""
-        is_alone = self._is_alone(sequence)
-        blocks, num_fed = self.kept.take_beginning(sequence, is_alone)
-        missing = max(0, self.num_blocks_for(len(sequence)) - len(blocks))
-        return blocks + self.pool.allocate(missing, highest=not is_alone), num_fed
-
-    def _fork(self, sequence: Sequence, admission: Admission) -> None:
-        """Shares the prompt's full blocks and copies the last partial one."""
-        prompt = sequence.prompt
-        num_full, num_rest = divmod(len(prompt.tokens), self.block_size)
-        sequence.blocks = self.pool.share(prompt.blocks[:num_full])
-        if num_rest:
-            sequence.blocks += self.pool.allocate(1)
-            admission.copies.append(Copy(prompt.blocks[num_full], sequence.blocks[num_full], num_rest))
 
     def grow(self) -> None:
         """Gives every running sequence a place for its newest token, preempting the newest where needed."""
@@ -298,8 +234,3 @@ class Scheduler:
             self.changed.append(sequence)
             copies.append(Copy(source, target, len(sequence)))
         return copies
-
-
-def _prefill_of(owner: Prompt | Sequence, blocks: list[int], first: int, last: int | None = None) -> Prefill:
-    tokens = owner.tokens if isinstance(owner, Prompt) else owner.prompt.tokens + owner.tokens
-    return Prefill(owner, tokens, list(blocks), first, len(tokens) if last is None else last)

@@ -72,7 +72,7 @@ def load_deduped_state_dict(
         if optimizer is not None and optimizer_state_dict is not None:
             _load_optimizer(module, optimizer, optimizer_state_dict)
         if isinstance(optimizer, ZeroOptimizer):
-            optimizer.write_masters_back()
+            optimizer.masters.write_back()
 
 
 def _load_optimizer(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:

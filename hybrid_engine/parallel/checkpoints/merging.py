@@ -59,7 +59,7 @@ def load_merged_state_dicts(
         if optimizer is not None and optimizer_state_dict is not None:
             load_optimizer_state(optimizer, optimizer_state_dict)
         if isinstance(optimizer, ZeroOptimizer):
-            optimizer.write_masters_back()
+            optimizer.masters.write_back()
 
 
 def check_pair(optimizer: torch.optim.Optimizer | None, optimizer_state_dict: Mapping[str, Any] | None) -> None:

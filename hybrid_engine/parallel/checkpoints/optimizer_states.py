@@ -24,7 +24,7 @@ class Group:
 
     @property
     def names(self) -> list[str]:
-        """Its parameters in the module's order."""
+        """The group's parameters by name, in the module's order."""
         return sorted(self.numbers, key=self.numbers.__getitem__)
 
 

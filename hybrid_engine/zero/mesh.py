@@ -1,0 +1,35 @@
+"""On which axes the processes lie that share out one model."""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.zero.split_module import TENSOR
+
+
+def build_mesh(config: EngineConfig, world_size: int, unit_size: int = 1) -> DeviceMesh:
+    """All processes on the axis `fsdp`, or groups of the config's size on it and the groups along `replicate`.
+
+    Where `world_size` are units of several processes, these are on the last axis, `tensor`. peft knows shards by the
+    name `fsdp`: on another axis it gives a linear an adapter of the size of its shard.
+    """
+    shape = mesh_shape(config, world_size)
+    names = ("replicate", "fsdp")[-len(shape) :]
+    if unit_size > 1:
+        shape, names = (*shape, unit_size), (*names, TENSOR)
+    return init_device_mesh(default_device().type, shape, mesh_dim_names=names)
+
+
+def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
+    """The sizes of the axes of `build_mesh`'s mesh."""
+    shard_size = 1 if config.zero_optimization.stage == 0 else config.zero_optimization.shard_size or world_size
+    return (world_size,) if shard_size == world_size else (world_size // shard_size, shard_size)
+
+
+def find_norm_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The processes whose shards together are one model, by the axes that are longer than one process."""
+    axes = tuple(name for name in ("fsdp", TENSOR) if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1)
+    if len(axes) > 1:
+        return mesh[axes]._flatten("model").get_group()
+    return mesh[axes[0]].get_group() if axes else None
