@@ -65,12 +65,12 @@ class OwnAdapter:
 
     @property
     def right(self) -> torch.Tensor:
-        """As LoraAdapter's, the other way round."""
+        """The parameter that meets the input, `[in, r]`."""
         return self.module.lora_right_weight
 
     @property
     def left(self) -> torch.Tensor:
-        """As LoraAdapter's, the other way round."""
+        """The parameter that makes the output, `[r, out]`."""
         return self.module.lora_left_weight
 
 

@@ -84,7 +84,7 @@ class ParameterView:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, also while it is sharded."""
+        """The shape of the whole parameter, also while it is sharded."""
         return tuple(getattr(self.base, self.parameter).shape)
 
     @property

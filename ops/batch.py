@@ -107,7 +107,7 @@ class QKV(NamedTuple):
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # cos and sin rows [N, R] as `rotary_table` makes them
 
     def split(self, num_rows: int) -> tuple["QKV", "QKV"]:
-        """Those of the first `num_rows` tokens, and those of the others."""
+        """The parts of the batch that hold the first `num_rows` tokens, and the others."""
         parts = [[x[:num_rows], x[num_rows:]] for x in (self.q, self.k, self.v, *(self.rotary or ()))]
         first, others = ([part[place] for part in parts] for place in (0, 1))
         (q, k, v, *rotary), (other_q, other_k, other_v, *other_rotary) = first, others

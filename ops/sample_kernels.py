@@ -82,7 +82,7 @@ class Scanned(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Of a draw; None where a filter is off."""
+    """What narrows a draw down; None where a filter is off."""
 
     top_k: float | None
     top_p: float | None

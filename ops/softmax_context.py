@@ -288,7 +288,7 @@ class SoftmaxContextOp:
     def _launch(
         self, qkv: QKV, cache: KVBlocks, batch: PrefillBatch | DecodeBatch | EncoderBatch, weights: HeadWeights
     ) -> torch.Tensor:
-        """The same with kernels. ValueError for a tensor that they cannot read."""
+        """The op by its kernels. ValueError for a tensor that they cannot read."""
         self._check(qkv, cache, weights)
         if isinstance(batch, EncoderBatch):
             self._check_encoder(qkv, weights)

@@ -131,7 +131,7 @@ class VectorMatMulOp:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same function in torch: the product is rounded to its dtype before the residual is added."""
+        """The op in torch: the product is rounded to its dtype before the residual is added."""
         if not self.fp32_output:
             return linear_transposed(input, weight, bias, residual)
         output = linear_fp32(input, weight, bias)

@@ -184,7 +184,7 @@ def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:
 
 
 def shown_score(score: float | None) -> str:
-    """As a column of a table has it; nothing for an answer that no reward judged."""
+    """A score as a column of a table shows it; nothing for an answer that no reward judged."""
     return "" if score is None else f"{score:.3g}"
 
 

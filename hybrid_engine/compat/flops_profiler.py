@@ -50,7 +50,7 @@ class FlopsProfiler:
             self.started = False
 
     def reset_profile(self) -> None:
-        """Forgets what was counted."""
+        """Forgets the operations and times that were counted."""
         self.stop_profile()
         self._counter, self._seconds = FlopCounterMode(display=False), 0.0
 
@@ -65,7 +65,7 @@ class FlopsProfiler:
         return flops_to_string(count) if as_string else count
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Multiply-accumulates: half the operations."""
+        """Multiply-accumulates so far, half of the operations; a number, or as text."""
         count = self.get_total_flops() // 2
         return macs_to_string(count) if as_string else count
 
@@ -199,7 +199,7 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """As "1.5 s", "1.5 ms" or "1.5 us"."""
+    """Seconds as text: "1.5 s", "1.5 ms" or "1.5 us"."""
     factors = {"s": 1, "ms": 1e3, "us": 1e6}
     unit = units or next((name for name, factor in factors.items() if duration * factor >= 1), "us")
     return f"{round(duration * factors[unit], precision):g} {unit}"

@@ -144,7 +144,7 @@ class Presence:
         return f", it stopped at {self._errors[rank]}" if rank in self._errors else ""
 
     def wait_to_hear(self) -> str:
-        """The same, once something is known; or empty after `SECONDS_TO_HEAR`."""
+        """What `describe` says once something is known; or empty after `SECONDS_TO_HEAR`."""
         end = time.monotonic() + SECONDS_TO_HEAR
         while not self.describe() and time.monotonic() < end:
             self._heard.clear()

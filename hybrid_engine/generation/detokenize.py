@@ -88,7 +88,7 @@ class IncrementalDetokenizer:
         return text if found is None else text[: self._end_of(found)]
 
     def finish(self) -> str:
-        """The rest, when no token comes any more."""
+        """The rest of the text, when no token comes any more; up to a stop string."""
         rest = self.held
         if self.stopped is None:
             found = first_stop(self._text + (self._held or ""), self.stop_strings)

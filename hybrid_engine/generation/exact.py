@@ -143,14 +143,14 @@ class ExactModel(InferenceModel):
         """Nothing: the module reads its own parameters."""
 
     def bind_rest(self) -> None:
-        """Nothing, as `bind`."""
+        """Nothing: the module reads its own embedding, norm and head."""
 
     def fuse_lora(self) -> int:
         """Nothing: the module adds its adapters itself."""
         return 0
 
     def fuse_rest(self) -> int:
-        """Nothing, as `fuse_lora`."""
+        """Nothing: the module adds the adapters of its head itself."""
         return 0
 
     def buffer_bytes(self, is_streamed: bool = False) -> int:
@@ -158,13 +158,13 @@ class ExactModel(InferenceModel):
         return 0
 
     def unfuse_lora(self) -> None:
-        """Nothing, as `fuse_lora`."""
+        """Nothing: no adapter was fused."""
 
     def prepare_positions(self, num_positions: int) -> None:
         """Nothing: the module makes its own angles."""
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """As the containers'; the module passes over its layers itself."""
+        """The logits of `batch`, from the module's own forward with exact functions; `layers` are not read."""
         caches = kv.view(-1, *kv.shape[2:]).unbind(0)
         wanted = 0 if batch.wanted is None else batch.wanted  # 0: all
         with self._installed(RolloutPass(batch, caches)):

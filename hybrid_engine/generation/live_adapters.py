@@ -86,7 +86,7 @@ class AdapterBatches(LiveBatch):
 
     @property
     def kv_blocks(self) -> KVBlocks:
-        """Of all batches together."""
+        """What the KV blocks of all adapters' batches together are for."""
         return KVBlocks(*map(sum, zip(*(batch.kv_blocks for batch in self._batches.values()), strict=True)))
 
     @property
@@ -104,12 +104,12 @@ class AdapterBatches(LiveBatch):
             batch.add(own)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """LiveBatch's."""
+        """Takes `sequences` out of their adapters' batches, whether they run or wait."""
         for name, batch in self._batches.items():
             batch.cancel([sequence for sequence in sequences if sequence.adapter == name])
 
     def take_out(self) -> list[Progress]:
-        """LiveBatch's."""
+        """Takes everything out of all adapters' batches; returns what was drawn and not handed on yet."""
         settled, self._settled = self._settled, []
         return settled + [told for batch in self._batches.values() for told in batch.take_out()]
 

@@ -84,11 +84,11 @@ class LiveLink:
         raise found
 
     def send(self, value: Any) -> None:
-        """Gives every follower `value`."""
+        """Gives `value` to every follower; collective with their `receive`."""
         dist.broadcast_object_list([value], src=self.leader, group=self._group)
 
     def receive(self) -> Any:
-        """What the leader sent."""
+        """The value that the leader sends next; collective with its `send`."""
         received: list[Any] = [None]
         dist.broadcast_object_list(received, src=self.leader, group=self._group)
         return received[0]

@@ -22,38 +22,38 @@ class LeadingBatch(LiveBatch):
 
     @property
     def has_work(self) -> bool:
-        """LiveBatch's."""
+        """Whether a turn would bring something."""
         return self._batch.has_work
 
     @property
     def num_running(self) -> int:
-        """LiveBatch's."""
+        """Sequences that decode now."""
         return self._batch.num_running
 
     @property
     def num_waiting(self) -> int:
-        """LiveBatch's."""
+        """Sequences that have not begun, or begin again."""
         return self._batch.num_waiting
 
     @property
     def kv_blocks(self) -> KVBlocks:
-        """LiveBatch's."""
+        """What the KV blocks of this process are for; those of the others are alike."""
         return self._batch.kv_blocks
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """LiveBatch's."""
+        """All sequences that something is still to come for."""
         return self._batch.unfinished
 
     def add(self, sequences: list[Sequence]) -> None:
-        """LiveBatch's, on all processes."""
+        """Lets `sequences` wait for a place, on all processes. See `LiveBatch.add`."""
         if sequences:
             self.link.send_call("add", sequences)
             with self.link.making_call():
                 self._batch.add(sequences)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """LiveBatch's, on all processes."""
+        """Takes out, on all processes, those of `sequences` that have not finished."""
         unfinished = set(self.unfinished) if sequences else set()
         known = [sequence for sequence in sequences if sequence in unfinished]
         if known:
@@ -61,13 +61,13 @@ class LeadingBatch(LiveBatch):
             self._batch.cancel(known)
 
     def take_out(self) -> list[Progress]:
-        """LiveBatch's, on all processes."""
+        """Takes everything out on all processes; returns what was drawn and not handed on yet."""
         self.link.send_call("take_out")
         with self.link.making_call():
             return self._batch.take_out()
 
     def turn(self) -> list[Progress]:
-        """LiveBatch's, on all processes."""
+        """One pass over the layers on all processes; what it brought."""
         self.link.send_call("turn")
         with self.link.making_call():
             return self._batch.turn()

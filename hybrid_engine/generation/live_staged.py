@@ -28,27 +28,27 @@ class StagedBatch(LiveBatch):
 
     @property
     def has_work(self) -> bool:
-        """LiveBatch's."""
+        """Whether a turn would bring something, an error that was met included."""
         return bool(self._turns.failed or self._settled) or any(part.has_work for part in self._parts)
 
     @property
     def num_running(self) -> int:
-        """LiveBatch's."""
+        """Sequences that decode now."""
         return sum(part.num_running for part in self._parts)
 
     @property
     def num_waiting(self) -> int:
-        """LiveBatch's."""
+        """Sequences that have not begun, or begin again."""
         return sum(part.num_waiting for part in self._parts)
 
     @property
     def kv_blocks(self) -> KVBlocks:
-        """Of all micro-batches together, on this stage; those of the others are alike."""
+        """What the KV blocks of all micro-batches on this stage are for; those of other stages are alike."""
         return KVBlocks(*map(sum, zip(*(part.kv_blocks for part in self._parts), strict=True)))
 
     @property
     def unfinished(self) -> list[Sequence]:
-        """LiveBatch's."""
+        """All sequences that something is still to come for."""
         return [sequence for part in self._parts for sequence in part.unfinished]
 
     def add(self, sequences: list[Sequence]) -> None:
@@ -77,19 +77,19 @@ class StagedBatch(LiveBatch):
             score_prompts(self.model, wanted)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """LiveBatch's."""
+        """Takes `sequences` out of their micro-batches, whether they run or wait."""
         for part in self._parts:
             if part.strategy not in self._turns.failed:
                 part.cancel(sequences)
 
     def take_out(self) -> list[Progress]:
-        """LiveBatch's."""
+        """Takes everything out of all micro-batches; returns what was drawn and not handed on yet."""
         self._turns.read_all()
         settled, self._settled = self._settled, []
         return settled + [told for part in self._parts for told in part.take_out()]
 
     def settle(self) -> list[Progress]:
-        """LiveBatch's."""
+        """Reads what the last stage has still to tell of earlier turns; what that brought."""
         self._turns.read_all()
         return [told for part in self._parts for told in part.tell()]
 

@@ -47,7 +47,7 @@ class StreamedBatch(LiveBatch):
         self._scoring.add(prompts)
 
     def cancel(self, sequences: list[Sequence]) -> None:
-        """LiveBatch's."""
+        """Takes `sequences` out, whether they run or wait, and forgets to score prompts that only they have."""
         super().cancel(sequences)
         self._scoring.keep({sequence.prompt for sequence in self.unfinished})
 

@@ -111,7 +111,7 @@ def response_lengths(responses: torch.Tensor, eos_token_ids: tuple[int, ...]) ->
 def measure_module_output(
     sequences: torch.Tensor, logits: tuple[torch.Tensor, ...], prompt_width: int, options: GenerationOptions
 ) -> GenerateOutput:
-    """The same from what the model's own `generate()` returned: `sequences` and its T raw logits `[B*G, V]`."""
+    """A GenerateOutput of what the model's own `generate()` returned: `sequences`, and T raw logits `[B*G, V]`."""
     responses = sequences[:, prompt_width:]
     lengths = response_lengths(responses, options.eos_token_ids)
     last = responses.gather(1, lengths[:, None] - 1).flatten().tolist()

@@ -134,13 +134,13 @@ class ScoringTurns:
         return bool(self._passes)
 
     def add(self, prompts: Iterable[Prompt]) -> None:
-        """Those of `prompts` that want scores and have none."""
+        """Notes those of `prompts` that want scores and have none."""
         known = {prompt for prompt, _ in self._passes}
         new = [prompt for prompt in dict.fromkeys(prompts) if is_unscored(prompt) and prompt not in known]
         self._passes += [(prompt, score_in_passes(self._model, prompt, self._layers)) for prompt in new]
 
     def keep(self, wanted: set[Prompt]) -> None:
-        """Forgets all others."""
+        """Forgets the passes of all prompts but `wanted`."""
         self._passes = deque((prompt, passes) for prompt, passes in self._passes if prompt in wanted)
 
     def turn(self) -> bool:

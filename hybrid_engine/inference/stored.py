@@ -66,7 +66,7 @@ class Stored:
         self.shape = tuple(opened.get(path).get_slice(key).get_shape())
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
-        """See `Source`."""
+        """Those ranges of dimension `dim`, the only bytes of the file that are read."""
         file = self.opened.get(self.path)
         if not self.shape:
             return file.get_tensor(self.key)
@@ -83,7 +83,7 @@ class Stacked:
         self.shape = (len(parts), *parts[0].shape)
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
-        """See `Source`."""
+        """Those ranges of dimension `dim`; of the first one, the parts that they name."""
         if dim > 0:
             return torch.stack([part.read(dim - 1, ranges) for part in self.parts])
         return torch.stack([read_part(self.parts[i], None, 0) for start, stop in ranges for i in range(start, stop)])
@@ -97,7 +97,7 @@ class Rows:
         self.shape = (sum(stop - start for start, stop in ranges), *source.shape[1:])
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
-        """See `Source`."""
+        """Those ranges of dimension `dim`, counted in the rows that this has of the other tensor."""
         if dim > 0:
             whole = self.source.read(0, self.ranges)
             return _joined([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
@@ -121,7 +121,7 @@ class Joined:
         self.shape = (*first[:dim], sum(part.shape[dim] for part in parts), *first[dim + 1 :])
 
     def read(self, dim: int, ranges: Bounds) -> torch.Tensor:
-        """See `Source`."""
+        """Those ranges of dimension `dim`, which may go over from one part into the next."""
         if dim != self.dim:
             return _joined([part.read(dim, ranges) for part in self.parts], self.dim)
         pieces = []

@@ -101,7 +101,7 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """The most at once."""
+        """The most bytes at once, in training or while generating."""
         return max(self.training_peak_bytes, self.generation_peak_bytes)
 
     def to_json(self) -> dict[str, Any]:

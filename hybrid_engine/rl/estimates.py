@@ -67,7 +67,7 @@ def rate_interval(rates: Sequence[float], num_draws: int) -> Interval:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent `values`: the deviation with divisor B - 1, over the root of B; 0 for one value."""
+    """The standard error of the mean of `values`: their deviation (divisor B - 1) over the root of B; 0 for one."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 

@@ -165,7 +165,7 @@ class Writer:
 
 
 class CompletionWriter(Writer):
-    """`/v1/completions`."""
+    """Writes answers as the bodies of `/v1/completions`, whole or in events."""
 
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
     request: CompletionRequest
@@ -220,7 +220,7 @@ class CompletionWriter(Writer):
 
 
 class ChatWriter(Writer):
-    """`/v1/chat/completions`."""
+    """Writes answers as the bodies of `/v1/chat/completions`, whole or in events."""
 
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -235,7 +235,7 @@ class ChatWriter(Writer):
         return Choice(index, prompt, detokenizer, sequence, tool_calls=parser)
 
     def opening(self) -> list[dict[str, Any]]:
-        """Who speaks."""
+        """The events before the first token, which say who speaks."""
         delta = {"role": "assistant", "content": ""}
         first = {"delta": delta, "logprobs": None, "finish_reason": None}
         return [self._body(self.chunk_name, [{"index": index} | first]) for index in range(len(self.choices))]

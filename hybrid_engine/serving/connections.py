@@ -20,7 +20,7 @@ class BoundedConnection(H11Protocol):
     """
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to watch."""
+        """Begins to watch a connection that a client has opened."""
         super().connection_made(transport)
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
@@ -40,7 +40,7 @@ class BoundedConnection(H11Protocol):
         self._timer = self.loop.call_later(seconds, self._watch, self.cycle)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the watch."""
+        """Ends the watch of a connection that is closed."""
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()

@@ -161,7 +161,7 @@ class CompletionRequest(SamplingFields):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """None: no log-probabilities."""
+        """How many of the likeliest tokens are told beside each; None: no log-probabilities."""
         return self.logprobs
 
 
@@ -238,7 +238,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """None: no log-probabilities."""
+        """How many of the likeliest tokens are told beside each; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property

@@ -164,7 +164,7 @@ Recorder = Callable[[Sequence[Choice]], None]
 
 
 def recorder_of_chat(sessions: Sessions, session_id: str, asked: Asked, node: Trajectory | None) -> Recorder:
-    """Of a chat whose prompt goes on from `node`; RequestError where the conversation has no room."""
+    """What records a chat that goes on from `node`; RequestError where the conversation has no room."""
     sessions.check_room(session_id, asked)
     keep_context(asked, [node])
     request = asked.request
@@ -178,7 +178,7 @@ def recorder_of_chat(sessions: Sessions, session_id: str, asked: Asked, node: Tr
 
 
 def recorder_of_tokens(sessions: Sessions, session_id: str, asked: Asked) -> Recorder:
-    """Of completions, which go on from where their prompts say; RequestError where the conversation has no room."""
+    """What records completions, each from where its prompt says; RequestError where there is no room."""
     sessions.check_room(session_id, asked)
     nodes = [sessions.find_tokens(session_id, prompt) for prompt in asked.prompts]
     keep_context(asked, nodes)

@@ -96,7 +96,7 @@ class ToolCallParser:
             return self._give_up(text)
 
     def finish(self) -> str:
-        """The same at the end of the answer."""
+        """At the end of the answer: returns what of the text that was held back is no call."""
         if self._reader is None:
             return ""
         try:

@@ -31,7 +31,7 @@ def join(tp: int, pp: int, command: str) -> None:
 def load_shared(
     config: BaseModelOptions, tp: int, pp: int, adapters: Mapping[str, str]
 ) -> tuple[Any, PreTrainedTokenizerBase]:
-    """As `load_answering`, on processes of which each reads its part of the weights; collective.
+    """A model that answers, and its tokenizer, where each process reads its part of the weights; collective.
 
     `adapters`: folders by peft's names; the first is active.
     """

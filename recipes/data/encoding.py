@@ -65,12 +65,12 @@ class EncodedPair(NamedTuple):
 
     @classmethod
     def of_tokens(cls, prompt_ids: list[int], chosen_ids: list[int], rejected_ids: list[int]) -> "EncodedPair":
-        """Of responses that are learned as a whole."""
+        """A pair of responses that are learned as a whole."""
         return cls(*(Encoded(prompt_ids=prompt_ids, response_ids=ids) for ids in (chosen_ids, rejected_ids)))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of both sequences."""
+        """The tokens of the chosen and of the rejected sequence."""
         return len(self.chosen), len(self.rejected)
 
     @property

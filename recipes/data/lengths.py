@@ -12,7 +12,7 @@ class Tokens(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of the longest sequence that a model reads of it."""
+        """The tokens of the longest sequence that a model reads of the row."""
 
 
 R = TypeVar("R", bound=Row)

@@ -34,7 +34,7 @@ class Layout(Enum):
 
     @property
     def is_one_row(self) -> bool:
-        """Whether nothing is padded."""
+        """Whether the sequences lie in one row, and nothing is padded."""
         return self in (Layout.ONE_ROW, Layout.SPANS)
 
     def num_cells(self, lengths: Sequence[int]) -> int:

@@ -30,7 +30,7 @@ class Roles:
         return {**critic, "actor": self.policy.actor}
 
     def gradient_norms(self) -> dict[str, Any]:
-        """Of the last optimizer step, as metrics call them."""
+        """The gradient norms of actor and critic at the last optimizer step, as metrics call them."""
         is_shared = isinstance(self.critic, AdapterRole)
         actor = AdapterRole(self.policy.actor, ACTOR) if is_shared else self.policy.actor
         return {"actor_grad_norm": actor.get_global_grad_norm(), "critic_grad_norm": self.critic.get_global_grad_norm()}

@@ -32,7 +32,7 @@ class SamplingOptions:
 
     @classmethod
     def of(cls, config: AnswerOptions, num_samples: int = 1) -> "SamplingOptions":
-        """As the options of a recipe say, with `num_samples` answers to each prompt."""
+        """What the options of a recipe say of sampling, with `num_samples` answers to each prompt."""
         return cls(
             max_prompt_tokens=config.max_prompt_tokens,
             max_new_tokens=config.max_new_tokens,

@@ -59,7 +59,7 @@ class AdapterRole:
             return self.engine.backward(loss)
 
     def get_global_grad_norm(self) -> float | None:
-        """Of this role's gradients alone, at the last step."""
+        """The norm of this role's gradients alone, at the last step; None before the first."""
         norms = dict(zip((ACTOR, CRITIC), self.engine.optimizer.grad_norms, strict=False))
         return norms.get(self.name)
 

@@ -136,7 +136,7 @@ def check_prompts(config: Any, source: str | None, rows: Sequence[PromptRow], cr
 
 
 def num_bytes(row: PromptRow) -> int:
-    """Of a prompt that is text; ValueError for a conversation."""
+    """The bytes of a prompt that is text; ValueError for a conversation."""
     if not isinstance(row.prompt, str):
         raise ValueError(
             f"{row.place} has a conversation in prompt, and the model that is made without --model reads text; give "

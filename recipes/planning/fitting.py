@@ -43,7 +43,7 @@ class Fitted:
         return max(0, self.plan.peak_bytes - self.memory_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """The plan, the memory there is and the remedies, as plain values for JSON."""
         return self.plan.to_json() | {
             "memory_bytes": self.memory_bytes,
             "missing_bytes": self.missing_bytes,

@@ -11,7 +11,7 @@ CODE_4_BITS, CODE_8_BITS = 16 * 4, 256 * 4
 
 
 def packed_bytes(quantisation: dict[str, Any], linear: nn.Linear) -> int:
-    """Of the weight of `linear` with its scales.
+    """The bytes of the packed weight of `linear` with its scales.
 
     Args:
         quantisation: the `quantization_config` of the model's config.

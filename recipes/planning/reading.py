@@ -27,7 +27,7 @@ Item = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """Of a run, whatever its batch sizes, adapters and processes are."""
+    """What a plan reads of a run, whatever its batch sizes, adapters and processes are."""
 
     first: PretrainedConfig
     """Of the model that is trained first."""
@@ -78,7 +78,7 @@ def _read_reward(config: reward.Config) -> Read:
 
 
 def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Read:
-    """Of a recipe that learns from its own answers."""
+    """What a plan reads of a recipe that learns from its own answers."""
     first, tokenizer = _first_actor(config, task)
     train, held_out = load_prompt_rows(config.dataset, *config.part) if config.dataset else task.load_rows(config.seed)
     specs = config.reward or ((task.reward,) if task.reward else ())
@@ -98,7 +98,7 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
 
 
 def _rank_of(spec: str, config: Any) -> int:
-    """Of the adapter that a reward model is."""
+    """The rank of the adapter that a reward model is."""
     check_reward_adapter(spec, config.model or str(Path(config.out) / "sft"))
     return read_reward_adapter(spec).config.r
 

@@ -59,7 +59,7 @@ def score_tokens(engine: Any, tokens: list[list[int]], tokenizer: PreTrainedToke
 
 
 def _score_packed(engine: Any, tokens: list[list[int]]) -> torch.Tensor:
-    """The same of packed sequences, of which the classifier itself would read one a row."""
+    """The scores of packed sequences, of which the classifier itself would read one a row."""
     batch = build_sequences([row[:1] for row in tokens], [row[1:] for row in tokens], 0, engine.device)
     packed = pack(batch.input_ids, batch.attention_mask, layout_of(engine))
     module = engine.module

@@ -89,7 +89,7 @@ class Rewards:
         return combine(self.rewards, values, answers)
 
     def judged_by(self, judges: Mapping[str, Judge]) -> "Rewards":
-        """The same rewards, those whose spec is in `judges` by these, which are collective."""
+        """These rewards, with `judges`, which are collective, in the place of those whose specs they have."""
         rewards = (
             replace(reward, judge=judges[reward.spec], is_collective=True) if reward.spec in judges else reward
             for reward in self.rewards

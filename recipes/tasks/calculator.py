@@ -56,17 +56,17 @@ class Problem:
 
     @property
     def text(self) -> str:
-        """As the user writes it."""
+        """The problem as the user writes it."""
         return f"({self.first}{self.inner}{self.second}){self.outer}{self.third}"
 
     @property
     def between(self) -> int:
-        """The result in brackets."""
+        """The number that the brackets come to."""
         return OPERATIONS[self.inner](self.first, self.second)
 
     @property
     def answer(self) -> int:
-        """The result."""
+        """The number that the whole problem comes to."""
         return OPERATIONS[self.outer](self.between, self.third)
 
 
@@ -133,7 +133,7 @@ def problems(is_held_out_kind: bool, seed: int) -> Iterator[Problem]:
 
 
 def held_out_problems() -> list[Problem]:
-    """Those that nothing is trained on."""
+    """The problems that nothing is trained on."""
     return list(itertools.islice(problems(True, 0), NUM_HELD_OUT))
 
 

@@ -79,7 +79,7 @@ class SlotTables:
         return self._send_rows([sequence.slot for sequence in sequences], [s for s in changed if s.slot >= 0])
 
     def clear(self) -> None:
-        """Makes every row nobody's."""
+        """Empties the tables: no row belongs to a sequence any more."""
         self._send_rows([], [])
 
     def _send_rows(self, slots: list[int], changed: list[Sequence]) -> bool:

@@ -69,7 +69,7 @@ class StepGraphs:
 
     @property
     def num_recorded(self) -> int:
-        """Graphs that are kept."""
+        """How many recorded steps are kept."""
         return len(self._replays)
 
     def has(self, kind: tuple[int, int, bool]) -> bool:
@@ -85,5 +85,5 @@ class StepGraphs:
         self.stats.seconds += time.perf_counter() - start
 
     def replay(self, kind: tuple[int, int, bool]) -> None:
-        """Starts a recorded step."""
+        """Starts the step recorded for `kind`; KeyError where there is none."""
         self._replays[kind]()

@@ -23,10 +23,10 @@ class TurnModel(Protocol):
 
     @property
     def recompute_length(self) -> int | None:
-        """See `InferenceModel`."""
+        """See `InferenceModel.recompute_length`."""
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """See `InferenceModel`."""
+        """The logits of `batch`, as `InferenceModel.forward` gives them."""
 
 
 Choice = Callable[[list[Sequence], torch.Tensor], Drawn]

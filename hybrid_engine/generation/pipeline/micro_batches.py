@@ -30,7 +30,7 @@ class StageTurns:
         self.vocab_size, self.recompute_length = model.vocab_size, model.recompute_length
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
-        """See `StageModel.run_stage`."""
+        """A pass through this stage's layers: the logits on the last stage. See `StageModel.run_stage`."""
         return self.model.run_stage(batch, kv, layers)
 
 
@@ -122,7 +122,7 @@ def _separate_prompts(parts: list[Plan]) -> None:
 
 
 def split_empty_plan(plan: Plan, num_parts: int) -> list[Plan]:
-    """The same for sequences that are still to come."""
+    """A plan without sequences in micro-batches that each have blocks for one, for a batch that is joined later."""
     for number in range(min(num_parts, plan.max_running), 1, -1):
         parts = [_part(plan, number, place, []) for place in range(number)]
         if all(part.num_blocks > part.num_columns for part in parts):  # one more for samples to fork into

@@ -58,7 +58,7 @@ class StageRollouts(ContainerRollouts):
         return list(batches)
 
     def _start_all(self, plan: Plan, kv: torch.Tensor, choice: Choice | None) -> list[MicroBatch]:
-        """As many micro-batches as stages, where there are rows for them."""
+        """Starts as many micro-batches as there are stages, where there are rows for them."""
         parts = split_plan(plan, self.model.stage.size)
         workspaces = split_workspace(kv, self.model, parts)
         return [self._start(part, space, choice) for part, space in zip(parts, workspaces, strict=True)]

@@ -38,7 +38,7 @@ class OrderedTurns:
             self.read_oldest()
 
     def read_oldest(self) -> None:
-        """The same for the first turn that is under way, if there is one."""
+        """Reads the tokens of the first turn that is under way, if there is one."""
         if not self._under_way:
             return
         oldest = self._under_way.popleft()

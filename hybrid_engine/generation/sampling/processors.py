@@ -78,7 +78,7 @@ class RowProcessors(NamedTuple):
 
 
 def build_row_processors(options: GenerationOptions, prompt_length: int, device: torch.device) -> RowProcessors:
-    """Those of a row whose prompt has `prompt_length` tokens."""
+    """The processors of a row whose prompt has `prompt_length` tokens, made of its options."""
     after = processors_after(options, prompt_length, device)
     guides = [processor for processor in after if isinstance(processor, GuidedTokens)]
     return RowProcessors(processors_before(options), after, guides[0] if guides else None)

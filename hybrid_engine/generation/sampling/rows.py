@@ -126,7 +126,7 @@ class MixedRows:
         return DrawnRows(tokens, measure(reported, tokens), ends, self._tops(reported))
 
     def _apply_rules(self, logits: torch.Tensor, state: RowState) -> torch.Tensor:
-        """What is drawn from before temperature and filters."""
+        """Logits `[S, V]` with rules and penalties of the rows, before temperature and filters."""
         adjusted = self._ask(logits, lambda processors: processors.before)
         adjusted = self._penalise(adjusted, state)
         return self._ask(adjusted, lambda processors: processors.after)

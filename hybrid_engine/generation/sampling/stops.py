@@ -34,7 +34,7 @@ def _is_ended(row: Sequence, vocab: int) -> bool:
 
 
 def _ends_with_string(tokenizer: Any, strings: tuple[str, ...], prompt: list[int], tokens: list[int]) -> bool:
-    """As transformers has it: the last token completes the string, which may begin in the prompt."""
+    """Whether the last token completes the string, which may begin in the prompt; transformers' rule."""
     longest = max(map(len, strings))
     last = (prompt[-longest:] + tokens[-longest:])[-longest:]
     return bool(_criteria(tokenizer, strings)(torch.tensor([last]), None)[0])

@@ -84,7 +84,7 @@ def _device_of(module: nn.Module, arguments: Mapping[str, Any]) -> torch.device:
 
 
 def _fake(value: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """The same nested arguments with a fake tensor for each tensor, also where one tensor stands twice."""
+    """The nested arguments with a fake tensor for each tensor, the same one where a tensor stands twice."""
     with mode:
         return pytree.tree_map_only(Tensor, lambda tensor: _fake_tensor(tensor.detach(), device), value)
 

@@ -30,7 +30,7 @@ class Constraint:
     splits: tuple[str, ...]
 
     def matches(self, op: Op) -> bool:
-        """Whether it says anything of `op`."""
+        """Whether the constraint says anything of `op`."""
         is_named = fnmatchcase(op.path, self.modules) and fnmatchcase(op.name, self.ops)
         return is_named and (WHOLE in self.splits or bool(set(self.splits) & set(op.rule.annotation.candidates)))
 
@@ -71,7 +71,7 @@ def _constraint(entry: Any, place: str, graph: Graph) -> Constraint:
 def constrained(
     choices: Callable[[Op], list[Names]], constraints: Sequence[Constraint], mesh: Sequence[int]
 ) -> Callable[[Op], list[Names]]:
-    """Those of `choices` that are allowed; ValueError where nothing is left of an op's."""
+    """The `choices` that constraints allow; ValueError where nothing is left of an op's."""
 
     def allowed(op: Op) -> list[Names]:
         matching = [constraint for constraint in constraints if constraint.matches(op)]

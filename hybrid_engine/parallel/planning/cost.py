@@ -26,7 +26,7 @@ class Cost:
         return Cost(**{f: getattr(self, f) + getattr(other, f) for f in FIELDS})
 
     def times(self, factor: float) -> "Cost":
-        """The same, `factor` times."""
+        """The cost of `factor` such parts."""
         return Cost(**{f: getattr(self, f) * factor for f in FIELDS})
 
     def seconds(self, num_micro_batches: int) -> float:

@@ -108,7 +108,7 @@ class Machine:
             raise ValueError("rates and memory must be above 0, flops_per_s of float32 among them")
 
     def save(self, path: str | Path) -> None:
-        """Writes what `load` reads."""
+        """Writes the figures to a file of JSON that `load` reads."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n")
 
@@ -119,7 +119,7 @@ def rounds(kind: str, size: int) -> float:
 
 
 def sent_bytes(kind: str, num_bytes: float, size: int) -> float:
-    """What each process sends."""
+    """The bytes that each of `size` processes sends in a collective over `num_bytes`."""
     return num_bytes * (size - 1) / size * (2 if kind == "all_reduce" else 1)
 
 

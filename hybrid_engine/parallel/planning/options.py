@@ -118,7 +118,7 @@ class Options:
 
     @property
     def weights(self) -> Weights:
-        """How parameters are kept."""
+        """The dtypes in which parameters, masters and moments are kept."""
         return Weights(
             is_16_bit=any(getattr(self, name) for name in SIXTEEN_BITS),
             has_masters=self.use_fp16 or self.use_bf16,

@@ -131,7 +131,7 @@ class Plan:
         return "\n".join(lines)
 
     def for_graph(self, graph: Graph) -> "Plan":
-        """The same decisions for arguments of other shapes; ValueError for another model.
+        """The plan's decisions for arguments of other shapes; ValueError for another model.
 
         An op whose dimension does not divide there is computed whole by every rank.
         """

@@ -28,7 +28,7 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class PlanCosts:
-    """What a plan costs."""
+    """What a step under a plan costs in time and memory, by its parts."""
 
     plan: Plan
     stages: tuple[StageCosts, ...]

@@ -171,7 +171,7 @@ class Space:
         return [states[reader.position] for states in self.classes[reader.op_class].states]
 
     def move_cost(self, tensor: TensorClass, source: Layout, state: State) -> Cost:
-        """Of bringing a tensor that lies in `source` to one that wants it so, and its gradient back."""
+        """The time of bringing a tensor that lies in `source` to one that wants it so, and its gradient back."""
         value, (wanted, gradient) = tensor.value, state
         size = self.setting.weights.itemsize(value.dtype)
         num_elements = prod(value.shape)
@@ -186,7 +186,7 @@ class Space:
         return Cost(communication_s=tensor.count * seconds)
 
     def keep_cost(self, tensor: TensorClass, layout: Layout, again: bool) -> Cost:
-        """Of keeping a tensor in `layout` for the backward pass."""
+        """The bytes that keeping a tensor in `layout` for the backward pass takes; `again`: in a recomputed module."""
         value = tensor.value
         num_bytes = local_elements(value.shape, layout, self.mesh) * self.setting.weights.itemsize(value.dtype)
         if again:
@@ -199,7 +199,7 @@ class Space:
         return layout == source and is_given
 
     def parameter_cost(self, tensor: TensorClass, layout: Layout) -> Cost:
-        """Of a parameter that is kept in `layout`, its gradient and its optimizer's state."""
+        """The bytes of a parameter that is kept in `layout`, of its gradient and its optimizer's state."""
         setting, dtype = self.setting, tensor.value.dtype
         size = setting.weights.itemsize(dtype)
         local = local_elements(tensor.value.shape, layout, self.mesh) * tensor.count

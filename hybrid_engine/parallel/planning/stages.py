@@ -44,7 +44,7 @@ def pipeline_seconds(total_and_longest: Sequence[float], num_micro_batches: int)
 
 
 def _front(found: list[_Partial]) -> list[_Partial]:
-    """Those of which no other is better both ways."""
+    """The partial cuts that no other beats both in the total and in the longest stage."""
     kept: list[_Partial] = []
     for one in sorted(found):
         if not kept or one.longest < kept[-1].longest:
