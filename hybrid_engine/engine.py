@@ -31,36 +31,23 @@ from hybrid_engine.containers.quantised import keep_as_loaded
 from hybrid_engine.distributed.dataloader import build_training_dataloader
 from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
 from hybrid_engine.distributed.presence import naming_who_left
-from hybrid_engine.distributed.processes import (
-    broadcast_module,
-    check_same_architecture,
-    default_device,
-    get_rank,
-    get_world_size,
-    on_rank_zero,
-)
+from hybrid_engine.distributed.processes import broadcast_module, default_device, get_rank
 from hybrid_engine.distributed.verdict import agree, attempt
 from hybrid_engine.generation.memory.usage import describe_memory
-from hybrid_engine.observing.monitor import check_packages, prepare_outputs
+from hybrid_engine.model_checks import check_training
 from hybrid_engine.observing.observer import Observer
 from hybrid_engine.optim.accumulation import GradientAccumulation
 from hybrid_engine.optim.backward_hooks import BackwardHooks
-from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters, check_choices
-from hybrid_engine.optim.lr_schedules import check_rates
-from hybrid_engine.optim.param_groups import NamedGroup, name_groups
-from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum, StateOffload
-from hybrid_engine.optim.trainable import check_group_options, check_quantised
-from hybrid_engine.parallel.engine_checks import check_parallel
-from hybrid_engine.zero.built_shards import check_built_shards
+from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters
+from hybrid_engine.optim.call_checks import CallChecks, check_loss
+from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
+from hybrid_engine.optim.stepping import end_micro_batch
 from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
-from hybrid_engine.zero.layer_groups import check_callable
-from hybrid_engine.zero.mesh import mesh_shape
 from hybrid_engine.zero.no_copies import Uncopied
-from hybrid_engine.zero.parameter_watch import ParameterWatch
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.split_module import unit_size_of
-from hybrid_engine.zero.wrapping import offloads_parameters, place_module, shard_module
+from hybrid_engine.zero.wrapping import place_module, shard_module
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -103,7 +90,7 @@ class ZeroEngine(Uncopied):
         """
         super().__init__()
         trains = optimizer is not None or config.optimizer is not None
-        groups = _check(model, config, optimizer, model_parameters, lr_scheduler, trains)
+        groups = check_training(model, config, optimizer, model_parameters, lr_scheduler, trains)
         self.training_dataloader = (
             build_training_dataloader(training_data, collate_fn, config, unit_size=unit_size_of(model))
             if training_data is not None
@@ -124,8 +111,7 @@ class ZeroEngine(Uncopied):
         self.module = model
         self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
         self.sharding.settle()
-        trained = [entry.name for entry in self.optimizer.parameters] if self.optimizer is not None else []
-        self.watch = ParameterWatch(model, trained, self.sharding.twins())
+        self.checks = CallChecks(self)
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
         self.global_steps = 0
         self.micro_steps = 0
@@ -166,10 +152,10 @@ class ZeroEngine(Uncopied):
         return output
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_parameters()
+        self.checks.check_parameters()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
-        self._check_whole("forward()", OffloadStateTypeEnum.lp_params)
+        self.checks.check_whole("forward()", OffloadStateTypeEnum.lp_params)
         self.backward_hooks.recover()
         self.passes.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
         observed = self.observer.forward(self.global_steps, self.module.training)
@@ -200,7 +186,7 @@ class ZeroEngine(Uncopied):
         """
         optimizer = self.check_trains("backward()")
         self.backward_hooks.recover()
-        self.accumulation.agree_to_begin(attempt(lambda: self._check_backward(loss))[1])
+        self.accumulation.agree_to_begin(attempt(lambda: self.checks.check_backward(loss))[1])
         num_micro_batches = self.config.gradient_accumulation_steps if scale_wrt_gas else 1
         own_pass = self.backward_hooks.own_pass(optimizer.cur_scale)
         try:
@@ -222,11 +208,6 @@ class ZeroEngine(Uncopied):
             self.drop_accumulation()
             raise
 
-    def _check_backward(self, loss: torch.Tensor) -> None:
-        _check_loss("backward()", loss)
-        self.state_offload.check("backward()", *TRAINING)
-        self._check_parameters()
-
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """What to call PyTorch's own `backward()` on instead of `loss`: in fp16 the loss is multiplied by its scale.
 
@@ -237,7 +218,7 @@ class ZeroEngine(Uncopied):
             ValueError: the engine does not train; `loss` is not one number or does not depend on parameters.
         """
         self.check_trains("scale()")
-        _check_loss("scale()", loss)
+        check_loss("scale()", loss)
         return self.backward_hooks.scale(loss)
 
     @naming_who_left("step()")
@@ -259,53 +240,13 @@ class ZeroEngine(Uncopied):
         self.check_trains("step()")
         error = attempt(self._check_step)[1]
         with holding_interrupts():
-            self._end_micro_batch(lr_kwargs or {}, error)
+            end_micro_batch(self, lr_kwargs or {}, error)
 
     def _check_step(self) -> None:
-        self._check_parameters()
-        self._check_whole("step()")
+        self.checks.check_parameters()
+        self.checks.check_whole("step()")
         self.backward_hooks.recover()
         self.accumulation.check_step()
-
-    def _end_micro_batch(self, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
-        with self.accumulation.step(error) as is_boundary, self.observer.step(is_boundary):
-            if is_boundary:
-                self._step_optimizer(lr_kwargs, error)
-            else:
-                self.num_pending_micro_batches += 1
-        self.micro_steps += 1
-        if is_boundary:
-            self.observer.print_times(self.global_steps)
-
-    def _step_optimizer(self, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
-        assert self.optimizer is not None
-        _, error_now = attempt(self._prepare_step)
-        error = self.passes.drop_unused_gradients(self.optimizer.parameters, error_now if error is None else error)
-        if error is None:
-            try:
-                self.optimizer.step()
-            except ValueError as refusal:  # on every process alike
-                error = refusal
-        if error is not None:
-            self.drop_accumulation()
-            self.sharding.settle()
-            raise error
-        self.sharding.settle()
-        self.global_steps += 1
-        self.global_samples += self.accumulation.num_samples()
-        if self.optimizer.overflow:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
-        self.observer.finish_step(self.optimizer, self.global_steps, self.global_samples, self.skipped_steps)
-        self.zero_grad()
-
-    def _prepare_step(self) -> None:
-        """Everything of a step that can fail and changes nothing yet; local."""
-        assert self.optimizer is not None
-        self.accumulation.check_reduced()
-        self.sharding.become_shards()
-        self.optimizer.take_gradients()
 
     def drop_accumulation(self) -> None:
         """Drops all gradients; the next micro-batch is the first of a step again."""
@@ -404,7 +345,7 @@ class ZeroEngine(Uncopied):
         goes on only where the model has them already, as the base of adapters.
         """
         self.backward_hooks.recover()
-        agree(lambda: self._check_saves("save_checkpoint()", save_dir))
+        agree(lambda: self.checks.check_saves("save_checkpoint()", save_dir))
         tag = checkpoint.choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
 
@@ -477,7 +418,7 @@ class ZeroEngine(Uncopied):
         from hybrid_engine.checkpoint.export import save_16bit_model
 
         self.backward_hooks.recover()
-        agree(lambda: self._check_saves("save_16bit_model()", save_dir, OffloadStateTypeEnum.lp_params))
+        agree(lambda: self.checks.check_saves("save_16bit_model()", save_dir, OffloadStateTypeEnum.lp_params))
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
             logger.warning(
@@ -498,15 +439,6 @@ class ZeroEngine(Uncopied):
             return nullcontext()
         return save_on_cpu(pin_memory=True)
 
-    def _check_saves(self, what: str, save_dir: str | os.PathLike[str], *kinds: OffloadStateTypeEnum) -> None:
-        self._check_whole(what, *kinds)
-        check_path("save_dir", save_dir)
-
-    def _check_parameters(self) -> None:
-        """Raises ValueError where the module's parameters are no longer those that the engine trains; local."""
-        if self.optimizer is not None or self.sharding.is_sharded:
-            self.watch.check(self.module, torch.is_grad_enabled())
-
     def check_trains(self, what: str) -> Any:
         if self.optimizer is None:
             raise ValueError(f"{what}: this engine only evaluates; pass an optimizer to initialize()")
@@ -515,47 +447,6 @@ class ZeroEngine(Uncopied):
     def follow_moved_weights(self) -> None:
         """After the parameters were given other storage; nothing here reads the old one."""
 
-    def _check_whole(self, what: str, *kinds: OffloadStateTypeEnum) -> None:
-        """Raises ValueError for parameters that are torn, or where one of `kinds`, or anything, is offloaded."""
-        self.state_offload.check(what, *kinds)
-        if self.optimizer is not None and self.optimizer.is_torn:
-            raise ValueError(
-                f"{what}: an error came in the middle of the last step(), so that some parameters may be stepped and "
-                f"others not; go on from a checkpoint, by load_checkpoint()"
-            )
-
-
-def _check(
-    model: nn.Module, config: EngineConfig, optimizer: Any, model_parameters: Any, lr_scheduler: Any, trains: bool
-) -> list[NamedGroup]:
-    """The names of the parameters to step; raises ValueError for what cannot be trained. Collective."""
-    check_choices(model, optimizer, lr_scheduler, config)
-    stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
-    groups = name_groups(stepped, model) if trains else []
-    check_group_options(groups)
-    if config.scheduler is not None and lr_scheduler is None:
-        check_rates(config.scheduler, len(groups))
-    check_packages(config)
-    on_rank_zero(lambda: prepare_outputs(config))
-    check_quantised(model, get_world_size() > 1 or offloads_parameters(config))
-    check_same_architecture(model)
-    check_callable(model)
-    num_units = get_world_size() // unit_size_of(model)
-    check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, num_units))
-    check_parallel(model, config.zero_optimization.stage)
-    return groups
-
 
 def _to_half(value: Any) -> Any:
     return value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-def _check_loss(what: str, loss: torch.Tensor) -> None:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"{what}: the loss has shape {shape}, it must be one number; reduce it, e.g. loss.mean()")
-    if not loss.requires_grad:
-        raise ValueError(
-            f"{what}: the loss does not depend on trainable parameters (requires_grad is False); compute it from the "
-            "engine's output outside torch.no_grad()"
-        )

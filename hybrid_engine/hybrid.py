@@ -309,7 +309,7 @@ class HybridEngine(ZeroEngine):
 
     def create_inference_containers(self) -> None:
         """Builds the containers anew, as after a change of the module's structure, and measures them."""
-        self._check_whole("create_inference_containers()", OffloadStateTypeEnum.lp_params)
+        self.checks.check_whole("create_inference_containers()", OffloadStateTypeEnum.lp_params)
         self._check_not_generating("create_inference_containers()")
         with holding_interrupts():
             self.logprob_difference = self.generator.build_containers()
@@ -375,7 +375,7 @@ class HybridEngine(ZeroEngine):
         Containers are views of modules: where others have taken their place, they are built anew. On several processes
         others' parameters would not be gathered, and are refused.
         """
-        self._check_whole("generate()", OffloadStateTypeEnum.lp_params)
+        self.checks.check_whole("generate()", OffloadStateTypeEnum.lp_params)
         self._check_not_generating("generate()")
         if self.module is not self.generator.module:
             raise ValueError(
@@ -383,7 +383,7 @@ class HybridEngine(ZeroEngine):
                 "of its own by initialize()"
             )
         if self.sharding.is_sharded:
-            self.watch.check(self.module, will_train=False)
+            self.checks.check_unchanged(self.module)
 
     def _check_not_generating(self, what: str) -> None:
         # `train()` also runs while nn.Module is being built, before there is a flag.

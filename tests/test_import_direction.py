@@ -23,6 +23,7 @@ ROOMS = (
     "inference",
     "attaching",
     "parallel",
+    "model_checks",
     "engine",
     "hybrid",
     "entry",

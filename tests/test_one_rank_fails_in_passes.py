@@ -18,7 +18,7 @@ def before_anything_changes(engine):
     """By the name of the place: what breaks `step()` where nothing was stepped yet."""
     return {
         "a check": Broken(engine.state_offload, "check", ValueError("no")),
-        "parameters": Broken(engine.watch, "check", TypeError("no")),
+        "parameters": Broken(engine.checks.watch, "check", TypeError("no")),
         "gradients": Broken(engine.optimizer.masters, "take_gradients", MemoryError("no")),
         "masters": Broken(engine.optimizer.masters, "renew", torch.OutOfMemoryError("no")),
     }

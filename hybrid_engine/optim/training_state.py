@@ -7,6 +7,7 @@ from torch import nn
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.dataloader import TrainingDataLoader
+from hybrid_engine.observing.observer import Observer
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.sharding import Sharding
@@ -30,6 +31,8 @@ class TrainingState(Protocol):
     training_dataloader: TrainingDataLoader | None
     accumulation: "GradientAccumulation"
     state_offload: "StateOffload"
+    observer: Observer
+    """What is told of each pass and each step."""
     global_steps: int
     """Optimizer steps, those that overflowed included."""
     global_samples: int

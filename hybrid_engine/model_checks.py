@@ -1,0 +1,50 @@
+"""Whether a model can be trained as config, optimizer and scheduler ask for, before anything of it is changed."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.config import EngineConfig
+from hybrid_engine.distributed.processes import check_same_architecture, get_world_size, on_rank_zero
+from hybrid_engine.observing.monitor import check_packages, prepare_outputs
+from hybrid_engine.optim.build import check_choices
+from hybrid_engine.optim.lr_schedules import check_rates
+from hybrid_engine.optim.param_groups import NamedGroup, name_groups
+from hybrid_engine.optim.trainable import check_group_options, check_quantised
+from hybrid_engine.parallel.engine_checks import check_parallel
+from hybrid_engine.zero.built_shards import check_built_shards
+from hybrid_engine.zero.layer_groups import check_callable
+from hybrid_engine.zero.mesh import mesh_shape
+from hybrid_engine.zero.split_module import unit_size_of
+from hybrid_engine.zero.wrapping import offloads_parameters
+
+
+def check_training(
+    model: nn.Module, config: EngineConfig, optimizer: Any, model_parameters: Any, lr_scheduler: Any, trains: bool
+) -> list[NamedGroup]:
+    """The names of the parameters to step, in groups; raises ValueError for what cannot be trained. Collective.
+
+    Args:
+        model: what `initialize()` was given, unchanged so far; the same architecture on every process.
+        config: as it was read.
+        optimizer: an optimizer, a function that builds one, or None.
+        model_parameters: what such a function, or the config's optimizer, steps; None is all that require a gradient.
+        lr_scheduler: a scheduler, a function that builds one, or None.
+        trains: whether there is an optimizer at all.
+    """
+    check_choices(model, optimizer, lr_scheduler, config)
+    stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
+    groups = name_groups(stepped, model) if trains else []
+    check_group_options(groups)
+    if config.scheduler is not None and lr_scheduler is None:
+        check_rates(config.scheduler, len(groups))
+    check_packages(config)
+    on_rank_zero(lambda: prepare_outputs(config))
+    check_quantised(model, get_world_size() > 1 or offloads_parameters(config))
+    check_same_architecture(model)
+    check_callable(model)
+    num_units = get_world_size() // unit_size_of(model)
+    check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, num_units))
+    check_parallel(model, config.zero_optimization.stage)
+    return groups

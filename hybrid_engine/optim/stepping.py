@@ -1,0 +1,67 @@
+"""The end of a micro-batch, and at the boundary the step of the optimizer: agreed on by all processes, then counted."""
+
+from typing import Any
+
+from hybrid_engine.distributed.verdict import attempt
+from hybrid_engine.optim.training_state import TrainingState
+
+
+def end_micro_batch(training: TrainingState, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
+    """Counts a micro-batch; at the accumulation boundary the optimizer and the scheduler step. Collective there.
+
+    Args:
+        training: changed in place.
+        lr_kwargs: what the scheduler's `step()` takes by name.
+        error: why this process cannot step; None where it can.
+
+    Raises:
+        BaseException: `error`, or at the boundary that of another process. See `ZeroEngine.step`.
+    """
+    with training.accumulation.step(error) as is_boundary, training.observer.step(is_boundary):
+        if is_boundary:
+            _step_optimizer(training, lr_kwargs, error)
+        else:
+            training.num_pending_micro_batches += 1
+    training.micro_steps += 1
+    if is_boundary:
+        training.observer.print_times(training.global_steps)
+
+
+def _step_optimizer(training: TrainingState, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
+    optimizer = training.optimizer
+    assert optimizer is not None
+    _, error_now = attempt(lambda: _prepare(training))
+    error = training.passes.drop_unused_gradients(optimizer.parameters, error_now if error is None else error)
+    if error is None:
+        try:
+            optimizer.step()
+        except ValueError as refusal:  # on every process alike
+            error = refusal
+    if error is not None:
+        training.drop_accumulation()
+        training.sharding.settle()
+        raise error
+    training.sharding.settle()
+    _count_step(training, lr_kwargs)
+    training.zero_grad()
+
+
+def _prepare(training: TrainingState) -> None:
+    """Everything of a step that can fail and changes nothing yet; local."""
+    assert training.optimizer is not None
+    training.accumulation.check_reduced()
+    training.sharding.become_shards()
+    training.optimizer.take_gradients()
+
+
+def _count_step(training: TrainingState, lr_kwargs: dict[str, Any]) -> None:
+    assert training.optimizer is not None
+    training.global_steps += 1
+    training.global_samples += training.accumulation.num_samples()
+    if training.optimizer.overflow:
+        training.skipped_steps += 1
+    elif training.lr_scheduler is not None:
+        training.lr_scheduler.step(**lr_kwargs)
+    training.observer.finish_step(
+        training.optimizer, training.global_steps, training.global_samples, training.skipped_steps
+    )
