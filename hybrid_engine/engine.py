@@ -35,6 +35,7 @@ from hybrid_engine.distributed.processes import broadcast_module, default_device
 from hybrid_engine.distributed.verdict import agree, attempt
 from hybrid_engine.generation.memory.usage import describe_memory
 from hybrid_engine.model_checks import check_training
+from hybrid_engine.observing.memory_use import MemoryUse
 from hybrid_engine.observing.observer import Observer
 from hybrid_engine.optim.accumulation import GradientAccumulation
 from hybrid_engine.optim.backward_hooks import BackwardHooks
@@ -125,6 +126,8 @@ class ZeroEngine(Uncopied):
         if self.optimizer is not None:
             self.optimizer.state_offload = self.state_offload
         self.backward_hooks = BackwardHooks(self)
+        self.memory_use: MemoryUse | None = None
+        """Of the run that this engine trains in, where that was planned."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -430,8 +433,14 @@ class ZeroEngine(Uncopied):
         return save_16bit_model(self.module, save_dir, save_filename, exclude_frozen_parameters)
 
     def report(self) -> str:
-        """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process."""
-        return describe_memory(self.sharding, self.optimizer, self.config)
+        """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process.
+
+        In a run that was planned, also what was planned and measured so far.
+        """
+        lines = [describe_memory(self.sharding, self.optimizer, self.config)]
+        if self.memory_use is not None:
+            lines += [*self.memory_use.plan.lines(), self.memory_use.describe()]
+        return "\n".join(lines)
 
     def _saving_activations(self) -> AbstractContextManager[Any]:
         """Where what the forward pass saves for the backward pass lies."""

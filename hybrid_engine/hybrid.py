@@ -410,7 +410,10 @@ class HybridEngine(ZeroEngine):
             ("gathered_bytes", self.generator.gatherer.count_bytes()),
         ):
             self.latency.add(figure, amount)
-        self.latency.raise_peak(self.generator.workspace.allocated_bytes)
+        taken = self.generator.workspace.allocated_bytes
+        self.latency.raise_peak(taken)
+        if self.memory_use is not None:
+            self.memory_use.note_rollout(taken + self.generator.bytes_to_gather)
 
 
 def _check_generates(model: nn.Module) -> None:

@@ -32,13 +32,15 @@ from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, global_
 from hybrid_engine.recipes.experience.own_tasks import character_stage
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
 from hybrid_engine.recipes.experience.policy_experience import Experience, present_batch
+from hybrid_engine.recipes.planning.following import follow_memory, write_result
+from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, suitable_rate
 from hybrid_engine.recipes.runs.run_checks import check_folder
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.stages import load_tokenizer, mix_seed, move_aside, save_stage, seed_everything
 from hybrid_engine.recipes.tasks.calculator import (
     LONGEST_RESULT,
@@ -130,6 +132,8 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     rate = config.learning_rate or suitable_rate(config, small=1.5e-3)
     policy = build_policy(config, source, rate, config.steps, keeps_reference=False)
+    read = Read(first=policy.actor.module.config, prompt_tokens=config.max_prompt_tokens)
+    follow_memory("agent", config, read, [policy.actor])
     say(policy.actor.report())
     say("\n".join(describe(config.algorithm)))
     before = evaluate(policy, config)
@@ -141,7 +145,7 @@ def run(config: Config) -> Path:
     seconds = time.perf_counter() - started
     after = evaluate(policy, config)
     say(f"held-out problems solved: {before:.1%} before, {after:.1%} after")
-    write_json(out / "result.json", {"before": before, "after": after, "seconds": seconds})
+    write_result(out / "result.json", {"before": before, "after": after, "seconds": seconds}, policy.actor)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"

@@ -35,6 +35,7 @@ from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.rows import PreferenceRow
 from hybrid_engine.recipes.experience.evaluation import Evaluation, show_comparison, step_means
 from hybrid_engine.recipes.experience.followed import follow
+from hybrid_engine.recipes.planning.following import follow_preferences, write_result
 from hybrid_engine.recipes.preference.answering import answer_prompts, prompts_of
 from hybrid_engine.recipes.preference.answers import Reading, without_adapter
 from hybrid_engine.recipes.preference.first_actor import (
@@ -58,7 +59,7 @@ from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, s
 from hybrid_engine.recipes.runs.checks import check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.stages import load_tokenizer, move_aside, save_stage, seed_everything
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
@@ -124,6 +125,8 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
     actor = build_actor(config, source, num_steps)
+    items = [tuple((len(answer.prompt_ids), len(answer.response_ids)) for answer in pair) for pair in encoded]
+    follow_preferences("dpo", config, actor, items)
     say(f"DPO: {len(rows)} pairs, {len(held_out_rows)} held out, {num_steps} steps")
 
     reading, loss_of = Reading(tokenizer.pad_token_id), config.build_loss(config.beta)
@@ -151,7 +154,7 @@ def run(config: Config) -> Path:
     after = look(num_steps)
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
-    write_json(out / "result.json", result | best.result("loss"))
+    write_result(out / "result.json", result | best.result("loss"), actor)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(actor, tokenizer, out / "actor")
     return out / "actor"

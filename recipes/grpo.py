@@ -43,6 +43,7 @@ from hybrid_engine.recipes.experience.policy import Policy, build_policy, evalua
 from hybrid_engine.recipes.experience.policy_experience import Experience, present_batch
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
+from hybrid_engine.recipes.planning.following import follow_answers, write_result
 from hybrid_engine.recipes.runs.best import Best, keep_highest
 from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count, check_finite
@@ -56,7 +57,7 @@ from hybrid_engine.recipes.runs.options import (
     suitable_rate,
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
 from hybrid_engine.rl.aggregation import StepCounts, count_step
 from hybrid_engine.rl.kl import adaptive_kl_coefficient
@@ -152,6 +153,7 @@ def run(config: Config) -> Path:
     keeps_reference = config.measure_kl or config.algorithm.needs_reference
     rate = config.learning_rate or suitable_rate(config, small=7e-4)
     policy = build_policy(config, start.source, rate, num_updates, keeps_reference)
+    follow_answers("grpo", config, start, policy)
     say(policy.actor.report())
     say("\n".join(describe(config.algorithm)))
 
@@ -170,7 +172,7 @@ def run(config: Config) -> Path:
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
-    write_json(out / "result.json", result | carried.best.result("score"))
+    write_result(out / "result.json", result | carried.best.result("score"), policy.actor)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"

@@ -39,6 +39,7 @@ from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
+from hybrid_engine.recipes.planning.following import follow_answers, write_result
 from hybrid_engine.recipes.preference.answers import Reading
 from hybrid_engine.recipes.preference.options import PairLossOptions
 from hybrid_engine.recipes.preference.pairs import TrainingPair
@@ -55,7 +56,7 @@ from hybrid_engine.recipes.runs.options import (
     suitable_rate,
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.stages import save_stage, seed_everything
 from hybrid_engine.rl.preferences import best_and_worst
 
@@ -130,6 +131,7 @@ def run(config: Config) -> Path:
     num_updates = config.steps * (config.rollout_size // config.minibatch_size)
     rate = config.learning_rate or suitable_rate(config, small=3e-4)
     policy = build_policy(config, start.source, rate, num_updates, keeps_reference=True)
+    follow_answers("online-dpo", config, start, policy)
     say(policy.actor.report())
 
     before = evaluate_policy(policy, start, config)
@@ -147,7 +149,7 @@ def run(config: Config) -> Path:
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
-    write_json(out / "result.json", result | best.result("score"))
+    write_result(out / "result.json", result | best.result("score"), policy.actor)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"

@@ -42,6 +42,7 @@ from hybrid_engine.recipes.experience.role_figures import evaluate_held_out, jud
 from hybrid_engine.recipes.experience.roles import Roles, build_roles
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.experience.start import Start, prepare
+from hybrid_engine.recipes.planning.following import follow_answers, write_result
 from hybrid_engine.recipes.rewards.scores import reward_figures
 from hybrid_engine.recipes.runs.adapters import check_shared_base
 from hybrid_engine.recipes.runs.best import Best, keep_highest
@@ -64,7 +65,7 @@ from hybrid_engine.recipes.runs.options import (
     suitable_rate,
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
 from hybrid_engine.rl.advantages import gae, whiten
 from hybrid_engine.rl.aggregation import token_mean
@@ -158,6 +159,7 @@ def run(config: Config) -> Path:
     actor_rate = config.actor_lr or suitable_rate(config, small=2e-4)
     critic_rate = config.critic_lr or (1e-5 if config.model else 5e-4)
     roles = build_roles(config, start, actor_rate, critic_rate)
+    follow_answers("ppo", config, start, roles.policy, roles.critic)
     say(roles.policy.actor.report())
 
     before = evaluate_held_out(roles, start, config)
@@ -175,7 +177,7 @@ def run(config: Config) -> Path:
     where = "under" if kl < config.kl_bound else "OVER"
     say(f"KL to the reference: {kl:.2f} nats per response, {where} the bound {config.kl_bound}")
     result = {"before": before.figures, "after": after.figures, "ppo_seconds": seconds}
-    write_json(out / "result.json", result | best.result("score"))
+    write_result(out / "result.json", result | best.result("score"), roles.policy.actor)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(roles.policy.actor, roles.policy.tokenizer, out / "actor")
     return out / "actor"
@@ -258,7 +260,8 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
             num_tokens = max(1, sum(gather_objects(int(experience.sequences.response_mask[minibatch].sum()))))
             chosen = experience.rows(minibatch)
             train = partial(train_micro_batch, roles, chosen, num_tokens, config, not parts)
-            parts += train_in_parts(engines, chosen.sequences.lengths, config.tokens_per_micro_batch, train)
+            lengths, prompts = chosen.sequences.lengths, chosen.sequences.prompts
+            parts += train_in_parts(engines, lengths, config.tokens_per_micro_batch, train, prompts)
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
     return figures | roles.gradient_norms()
 

@@ -32,6 +32,7 @@ from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.pairs import Pair, PairCorpus, encode_pairs, num_characters
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
+from hybrid_engine.recipes.planning.following import follow_scored_pairs, write_result
 from hybrid_engine.recipes.rewards.classifier import (
     ROWS_PER_PASS,
     build_classifier,
@@ -47,7 +48,7 @@ from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.stages import (
     is_finished,
     load_config,
@@ -162,6 +163,7 @@ def run(config: Config) -> Path:
         move_aside(out, results_of("reward"))
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, len(corpus.batches)))
     pack_where_exact(engine, config)
+    follow_scored_pairs(config, engine, corpus)
     saved = load_checkpoints({"model": engine}, out / checkpoints_of("reward"), config) if config.resume else SavedRun()
     started = time.perf_counter()
     log = RunLog(out / "reward-log", "Reward", len(corpus.batches), config, saved.step)
@@ -169,7 +171,7 @@ def run(config: Config) -> Path:
 
     figures: dict[str, Any] = measure(engine, corpus.held_out, tokenizer) if corpus.held_out else {}
     figures |= {"best": best} if best else {}
-    write_json(out / "reward-log" / "result.json", figures | {"seconds": time.perf_counter() - started})
+    write_result(out / "reward-log" / "result.json", figures | {"seconds": time.perf_counter() - started}, engine)
     panels = {"loss": ["loss"], "accuracy": ["accuracy"]}
     plot_metrics(read_metrics(out / "reward-log" / "metrics.jsonl"), panels, out / "reward-log" / "plot.png")
     if corpus.held_out:

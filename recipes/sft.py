@@ -34,6 +34,7 @@ from hybrid_engine.recipes.data.sequences import (
     epochs_of_similar_length,
     response_logprobs,
 )
+from hybrid_engine.recipes.planning.following import follow_examples, write_result
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_between, check_count, check_divides, check_one_of
@@ -42,7 +43,7 @@ from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
-from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say, write_json
+from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.stages import (
     is_finished,
     load_config,
@@ -164,6 +165,7 @@ def run(config: Config) -> Path:
         move_aside(out, results_of("sft"))
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, len(batches)))
     pack_where_exact(engine, config)
+    follow_examples(config, engine, corpus.train, batches)
     saved = load_checkpoints({"model": engine}, out / checkpoints_of("sft"), config) if config.resume else SavedRun()
     started = time.perf_counter()
     log = RunLog(out / "sft-log", "SFT", len(batches), config, saved.step)
@@ -171,7 +173,8 @@ def run(config: Config) -> Path:
 
     seconds = time.perf_counter() - started
     measured = {"held_out_nats_per_token": held_out_loss(engine, corpus)} if corpus.held_out else {}
-    write_json(out / "sft-log" / "result.json", {**measured, **({"best": best} if best else {}), "seconds": seconds})
+    result = {**measured, **({"best": best} if best else {}), "seconds": seconds}
+    write_result(out / "sft-log" / "result.json", result, engine)
     plot_metrics(read_metrics(out / "sft-log" / "metrics.jsonl"), {"loss": ["loss"]}, out / "sft-log" / "plot.png")
     for loss in measured.values():
         say(f"SFT: held-out loss {loss:.3f} nats per token after {seconds:.0f} s")

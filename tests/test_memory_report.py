@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from training_reference import engine_config, tiny_llama
 
 import hybrid_engine
-from hybrid_engine.generation.memory.usage import count_bytes, format_bytes
+from hybrid_engine.generation.memory.usage import count_bytes
+from hybrid_engine.observing.memory_plan import format_bytes
 
 CASES = [(stage, sixteen_bits) for stage in (0, 1, 2, 3) for sixteen_bits in (False, True)]
 

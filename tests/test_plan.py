@@ -14,11 +14,12 @@ from hybrid_engine.command import cli
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.memory.usage import count_bytes
+from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
 from hybrid_engine.recipes.data.sequences import Sequences, response_logprobs
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.tasks import arithmetic
-from hybrid_engine.training.pass_memory import LiveBytes, PassShape, count_pass
+from hybrid_engine.training.pass_memory import PassShape, count_pass
 
 
 def build_engine(model, precision=None, **options):

@@ -66,7 +66,7 @@ def config(tmp_path_factory):
 
 
 def build_shared(config):
-    start = Start(source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward))
+    start = Start(source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward), prompt_tokens=1)
     return ppo.build_roles(config, start, *RATES)
 
 

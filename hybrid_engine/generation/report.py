@@ -5,9 +5,9 @@ import torch
 from hybrid_engine.containers.linear import is_adapted
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.memory.usage import format_bytes
 from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
+from hybrid_engine.observing.memory_plan import format_bytes
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
 

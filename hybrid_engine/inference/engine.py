@@ -20,7 +20,7 @@ from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.generator import Generator
-from hybrid_engine.generation.memory.usage import format_bytes, num_bytes
+from hybrid_engine.generation.memory.usage import num_bytes
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.options import merge_options
 from hybrid_engine.generation.output import GenerateOutput
@@ -31,6 +31,7 @@ from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.scoring import score_packed
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
+from hybrid_engine.observing.memory_plan import format_bytes
 from hybrid_engine.serving import import_serving
 
 

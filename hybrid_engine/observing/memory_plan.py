@@ -5,7 +5,7 @@ Pure figures: what is handed in are shapes and counts, nothing is measured and n
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -104,6 +104,22 @@ class MemoryPlan:
         """The most bytes at once, in training or while generating."""
         return max(self.training_peak_bytes, self.generation_peak_bytes)
 
+    def lines(self) -> Iterator[str]:
+        """The plan in words."""
+        for role in self.roles:
+            yield role.name
+            yield from _lines([*role.kept, role.gradients, *role.passing])
+        if self.generation:
+            yield "generating, beside what is kept"
+            yield from _lines(self.generation)
+        how = "gradients are there in every pass but a step's first" if self.accumulates else "one pass a step"
+        yield f"peak of training:   {format_bytes(self.training_peak_bytes):>10}  ({how})"
+        if idle := self.idle_cache_bytes:
+            beside = self.training_peak_bytes + idle
+            yield f"  with KV workspace {format_bytes(beside):>10}  (which stays between rollouts where there is room)"
+        if self.generation:
+            yield f"peak of generation: {format_bytes(self.generation_peak_bytes):>10}"
+
     def to_json(self) -> dict[str, Any]:
         """The plan as plain values."""
         roles = {
@@ -182,6 +198,20 @@ def read_bytes(text: str, option: str) -> int:
     if not found or unit is None or float(found[1]) <= 0 or not math.isfinite(float(found[1])):
         raise ValueError(f"--{option}={text!r} must be a size above 0 such as 24GB, 24GiB or 512MB; give one")
     return round(float(found[1]) * unit)
+
+
+def format_bytes(count: int) -> str:
+    """`count` in the largest binary unit that keeps it above one."""
+    if count < 1024:
+        return f"{count} B"
+    power = min(3, (count.bit_length() - 1) // 10)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+
+
+def _lines(parts: Iterable[Part]) -> Iterator[str]:
+    for part in parts:
+        if part.num_bytes:
+            yield f"  {part.name:<18} {format_bytes(part.num_bytes):>10}  {part.formula}"
 
 
 def _trained(shapes: Iterable[Shape]) -> list[Shape]:

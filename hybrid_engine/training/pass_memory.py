@@ -7,17 +7,14 @@ stood in for by tensors of their sizes (`ops/linear_log_prob.py`).
 B rows, P and T columns of prompts and responses, N = B T; E hidden size, V vocabulary.
 """
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
+from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.ops.linear_log_prob import PieceBytes, piece_bytes
 
 
@@ -38,37 +35,6 @@ class PassBytes(NamedTuple):
     """Bytes of the head: kept tiles, one more, and the rows that it reads."""
     peak: int
     """The most bytes at once, new gradients included."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that ops make: what is alive, and the most at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = self.peak_bytes = 0
-        self._seen = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # What came in was made before: a view of it, or it itself in an op in place, is nothing new.
-        for tensor in pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
-                self._seen.setdefault(tensor.untyped_storage(), True)
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._enter(tensor.untyped_storage())
-        return result
-
-    def _enter(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
-            return
-        self._seen[storage] = True
-        self.num_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
-        weakref.finalize(storage, self._leave, storage.nbytes())
-
-    def _leave(self, num_bytes: int) -> None:
-        self.num_bytes -= num_bytes
 
 
 def count_pass(
@@ -95,10 +61,13 @@ def count_pass(
     with FakeTensorMode(), torch.device("cpu"):
         _give_shapes(model, accumulates)
         input_ids = torch.zeros(shape.rows, shape.prompt + shape.response, dtype=torch.int64)
-        mask = torch.ones_like(input_ids)
+        # Sequences in one row are kept apart without a mask, of which transformers takes four dims for complete.
+        masks = {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+        if shape.rows > 1:
+            mask = torch.ones_like(input_ids)
+            masks = {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
         with LiveBytes() as live:
-            positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-            hidden = body(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)[0]
+            hidden = body(input_ids=input_ids, **masks, use_cache=False)[0]
             activations = live.num_bytes
             if is_language:
                 rows = hidden[:, -shape.response - 1 : -1].reshape(-1, hidden.shape[-1])

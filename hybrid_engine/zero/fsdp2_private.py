@@ -95,6 +95,12 @@ def keeping_reshard_after_forward(modules: Iterable[FSDPModule]) -> Iterator[Non
             setattr(holder, name, value)
 
 
+def gathered_storages(modules: Iterable[FSDPModule]) -> Iterator[torch.UntypedStorage]:
+    """What the modules' parameters are gathered into, empty while they are not; of those that were gathered before."""
+    for param in fsdp_params(modules):
+        yield from (output.untyped_storage() for output in param.all_gather_outputs)
+
+
 def keep_gathered_storage(modules: Iterable[FSDPModule]) -> None:
     """Lets gathered parameters lie at the same addresses from now on: resharding no longer frees their memory."""
     for param in fsdp_params(modules):

@@ -13,6 +13,7 @@ import torch
 
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.recipes.data.packing import Layout, Prompt, layout_of
+from hybrid_engine.recipes.runs.memory import measured_pass
 from hybrid_engine.recipes.runs.run_log import say
 
 Result = TypeVar("Result")
@@ -57,11 +58,29 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
         order.sort(key=lambda index: (-longest[prompts[index]], numbers[prompts[index]]))
         fill = partial(_fill_sharing, items, prompts, order)
     num_parts = max(gather_objects(len(fill(budget))))
-    low, high = max((_cells(layout, [item]) for item in items), default=0), budget
-    while low < high:  # the smallest budget that makes as few passes
+    least = max((_cells(layout, [item]) for item in items), default=0)
+    return _as_many(_evenly(fill, least, budget, num_parts), num_parts)
+
+
+def fill_evenly(items: Items, layout: Layout, config: Any) -> list[list[int]]:
+    """Indices of `items` by forward pass, as `deal` makes them of one process whose items share nothing; local."""
+    order = sorted(range(len(items)), key=lambda index: -max(items[index]))
+    fill: Callable[[int], list[list[int]]] = partial(_fill, items, order, layout)
+    budget = config.tokens_per_micro_batch
+    least = max((_cells(layout, [item]) for item in items), default=0)
+    return _evenly(fill, least, budget, len(fill(budget)))
+
+
+def _evenly(fill: Callable[[int], list[list[int]]], low: int, high: int, num_parts: int) -> list[list[int]]:
+    """The parts of the smallest budget from `low` to `high` that makes at most `num_parts` of them."""
+    while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if len(fill(middle)) <= num_parts else (middle + 1, high)
-    parts = fill(high)
+    return fill(high)
+
+
+def _as_many(parts: list[list[int]], num_parts: int) -> list[list[int]]:
+    """`parts`, the largest halved until there are `num_parts`, which the items must suffice for."""
     while len(parts) < num_parts:
         largest = max(parts, key=len)
         parts[parts.index(largest) : parts.index(largest) + 1] = _halves(largest)
@@ -127,7 +146,7 @@ def train_in_parts(
     parts = deal(items, engines[0], budget, prompts)
     while True:
         try:
-            results = _run(engines, parts, run)
+            results = _run(engines, parts, [_tokens_of(part, items, engines[0], prompts) for part in parts], run)
             break
         except torch.OutOfMemoryError:
             # Other processes are in the middle of their pass, where nothing can be told.
@@ -144,13 +163,34 @@ def train_in_parts(
     return results
 
 
-def _run(engines: Sequence[Any], parts: list[list[int]], run: Callable[[list[int]], Result]) -> list[Result]:
-    """All passes of an optimizer step, and the end of each but the last."""
+def _tokens_of(part: list[int], items: Items, engine: Any, prompts: Sequence[Prompt] | None) -> int:
+    """Of the pass over a part, padding included."""
+    layout = layout_of(engine)
+    cells = _cells(layout, [items[index] for index in part])
+    if prompts is None:
+        return cells
+    if layout is Layout.PADDED:  # prompts to the left, the rest to the right of one column
+        longest = max(prompts[index].length for index in part)
+        responses = (length - prompts[index].length for index in part for length in items[index])
+        return sum(len(items[index]) for index in part) * (longest + max(responses))
+    if layout is not Layout.SPANS:
+        return cells
+    number_of = Counter[Prompt]()
+    for index in part:
+        number_of[prompts[index]] += len(items[index])
+    return cells - sum(prompt.cells_spared(number) for prompt, number in number_of.items())
+
+
+def _run(
+    engines: Sequence[Any], parts: list[list[int]], num_tokens: list[int], run: Callable[[list[int]], Result]
+) -> list[Result]:
+    """All passes of an optimizer step, each over so many tokens, and the end of each but the last."""
     results = []
     for number, part in enumerate(parts):
         for engine in engines:
             engine.set_gradient_accumulation_boundary(number + 1 == len(parts))
-        results.append(run(part))
+        with measured_pass(engines[0], num_tokens[number], has_gradients=number > 0):
+            results.append(run(part))
         if number + 1 < len(parts):
             for engine in engines:
                 engine.step()

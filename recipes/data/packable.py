@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from hybrid_engine.generation.probing.agreement import evaluating
 from hybrid_engine.recipes.data.packing import Layout, set_layout
@@ -48,6 +49,14 @@ def pack_where_exact(model: nn.Module, config: Any) -> Layout:
         layout = Layout.PADDED
     set_layout(model, layout)
     return layout
+
+
+def expected_layout(config: Any, model: PretrainedConfig) -> Layout:
+    """How passes are laid out under `--tokens-per-micro-batch` if what a model's config says is all that matters."""
+    if getattr(config, "exact", False):
+        return Layout.PADDED
+    is_windowed = any(_is_windowed(model.get_text_config(), name) for name in WINDOWS)
+    return Layout.ROWS if is_windowed else Layout.SPANS
 
 
 def _innermost(model: nn.Module) -> nn.Module:

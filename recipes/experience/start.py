@@ -33,6 +33,8 @@ class Start:
     train: list[PromptRow]
     held_out: list[PromptRow]
     rewards: Rewards
+    prompt_tokens: int
+    """Of the longest prompt."""
 
 
 def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> Start:
@@ -76,7 +78,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         )
     if rewards is not None:
         rewards.check_rows(rows)
-    check_prompts(config, source, rows, specs if has_critic else ())
+    most_tokens = check_prompts(config, source, rows, specs if has_critic else ())
 
     if config.restart:
         move_aside(folder, RUN_RESULTS)
@@ -88,7 +90,10 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         rewards = load_rewards([str(made)], None, config.reward_time_limit, load_model)
     tokenizer, longest = load_tokenizer(actor), config.max_prompt_tokens
     train, held_out = (fit_prompts(part, tokenizer, longest, skips=config.skip_too_long) for part in (train, held_out))
-    return Start(source=actor, train=train, held_out=held_out, rewards=rewards)
+    if most_tokens is None:
+        most_tokens = max(len(encode_prompt(tokenizer, row)) for row in rows)
+    prompt_tokens = min(most_tokens, longest)
+    return Start(source=actor, train=train, held_out=held_out, rewards=rewards, prompt_tokens=prompt_tokens)
 
 
 def _on_shared_base(source: str | None) -> Callable[[str], Judge]:
@@ -115,7 +120,7 @@ def check_given_together(config: Any, task: OwnTask) -> None:
             raise ValueError(f"--dataset={config.dataset!r} has prompts of its own, and {reason}; give --{name}")
 
 
-def check_prompts(config: Any, source: str | None, rows: Sequence[PromptRow], critics: Sequence[str]) -> None:
+def check_prompts(config: Any, source: str | None, rows: Sequence[PromptRow], critics: Sequence[str]) -> int | None:
     """Whether every prompt can be encoded, and actor and critic have positions enough for it and an answer behind it.
 
     Args:
@@ -123,16 +128,20 @@ def check_prompts(config: Any, source: str | None, rows: Sequence[PromptRow], cr
         source: of the actor; None where it is still to be made, and its tokenizer too: a byte is a token at most.
         rows: the prompts.
         critics: rewards, of which the first that is a model with the actor's tokens becomes the critic.
+
+    Returns:
+        Tokens of the longest prompt; None without an actor.
     """
     if source is None:
         check_positions(config, max(map(num_bytes, rows)), "the model that stage sft makes", MAX_POSITIONS)
-        return
+        return None
     tokenizer = load_tokenizer(source)
     longest = max(len(encode_prompt(tokenizer, row)) for row in rows)
     check_positions(config, longest, f"--model={source!r}", num_positions(load_config(source)))
     critic = critic_source(critics, source)
     if critic is not None:
         check_positions(config, longest, f"--reward={critic!r}", num_positions(load_config(critic, "reward")))
+    return longest
 
 
 def num_bytes(row: PromptRow) -> int:

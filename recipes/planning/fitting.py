@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.generation.memory.usage import format_bytes, free_and_total_bytes
-from hybrid_engine.observing.memory_plan import MemoryPlan, Part, read_bytes
-from hybrid_engine.recipes.planning.reading import Read, read_run
+from hybrid_engine.generation.memory.usage import free_and_total_bytes
+from hybrid_engine.observing.memory_plan import MemoryPlan, format_bytes, read_bytes
+from hybrid_engine.recipes.planning.read import Read
+from hybrid_engine.recipes.planning.reading import read_run
 from hybrid_engine.recipes.planning.roles import Setting, plan_memory
 
 ADAPTER_RANK = 16
@@ -53,19 +54,7 @@ class Fitted:
     def lines(self) -> Iterator[str]:
         """The plan in words."""
         yield self.title
-        for role in self.plan.roles:
-            yield role.name
-            yield from _lines([*role.kept, role.gradients, *role.passing])
-        if self.plan.generation:
-            yield "generating, beside what is kept"
-            yield from _lines(self.plan.generation)
-        how = "gradients are there in every pass but a step's first" if self.plan.accumulates else "one pass a step"
-        yield f"peak of training:   {format_bytes(self.plan.training_peak_bytes):>10}  ({how})"
-        if idle := self.plan.idle_cache_bytes:
-            beside = self.plan.training_peak_bytes + idle
-            yield f"  with KV workspace {format_bytes(beside):>10}  (which stays between rollouts where there is room)"
-        if self.plan.generation:
-            yield f"peak of generation: {format_bytes(self.plan.generation_peak_bytes):>10}"
+        yield from self.plan.lines()
         yield f"memory:             {format_bytes(self.memory_bytes):>10}  ({self.memory_text})"
         if not self.missing_bytes:
             yield "it fits"
@@ -146,9 +135,3 @@ def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
         sharded = replace(changed(zero_stage=3), num_processes=processes)
         yield "processes", f"--zero-stage 3 on {processes} processes", sharded
         processes *= 2
-
-
-def _lines(parts: list[Part]) -> Iterator[str]:
-    for part in parts:
-        if part.num_bytes:
-            yield f"  {part.name:<18} {format_bytes(part.num_bytes):>10}  {part.formula}"

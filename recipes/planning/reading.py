@@ -1,48 +1,25 @@
 """What a plan reads of a run: the lengths of its data and the configs of its models, and no weights."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from hybrid_engine.recipes import dpo, kto, reward, sft
+from hybrid_engine.recipes import agent, dpo, kto, reward, sft
 from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair, encode_prompt
 from hybrid_engine.recipes.data.prompts import load_prompt_rows
 from hybrid_engine.recipes.data.sequences import NUM_POOLED, epochs_of_similar_length
-from hybrid_engine.recipes.experience.own_tasks import SUMMARIES, SUMS, OwnTask
-from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter, read_reward_adapter
+from hybrid_engine.recipes.experience.own_tasks import SUMMARIES, SUMS, OwnTask, character_stage
+from hybrid_engine.recipes.planning.read import Item, Read, read_answers
+from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.recipes.rewards.classifier import load_scoring_tokenizer
-from hybrid_engine.recipes.rewards.learned import critic_source, names_model
+from hybrid_engine.recipes.rewards.learned import names_model
 from hybrid_engine.recipes.runs.adapters import check_adapter
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer
 from hybrid_engine.recipes.tasks.small_llama import build_small_llama
-
-Item = tuple[tuple[int, int], ...]
-"""Tokens of prompt and response of the sequences that stay together in a pass."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Read:
-    """What a plan reads of a run, whatever its batch sizes, adapters and processes are."""
-
-    first: PretrainedConfig
-    """Of the model that is trained first."""
-    critic: PretrainedConfig | None = None
-    """Of a critic, which has a body of its own."""
-    rewards: list[PretrainedConfig] = field(default_factory=list)
-    """Of reward models that have a body of their own."""
-    adapter_ranks: list[int] = field(default_factory=list)
-    """Of reward models that are adapters on the first model."""
-    items: list[Item] = field(default_factory=list)
-    """What is learned from; empty where that is drawn by the run itself."""
-    batches: list[list[int]] | None = None
-    """The items of every step; None: any may meet."""
-    prompt_tokens: int = 0
-    """Of the longest prompt that is answered; 0 where none is."""
 
 
 def read_run(recipe: str, config: Any) -> Read:
@@ -82,25 +59,15 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
     first, tokenizer = _first_actor(config, task)
     train, held_out = load_prompt_rows(config.dataset, *config.part) if config.dataset else task.load_rows(config.seed)
     specs = config.reward or ((task.reward,) if task.reward else ())
-    rows = [*train, *held_out]
+    longest = _longest(config, tokenizer, [*train, *held_out])
     if getattr(config, "shared_base", False):
-        ranks = [_rank_of(spec, config) for spec in specs if names_model(spec)] if specs else [config.lora_rank]
-        return Read(first=first, adapter_ranks=ranks, prompt_tokens=_longest(config, tokenizer, rows))
-    models = [load_config(spec, "reward") for spec in specs if names_model(spec)]
-    made = Path(config.out) / "reward"
-    if not specs:  # the stage `reward` makes one of the actor's size
-        models = [load_config(str(made)) if made.exists() else first]
-    critic = None
-    if has_critic:
-        source = critic_source(specs, config.model) if config.model and specs else None
-        critic = load_config(source, "reward") if source else models[0] if not specs else first
-    return Read(first=first, critic=critic, rewards=models, prompt_tokens=_longest(config, tokenizer, rows))
-
-
-def _rank_of(spec: str, config: Any) -> int:
-    """The rank of the adapter that a reward model is."""
-    check_reward_adapter(spec, config.model or str(Path(config.out) / "sft"))
-    return read_reward_adapter(spec).config.r
+        for spec in filter(names_model, specs):
+            check_reward_adapter(spec, config.model or str(Path(config.out) / "sft"))
+    if specs or getattr(config, "shared_base", False):
+        return read_answers(config, specs, first, longest, config.model, has_critic=has_critic)
+    made = Path(config.out) / "reward"  # that stage makes one of the actor's size
+    model = load_config(str(made)) if made.exists() else first
+    return Read(first=first, critic=model if has_critic else None, rewards=[model], prompt_tokens=longest)
 
 
 def _read_dpo(config: dpo.Config) -> Read:
@@ -117,12 +84,20 @@ def _read_kto(config: kto.Config) -> Read:
     return Read(first=first, items=items, prompt_tokens=max(length for item in items for length, _ in item))
 
 
+def _read_agent(config: agent.Config) -> Read:
+    if config.model:
+        return Read(first=_adapted(config, load_config(config.model)), prompt_tokens=config.max_prompt_tokens)
+    made = character_stage("calculator", config, group_by_length=False)
+    return Read(first=_small_config(made, load_corpus(made)[0]), prompt_tokens=config.max_prompt_tokens)
+
+
 READERS: dict[str, Callable[[Any], Read]] = {
     "sft": _read_sft,
     "reward": _read_reward,
     "ppo": lambda config: _read_answers(config, SUMMARIES, has_critic=True),
     "grpo": lambda config: _read_answers(config, SUMS),
     "online-dpo": lambda config: _read_answers(config, SUMS),
+    "agent": _read_agent,
     "dpo": _read_dpo,
     "kto": _read_kto,
 }

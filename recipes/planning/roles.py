@@ -26,13 +26,14 @@ from hybrid_engine.observing.memory_plan import (
 )
 from hybrid_engine.recipes.data.sequences import ValueModel
 from hybrid_engine.recipes.planning.packed import packed_bytes
-from hybrid_engine.recipes.planning.reading import Item, Read
+from hybrid_engine.recipes.planning.read import Read
+from hybrid_engine.recipes.planning.widest import of_so_many, widest_pass
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
-from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.stages import without_dropout
 from hybrid_engine.training.pass_memory import PassShape, count_pass
+from hybrid_engine.zero.layer_groups import find_groups
 
 WEIGHT = torch.float32
 """What recipes load and train in."""
@@ -47,6 +48,8 @@ class Setting:
     num_processes: int
     device: str
     """Type of the devices."""
+    pass_tokens: int | None = None
+    """Of the largest training pass, where that has run; None: as the lengths that are known before the run make it."""
 
 
 def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
@@ -57,38 +60,13 @@ def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
         "batch_size" if hasattr(config, "batch_size") else "minibatch_size", batch_size, setting.num_processes
     )
     per_process = batch_size // setting.num_processes
-    shape = pass_shape(read, config, per_process, setting.num_processes)
-    size = largest_micro_batch(per_process, config.micro_batch_size)
-    accumulates = bool(config.tokens_per_micro_batch) or per_process > size
+    shape, accumulates = widest_pass(read, config, per_process, setting.num_processes)
+    if setting.pass_tokens is not None:
+        shape = of_so_many(shape, setting.pass_tokens)
     with torch.device("meta"):
         roles, actor = _roles(read, setting, shape, accumulates)
         generation = _generation(actor, read, setting) if read.prompt_tokens else []
     return MemoryPlan(roles=roles, accumulates=accumulates, generation=generation)
-
-
-def pass_shape(read: Read, config: Any, per_process: int, num_processes: int) -> PassShape:
-    """The largest training pass of a process."""
-    size = largest_micro_batch(per_process, config.micro_batch_size)
-    if not read.items:
-        pair = 2 if hasattr(config, "loss") else 1  # of answers
-        found = PassShape(pair * size, read.prompt_tokens, config.max_new_tokens)
-    elif read.batches is None:
-        found = _together(read.items, size)
-    else:
-        mine = [[read.items[index] for index in batch[::num_processes]] for batch in read.batches]
-        ordered = [sorted(batch, key=lambda item: max(map(sum, item))) for batch in mine]
-        parts = [batch[first : first + size] for batch in ordered for first in range(0, len(batch), size)]
-        found = max((_together(part, len(part)) for part in parts), key=lambda s: s.rows * (s.prompt + s.response))
-    if config.tokens_per_micro_batch:
-        return found._replace(rows=max(1, config.tokens_per_micro_batch // (found.prompt + found.response)))
-    return found
-
-
-def _together(items: list[Item], size: int) -> PassShape:
-    """`size` of the items in one padded pass, the longest among them."""
-    sequences = [sequence for item in items for sequence in item]
-    prompt, response = (max(lengths) for lengths in zip(*sequences, strict=True))
-    return PassShape(size * len(items[0]), prompt, response)
 
 
 def _roles(read: Read, setting: Setting, shape: PassShape, accumulates: bool) -> tuple[list[RolePlan], nn.Module]:
@@ -188,8 +166,15 @@ def _trained(
     sharded = Sharded(config.zero_stage, setting.num_processes, WEIGHT.itemsize)
     body: Callable[..., Any] = model.backbone if isinstance(model, ValueModel) else _base(model).base_model
     is_language = head.out_features > 1
+    keeps_shards = sharded.stage >= 2 and sharded.num_processes > 1  # gradients are reduced as they come
     found = count_pass(
-        model, body, head, shape, is_language=is_language, accumulates=accumulates, device=setting.device
+        model,
+        body,
+        head,
+        shape,
+        is_language=is_language,
+        accumulates=accumulates or keeps_shards,
+        device=setting.device,
     )
     tokens = shape.rows * (shape.prompt + shape.response)
     note = ", layers computed again" if config.activation_checkpointing else ""
@@ -207,17 +192,31 @@ def _trained(
     largest = max((math.prod(s.dims) for s in shapes if s.packed_bytes is not None), default=0) * WEIGHT.itemsize
     if largest:
         passing.append(Part("dequantised", largest, "the largest quantised linear in full precision, one at a time"))
+    gathered = _gathered_part(model, sharded)
+    passing.append(gathered)
     gradients = gradient_part(shapes, sharded)
     new = 0 if accumulates else gradients.num_bytes
-    between = max(0, found.peak - sum(part.num_bytes for part in passing) - new)
+    peak = found.peak + largest + gathered.num_bytes + (new if keeps_shards else 0)
+    between = max(0, peak - sum(part.num_bytes for part in passing) - new)
     passing.append(Part("backward pass", between, "what comes and goes beside them at the fullest moment"))
     return RolePlan(
         name=name,
         kept=kept_parts(shapes, sharded),
         gradients=gradients,
         passing=passing,
-        pass_peak_bytes=found.peak + largest,
+        pass_peak_bytes=peak,
     )
+
+
+def _gathered_part(model: nn.Module, sharded: Sharded) -> Part:
+    """What lies gathered when a backward pass begins under ZeRO-3, beside this process's shards."""
+    if sharded.stage < 3 or sharded.num_processes == 1:
+        return Part("gathered weights", 0, "none")
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in find_groups(model).modules]
+    outside = sum(p.numel() for p in model.parameters()) - sum(layers)
+    values = outside + 2 * max(layers, default=0)
+    what = "of what is outside the layers and of two of them, one in use and one in the buffer that it comes through"
+    return Part("gathered weights", sharded.dtype_bytes * values, f"{sharded.dtype_bytes} bytes x {values:,} {what}")
 
 
 def _frozen(name: str, shapes: list[Shape]) -> RolePlan:
@@ -232,7 +231,7 @@ def _generation(actor: nn.Module, read: Read, setting: Setting) -> list[Part]:
     config = setting.config
     longest = read.prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed
     options = HybridEngineConfig(enabled=True)
-    rollouts = [(config.eval_prompts, getattr(config, "eval_samples", 1))]
+    rollouts = [(config.eval_prompts, getattr(config, "eval_samples", 1))] if hasattr(config, "eval_prompts") else []
     if hasattr(config, "rollout_size"):
         group = getattr(config, "group_size", 2 if hasattr(config, "loss") else 1)
         rollouts.append((config.rollout_size, group))

@@ -9,6 +9,7 @@ import torch
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.quantised import stored_tensors
+from hybrid_engine.observing.memory_plan import format_bytes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.zero.fsdp2_private import unreduced_gradients
 from hybrid_engine.zero.sharding import Sharding, local_tensor
@@ -97,14 +98,6 @@ def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     plain = (part for tensor in tensors for part in stored_tensors(tensor))
     storages = [local_tensor(tensor).untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def format_bytes(count: int) -> str:
-    """`count` in the largest binary unit that keeps it above one."""
-    if count < 1024:
-        return f"{count} B"
-    power = min(3, (count.bit_length() - 1) // 10)
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def usable_memory_bytes(device: torch.device) -> int:

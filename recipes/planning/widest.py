@@ -1,0 +1,82 @@
+"""The largest training pass of a process of a run, from the lengths of what it learns.
+
+P and T: tokens of a prompt and of a response.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hybrid_engine.recipes.data.micro_batches import fill_evenly
+from hybrid_engine.recipes.data.packable import expected_layout
+from hybrid_engine.recipes.data.packing import Layout
+from hybrid_engine.recipes.planning.read import Item, Read
+from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
+from hybrid_engine.training.pass_memory import PassShape
+
+
+def widest_pass(read: Read, config: Any, per_process: int, num_processes: int) -> tuple[PassShape, bool]:
+    """The largest pass, and whether a step of it has several.
+
+    Args:
+        read: what the run learns; answers that it is still to draw are taken to be as long as they may be.
+        config: of the recipe.
+        per_process: items of a step on one process.
+        num_processes: of the run.
+    """
+    steps = _steps(read, config, per_process, num_processes)
+    if config.tokens_per_micro_batch:
+        layout = expected_layout(config, read.first)
+        items = max(steps, key=lambda items: sum(map(_tokens, items)))
+        parts = fill_evenly([[sum(sequence) for sequence in item] for item in items], layout, config)
+        shapes = [_laid_out([items[index] for index in part], layout) for part in parts]
+        return max(shapes, key=_cells), len(parts) > 1
+    size = largest_micro_batch(per_process, config.micro_batch_size)
+    ordered = [sorted(items, key=lambda item: max(map(sum, item))) for items in steps]
+    parts_of = [items[first : first + size] for items in ordered for first in range(0, len(items), size)]
+    return max((_padded(part) for part in parts_of), key=_cells), per_process > size
+
+
+def of_so_many(shape: PassShape, num_tokens: int) -> PassShape:
+    """`shape` with as many rows and `num_tokens` in all, the responses' share of them the same."""
+    width = -(-num_tokens // shape.rows)
+    response = max(1, round(width * shape.response / (shape.prompt + shape.response)))
+    return PassShape(shape.rows, width - response, response)
+
+
+def _steps(read: Read, config: Any, per_process: int, num_processes: int) -> list[list[Item]]:
+    """The items of each step on each process; of items that may meet as they like the longest ones."""
+    if not read.items:
+        pair = 2 if hasattr(config, "loss") else 1  # of answers
+        return [[((read.prompt_tokens, config.max_new_tokens),) * pair] * per_process]
+    if read.batches is None:
+        return [sorted(read.items, key=_tokens)[-per_process:]]
+    ranks = range(num_processes)
+    return [[read.items[index] for index in batch[rank::num_processes]] for batch in read.batches for rank in ranks]
+
+
+def _tokens(item: Item) -> int:
+    return sum(map(sum, item))
+
+
+def _cells(shape: PassShape) -> int:
+    return shape.rows * (shape.prompt + shape.response)
+
+
+def _padded(items: Sequence[Item]) -> PassShape:
+    sequences = [sequence for item in items for sequence in item]
+    prompt, response = (max(lengths) for lengths in zip(*sequences, strict=True))
+    return PassShape(len(sequences), prompt, response)
+
+
+def _laid_out(items: Sequence[Item], layout: Layout) -> PassShape:
+    """The pass of `items`; where rows hold several sequences, with the responses' share of all tokens in each."""
+    if layout is Layout.PADDED:
+        return _padded(items)
+    sequences = [sequence for item in items for sequence in item]
+    prompts, responses = (sum(lengths) for lengths in zip(*sequences, strict=True))
+    if layout.is_one_row:
+        return PassShape(1, prompts, responses)
+    width = max(map(sum, sequences))
+    rows = layout.num_cells(sorted(map(sum, sequences), reverse=True)) // width
+    response = -(-width * responses // (prompts + responses))
+    return PassShape(rows, width - response, response)
