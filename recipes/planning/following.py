@@ -32,10 +32,10 @@ def follow_scored_pairs(config: Any, engine: Any, corpus: PairCorpus) -> None:
     follow_memory("reward", config, Read(first=engine.module.config, items=items, batches=corpus.batches), [engine])
 
 
-def follow_preferences(recipe: str, config: Any, engine: Any, items: list[Item]) -> None:
+def follow_preferences(recipe: str, config: Any, engine: Any, items: Sequence[Item]) -> None:
     """Follows a run that learns from given answers and answers the prompts of some."""
     longest = max(length for item in items for length, _ in item)
-    follow_memory(recipe, config, Read(first=engine.module.config, items=items, prompt_tokens=longest), [engine])
+    follow_memory(recipe, config, Read(first=engine.module.config, items=list(items), prompt_tokens=longest), [engine])
 
 
 def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: Any = None) -> None:

@@ -27,7 +27,7 @@ def widest_pass(read: Read, config: Any, per_process: int, num_processes: int) -
     if config.tokens_per_micro_batch:
         layout = expected_layout(config, read.first)
         items = max(steps, key=lambda items: sum(map(_tokens, items)))
-        parts = fill_evenly([[sum(sequence) for sequence in item] for item in items], layout, config)
+        parts = fill_evenly([tuple(map(sum, item)) for item in items], layout, config)
         shapes = [_laid_out([items[index] for index in part], layout) for part in parts]
         return max(shapes, key=_cells), len(parts) > 1
     size = largest_micro_batch(per_process, config.micro_batch_size)
