@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import PAD, build_model, padded_prompts
 from small_actors import save_small_actor, save_sums
+from transformers import LlamaConfig
 
 import hybrid_engine
 from hybrid_engine.command import cli
@@ -16,7 +17,10 @@ from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
+from hybrid_engine.recipes import sft
 from hybrid_engine.recipes.data.sequences import Sequences, response_logprobs
+from hybrid_engine.recipes.planning.read import Read
+from hybrid_engine.recipes.planning.widest import widest_pass
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.training.pass_memory import PassShape, count_pass
@@ -81,6 +85,15 @@ def test_a_pass_counted_on_shapes_has_the_bytes_of_a_real_one(family, accumulate
     ends = empty, empty.base_model, empty.get_output_embeddings()
     counted = count_pass(*ends, shape, is_language=True, accumulates=accumulates, device="cpu")
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
+
+
+def test_the_largest_packed_pass_need_not_be_of_the_largest_step():
+    steps = [[((10, 20),)] * 3, [((10, 20),)] * 4, [((10, 20),)]]  # 90, 120 and 30 tokens
+    items = [item for step in steps for item in step]
+    read = Read(first=LlamaConfig(), items=items, batches=[[0, 1, 2], [3, 4, 5, 6], [7]])
+    config = sft.Config(tokens_per_micro_batch=100)
+    assert widest_pass(read, config, 4, 1) == (PassShape(1, 30, 60), True)
+    assert widest_pass(read, sft.Config(tokens_per_micro_batch=120), 4, 1) == (PassShape(1, 40, 80), False)
 
 
 def test_shards_have_equally_many_rows_and_padding():

@@ -159,7 +159,7 @@ def test_a_model_from_nothing_learns_a_data_set_of_text(tmp_path):
     small = {"vocab_size": 300, "hidden_size": 64, "num_layers": 1, "epochs": 1, "batch_size": 4}
     folder = sft.run(sft.Config(out=str(tmp_path), dataset=str(tmp_path / "sums.jsonl"), held_out_share=0, **small))
     assert len(AutoTokenizer.from_pretrained(folder)) <= 300
-    assert json.loads((tmp_path / "sft-log" / "result.json").read_text()).keys() == {"seconds"}
+    assert json.loads((tmp_path / "sft-log" / "result.json").read_text()).keys() == {"seconds", "memory"}
 
 
 def test_a_template_file_serves_a_tokenizer_without_one(config, model, tmp_path):

@@ -25,15 +25,28 @@ def widest_pass(read: Read, config: Any, per_process: int, num_processes: int) -
     """
     steps = _steps(read, config, per_process, num_processes)
     if config.tokens_per_micro_batch:
-        layout = expected_layout(config, read.first)
-        items = max(steps, key=lambda items: sum(map(_tokens, items)))
-        parts = fill_evenly([tuple(map(sum, item)) for item in items], layout, config)
-        shapes = [_laid_out([items[index] for index in part], layout) for part in parts]
-        return max(shapes, key=_cells), len(parts) > 1
+        return _widest_packed(steps, config, expected_layout(config, read.first))
     size = largest_micro_batch(per_process, config.micro_batch_size)
     ordered = [sorted(items, key=lambda item: max(map(sum, item))) for items in steps]
     parts_of = [items[first : first + size] for items in ordered for first in range(0, len(items), size)]
     return max((_padded(part) for part in parts_of), key=_cells), per_process > size
+
+
+def _widest_packed(steps: list[list[Item]], config: Any, layout: Layout) -> tuple[PassShape, bool]:
+    """The largest pass under a budget, and whether a step has several.
+
+    A step just above the budget has passes of half of it, so that of the steps with as many passes each the largest
+    is laid out.
+    """
+    largest: dict[int, list[Item]] = {}
+    for items in sorted(steps, key=lambda items: sum(map(_tokens, items))):
+        largest[-(-sum(map(_tokens, items)) // config.tokens_per_micro_batch)] = items
+    shapes, accumulates = list[PassShape](), False
+    for items in largest.values():
+        parts = fill_evenly([tuple(map(sum, item)) for item in items], layout, config)
+        shapes += [_laid_out([items[index] for index in part], layout) for part in parts]
+        accumulates |= len(parts) > 1
+    return max(shapes, key=_cells), accumulates
 
 
 def of_so_many(shape: PassShape, num_tokens: int) -> PassShape:
