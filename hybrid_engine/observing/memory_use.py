@@ -57,14 +57,20 @@ class MemoryUse:
         return self._peak_of(self.plan)
 
     def planned_for_lengths(self) -> int | None:
-        """The plan's peak for answers as long as they came to be; None where that is known before, or not yet."""
+        """The plan's peak for answers as long as they came to be; None where that is known before, or not yet.
+
+        The peak of training where no rollout was measured, as on a CPU where answers are served.
+        """
         if self._plan_of_pass is None or not self._num_tokens:
             return None
-        return self._peak_of(self._plan_of_pass(self._num_tokens))
+        plan = self._plan_of_pass(self._num_tokens)
+        return self._peak_of(plan) if self.generation_bytes else self._training_peak_of(plan)
 
     def _peak_of(self, plan: MemoryPlan) -> int:
-        cache = plan.idle_cache_bytes if self._cache_bytes else 0
-        return max(plan.training_peak_bytes + cache, plan.generation_peak_bytes)
+        return max(self._training_peak_of(plan), plan.generation_peak_bytes)
+
+    def _training_peak_of(self, plan: MemoryPlan) -> int:
+        return plan.training_peak_bytes + (plan.idle_cache_bytes if self._cache_bytes else 0)
 
     @property
     def measured_bytes(self) -> int:
