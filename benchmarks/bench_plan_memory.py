@@ -3,11 +3,11 @@
     python benchmarks/bench_plan_memory.py          # a Llama of 30M parameters, 4 x 128 tokens, fp32, on the CPU
     python benchmarks/bench_plan_memory.py --small
 
-Measured twice on real processes, each time in fresh ones, from before the module is built until after its second step
-of Adam: the bytes of tensors that ops made and that are there at once, at most; and how much resident memory rises
-above what the process has after the same training of a tiny model. The first leaves out what an op allocates and frees
-inside itself, buffers of gloo and waste of the allocator; the second has them. The process that needs most counts, with
-stages that of each stage.
+Measured on real processes, each time in fresh ones, from before the module is built until after its second step of
+Adam: `tensors`, the bytes of tensors that ops made and that are there at once, at most; `resident`, how much resident
+memory rises above what the process has after the same training of a tiny model, with a C library that gives back what
+is freed, so that what ops allocate inside themselves and buffers of gloo are in it; and `kept`, the same with glibc's
+own choice of what it keeps of freed memory. The process that needs most counts, with stages that of each stage.
 """
 
 from dataclasses import replace
@@ -38,6 +38,7 @@ CASES = [
     ("pp", 2, 2, False, 4),
 ]
 """Policy, processes of a unit, processes, ZeRO, samples of a step."""
+WHAT = ("tensors", "resident", "kept")
 
 
 def predict(plan: dict[str, Any], config: ComputeConfig, shape: str, num_samples: int) -> list[float]:
@@ -73,15 +74,13 @@ def measure(case: tuple[str, int, int, bool, int], shape: str) -> list[dict[str,
     """A row for each stage."""
     policy, plan_ngpus, runtime_ngpus, use_zero, num_samples = case
     config = config_for(*case)
-    live, resident = (
-        run_fresh(train, runtime_ngpus, "cpu", 1, policy, config, shape, num_samples, counts)
-        for counts in (True, False)
-    )
-    predicted = predict(live[0].plan, config, shape, num_samples)
+    given = policy, config, shape, num_samples
+    found = {what: run_fresh(train, runtime_ngpus, "cpu", 1, *given, what) for what in WHAT}
+    predicted = predict(found["tensors"][0].plan, config, shape, num_samples)
     rows = []
     for stage, expected in enumerate(predicted):
         ranks = [rank for rank in range(runtime_ngpus) if rank % plan_ngpus * len(predicted) // plan_ngpus == stage]
-        tensors, memory = max(live[r].live_bytes for r in ranks), max(resident[r].resident_bytes for r in ranks)
+        peaks = {what: max(processes[r].num_bytes for r in ranks) for what, processes in found.items()}
         rows.append(
             {
                 "policy": policy,
@@ -92,12 +91,10 @@ def measure(case: tuple[str, int, int, bool, int], shape: str) -> list[dict[str,
                 "stage": stage,
                 "shape": shape,
                 "predicted_mb": round(expected / 1e6, 1),
-                "tensors_mb": round(tensors / 1e6, 1),
-                "to_tensors": round(expected / tensors, 3),
-                "resident_mb": round(memory / 1e6, 1),
-                "to_resident": round(expected / memory, 3),
             }
         )
+        for what, num_bytes in peaks.items():
+            rows[-1] |= {f"{what}_mb": round(num_bytes / 1e6, 1), f"to_{what}": round(expected / num_bytes, 3)}
     return rows
 
 
@@ -106,17 +103,17 @@ def main() -> None:
     parser.add_argument("--only", help="one policy")
     options = common.parse_run(parser, "plan_memory")
     shape = "small" if options.small else "full"
-    print("policy, processes of a unit, of all, ZeRO, samples, stage: predicted, tensors, ratio, resident, ratio")
-    for case in CASES:
-        if options.only not in (None, case[0]) or (case[0] == "autodist" and options.small):
+    print(
+        "policy, processes of a unit, of all, ZeRO, samples, stage: predicted MB, tensors, resident, kept; ratios to it"
+    )
+    for one in CASES:
+        if options.only not in (None, one[0]) or (one[0] == "autodist" and options.small):
             continue
-        rows = measure(case, shape)
+        rows = measure(one, shape)
         for row in rows:
-            print(
-                "{policy:10} {plan_ngpus} {runtime_ngpus} {use_zero!s:5} {num_samples} {stage}: {predicted_mb:.0f} MB, "
-                "{tensors_mb:.0f} MB, {to_tensors:.3f}, {resident_mb:.0f} MB, {to_resident:.3f}".format(**row),
-                flush=True,
-            )
+            words = [f"{row[f'{what}_mb']:.0f} ({row[f'to_{what}']:.3f})" for what in WHAT]
+            case = " ".join(str(row[name]) for name in list(row)[:6])
+            print(f"{case}: {row['predicted_mb']:.0f}; {', '.join(words)}", flush=True)
         common.append_rows(options.csv, [row | common.environment("cpu") for row in rows])
 
 

@@ -160,17 +160,20 @@ def train_alone(name, num_units):
     return Trained(losses, gradients, dict(module.named_parameters()), least_split=least)
 
 
-def train_parallel(name, plan_ngpus, use_zero, folder):
-    """The same on all processes of the run, whose number is a multiple of `plan_ngpus`."""
+def train_parallel(name, plan_ngpus, use_zero, folder, policy=None):
+    """The same on all processes of the run, whose number is a multiple of `plan_ngpus`; `policy` with its options."""
+    policy, options = policy or (megatron if plan_ngpus > 1 else "dp", {})
     module, arguments = MODELS[name]()
     world_size = dist.get_world_size()
-    config = ComputeConfig(plan_ngpus=plan_ngpus, runtime_ngpus=world_size, use_zero=use_zero, lowering="eager")
+    config = ComputeConfig(
+        plan_ngpus=plan_ngpus, runtime_ngpus=world_size, use_zero=use_zero, lowering="eager", pas_config=options
+    )
     parallel = parallelize(
         module,
         arguments,
-        megatron if plan_ngpus > 1 else "dp",
+        policy,
         config,
-        gen_savedir=folder / f"{name}{plan_ngpus}{use_zero}",
+        gen_savedir=folder / f"{name}{plan_ngpus}{use_zero}{len(options)}",
     )
     optimizer = build_optimizer(parallel, torch.optim.Adam, **ADAM)
     losses, gradients, num_units = [], {}, world_size // plan_ngpus

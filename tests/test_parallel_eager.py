@@ -5,14 +5,17 @@ import copy
 import pytest
 import torch
 from distributed import leave_process_group, run_distributed
-from eager_plans import MODELS, megatron, train_alone, train_parallel
+from eager_plans import LEAST_SPLIT, MODELS, megatron, train_alone, train_parallel
 from parallel_nets import Stack, build, sample
+from parity import MACHINE
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import build_graph
+from hybrid_engine.parallel.lowering.layouts import parameter_layouts
 from hybrid_engine.parallel.parallelize import parallelize
+from hybrid_engine.parallel.planning.autodist import autodist
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -154,6 +157,47 @@ def test_one_process_has_no_hooks_and_a_class_gives_a_class(tmp_path):
     assert isinstance(made, Stack)
     assert isinstance(made, kind)
     made.train_step([sample(0)])
+
+
+PLANNED = ("mlp", "llama")
+
+
+def planned(rank, world_size, folder):
+    """Training under the plans of `autodist` for devices so slow that all is split that can be."""
+    MACHINE.save(folder / f"costs{rank}.json")
+    options = {"costs": str(folder / f"costs{rank}.json"), "_at": rank}
+    return {name: train_parallel(name, 2, False, folder, ("autodist", options)) for name in PLANNED}
+
+
+def test_two_processes_train_under_plans_of_autodist_as_one_does(tmp_path):
+    for results in run_distributed(planned, 2, tmp_path, seconds=300):
+        for name in PLANNED:
+            check_same(results[name], train_alone(name, num_units=1), name)
+
+
+@pytest.mark.parametrize("name", ["transformer", "qwen2", "gpt2", "opt"])
+def test_autodist_plans_what_hooks_carry(name, tmp_path):
+    MACHINE.save(tmp_path / "costs.json")
+    found = {}
+
+    def policy(graph, config):
+        found["plan"] = autodist(graph, config)
+        return found["plan"]
+
+    eager(policy, *MODELS[name](), tmp_path, pas_config={"costs": str(tmp_path / "costs.json")})
+    shards = parameter_layouts(found["plan"].graph, found["plan"]).values()
+    assert sum(layout[0].is_shard() for layout in shards) >= LEAST_SPLIT[name]
+
+
+@pytest.mark.parametrize("options", [{"explore_pipeline": True}, {"recompute_modules": "layers.*"}], ids=str)
+def test_what_the_eager_lowering_lacks_is_no_option_of_autodist(options, tmp_path):
+    with pytest.raises(ValueError, match=r"does not go with lowering='eager'.*pass lowering='graph'"):
+        eager("autodist", *MODELS["mlp"](), tmp_path, pas_config=options)
+
+
+def test_a_vocabulary_in_parts_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"embed:embedding:0 is split along \['v'\], where the op of a part"):
+        eager(placed(("embed", "v")), *MODELS["transformer"](), tmp_path)
 
 
 def test_ops_that_nobody_placed_follow_what_they_read():

@@ -1,7 +1,7 @@
 """Where a plan changes layouts, as borders of modules: what the eager lowering does before and after their forwards.
 
-A *leaf* is a module whose forward calls ops and no module that does: its arguments, its results and its parameters may
-change their layouts. Between ops of a module's code nothing can: a plan that does so is refused here, by name.
+Arguments, results and parameters of a leaf, a module whose forward calls ops and no module that does, may change their
+layouts. Between ops of a module's code nothing can: a plan that does so is refused here, by name.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hybrid_engine.parallel.graph.code import Code
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.lowering.layouts import Edge, edges_of, value_layouts, whole
 from hybrid_engine.parallel.lowering.relaying import Relay
-from hybrid_engine.parallel.planning.following import RESHAPES
 from hybrid_engine.parallel.planning.moving import Layout, gradient_layout
 from hybrid_engine.parallel.planning.plan import Plan
 
@@ -52,39 +52,21 @@ class _Reading:
 
     def __init__(self, graph: Graph, plan: Plan):
         self.graph, self.plan, self.whole = graph, plan, whole(plan)
-        paths = {op.path for op in graph.ops.values()}
-        self.leaves = {path for path in paths if not any(_is_inside(other, path) for other in paths)}
-        self.maker = {key: op for op in graph.ops.values() for key in op.outputs}
+        self.code = Code.of(graph)
+        self.leaves, self.maker = self.code.leaves, self.code.makers
         self.reads = {
-            op.key: [(self._origin(edge.key, op.path), edge) for edge in edges_of(plan, op)]
+            op.key: [(self.code.origin(edge.key, op.path), edge) for edge in edges_of(plan, op)]
             for op in graph.ops.values()
         }
         self.readers: dict[str, list[tuple[Op, Edge]]] = {key: [] for key in graph.values}
         for op in graph.ops.values():
             for key, edge in self.reads[op.key]:
                 self.readers[key].append((op, edge))
-        self.results = {self._origin(key, None) for key in graph.outputs if key is not None}
+        self.results = {self.code.origin(key, None) for key in graph.outputs if key is not None}
         self.given = value_layouts(graph, plan)
         self.needs_gradient = values_with_gradient(graph)
         self.lies = {key: self._lies(key) for key in graph.values}
         self.summed_before = {key: gradient for key in graph.values if (gradient := self._summed_before(key))}
-
-    def _origin(self, key: str, path: str | None) -> str:
-        """The tensor that code outside of a leaf reads where the trace saw it leave a cast in it that changes nothing.
-
-        Such a cast gives the very tensor that it was given, which the hooks of that leaf do not change.
-        """
-        maker = self.maker.get(key)
-        if maker is None or maker.name not in ("to", "contiguous") or maker.path == path:
-            return key
-        source, result = self.graph.values[maker.inputs[0]], self.graph.values[key]
-        is_same = (source.dtype, source.shape) == (result.dtype, result.shape) and maker.path in self.leaves
-        return self._origin(source.key, path) if is_same else key
-
-    def is_own(self, op: Op, key: str) -> bool:
-        """Whether `op` reads what the code of its own module made, or holds as a buffer or constant."""
-        kind = self.graph.values[key].kind
-        return self.maker[key].path == op.path if kind == "result" else kind in ("buffer", "constant")
 
     def _lies(self, key: str) -> Layout:
         """The layout of a tensor for the code outside of the leaf that makes it."""
@@ -106,18 +88,17 @@ class _Reading:
         A reshape passes them on, so that they are added up where the tensor enters the leaf.
         """
         maker = self.maker.get(key)
-        if maker is None or maker.name not in RESHAPES or self.given[key] != self.whole:
+        if maker is None or self.given[key] != self.whole or not self.code.is_reshaped_inside(maker, key):
             return None
         gradients = {edge.gradient for _, edge in self.readers[key]}
-        is_inside = maker.path in self.leaves and all(op.path == maker.path for op, _ in self.readers[key])
-        return gradients.pop() if is_inside and len(gradients) == 1 and gradients != {self.whole} else None
+        return gradients.pop() if len(gradients) == 1 and gradients != {self.whole} else None
 
     def edges(self, op: Op) -> Iterator[tuple[str, Relay]]:
         """What `op` reads, by key: for the code of its module, or across that module's border."""
         early = [self.summed_before[key] for key in op.outputs if key in self.summed_before]
         for key, edge in self.reads[op.key]:
             is_inside = op.path in self.leaves and self.graph.values[key].kind == "result"
-            layout = self.given[key] if is_inside and self.is_own(op, key) else self.lies[key]
+            layout = self.given[key] if is_inside and self.code.is_own(op, key) else self.lies[key]
             gradient = gradient_layout(layout) if key in self.summed_before else edge.gradient
             yield key, Relay(layout, edge.wanted, early[0] if early else gradient)
 
@@ -132,7 +113,7 @@ class _Reading:
                 )
             for key, relay in self.edges(op):
                 is_parameter = self.graph.values[key].kind == "parameter"
-                is_in_code = op.path not in self.leaves or self.is_own(op, key)
+                is_in_code = op.path not in self.leaves or self.code.is_own(op, key)
                 if is_in_code and not is_parameter and not relay.is_kept(key in self.needs_gradient):
                     raise ValueError(self._describe_change(op, key))
         for key in (*self.results, *self.graph.mutations.values()):
@@ -162,7 +143,7 @@ class _Reading:
             relay: key in self.needs_gradient
             for op in ops
             for key, relay in self.edges(op)
-            if self.graph.values[key].kind != "parameter" and not self.is_own(op, key)
+            if self.graph.values[key].kind != "parameter" and not self.code.is_own(op, key)
         }
         leaving = {
             Relay(self.given[key], self.lies[key], gradient_layout(self.lies[key])): key in self.needs_gradient
@@ -207,10 +188,6 @@ class _Reading:
 
     def _all_names(self, key: str) -> list[str]:
         return [key, *(alias for alias, first in self.graph.aliases.items() if first == key)]
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return path != outer and (not outer or path.startswith(f"{outer}."))
 
 
 def _stack(op: Op) -> Iterator[tuple[str, object]]:

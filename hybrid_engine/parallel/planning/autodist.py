@@ -7,7 +7,7 @@ from functools import cache
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.planning.blocks import layers_of, recomputed_ops, segments_of
-from hybrid_engine.parallel.planning.choices import all_choices, batch_choices
+from hybrid_engine.parallel.planning.choices import all_choices, batch_choices, eager_choices
 from hybrid_engine.parallel.planning.constraints import Constraint, constrained, read_constraints
 from hybrid_engine.parallel.planning.cost import ZERO, Cost, peaks
 from hybrid_engine.parallel.planning.following import Names
@@ -76,10 +76,14 @@ def best_plan(graph: Graph, setting: Setting, wanted: Wanted | None = None) -> P
     planner = _Planner(graph, setting, wanted or Wanted())
     plan = planner.fastest(planner.wanted.recompute)
     layers = layers_of(graph)
-    if plan is None and setting.trains and layers and not planner.wanted.recompute:
+    if plan is None and setting.trains and layers and not planner.wanted.recompute and not setting.is_eager:
         plan = planner.fastest(tuple(layers))
         if plan is not None and not plan.stages:
             plan = _fewest(planner, layers, plan)
+    if plan is None and min(planner.least) == float("inf"):
+        raise ValueError(
+            "lowering='eager' carries no plan of what the policy may choose from; allow more, or pass lowering='graph'"
+        )
     if plan is None:
         raise ValueError(
             f"mem_constraint={setting.memory_bytes / 1e9:.4g} GB: the most frugal plan on {setting.plan_ngpus} "
@@ -114,7 +118,7 @@ class _Planner:
         """The fastest plan that fits and recomputes these modules, None where none fits."""
         found: list[PlanCosts] = []
         for num_stages in self.wanted.num_stages:
-            for mesh in meshes(self.setting.plan_ngpus // num_stages, self.setting.max_partition_degree):
+            for mesh in meshes(self.setting.plan_ngpus // num_stages, self.setting):
                 plan = self._staged(mesh, num_stages, recompute) if num_stages > 1 else self._whole(mesh, recompute)
                 if plan is not None:
                     found.append(plan_costs(plan, self.setting))
@@ -201,8 +205,11 @@ def _joined(
     return joined
 
 
-def meshes(size: int, limit: int) -> list[tuple[int, ...]]:
-    """One axis for any split, and all pairs of axes of which the first splits the batch; `limit`: of parts of an op."""
+def meshes(size: int, setting: Setting) -> list[tuple[int, ...]]:
+    """One axis for any split, and all pairs of axes of which the first splits the batch, which hooks do not."""
+    limit = setting.max_partition_degree
+    if setting.is_eager:
+        return [(size,)]
     one_axis: list[tuple[int, ...]] = [(size,)] if size <= limit or size == 1 else []
     pairs = [(first, size // first) for first in range(2, size) if size % first == 0]
     return [*one_axis, *pairs] or [(size,)]
@@ -210,6 +217,8 @@ def meshes(size: int, limit: int) -> list[tuple[int, ...]]:
 
 def choices_on(graph: Graph, mesh: Sequence[int], setting: Setting) -> Callable[[Op], list[Names]]:
     """What `autodist` tries on a mesh."""
+    if setting.is_eager:
+        return eager_choices(graph, mesh[0])
     if len(mesh) == 1 or mesh[0] > setting.max_partition_degree:
         return all_choices(mesh, setting)
     return batch_choices(graph, mesh, setting)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hybrid_engine.parallel.graph.code import END, FIXED, FREE, RESHAPED
 from hybrid_engine.parallel.graph.graph import Graph, Op, Value
 from hybrid_engine.parallel.planning.cost import Cost
 from hybrid_engine.parallel.planning.following import Names
-from hybrid_engine.parallel.planning.moving import Layout
+from hybrid_engine.parallel.planning.moving import Layout, gradient_layout
 
 State = tuple[Layout, Layout]
 """The layout in which an op wants an operand, and that of the gradient which it gives back."""
@@ -27,6 +28,8 @@ class Reader(NamedTuple):
     """Whether it is kept, from there on, for the backward pass."""
     again: bool
     """Whether that is in a module that is recomputed."""
+    way: str = FREE
+    """How the tensor gets there (`hybrid_engine.parallel.graph.code`)."""
 
 
 @dataclass(kw_only=True)
@@ -67,6 +70,15 @@ class TensorClass:
     enters: bool
     """Whether a recomputed module reads it and another makes it."""
     count: int
+
+    def may_go(self, reader: Reader, source: Layout, state: State) -> bool:
+        """Whether it may be read so where it is made in `source`."""
+        wanted, gradient = state
+        if reader.way in (FIXED, RESHAPED, END) and wanted != source:
+            return False
+        gives_alike = not self.has_gradient or gradient == gradient_layout(wanted)
+        is_whole = all(placement.is_replicate() for placement in source)
+        return gives_alike or reader.way == FREE or (reader.way == RESHAPED and is_whole)
 
 
 def pattern(path: str) -> str:

@@ -16,7 +16,7 @@ class Cost:
     """Parameters and what the optimizer keeps of them."""
     gradient_bytes: float = 0.0
     stepping_bytes: float = 0.0
-    """What the optimizer allocates while it steps."""
+    """What is there besides while gradients are summed over units and the optimizer steps."""
     kept_bytes: float = 0.0
     """Kept from the forward pass of a micro-batch to its backward pass."""
     again_bytes: float = 0.0

@@ -6,9 +6,8 @@ from typing import Protocol
 from torch.distributed.tensor import Placement
 
 from hybrid_engine.parallel.graph.annotations import SUMMED
+from hybrid_engine.parallel.graph.code import RESHAPES
 from hybrid_engine.parallel.graph.graph import Graph, Op
-
-RESHAPES = ("view", "reshape", "_unsafe_view")
 
 Names = tuple[str | None, ...]
 """For each axis of the mesh the name of the annotation along which an op is split, None where it is not."""

@@ -133,7 +133,13 @@ class Options:
         return Machine.named(self.costs) if self.costs in TABLES or "." not in self.costs else Machine.load(self.costs)
 
     def setting(self, config: ComputeConfig, machine: Machine) -> Setting:
-        """What plans are made for."""
+        """What plans are made for; ValueError for options that do not go with the config."""
+        for name in ("explore_pipeline", "recompute_modules") if config.lowering == "eager" else ():
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"{name}={value!r} does not go with lowering='eager', which has one stage and leaves recomputing "
+                    "to the model's own gradient checkpointing; leave it out, or pass lowering='graph'"
+                )
         generation = None
         if self.generation is not None:
             generation = Generation(**self.generation)
@@ -155,6 +161,7 @@ class Options:
             transient_coefficient=self.transient_mem_coef,
             max_partition_degree=self.max_partition_degree or config.plan_ngpus,
             generation=generation,
+            is_eager=config.lowering == "eager",
         )
 
 

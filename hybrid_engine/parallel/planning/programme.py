@@ -10,6 +10,7 @@ from itertools import product
 
 import numpy as np
 
+from hybrid_engine.parallel.graph.code import SHARED
 from hybrid_engine.parallel.planning.classes import Reader, State, TensorClass
 from hybrid_engine.parallel.planning.cost import Cost, peaks
 from hybrid_engine.parallel.planning.moving import Layout, kept_layout
@@ -150,7 +151,8 @@ def _enter_tensor(programme: _Programme, space: Space, tensor: TensorClass, chos
         ways = _parameter_ways(programme, space, tensor, chosen)
     else:
         made = _made(space, tensor, chosen)
-        ways = [_ways(programme, space, reader, made, chosen) for reader in tensor.readers]
+        ways = [_ways(programme, space, tensor, reader, made, chosen) for reader in tensor.readers]
+        _enter_shared(programme, space, tensor, chosen)
         for source, variables in made.items():
             _charge_maker(programme, space, tensor, source, variables)
     together: dict[tuple[Layout, State], list[Variables]] = {}
@@ -202,22 +204,47 @@ def _wanted(space: Space, reader: Reader, chosen: list[list[int]]) -> dict[State
 
 
 def _ways(
-    programme: _Programme, space: Space, reader: Reader, made: Mapping[Layout, Variables], chosen: list[list[int]]
+    programme: _Programme,
+    space: Space,
+    tensor: TensorClass,
+    reader: Reader,
+    made: Mapping[Layout, Variables],
+    chosen: list[list[int]],
 ) -> Pairs:
-    """Variables for each way of a tensor from its maker to a reader."""
+    """Variables for each way of a tensor from its maker to a reader; ways that there are not are forbidden."""
     wanted = _wanted(space, reader, chosen)
-    if len(made) == 1:
-        (source,) = made
-        return {(source, state): variables for state, variables in wanted.items()}
-    if len(wanted) == 1:
-        (state,) = wanted
-        return {(source, state): variables for source, variables in made.items()}
-    pairs: Pairs = {(source, state): (programme.variable(),) for source in made for state in wanted}
+    ways = [(source, state) for source in made for state in wanted]
+    possible = [way for way in ways if tensor.may_go(reader, *way)]
+    if len(made) == 1 or len(wanted) == 1:
+        pairs = {way: wanted[way[1]] if len(made) == 1 else made[way[0]] for way in ways}
+        for way in ways:
+            if way not in possible and pairs[way]:
+                programme.row([(pairs[way], 1.0)], 0.0, 0.0)
+        return pairs
+    pairs = {way: (programme.variable(),) for way in possible}
     for source, variables in made.items():
-        programme.row([*((pairs[source, state], 1.0) for state in wanted), (variables, -1.0)], 0.0, 0.0)
+        programme.row([*((pairs[way], 1.0) for way in possible if way[0] == source), (variables, -1.0)], 0.0, 0.0)
     for state, variables in wanted.items():
-        programme.row([*((pairs[source, state], 1.0) for source in made), (variables, -1.0)], 0.0, 0.0)
+        programme.row([*((pairs[way], 1.0) for way in possible if way[1] == state), (variables, -1.0)], 0.0, 0.0)
     return pairs
+
+
+def _enter_shared(programme: _Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> None:
+    """Readers that must have a tensor in one layout have it as the first of them does; whole where it is a result."""
+    by_layout: list[dict[Layout, Variables]] = []
+    for reader in (one for one in tensor.readers if one.way == SHARED):
+        found: dict[Layout, Variables] = {}
+        for (layout, _), variables in _wanted(space, reader, chosen).items():
+            found[layout] = found.get(layout, ()) + variables
+        by_layout.append(found)
+    is_result = any(one.way == SHARED and one.op_class is None for one in tensor.readers)
+    for one in by_layout if is_result else ():
+        for layout, variables in one.items():
+            if layout != space.whole:
+                programme.row([(variables, 1.0)], 0.0, 0.0)
+    for one in () if is_result else by_layout[1:]:
+        for layout in {**by_layout[0], **one}:
+            programme.row([(one.get(layout, ()), 1.0), (by_layout[0].get(layout, ()), -1.0)], 0.0, 0.0)
 
 
 def _parameter_ways(programme: _Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> list[Pairs]:
@@ -245,7 +272,8 @@ def _least(programme: _Programme, memory: Limits) -> tuple[np.ndarray, float]:
     objective = np.zeros(len(programme.costs))
     objective[peak] = 1.0
     found = _run(programme, objective, [({**row, peak: -1.0}, -np.inf, -constant) for row, constant in memory])
-    assert found is not None, "every class has a choice"
+    if found is None:  # under lowering="eager" alone, where readers must agree
+        raise Infeasible(float("inf"))
     return found, float(found[peak]) * GB
 
 

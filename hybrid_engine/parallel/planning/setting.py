@@ -70,6 +70,8 @@ class Setting:
     max_partition_degree: int = 1 << 30
     """The most processes over which an op is split."""
     generation: Generation | None = None
+    is_eager: bool = False
+    """Whether layouts may change at borders of modules alone (lowering="eager")."""
 
     def move_seconds(
         self, num_elements: int, itemsize: int, source: Layout, target: Layout, mesh: Sequence[int]

@@ -9,6 +9,7 @@ from math import prod
 
 from torch.distributed.tensor import Replicate
 
+from hybrid_engine.parallel.graph.code import END, FREE, SHARED, Code
 from hybrid_engine.parallel.graph.graph import Graph, Op, Value
 from hybrid_engine.parallel.planning.choices import choices_of
 from hybrid_engine.parallel.planning.classes import OpClass, Reader, State, TensorClass, kind_of, reused_parameters
@@ -43,6 +44,7 @@ class Space:
         self.num_recomputed = max(len(set(self.recomputed.values())), 1)
         self.whole: Layout = (Replicate(),) * len(self.mesh)
         self.ops = list(graph.ops.values()) if ops is None else list(ops)
+        self.code = Code.of(graph) if setting.is_eager else None
         self.gradients = differentiable(graph, setting.trains)
         self.classes: list[OpClass] = []
         self.class_of: dict[str, int] = {}
@@ -150,7 +152,8 @@ class Space:
             operands = kept[op.key].operands
             for position, key in enumerate(op.inputs):
                 keeps = position in operands or (through and position == 0)
-                reader = Reader(self.class_of[op.key], position, keeps, op.key in self.recomputed)
+                way = FREE if self.code is None else self.code.way(op, key)
+                reader = Reader(self.class_of[op.key], position, keeps, op.key in self.recomputed, way)
                 found.setdefault(key, {})[reader] = None
                 self._reading.setdefault(key, []).append(op.key)
         made = {key for op in self.ops for key in op.outputs}
@@ -160,9 +163,14 @@ class Space:
             later = {key for op in self.graph.ops.values() if op.key not in inside for key in op.inputs}
             ends |= {key: ends.get(key, False) for key in later & made}
         for key in made & ends.keys():
-            found.setdefault(key, {})[Reader(None, 0, ends[key] and self.setting.trains, False)] = None
+            way = FREE if self.code is None else self._end(self.code, key)
+            found.setdefault(key, {})[Reader(None, 0, ends[key] and self.setting.trains, False, way)] = None
             self._reading.setdefault(key, [])
         return {key: tuple(readers) for key, readers in found.items()}
+
+    def _end(self, code: Code, key: str) -> str:
+        """How a result of the graph gets out: a leaf's is made whole at its border."""
+        return SHARED if code.makers[key].path in code.leaves else END
 
     def reader_states(self, reader: Reader) -> list[State]:
         """The states of a reader for each choice of its class."""
@@ -211,10 +219,13 @@ class Space:
         state = shard * setting.weights.state_bytes(dtype)
         gradients = local * size * (1 if setting.num_units == 1 else 2) if not is_sharded else (local + shard) * size
         is_at_once = setting.machine.device.kind == "cuda"  # where torch.optim steps all parameters together
+        stepping = shard * max(size, 4 if setting.weights.has_masters else size) if is_at_once else 0.0
+        if is_sharded and not setting.is_eager:  # FSDP2 copies the gradients of a graph, one unit, to sum them at once
+            stepping = max(stepping, local * size)
         return Cost(
             resident_bytes=resident + state,
             gradient_bytes=gradients,
-            stepping_bytes=shard * max(size, 4 if setting.weights.has_masters else size) if is_at_once else 0.0,
+            stepping_bytes=stepping,
             reduction_s=setting.reduction_seconds(local * size),
         )
 
