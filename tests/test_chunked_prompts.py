@@ -24,7 +24,8 @@ LENGTHS = [3, 11, 2, 9, 4, 17]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    monkeypatch.setattr(strategy, "CHUNK_TOKENS", CHUNK)
+    for name in ("CHUNK_TOKENS", "CHUNK_TOKENS_ON_CPU"):
+        monkeypatch.setattr(strategy, name, CHUNK)
 
 
 def prompts(device, repeats=2):
