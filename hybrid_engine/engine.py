@@ -11,9 +11,10 @@ Where things are: sharding in `zero/wrapping.py`, masters, clipping and loss sca
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,14 @@ from hybrid_engine.optim.accumulation import GradientAccumulation
 from hybrid_engine.optim.backward_hooks import BackwardHooks
 from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters
 from hybrid_engine.optim.call_checks import CallChecks, check_loss
-from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
+from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum, StateOffload
 from hybrid_engine.optim.stepping import end_micro_batch
+from hybrid_engine.parallel.stage_training import LossFunction, StageTraining, loss_of, split_batch
 from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.passes import Passes
-from hybrid_engine.zero.split_module import unit_size_of
+from hybrid_engine.zero.split_module import num_stages_of, unit_size_of
 from hybrid_engine.zero.wrapping import place_module, shard_module
 
 logger = logging.getLogger("hybrid_engine")
@@ -105,7 +107,8 @@ class ZeroEngine(Uncopied):
             seed_everything(config.seed + get_rank() // unit_size_of(model))  # units draw alike
         cast_parameters(model, config.dtype)
         place_module(model, config, self.device)
-        broadcast_module(model)
+        if num_stages_of(model) == 1:  # stages, which differ, have rank 0's weights from parallelize()
+            broadcast_module(model)
         self.sharding = shard_module(model, config, trains)
         self.passes = Passes(self.sharding, config, trains)
         mark_parameters(self.sharding)
@@ -128,6 +131,7 @@ class ZeroEngine(Uncopied):
         self.backward_hooks = BackwardHooks(self)
         self.memory_use: MemoryUse | None = None
         """Of the run that this engine trains in, where that was planned."""
+        self.stages = StageTraining(self) if num_stages_of(model) > 1 else None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -155,6 +159,7 @@ class ZeroEngine(Uncopied):
         return output
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_whole_passes("forward()")
         self.checks.check_parameters()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
@@ -187,6 +192,7 @@ class ZeroEngine(Uncopied):
 
         After an error on the way, also Ctrl-C, all gradients are dropped and the accumulation starts again.
         """
+        self._check_whole_passes("backward()")
         optimizer = self.check_trains("backward()")
         self.backward_hooks.recover()
         self.accumulation.agree_to_begin(attempt(lambda: self.checks.check_backward(loss))[1])
@@ -223,6 +229,80 @@ class ZeroEngine(Uncopied):
         self.check_trains("scale()")
         check_loss("scale()", loss)
         return self.backward_hooks.scale(loss)
+
+    @naming_who_left("train_batch()")
+    def train_batch(self, batches: Iterable[Any], loss_fn: LossFunction | None = None) -> torch.Tensor:
+        """An optimizer step on the next `gradient_accumulation_steps` micro-batches; their mean loss, of this unit.
+
+        The one way to train a module in stages, and everywhere the same as `forward`, `backward` and `step` on each.
+        Collective.
+
+        Args:
+            batches: the micro-batches, or an iterator of them. Each is a mapping of arguments of the module's forward
+                by name, or its first argument, or a pair of that and of targets for `loss_fn`. In stages all have one
+                shape and are the same on all processes of a unit.
+            loss_fn: makes one number of what the module gives and the targets (without them the arguments), on the
+                last stage; None takes the first tensor that the module gives.
+
+        Raises:
+            ValueError: as `backward()` and `step()`; there are fewer micro-batches. An error of one process is raised
+                on all where they run in stages; gradients are dropped then.
+        """
+        self.check_trains("train_batch()")
+        self.backward_hooks.recover()
+        if self.stages is None:
+            return torch.stack([self._train_on(batch, loss_fn) for batch in self._next_batches(batches)]).mean()
+        given = agree(lambda: self._check_train_batch(batches))
+        try:
+            with restoring_modes(), self.observer.forward(self.global_steps, True), self.backward_hooks.own_pass(1.0):
+                losses = self.stages.run(given, loss_fn)
+        except BaseException:
+            self.drop_accumulation()
+            self.sharding.settle()
+            raise
+        with self.observer.backward(losses.sum()):
+            self.accumulation.end_pass()
+        self.num_pending_micro_batches = len(given) - 1
+        self.micro_steps += len(given) - 1
+        self.step()
+        return losses.mean()
+
+    @naming_who_left("eval_batch()")
+    def eval_batch(self, batches: Iterable[Any]) -> list[Any]:
+        """What the module gives for each of the next `gradient_accumulation_steps` micro-batches, without gradients.
+
+        The one forward pass of a module in stages, whose results all processes of the unit get. Collective.
+        """
+        with torch.no_grad():
+            if self.stages is None:
+                return [self._call(split_batch(batch)[0]) for batch in self._next_batches(batches)]
+            given = agree(lambda: self._next_batches(batches))
+            return self.stages.module.run_batches([split_batch(batch)[0] for batch in given], None)
+
+    def _next_batches(self, batches: Iterable[Any]) -> list[Any]:
+        wanted = self.config.gradient_accumulation_steps
+        given = list(islice(batches, wanted))
+        if len(given) < wanted:
+            raise ValueError(
+                f"batches: {len(given)} micro-batches are left, and a step takes gradient_accumulation_steps={wanted}; "
+                "give as many"
+            )
+        return given
+
+    def _check_train_batch(self, batches: Iterable[Any]) -> list[Any]:
+        self.checks.check_whole("train_batch()", *TRAINING)
+        self.checks.check_parameters()
+        return self._next_batches(batches)
+
+    def _call(self, inputs: Any) -> Any:
+        return self(**inputs) if isinstance(inputs, Mapping) else self(inputs)
+
+    def _train_on(self, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
+        inputs, targets = split_batch(batch)
+        loss = loss_of(self._call(inputs), targets, loss_fn)
+        self.backward(loss)
+        self.step()
+        return loss.detach()
 
     @naming_who_left("step()")
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -348,6 +428,7 @@ class ZeroEngine(Uncopied):
         goes on only where the model has them already, as the base of adapters.
         """
         self.backward_hooks.recover()
+        self._check_checkpoints("save_checkpoint()")
         agree(lambda: self.checks.check_saves("save_checkpoint()", save_dir))
         tag = checkpoint.choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -379,6 +460,7 @@ class ZeroEngine(Uncopied):
             ValueError: see `checkpoint.load`; a `custom_load_fn`. The engine is then unchanged, as after Ctrl-C.
         """
         self.backward_hooks.recover()
+        self._check_checkpoints("load_checkpoint()")
         check_path("load_dir", load_dir)
         if custom_load_fn is not None:
             raise ValueError(
@@ -421,6 +503,7 @@ class ZeroEngine(Uncopied):
         from hybrid_engine.checkpoint.export import save_16bit_model
 
         self.backward_hooks.recover()
+        self._check_checkpoints("save_16bit_model()")
         agree(lambda: self.checks.check_saves("save_16bit_model()", save_dir, OffloadStateTypeEnum.lp_params))
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
@@ -447,6 +530,23 @@ class ZeroEngine(Uncopied):
         if not self.config.activation_checkpointing.cpu_checkpointing or self.device.type == "cpu":
             return nullcontext()
         return save_on_cpu(pin_memory=True)
+
+    def _check_checkpoints(self, what: str) -> None:
+        """Raises ValueError where each process would have to save other parameters; local."""
+        if self.stages is not None:
+            raise ValueError(
+                f"{what}: the module runs in {self.stages.module.num_stages} stages; save what "
+                "deduped_state_dict(engine, engine.optimizer) gives on each process, and load what merge_state_dicts "
+                "makes of all of them by load_merged_state_dicts, into any plan, module or engine"
+            )
+
+    def _check_whole_passes(self, what: str) -> None:
+        """Raises ValueError where no process runs the whole module; local."""
+        if self.stages is not None:
+            raise ValueError(
+                f"{what}: the module runs in {self.stages.module.num_stages} stages, all micro-batches of a step at "
+                "once; call train_batch(batches, loss_fn), or eval_batch(batches)"
+            )
 
     def check_trains(self, what: str) -> Any:
         if self.optimizer is None:

@@ -37,7 +37,7 @@ from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.request import Request
-from hybrid_engine.generation.split_weights import check_parts, share_unit
+from hybrid_engine.generation.split_weights import check_parts, generating, share_unit
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.observing.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
@@ -92,22 +92,23 @@ class HybridEngine(ZeroEngine):
 
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
         """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
-        check_parallel(model, config.zero_optimization.stage)
-        _check_generates(model)
+        check_parallel(model, config)
+        _check_generates(generating(model))
         tp_size = config.hybrid_engine.inference_tp_size
         check_group_size(tp_size, TRAINING_OPTION)
         check_parts(model, config.hybrid_engine.exact, tp_size)
         super().__init__(model, config, **kwargs)
-        if self.sharding.tensor is None:
+        if self.sharding.unit_size == 1:
             group = share_sharded_model(tp_size, self.sharding, self.device)
         else:
-            group = share_unit(self.sharding.tensor.size(), self.device)
+            group = share_unit(model, self.device)
         meter = AllocatorPeak(self.device) if self.device.type == "cuda" else None
         dtype = config.accumulation_dtype
         self.training_memory = TrainingMemory(self.sharding, self.optimizer, dtype, self.device, meter)
         self.generator = Generator(
-            self.module, self.sharding, config.hybrid_engine, group, self.device, self.training_memory
+            generating(model), self.sharding, config.hybrid_engine, group, self.device, self.training_memory
         )
+        self._generating_for = model
         self.latency = LatencyStats(self.sharding.num_units, self.device)
         self.logprob_difference: LogprobDifference | None = None
         self._is_generating = False
@@ -237,7 +238,7 @@ class HybridEngine(ZeroEngine):
         options = {"version": self.global_steps, "longest": longest, "max_running": max_running, **options}
         with (
             self._generating(),
-            build_server(self.module, self.generator, tokenizer, model_name=model_name, **options) as server,
+            build_server(self.generator.module, self.generator, tokenizer, model_name=model_name, **options) as server,
         ):
             yield server
 
@@ -377,7 +378,7 @@ class HybridEngine(ZeroEngine):
         """
         self.checks.check_whole("generate()", OffloadStateTypeEnum.lp_params)
         self._check_not_generating("generate()")
-        if self.module is not self.generator.module:
+        if self.module is not self._generating_for:
             raise ValueError(
                 "generate(): engine.module is not the model that this engine was built for; give the new one an engine "
                 "of its own by initialize()"

@@ -16,7 +16,7 @@ from hybrid_engine.parallel.engine_checks import check_parallel
 from hybrid_engine.zero.built_shards import check_built_shards
 from hybrid_engine.zero.layer_groups import check_callable
 from hybrid_engine.zero.mesh import mesh_shape
-from hybrid_engine.zero.split_module import unit_size_of
+from hybrid_engine.zero.split_module import num_stages_of, unit_size_of
 from hybrid_engine.zero.wrapping import offloads_parameters
 
 
@@ -42,9 +42,9 @@ def check_training(
     check_packages(config)
     on_rank_zero(lambda: prepare_outputs(config))
     check_quantised(model, get_world_size() > 1 or offloads_parameters(config))
-    check_same_architecture(model)
+    check_same_architecture(model, 1 if num_stages_of(model) == 1 else unit_size_of(model))
     check_callable(model)
     num_units = get_world_size() // unit_size_of(model)
     check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, num_units))
-    check_parallel(model, config.zero_optimization.stage)
+    check_parallel(model, config)
     return groups

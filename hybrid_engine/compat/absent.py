@@ -20,7 +20,10 @@ _HELPERS = "it is a helper inside DeepSpeed; use PyTorch's own"
 _INJECTION = "init_inference() chooses containers by the model's class; leave injection policies out"
 _NVME = "nothing is offloaded to NVMe; use offload_optimizer and offload_param with device cpu"
 _OPS = "nothing is compiled at import: hybrid_engine.ops has Triton kernels with a PyTorch reference each"
-_PIPELINE = "there is no pipeline parallelism; use zero_optimization.stage 3 for a model that does not fit"
+_PIPELINE = (
+    "there is no pipeline engine; use zero_optimization.stage 3 for a model that does not fit, or parallelize() "
+    "with the policy 'pp', whose engine has train_batch()"
+)
 _QUANTISED = "nothing is quantised; bf16 or fp16 halve what weights take"
 _SEQUENCE = "there is no sequence parallelism; use gradient checkpointing for long sequences"
 _STORED = "checkpoints are a format of this engine's own; hybrid_engine.utils.zero_to_fp32 reads their weights"

@@ -142,14 +142,18 @@ def gather_objects(value: Result) -> list[Result]:
     return values
 
 
-def check_same_architecture(module: nn.Module) -> None:
-    """Raises ValueError, on every process, unless all have parameters of the same names and shapes; collective."""
-    own = [(name, tuple(param.shape)) for name, param in module.named_parameters()]
-    for rank, other in enumerate(gather_objects(own)):
-        if other != own:
+def check_same_architecture(module: nn.Module, every: int = 1) -> None:
+    """Raises ValueError, on every process, unless all have parameters of the same names and shapes; collective.
+
+    Of `every` consecutive processes, which hold a stage each, it compares each with those in its place alone.
+    """
+    found = gather_objects([(name, tuple(param.shape)) for name, param in module.named_parameters()])
+    for rank, other in enumerate(found):
+        first = get_rank() if every == 1 else rank % every
+        if other != found[first]:
             raise ValueError(
-                f"model: the parameters of rank {rank} are not those of rank {get_rank()} ({len(other)} and "
-                f"{len(own)}, or other names or shapes); build the same architecture on every process"
+                f"model: the parameters of rank {rank} are not those of rank {first} ({len(other)} and "
+                f"{len(found[first])}, or other names or shapes); build the same architecture on every process"
             )
 
 

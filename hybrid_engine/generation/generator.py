@@ -107,6 +107,8 @@ class Generator:
         return difference
 
     def _build_model(self) -> InferenceModel:
+        if self.group.stage is not None:
+            return StageModel(self.module, self._parallel, self.group, self.device)
         return ExactModel(self.module) if self.config.exact else InferenceModel(self.module, self._parallel)
 
     def _check_threads(self) -> None:
@@ -133,8 +135,10 @@ class Generator:
         """Generates by the model's own `generate()` from now on, for this reason."""
         self.model, self.native, self.fallback_reason = None, None, reason
 
-    def _probe(self, model: InferenceModel) -> LogprobDifference:
+    def _probe(self, model: InferenceModel) -> LogprobDifference | None:
         with self.readable(model):
+            if not self.group.has_whole_module:
+                return None  # there is no forward pass to compare with
             layers = partial(pass_over_layers, model, self.gatherer)
             if isinstance(model, ExactModel):
                 return probe_bits(self.module, model, layers, model.run_trainer, self.sharding.world_size)
@@ -147,8 +151,8 @@ class Generator:
             UnsupportedModelError: containers and module compute different functions.
         """
         assert self.model is not None and self.native is not None
-        if self.exact is not None:  # which equal bits were asked of when it was built
-            return False
+        if self.exact is not None or not self.group.has_whole_module:
+            return False  # equal bits were asked of it when it was built; or there is nothing to compare with
         model, block_size = self.model, self.config.kv_block_size or BLOCK_SIZE
         recorder = None if self.gatherer.is_streamed else self.native.new_recorder()
         setting = {"block_size": block_size, "is_recorded": recorder is not None, "ranks": self.group.size}
@@ -206,11 +210,11 @@ class Generator:
     def use_containers(self, model: InferenceModel) -> None:
         """Generates on `model` from now on; its weights must be bound, or have been."""
         self.model, self.fallback_reason = model, None
-        parts = (self.gatherer, self.lasting, self.workspace, self.config, self.partners)
-        if isinstance(model, StageModel):
-            self.native = StageRollouts(model, *parts, peers=self.group.layer_partners)
+        parts = (self.gatherer, self.lasting, self.workspace, self.config)
+        if isinstance(model, StageModel):  # other units take other turns
+            self.native = StageRollouts(model, *parts, self.group.partners, peers=self.group.layer_partners)
         else:
-            self.native = ContainerRollouts(model, *parts)
+            self.native = ContainerRollouts(model, *parts, self.partners)
 
     def begin(self, check: Callable[[], None]) -> bool:
         """Before a rollout, on the engine's side: raises an error of `check` on all processes; collective.

@@ -35,6 +35,8 @@ class ModelGroup:
     """What the containers are told of those that share each layer."""
     stage: Stage | None = None
     """Which layers this process has a part of; None: all."""
+    stage_option: str = PIPELINE_OPTION
+    """What said that there are stages, as errors name it."""
     process_group: dist.ProcessGroup | None = None
     """Processes that share the model; None for one process."""
     layer_group: dist.ProcessGroup | None = None
@@ -67,7 +69,7 @@ class ModelGroup:
     def remedy(self) -> str:
         """Options with which nothing would be shared, as an error names them."""
         alone = [f"{self.parallel.option}=1"] if self.parallel.size > 1 else []
-        return " and ".join(alone + ([] if self.stage is None else [f"{PIPELINE_OPTION}=1"]))
+        return " and ".join(dict.fromkeys(alone + ([] if self.stage is None else [f"{self.stage_option}=1"])))
 
     @property
     def partners(self) -> Partners:
@@ -180,21 +182,22 @@ def check_layout(tp_size: int, num_stages: int, option: str) -> None:
         )
 
 
-def join_stages(tp_size: int, num_stages: int, device: torch.device, option: str) -> ModelGroup:
+def join_stages(
+    tp_size: int, num_stages: int, device: torch.device, option: str, bounds: tuple[range, ...] | None = None
+) -> ModelGroup:
     """The group of `num_stages` stages of `tp_size` processes that this one belongs to; collective over all processes.
 
-    Raises ValueError as `check_layout` does.
+    `bounds` are the layers of each stage; None: as equal as they can be. Raises ValueError as `check_layout` does.
     """
     check_layout(tp_size, num_stages, option)
     shape = (get_world_size() // (tp_size * num_stages), num_stages, tp_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "pipeline", "tensor"))
     stages = host = mesh["pipeline"].get_group()
     if device.type != "cpu":
-        ranks = torch.arange(get_world_size()).view(shape).transpose(1, 2).flatten(0, 1)
-        host, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend="gloo")
-    stage = Stage(
-        index=dist.get_rank(stages), ranks=tuple(dist.get_process_group_ranks(stages)), group=stages, host_group=host
-    )
+        by_stage = torch.arange(get_world_size()).view(shape).transpose(1, 2).flatten(0, 1)
+        host, _ = dist.new_subgroups_by_enumeration(by_stage.tolist(), backend="gloo")
+    ranks = tuple(dist.get_process_group_ranks(stages))
+    stage = Stage(index=dist.get_rank(stages), ranks=ranks, group=stages, host_group=host, bounds=bounds)
     whole = mesh["pipeline", "tensor"]._flatten("model").get_group()
     layer = ModelGroup()
     if tp_size > 1:

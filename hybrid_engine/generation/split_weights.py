@@ -1,6 +1,7 @@
 """Containers on the parts that a plan trains: the processes of a unit generate together from what each holds."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,8 +10,10 @@ from torch.distributed.tensor import DTensor, Shard
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.tensor_parallel import Cut, TensorParallel, read_whole
 from hybrid_engine.distributed.processes import get_rank
-from hybrid_engine.generation.model_group import ModelGroup, join_model_group
-from hybrid_engine.zero.split_module import unit_size_of
+from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.generation.model_group import ModelGroup, join_model_group, join_stages
+from hybrid_engine.generation.pipeline.stage_model import keep_stage
+from hybrid_engine.zero.split_module import StagedModule, num_stages_of, unit_size_of
 
 OPTION = "plan_ngpus"
 
@@ -46,9 +49,9 @@ def _cut_of(parameter: DTensor, placement: Shard) -> Cut:
 
 
 def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
-    """ValueError where containers of `model`, which a plan has split, could not read its parts; local.
+    """ValueError where containers of `model`, which a plan has split, could not read its parts; collective.
 
-    A model that has none generates by its own `generate()`, which its hooks put on parts.
+    A model that has none generates by its own `generate()`, which its hooks put on parts; in stages it cannot.
     """
     size = unit_size_of(model)
     if size == 1:
@@ -60,14 +63,76 @@ def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
         )
     if is_exact:
         raise ValueError("hybrid_engine.exact: a model that a plan splits sums in parts; leave exact out of the config")
+    agree(lambda: _bind_parts(model, size // num_stages_of(model)))
+
+
+def _bind_parts(model: nn.Module, num_parts: int) -> None:
+    parallel = TensorParallel(rank=get_rank() % num_parts, size=num_parts, read=read_part, option=OPTION)
+    root = generating(model)
     try:
-        parallel = TensorParallel(rank=get_rank() % size, size=size, read=read_part, option=OPTION)
-        InferenceModel(model, parallel).bind()
-    except UnsupportedModelError:
+        containers = InferenceModel(root, parallel)
+    except UnsupportedModelError as error:
+        if isinstance(model, StagedModule):
+            raise ValueError(
+                f"hybrid_engine.enabled: a plan with stages generates on containers, and {error}; make one without "
+                "stages, or leave hybrid_engine out of the config"
+            ) from error
         return
+    if isinstance(model, StagedModule):
+        bounds, stage = layers_of_stages(model, root, containers), get_rank() // num_parts % model.num_stages
+        keep_stage(containers, bounds[stage], stage == 0, stage == model.num_stages - 1)
+    containers.bind()
 
 
-def share_unit(size: int, device: torch.device) -> ModelGroup:
-    """The group in which a unit of `size` processes generates, given the same prompts; collective."""
-    group = join_model_group(size, device, OPTION)
+def generating(model: nn.Module) -> nn.Module:
+    """The module whose containers generate: `model`, or what it was made from where it has some stages of that."""
+    return model.original() if isinstance(model, StagedModule) else model
+
+
+def layers_of_stages(model: StagedModule, root: nn.Module, containers: InferenceModel) -> tuple[range, ...]:
+    """The layers of each stage of the plan; `root` is what `containers` were made of.
+
+    ValueError where rollouts cannot go through them in the plan's stages.
+    """
+    num_stages = model.num_stages
+    paths = {id(module): path for path, module in root.named_modules()}
+    ends: list[tuple[Any, int]] = [
+        (containers.embedding, 0),
+        (containers.position_embedding, 0),
+        (containers.embedding_norm, 0),
+    ]
+    ends += [(containers.project_in, 0), (containers.project_out, num_stages - 1)]
+    ends += [(containers.final_norm, num_stages - 1), (containers.lm_head, num_stages - 1)]
+    for view, stage in ends:
+        path = None if view is None else paths[id(view.module)]
+        if path is not None and stage not in model.stages_of(path):
+            raise ValueError(
+                f"plan.stages: {path!r} is of stage {min(model.stages_of(path))}, and rollouts have it in stage "
+                f"{stage}; move it there"
+            )
+    layers = [paths[id(layer.module)] for layer in containers.layers]
+    stages = [sorted(model.stages_of(path)) for path in layers]
+    for path, found in zip(layers, stages, strict=True):
+        if len(found) != 1:
+            raise ValueError(f"plan.stages: {path!r} lies in the stages {found}, and rollouts take it in one; join it")
+    order = [found[0] for found in stages]
+    counts = [order.count(stage) for stage in range(num_stages)]
+    if order != sorted(order) or not all(counts):
+        raise ValueError(
+            f"plan.stages: the {len(layers)} layers are of the stages {order}; rollouts need at least one in each of "
+            f"the {num_stages}, in their order; name the modules of each stage"
+        )
+    return tuple(range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(num_stages))
+
+
+def share_unit(model: nn.Module, device: torch.device) -> ModelGroup:
+    """The group in which the processes of a unit generate, given the same prompts; collective."""
+    if isinstance(model, StagedModule):
+        root = generating(model)
+        bounds = layers_of_stages(model, root, InferenceModel(root))
+        num_parts = model.unit_size // model.num_stages
+        group = join_stages(num_parts, model.num_stages, device, OPTION, bounds)
+        group = replace(group, stage_option=OPTION).without_module()
+    else:
+        group = join_model_group(unit_size_of(model), device, OPTION)
     return replace(group, has_same_prompts=True, parallel=replace(group.parallel, read=read_part))

@@ -1,18 +1,20 @@
 """How large the gradients of the masters are, over all processes whose shards together are one model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.zero.sharding import local_tensor
 from hybrid_engine.zero.split_module import num_copies
 from hybrid_engine.zero.trained_parameter import TrainedParameter
 
 
 class GradientNorms:
-    """Measures the gradients of `parameters`, which are the same in the same order on every process."""
+    """Measures the gradients of `parameters`, of which stages of a pipeline have others."""
 
     def __init__(self, parameters: list[TrainedParameter], group: dist.ProcessGroup | None) -> None:
         """`group`: the processes whose shards together are the model; None when this process has all of it."""
@@ -27,7 +29,7 @@ class GradientNorms:
         gradients = [local_gradients(part) for part in parts]
         norms = [torch._foreach_norm(grads, 2, torch.float32) if grads else none for grads in gradients]
         squares = [torch.stack(list(norm)).float().square() for norm in norms]
-        if max(self._copies.values()) > 1:  # each process of a unit adds its share of what all of them have
+        if max(self._copies.values()) > 1:  # each process of a unit adds its share of what several of them have
             squares = [square / self._copies_in(part, square) for part, square in zip(parts, squares, strict=True)]
         count = squares[0].new_full((), sum(map(len, gradients)))
         sums = self._added_up(torch.stack([*(square.sum() for square in squares), count]))
@@ -35,10 +37,17 @@ class GradientNorms:
         *totals, num_gradients = sums.tolist()  # a synchronisation with the device
         return totals, round(num_gradients)
 
+    def count_holders(self, holders: Mapping[str, int]) -> None:
+        """Says of parameters, by name, in how many stages of a pipeline each stands."""
+        self._copies = {name: copies * holders.get(name, 1) for name, copies in self._copies.items()}
+
     def names_of_non_finite(self) -> list[str]:
         """The parameters with a gradient that is not finite on some process; collective."""
-        flags = self._added_up(torch.stack([_has_non_finite(t.master) for t in self._parameters]))
-        return [t.name for t, flag in zip(self._parameters, flags.tolist(), strict=True) if flag > 0]
+        found: list[Any] = [[t.name for t in self._parameters if _has_non_finite(t.master)]]
+        if self._group is not None:
+            found *= dist.get_world_size(self._group)
+            dist.all_gather_object(found, found[0], group=self._group)
+        return list(dict.fromkeys(name for names in found for name in names))
 
     def _copies_in(self, part: list[TrainedParameter], squares: torch.Tensor) -> torch.Tensor:
         """How many processes have what each of the gradients of a part is of."""
@@ -49,8 +58,7 @@ class GradientNorms:
         if self._group is None:
             return values
         # What is offloaded is on the CPU, which nccl does not reach: the processes meet on the device.
-        param: Any = self._parameters[0].param
-        values = values.to(param.device_mesh.device_type)
+        values = values.to(default_device().type)
         dist.all_reduce(values, group=self._group)
         return values
 
@@ -60,7 +68,5 @@ def local_gradients(part: list[TrainedParameter]) -> list[torch.Tensor]:
     return [local_tensor(t.master.grad) for t in part if t.master.grad is not None]
 
 
-def _has_non_finite(master: nn.Parameter) -> torch.Tensor:
-    if master.grad is None:
-        return torch.zeros((), device=local_tensor(master).device)
-    return (~local_tensor(master.grad).isfinite()).any().float()
+def _has_non_finite(master: nn.Parameter) -> bool:
+    return master.grad is not None and not bool(local_tensor(master.grad).isfinite().all())

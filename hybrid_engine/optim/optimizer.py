@@ -66,7 +66,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.gradient_clipping = gradient_clipping
         self.accumulates_in_masters = accumulates_in_masters
         self.masters = Masters(parameters)
-        self._norms = GradientNorms(parameters, norm_group)
+        self.norms = GradientNorms(parameters, norm_group)
         self.overflow = False
         self.skip_step = False
         self.is_torn = False
@@ -125,7 +125,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("closure: the engine computes the loss itself, call step() without one")
         parts = clipped_together(self.param_groups, self.parameters)
-        norms, num_gradients = self._norms.measure(parts)
+        norms, num_gradients = self.norms.measure(parts)
         scaled_norm = math.hypot(*norms)
         if num_gradients == 0 and not self.skip_step:
             raise ValueError(
@@ -163,7 +163,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Nothing is changed: the next `step()` finds the same. `external` is DeepSpeed's name for asking from outside.
         """
         self.masters.take_gradients(self.parameters)
-        norms, _ = self._norms.measure(clipped_together(self.param_groups, self.parameters))
+        norms, _ = self.norms.measure(clipped_together(self.param_groups, self.parameters))
         return not all(map(math.isfinite, norms))
 
     def offload_states(
@@ -223,7 +223,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.masters.write_back()
 
     def _describe_non_finite(self, norm: float) -> str:
-        names = self._norms.names_of_non_finite()
+        names = self.norms.names_of_non_finite()
         shown = ", ".join(names[:MAX_NAMES_IN_ERROR]) + (", ..." if len(names) > MAX_NAMES_IN_ERROR else "")
         return (
             f"step(): the gradient norm is {norm}, it must be finite; {len(names)} of {len(self.parameters)} "

@@ -17,7 +17,7 @@ from hybrid_engine.parallel.lowering.hooks import Hooks
 from hybrid_engine.parallel.lowering.layouts import parameter_layouts, whole
 from hybrid_engine.parallel.lowering.local_shapes import sizes_on_parts
 from hybrid_engine.parallel.meshes import Meshes
-from hybrid_engine.parallel.parallel_module import ParallelModule, part_of
+from hybrid_engine.parallel.parallel_module import ParallelModule, moved_to, part_of
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -44,7 +44,7 @@ class EagerModule(ParallelModule):
         for part in self.modules():
             for name, parameter in part._parameters.items():
                 if isinstance(parameter, DTensor):
-                    moved.setdefault(id(parameter), _moved(parameter, mesh))
+                    moved.setdefault(id(parameter), moved_to(parameter, mesh))
                     part._parameters[name] = moved[id(parameter)]
         if self.hooks is not None:
             self.hooks.mesh = mesh
@@ -92,10 +92,3 @@ def lower_eagerly(
     held.register_forward_pre_hook(held._check_forward)
     held.hooks = None if meshes.unit is None else Hooks(held, meshes.unit, carried.borders, carried.sizes)
     return held  # type: ignore[no-any-return]
-
-
-def _moved(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
-    """The same part of the same whole over another mesh; it shares the memory."""
-    whole_size = {"shape": parameter.shape, "stride": parameter.stride()}
-    moved = DTensor.from_local(parameter.detach().to_local(), mesh, parameter.placements, run_check=False, **whole_size)
-    return nn.Parameter(moved, parameter.requires_grad)

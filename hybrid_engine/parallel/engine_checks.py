@@ -1,13 +1,19 @@
-"""Which parallel modules an engine trains: those whose own forward runs, on one axis of processes."""
+"""Which parallel modules an engine trains: those whose own forward runs, and stages, on one axis of processes each."""
 
 from torch import nn
 
+from hybrid_engine.config import EngineConfig
 from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.staged_module import StagedModule
+
+MOST_ZERO_WITH_STAGES = 1
+"""A process keeps the gradients of all micro-batches of its stage, and reads its weights for each."""
 
 
-def check_parallel(model: nn.Module, stage: int) -> None:
+def check_parallel(model: nn.Module, engine_config: EngineConfig) -> None:
     """ValueError for a model that is parallel, or has parallel parts, in a way that no engine trains; local."""
+    stage = engine_config.zero_optimization.stage
     if not isinstance(model, nn.Module):
         return  # refused by its kind
     parts = [(name, part) for name, part in model.named_modules() if isinstance(part, ParallelModule)]
@@ -15,12 +21,14 @@ def check_parallel(model: nn.Module, stage: int) -> None:
         if part is not model:
             raise ValueError(f"model.{name} is parallel and the model is not; parallelize the whole model")
         config = part.compute_config
-        if not isinstance(part, EagerModule):
+        if isinstance(part, StagedModule):
+            _check_stages(part, engine_config)
+        elif not isinstance(part, EagerModule):
             raise ValueError(
                 f"model: lowering={config.lowering!r} runs a traced graph, which neither an engine trains nor anything "
-                "generates from; parallelize it with ComputeConfig(lowering='eager')"
+                "generates from; parallelize it with ComputeConfig(lowering='eager'), or in stages"
             )
-        if config.use_end2end:
+        elif config.use_end2end:
             raise ValueError("model: use_end2end=True, whose forward is train_step's alone; leave it out")
         if config.inference_only:
             raise ValueError("model: inference_only=True, and the engine trains; leave it out")
@@ -33,3 +41,35 @@ def check_parallel(model: nn.Module, stage: int) -> None:
             raise ValueError(
                 "model: use_zero=True and zero_optimization.stage=0 contradict each other; set stage 1, 2 or 3"
             )
+
+
+def _check_stages(module: StagedModule, config: EngineConfig) -> None:
+    plan, zero = module.plan, config.zero_optimization
+    if plan.schedule == "1f1b_interleaved":
+        raise ValueError(
+            f"model: the plan has schedule={plan.schedule!r}, two stages a process, and an engine has one; take "
+            "pipeline_scheduler='1f1b' or 'gpipe'"
+        )
+    if zero.stage > MOST_ZERO_WITH_STAGES:
+        raise ValueError(
+            f"zero_optimization.stage={zero.stage}: with the plan's {len(plan.stages)} stages it must be at most "
+            f"{MOST_ZERO_WITH_STAGES}, every micro-batch reads a stage's whole weights; set 0 or 1"
+        )
+    if config.gradient_accumulation_steps != plan.num_micro_batches:
+        num_samples = config.train_micro_batch_size_per_gpu * plan.num_micro_batches * module.compute_config.num_units
+        raise ValueError(
+            f"gradient_accumulation_steps={config.gradient_accumulation_steps} must be the plan's pipeline_nmicros="
+            f"{plan.num_micro_batches}; set it, and train_batch_size={num_samples} for micro-batches of "
+            f"{config.train_micro_batch_size_per_gpu}"
+        )
+    if not config.managed_gradient_accumulation:
+        raise ValueError(
+            "managed_gradient_accumulation=False: a step in stages is one train_batch() of pipeline_nmicros; leave it "
+            "out"
+        )
+    found = {value.dtype for value in plan.graph.of_kind("parameter").values() if value.dtype.is_floating_point}
+    if found - {config.dtype}:
+        raise ValueError(
+            f"bf16, fp16: the engine computes in {config.dtype}, and the plan was made for parameters in "
+            f"{', '.join(sorted(map(str, found)))}; pass module_dtype={config.dtype} to parallelize()"
+        )

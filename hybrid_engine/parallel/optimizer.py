@@ -17,6 +17,7 @@ from hybrid_engine.parallel.checkpoints.optimizer_states import GROUP, NAMES, NU
 from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Hook, Reducer
+from hybrid_engine.parallel.staged_module import StagedModule
 from hybrid_engine.zero.layer_groups import find_groups
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -96,20 +97,26 @@ def _places(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> d
 
 def _between_stages(part: ParallelModule) -> list[Reducer]:
     """For each set of stages with copies of the same parameters, what adds their gradients up; collective."""
-    reducers = []
     held = part.held()
-    for stages, names in part.shared_by_stages().items():
-        num_processes = part.compute_config.plan_ngpus // part.meshes.stages.size()  # type: ignore[union-attr]
+    return [
+        Reducer([p for p in (held.get(n) for n in names) if isinstance(p, nn.Parameter) and p.requires_grad], group)
+        for names, group in groups_of_holders(part)
+    ]
+
+
+def groups_of_holders(part: ParallelModule) -> list[tuple[list[str], dist.ProcessGroup]]:
+    """By names of parameters that several stages hold, the processes that hold copies with this one; collective."""
+    found = []
+    for stages, names in part.shared_by_stages().items() if isinstance(part, StagedModule) else ():
+        num_processes = part.unit_size // part.num_stages
         starts = range(0, part.compute_config.runtime_ngpus, part.compute_config.plan_ngpus)
         ranks = [
             [start + stage * num_processes + place for stage in stages]
             for start in starts
             for place in range(num_processes)
         ]
-        group, _ = dist.new_subgroups_by_enumeration(ranks)
-        shared = [held[name] for name in names if name in held]
-        reducers.append(Reducer([p for p in shared if isinstance(p, nn.Parameter) and p.requires_grad], group))
-    return reducers
+        found.append((names, dist.new_subgroups_by_enumeration(ranks)[0]))
+    return found
 
 
 def _of_one_kind(

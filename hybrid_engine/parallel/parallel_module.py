@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.distributed.verdict import agree
@@ -21,8 +21,6 @@ from hybrid_engine.parallel.graph.tracing import arguments_by_name
 from hybrid_engine.parallel.lowering.layouts import parameter_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
-from hybrid_engine.parallel.pipelining.pipeline import Pipeline, StageRunner
-from hybrid_engine.parallel.pipelining.stage_ops import StageOps, divide
 from hybrid_engine.parallel.planning.moving import Layout
 from hybrid_engine.parallel.planning.plan import Plan
 
@@ -42,8 +40,7 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.plan, self.compute_config, self.meshes = plan, config, meshes
         layouts = parameter_layouts(plan.graph, plan)
-        self.__dict__["_stages"] = stages = self._own_stages(plan.graph)
-        names = None if stages is None else frozenset().union(*(stage.held for stage in stages.values()))
+        names = self._names_here()
         parts = {
             id(p): part_of(p, meshes.unit, layouts.get(name))
             if names is None or name in names
@@ -52,7 +49,7 @@ class ParallelModule(nn.Module):
         }
         held = copy.deepcopy(module, dict(parts))  # type: ignore[arg-type]
         if names is not None:
-            self._leave_out(held, names)
+            _leave_out(held, names, self.canonical)
         empty = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
         original = copy.deepcopy(module, {**empty, **{id(b): b.to("meta") for b in module.buffers()}})
         # Not a module of this one: it says how the module computes, and holds no weights.
@@ -61,27 +58,12 @@ class ParallelModule(nn.Module):
             self.__dict__[name] = held.__dict__[name]
         self.training = module.training
         self.__dict__["_steps"] = {}
-        self.__dict__["_pipelines"] = {}
-        self.__dict__["_runner"] = None
         self.__dict__["_is_in_step"] = False
         self.__dict__["_graphs"] = {self._key(dict(sample)): plan.graph}
 
-    def _own_stages(self, graph: Graph) -> dict[int, StageOps] | None:
-        """The stages of this process by their numbers; None where there is one stage in all."""
-        if not self.plan.stages:
-            return None
-        assert self.meshes.stages is not None
-        first, size = self.meshes.stages.get_local_rank(), self.meshes.stages.size()
-        stages = divide(graph, self.plan.stages)
-        return {number: stages[number] for number in range(first, len(stages), size)}
-
-    def _leave_out(self, held: nn.Module, names: Collection[str]) -> None:
-        """Takes from the module the parameters and buffers of other stages."""
-        for path, owner in held.named_modules():
-            for tensors in (owner._parameters, owner._buffers):
-                for name in list(tensors):
-                    if tensors[name] is not None and self.canonical(f"{path}.{name}".lstrip(".")) not in names:
-                        del tensors[name]
+    def _names_here(self) -> frozenset[str] | None:
+        """The names in the graph of the parameters and buffers that this process has; None: all."""
+        return None
 
     def canonical(self, name: str) -> str:
         """The name that a parameter or buffer has in the plan's graph, the first one of those that are tied."""
@@ -90,19 +72,6 @@ class ParallelModule(nn.Module):
     def places(self) -> dict[str, int]:
         """The places of all parameters in the original module by name, those of other stages too."""
         return {name: place for place, (name, _) in enumerate(self._original.named_parameters())}
-
-    def shared_by_stages(self) -> dict[tuple[int, ...], list[str]]:
-        """By the processes of a pipeline that hold copies, the names of parameters that several stages read."""
-        if not self.plan.stages:
-            return {}
-        assert self.meshes.stages is not None
-        found: dict[tuple[int, ...], list[str]] = {}
-        stages = divide(self.plan.graph, self.plan.stages)
-        for name in self.plan.graph.of_kind("parameter"):
-            holders = {number % self.meshes.stages.size() for number, s in enumerate(stages) if name in s.held}
-            if len(holders) > 1:
-                found.setdefault(tuple(sorted(holders)), []).append(name)
-        return found
 
     def held(self) -> dict[str, Tensor]:
         """This process's parameters and buffers by their names in the graph."""
@@ -114,8 +83,6 @@ class ParallelModule(nn.Module):
 
         ValueError for an end-to-end module, and where a buffer was never initialised.
         """
-        if self._runner is not None:
-            return self._runner(*args, **kwargs)
         if self.compute_config.use_end2end and not self._is_in_step:
             raise ValueError("an end-to-end module has no forward of its own; call train_step or infer_step")
         return self._run(*args, **kwargs)
@@ -154,7 +121,8 @@ class ParallelModule(nn.Module):
         key = self._key(arguments)
         if key not in self._graphs:
             self._original.train(self.training)
-            self._graphs[key] = build_graph(self._original, arguments)
+            with torch.enable_grad():  # without, regions without gradients would be others
+                self._graphs[key] = build_graph(self._original, arguments)
         return self.plan.for_graph(self._graphs[key]), self._graphs[key]
 
     def _steps_for(self, arguments: dict[str, Any]) -> tuple[Steps, Graph]:
@@ -164,44 +132,6 @@ class ParallelModule(nn.Module):
             plan, graph = self._planned(arguments)
             self._steps[key] = Steps(graph, plan, self.meshes.unit), graph
         return self._steps[key]
-
-    def _pipeline_for(self, arguments: dict[str, Any]) -> tuple[Pipeline, Graph]:
-        """The stages of this process for samples of these shapes."""
-        key = self._key(arguments)
-        if key not in self._pipelines:
-            plan, graph = self._planned(arguments)
-            stages = self._own_stages(graph) or {}
-            runners = {n: StageRunner(graph, plan, self.meshes, stage, self.held) for n, stage in stages.items()}
-            self._pipelines[key] = Pipeline(graph, plan, self.meshes, runners, self), graph
-        return self._pipelines[key]
-
-    def _through_stages(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor] | None) -> list[Any]:
-        """The results of each sample, on all processes; with `loss`, their gradients are added up. Collective."""
-        arguments, pipeline, graph = agree(lambda: self._prepared(samples))
-
-        def loss_of(outputs: Sequence[Tensor | None], position: int) -> Tensor:
-            assert loss is not None
-            return loss(pytree.tree_unflatten(outputs, graph.out_spec), position)
-
-        if len(pipeline.runners) == 1:
-            self.__dict__["_runner"] = next(iter(pipeline.runners.values()))
-        try:
-            inputs = [inputs_of(graph, entry) for entry in arguments]
-            results = pipeline.run(inputs, loss_of if loss is not None else None)
-        finally:
-            self.__dict__["_runner"] = None
-        return [pytree.tree_unflatten(outputs, graph.out_spec) for outputs in results]
-
-    def _prepared(self, samples: Sequence[Any]) -> tuple[list[dict[str, Any]], Pipeline, Graph]:
-        if len(samples) != self.plan.num_micro_batches:
-            raise ValueError(
-                f"{len(samples)} samples are given; with stages there must be as many as pipeline_nmicros="
-                f"{self.plan.num_micro_batches}"
-            )
-        arguments = [self._arguments(sample) for sample in samples]
-        if len({self._key(entry) for entry in arguments}) > 1:
-            raise ValueError("with stages all samples of a step must have the same shapes; pad them to one length")
-        return arguments, *self._pipeline_for(arguments[0])
 
     def train_step(
         self,
@@ -228,28 +158,30 @@ class ParallelModule(nn.Module):
             loss = loss if scale_fn is None else scale_fn(loss)
             return loss * 0 if is_dummy_batch and is_dummy_batch[position] else loss
 
-        if self.plan.stages:
-            return self._through_stages(samples, backward_from)
-        if self.meshes.unit is None and not isinstance(self, FSDPModule):
-            return agree(lambda: self._one_by_one(samples, backward_from))
-        return self._one_by_one(samples, backward_from)
+        return self._run_samples(samples, backward_from)
 
-    def _one_by_one(self, samples: Sequence[Any], backward_from: Callable[[Any, int], Tensor]) -> list[Any]:
+    def infer_step(self, samples: Sequence[Any]) -> list[Any]:
+        """The results of the forward pass of each sample."""
+        self._check_end_to_end("infer_step")
+        return self._run_samples(samples, None)
+
+    def _run_samples(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor] | None) -> list[Any]:
+        """The results of each sample; with `loss`, which makes one of a result and its place, gradients are added."""
+        if loss is None:
+            with torch.no_grad():
+                return [self._call(sample) for sample in samples]
+        if self.meshes.unit is None and not isinstance(self, FSDPModule):
+            return agree(lambda: self._one_by_one(samples, loss))
+        return self._one_by_one(samples, loss)
+
+    def _one_by_one(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor]) -> list[Any]:
         results = []
         for position, sample in enumerate(samples):
             if isinstance(self, FSDPModule):
                 self.set_requires_gradient_sync(position == len(samples) - 1)
             results.append(self._call(sample))
-            backward_from(results[-1], position).backward()
+            loss(results[-1], position).backward()
         return results
-
-    def infer_step(self, samples: Sequence[Any]) -> list[Any]:
-        """The results of the forward pass of each sample."""
-        self._check_end_to_end("infer_step")
-        if self.plan.stages:
-            return self._through_stages(samples, None)
-        with torch.no_grad():
-            return [self._call(sample) for sample in samples]
 
     def _call(self, sample: Any) -> Any:
         """The forward pass of an end-to-end module, through the hooks of FSDP2."""
@@ -272,11 +204,27 @@ class ParallelModule(nn.Module):
             )
 
 
+def _leave_out(held: nn.Module, names: Collection[str], canonical: Callable[[str], str]) -> None:
+    """Takes from a module the parameters and buffers whose name in the graph is none of `names`."""
+    for path, owner in held.named_modules():
+        for tensors in (owner._parameters, owner._buffers):
+            for name in list(tensors):
+                if tensors[name] is not None and canonical(f"{path}.{name}".lstrip(".")) not in names:
+                    del tensors[name]
+
+
 def part_of(parameter: nn.Parameter, unit: DeviceMesh | None, layout: Layout | None) -> nn.Parameter:
     """This process's part of a whole parameter, as a copy; all of it where a unit is one process. Collective."""
     if unit is None:
         return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
     return nn.Parameter(distribute_tensor(parameter.detach(), unit, layout), parameter.requires_grad)
+
+
+def moved_to(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
+    """The same part of the same whole over another mesh; it shares the memory."""
+    whole_size = {"shape": parameter.shape, "stride": parameter.stride()}
+    moved = DTensor.from_local(parameter.detach().to_local(), mesh, parameter.placements, run_check=False, **whole_size)
+    return nn.Parameter(moved, parameter.requires_grad)
 
 
 def inputs_of(graph: Graph, arguments: dict[str, Any]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from hybrid_engine.parallel.meshes import build_meshes
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.planning.named_policies import Policy, check_runs, plan_by
 from hybrid_engine.parallel.planning.plan import Plan
+from hybrid_engine.parallel.staged_module import StagedModule
 
 Option = TypeVar("Option", bound=Enum)
 
@@ -103,7 +104,11 @@ def parallelize(
     meshes = build_meshes(plan, compute_config)
     if carried is not None:
         return lower_eagerly(built(), plan, compute_config, meshes, carried)
-    return ParallelModule(built(), plan, compute_config, meshes, dummy_forward_args)
+    return _class_for(plan)(built(), plan, compute_config, meshes, dummy_forward_args)
+
+
+def _class_for(plan: Plan) -> type[ParallelModule]:
+    return StagedModule if plan.stages else ParallelModule
 
 
 def _member(kind: type[Option], name: str, value: Option | str) -> Option:
@@ -194,13 +199,14 @@ def _subclass(
     sample: Mapping[str, Any],
 ) -> type[ParallelModule]:
     """A class whose objects are the parallelised module, each built anew by `build`."""
+    kind = _class_for(plan)
 
     def __init__(self: ParallelModule) -> None:
-        ParallelModule.__init__(self, build(), plan, config, build_meshes(plan, config), sample)
+        kind.__init__(self, build(), plan, config, build_meshes(plan, config), sample)
 
     def __new__(cls: type[EagerModule]) -> EagerModule:
         return lower_eagerly(build(), plan, config, build_meshes(plan, config), carried, cls)  # type: ignore[arg-type]
 
     if carried is not None:
         return class_of(module_class, {"__new__": __new__, "__init__": lambda self: None})
-    return type(f"Parallel{module_class.__name__}", (ParallelModule,), {"__init__": __init__})
+    return type(f"Parallel{module_class.__name__}", (kind,), {"__init__": __init__})

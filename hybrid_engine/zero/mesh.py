@@ -5,19 +5,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.zero.split_module import TENSOR
+from hybrid_engine.zero.split_module import STAGES, TENSOR
 
 
-def build_mesh(config: EngineConfig, world_size: int, unit_size: int = 1) -> DeviceMesh:
+def build_mesh(config: EngineConfig, world_size: int, unit_size: int = 1, num_stages: int = 1) -> DeviceMesh:
     """All processes on the axis `fsdp`, or groups of the config's size on it and the groups along `replicate`.
 
-    Where `world_size` are units of several processes, these are on the last axis, `tensor`. peft knows shards by the
-    name `fsdp`: on another axis it gives a linear an adapter of the size of its shard.
+    Where `world_size` are units of several processes, these are on the last axes, `stages` and `tensor`. peft knows
+    shards by the name `fsdp`: on another axis it gives a linear an adapter of the size of its shard.
     """
     shape = mesh_shape(config, world_size)
     names = ("replicate", "fsdp")[-len(shape) :]
-    if unit_size > 1:
-        shape, names = (*shape, unit_size), (*names, TENSOR)
+    for name, size in ((STAGES, num_stages), (TENSOR, unit_size // num_stages)):
+        if size > 1:
+            shape, names = (*shape, size), (*names, name)
     return init_device_mesh(default_device().type, shape, mesh_dim_names=names)
 
 
@@ -27,9 +28,13 @@ def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
     return (world_size,) if shard_size == world_size else (world_size // shard_size, shard_size)
 
 
-def find_norm_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The processes whose shards together are one model, by the axes that are longer than one process."""
-    axes = tuple(name for name in ("fsdp", TENSOR) if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1)
+def find_norm_group(mesh: DeviceMesh, is_sharded: bool) -> dist.ProcessGroup | None:
+    """The processes whose parts together are one model, by the axes that are longer than one process.
+
+    `is_sharded`: units, which are on the axis `fsdp`, share it out among them.
+    """
+    wanted = (*(("fsdp",) if is_sharded else ()), STAGES, TENSOR)
+    axes = tuple(name for name in wanted if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1)
     if len(axes) > 1:
         return mesh[axes]._flatten("model").get_group()
     return mesh[axes[0]].get_group() if axes else None

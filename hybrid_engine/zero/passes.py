@@ -23,6 +23,7 @@ from hybrid_engine.zero.fsdp2_private import (
 )
 from hybrid_engine.zero.joint_forward import JointForward
 from hybrid_engine.zero.sharding import Sharding
+from hybrid_engine.zero.split_module import num_stages_of
 from hybrid_engine.zero.trained_parameter import TrainedParameter
 from hybrid_engine.zero.uneven_gradients import UnevenGradients
 
@@ -41,8 +42,9 @@ class Passes:
         """What the loss is multiplied by, so that gradients are divided before they are added up; FSDP2 divides by the
         rest."""
         has_others = sharding.is_sharded and sharding.world_size > 1
-        self._uneven = UnevenGradients(sharding.named_fsdp_modules()) if has_others and trains else None
-        """Of parameters that processes use differently; None when alone."""
+        is_uneven = has_others and trains and num_stages_of(sharding.root) == 1
+        self._uneven = UnevenGradients(sharding.named_fsdp_modules()) if is_uneven else None
+        """Of parameters that processes use differently; None when alone, and in stages, which run one graph."""
         gathers_jointly = has_others and sharding.stage == 3
         self._joint_forward = JointForward(sharding.fsdp_modules()) if gathers_jointly else None
         """At stage 3, where a forward pass gathers with other processes; else None."""

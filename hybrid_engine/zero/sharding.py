@@ -46,7 +46,9 @@ class Sharding:
     """Axis `fsdp`, below an axis `replicate` where several groups hold a copy of the model each (each process at
     stage 0); None when nothing is wrapped."""
     tensor: DeviceMesh | None = None
-    """The processes over which a plan splits parameters, a unit; None where each has whole ones to share out."""
+    """The processes over which a plan splits parameters; None where each has whole ones to share out."""
+    unit_size: int = 1
+    """Processes that compute the module together by a plan."""
     norm_group: dist.ProcessGroup | None = None
     """The processes whose shards together are one model; None when this process has all of it."""
 
@@ -58,7 +60,7 @@ class Sharding:
     @property
     def num_units(self) -> int:
         """How many samples of a micro-batch are seen at once, in units of one process's: units take the same."""
-        return self.world_size if self.tensor is None else self.world_size // self.tensor.size()
+        return self.world_size // self.unit_size
 
     @property
     def stays_whole(self) -> bool:

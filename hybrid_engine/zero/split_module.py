@@ -8,6 +8,8 @@ from torch.distributed.tensor import DTensor
 
 TENSOR = "tensor"
 """The axis of a mesh over which such parameters are split."""
+STAGES = "stages"
+"""The axis over which the stages of such modules are dealt out."""
 
 
 @runtime_checkable
@@ -21,6 +23,19 @@ class SplitModule(Protocol):
         """Puts the parts over `mesh`, of the processes of this unit, in the place of the mesh that they were over."""
 
 
+@runtime_checkable
+class StagedModule(SplitModule, Protocol):
+    """A split module of which a process holds one stage of a pipeline; consecutive processes share a stage."""
+
+    num_stages: int
+
+    def original(self) -> nn.Module:
+        """The module that it was made from, with this process's parameters; those of other stages are on meta."""
+
+    def stages_of(self, path: str) -> frozenset[int]:
+        """The stages that hold parameters of the original's module at `path`."""
+
+
 def is_split_class(module_class: type) -> bool:
     """Whether objects of a class are such modules."""
     return hasattr(module_class, "unit_size") and hasattr(module_class, "adopt")
@@ -29,6 +44,11 @@ def is_split_class(module_class: type) -> bool:
 def unit_size_of(module: nn.Module | None) -> int:
     """How many processes compute `module` together; 1 for a module that each has for itself."""
     return module.unit_size if isinstance(module, SplitModule) else 1
+
+
+def num_stages_of(module: nn.Module | None) -> int:
+    """How many stages `module` is dealt out to; 1 where every process of a unit has a part of everything."""
+    return module.num_stages if isinstance(module, StagedModule) else 1
 
 
 def num_copies(parameter: nn.Parameter) -> int:

@@ -1,5 +1,7 @@
 """Wraps a module as its config says: one FSDP group per transformer layer and one for the rest."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +24,7 @@ from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
 from hybrid_engine.zero.mesh import build_mesh, find_norm_group
 from hybrid_engine.zero.passes import loss_factor
 from hybrid_engine.zero.sharding import Sharding
-from hybrid_engine.zero.split_module import TENSOR, SplitModule, unit_size_of
+from hybrid_engine.zero.split_module import STAGES, TENSOR, SplitModule, num_stages_of, unit_size_of
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
 
 MAX_IN_LINE = 3
@@ -54,25 +56,27 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     Below stage 3 a module that is only evaluated is not wrapped: it is whole everywhere and has no gradients.
     """
     world_size, rank, stage = get_world_size(), get_rank(), config.zero_optimization.stage
-    offloads, unit_size = offloads_parameters(config), unit_size_of(module)
+    offloads, unit_size, num_stages = offloads_parameters(config), unit_size_of(module), num_stages_of(module)
     num_units = world_size // unit_size
     is_whole = (num_units == 1 and not offloads) or (stage < 3 and not trains)
     if is_whole and unit_size == 1:
         return Sharding(root=module, stage=stage, world_size=world_size, rank=rank)
     if world_size == 1:
         join_alone()
-    mesh = build_mesh(config, num_units, unit_size)
-    group, tensor = find_norm_group(mesh), None
-    if isinstance(module, SplitModule) and unit_size > 1:
-        tensor = mesh[TENSOR]
-        mesh = mesh[tuple(mesh.mesh_dim_names or ())[:-1]]
+    whole_mesh = build_mesh(config, num_units, unit_size, num_stages)
+    names = whole_mesh.mesh_dim_names or ()
+    of_units = tuple(name for name in names if name not in (STAGES, TENSOR))
+    mesh = whole_mesh if of_units == names else whole_mesh[of_units]
+    tensor = whole_mesh[TENSOR] if TENSOR in names else None
+    if isinstance(module, SplitModule) and tensor is not None:
         module.adopt(tensor)
+    group = find_norm_group(whole_mesh, is_sharded=not is_whole)
+    of_unit: dict[str, Any] = {"tensor": tensor, "unit_size": unit_size, "norm_group": group}
     if is_whole:
-        group = None if tensor is None else tensor.get_group()
-        return Sharding(root=module, stage=stage, world_size=world_size, rank=rank, tensor=tensor, norm_group=group)
+        return Sharding(root=module, stage=stage, world_size=world_size, rank=rank, **of_unit)
     factor = loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
-    layers = _parts_to_wrap(module)
+    layers = _parts_to_wrap(module) if num_stages == 1 else []  # a graph reads parameters at any time
     with placeholders(module):
         if config.accumulation_dtype == torch.float32:
             _expect_fp32_gradients(module)
@@ -91,8 +95,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         world_size=world_size,
         rank=rank,
         mesh=mesh,
-        tensor=tensor,
-        norm_group=group,
+        **of_unit,
     )
 
 

@@ -83,8 +83,8 @@ def describe_memory(sharding: Sharding, optimizer: ZeroOptimizer | None, config:
 
 
 def _describe_sharding(sharding: Sharding) -> str:
-    if sharding.tensor is not None and not sharding.is_sharded:
-        return f"split by a plan over the {sharding.tensor.size()} processes of a unit"
+    if sharding.unit_size > 1 and not sharding.is_sharded:
+        return f"split by a plan over the {sharding.unit_size} processes of a unit"
     if not sharding.is_sharded and sharding.world_size > 1:
         return "whole on every process and unwrapped, nothing is trained"
     if not sharding.is_sharded:

@@ -4,6 +4,7 @@ Stages are consecutive layers; with tensor parallelism besides, the processes of
 Megatron-LM: rank = stage * tp_size + place in the stage.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,6 +23,8 @@ class Stage:
     """The process group of these."""
     host_group: dist.ProcessGroup
     """Another one of the same processes, over gloo: what the host reads does not wait for the device."""
+    bounds: tuple[range, ...] | None = None
+    """The layers of each stage; None: as equal as they can be."""
 
     @property
     def size(self) -> int:
@@ -40,7 +43,11 @@ class Stage:
 
     def layers(self, num_layers: int) -> range:
         """The layers that this stage holds."""
-        return split_layers(num_layers, self.size)[self.index]
+        return self.all_layers(num_layers)[self.index]
+
+    def all_layers(self, num_layers: int) -> Sequence[range]:
+        """The layers of each stage."""
+        return self.bounds or split_layers(num_layers, self.size)
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:

@@ -13,7 +13,6 @@ from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.verdict import LostError
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.pipeline.links import StageLinks
-from hybrid_engine.generation.pipeline.stage import split_layers
 from hybrid_engine.ops import Batch
 
 
@@ -32,15 +31,8 @@ class StageModel(InferenceModel):
         assert stage is not None
         self.group, self.stage, self.links = group, stage, StageLinks(stage, device)
         self.num_layers = len(self.layers)
-        bounds = split_layers(self.num_layers, stage.size)
-        self.most_layers = max(map(len, bounds))
-        self.layers = [self.layers[index] for index in bounds[stage.index]]
-        for place, layer in enumerate(self.layers):
-            layer.index = place  # in the KV workspace
-        if not stage.is_first:
-            self.embedding = self.position_embedding = self.embedding_norm = self.project_in = None
-        if not stage.is_last:
-            self.lm_head = self.final_norm = self.project_out = None
+        self.most_layers = max(map(len, stage.all_layers(self.num_layers)))
+        keep_stage(self, stage.layers(self.num_layers), stage.is_first, stage.is_last)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -91,3 +83,14 @@ class StageModel(InferenceModel):
         self.links.send_hidden(hidden)
         num_rows = len(batch.tokens if batch.wanted is None else batch.wanted)
         return hidden.new_empty(num_rows, 0)
+
+
+def keep_stage(model: Any, layers: range, is_first: bool, is_last: bool) -> None:
+    """Takes from an `InferenceModel` all but these layers, and the ends that the first and the last stage have."""
+    model.layers = [model.layers[index] for index in layers]
+    for place, layer in enumerate(model.layers):
+        layer.index = place  # in the KV workspace
+    if not is_first:
+        model.embedding = model.position_embedding = model.embedding_norm = model.project_in = None
+    if not is_last:
+        model.lm_head = model.final_norm = model.project_out = None

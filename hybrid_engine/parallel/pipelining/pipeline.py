@@ -40,13 +40,14 @@ class StageRunner(nn.Module):
         self.graph, self.mesh_sizes, self.stage, self.held = graph, plan.mesh, stage, held
         self.steps = Steps(graph, plan, meshes.unit, stage.ops, stage.sent)
         self.samples: Sequence[Inputs] = ()
+        self.keeps_outputs = True
         self.outputs: list[Outputs] = []
         self.error: Exception | None = None
         self.count = 0
 
-    def begin(self, samples: Sequence[Inputs]) -> None:
-        """Takes the samples of the next step."""
-        self.samples, self.outputs, self.error, self.count = samples, [], None, 0
+    def begin(self, samples: Sequence[Inputs], keeps_outputs: bool = True) -> None:
+        """Takes the samples of the next step; `keeps_outputs`: the results of all are wanted when it is over."""
+        self.samples, self.keeps_outputs, self.outputs, self.error, self.count = samples, keeps_outputs, [], None, 0
 
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
         """What the next stage is sent, or the results of the last one that are tensors."""
@@ -72,7 +73,8 @@ class StageRunner(nn.Module):
             # What is only passed on must be another tensor than what the gradient of the received one is added to.
             return tuple(tensor.clone() if key in self.stage.received else tensor for key, tensor in tensors.items())
         outputs = self.steps.outputs(values)
-        self.outputs.append([None if output is None else output.detach().clone() for output in outputs])
+        if self.keeps_outputs:
+            self.outputs.append([None if output is None else output.detach().clone() for output in outputs])
         return tuple(output for output in outputs if output is not None)
 
     def _zeros(self) -> tuple[Tensor, ...]:
@@ -140,22 +142,27 @@ class Pipeline:
         self._loss: Callable[[Outputs, int], Tensor] = lambda outputs, position: torch.zeros(())
         self._schedules: dict[bool, Any] = {}
 
-    def run(self, samples: Sequence[Inputs], loss: Callable[[Outputs, int], Tensor] | None) -> list[Outputs]:
+    def run(
+        self,
+        samples: Sequence[Inputs],
+        loss: Callable[[Outputs, int], Tensor] | None,
+        returns_outputs: bool = True,
+    ) -> list[Outputs]:
         """The results of each sample, on all processes; with `loss`, its gradients are added up. Collective.
 
-        `loss` makes of the results of a sample and its place what the backward pass starts from. An error of one
-        process is raised on all.
+        `loss` makes of the results of a sample and its place what the backward pass starts from. Without
+        `returns_outputs` nothing is kept and sent, and nothing returned. An error of one process is raised on all.
         """
         schedule = self._schedule(loss is not None)
         self._loss = loss or self._loss
         for runner in self.runners.values():
-            runner.begin(samples)
+            runner.begin(samples, returns_outputs)
         places = torch.arange(len(samples))
         with torch.set_grad_enabled(loss is not None):
             step = schedule.step if loss is not None or self.plan.schedule != "1f1b_interleaved" else schedule.eval
             step(target=places, return_outputs=False)
         everyone().raise_together(next((r.error for r in self.runners.values() if r.error is not None), None))
-        return self._everywhere(len(samples))
+        return self._everywhere(len(samples)) if returns_outputs else []
 
     def _schedule(self, has_backward: bool) -> Any:
         if has_backward not in self._schedules:

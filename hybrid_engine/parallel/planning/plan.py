@@ -131,15 +131,19 @@ class Plan:
         return "\n".join(lines)
 
     def for_graph(self, graph: Graph) -> "Plan":
-        """The plan's decisions for arguments of other shapes; ValueError for another model.
+        """The plan's decisions for arguments of other shapes, or the other mode; ValueError for another model.
 
-        An op whose dimension does not divide there is computed whole by every rank.
+        An op whose dimension does not divide there is computed whole by every rank. Ops that this graph alone has, as
+        those of dropout in training, are split as what they read.
         """
-        same = self.graph.signature == graph.signature
-        if not same:
+        if self.graph.signature != graph.signature and _uses_of_weights(self.graph) != _uses_of_weights(graph):
             raise ValueError(f"the plan is for another model: {difference(self.graph, graph)}")
-        fitting = {key: names for key, names in self.splits.items() if _fits(graph.ops[key], names, self.mesh)}
-        return Plan(graph=graph, **{name: getattr(self, name) for name in DECISIONS} | {"splits": fitting})
+        there = {key: names for key, names in self.splits.items() if key in graph.ops}
+        fitting = {key: names for key, names in there.items() if _fits(graph.ops[key], names, self.mesh)}
+        plan = Plan(graph=graph, **{name: getattr(self, name) for name in DECISIONS} | {"splits": fitting})
+        for key, names in follow(plan, [op for key, op in graph.ops.items() if key not in self.graph.ops]).items():
+            plan._set(key, names)
+        return plan
 
     def to_json(self) -> dict[str, Any]:
         """The plan as its file holds it."""
@@ -193,6 +197,13 @@ class Plan:
 
 
 DECISIONS = ("mesh", "splits", "stages", "recompute", "num_micro_batches", "schedule", "notes")
+
+
+def _uses_of_weights(graph: Graph) -> dict[str, list[tuple[str, Sequence[int]]]]:
+    """By op, the names and shapes of the parameters that it reads."""
+    parameters = graph.of_kind("parameter")
+    reads = {op.key: [key for key in op.inputs if key in parameters] for op in graph.ops.values()}
+    return {op: [(key, tuple(parameters[key].shape)) for key in keys] for op, keys in reads.items() if keys}
 
 
 def _around(path: str) -> list[str]:
