@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -117,7 +118,8 @@ class StagedModule(ParallelModule):
         loss: Callable[[Any, int], Tensor] | None,
         returns_results: bool = True,
     ) -> list[Any]:
-        arguments, pipeline, graph = agree(lambda: self._prepared(arguments_of()))
+        with torch.set_grad_enabled(loss is not None):
+            arguments, pipeline, graph = agree(lambda: self._prepared(arguments_of()))
 
         def loss_of(outputs: Sequence[Tensor | None], position: int) -> Tensor:
             assert loss is not None

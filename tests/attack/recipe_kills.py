@@ -202,7 +202,8 @@ def left_by(recipe: str, out: Path) -> dict[str, Any]:
             left[name] = [{figure: line[figure] for figure in line if not is_time(figure)} for line in lines]
         elif path.name == "result.json":
             result = json.loads(path.read_text())
-            left[name] = {figure: result[figure] for figure in result if not figure.endswith("seconds")}
+            of_a_process = [figure for figure in result if figure.endswith("seconds") or figure == "memory"]
+            left[name] = {figure: result[figure] for figure in result if figure not in of_a_process}
         elif path.suffix in (".png", ".md") or path.name == "config.yaml":
             left[name] = None  # with times, or the name of the folder, in them
         else:
