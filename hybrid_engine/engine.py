@@ -11,10 +11,9 @@ Where things are: sharding in `zero/wrapping.py`, masters, clipping and loss sca
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,12 @@ from hybrid_engine.observing.memory_use import MemoryUse
 from hybrid_engine.observing.observer import Observer
 from hybrid_engine.optim.accumulation import GradientAccumulation
 from hybrid_engine.optim.backward_hooks import BackwardHooks
+from hybrid_engine.optim.batches import Batches, LossFunction, SuccessiveBatches
 from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters
 from hybrid_engine.optim.call_checks import CallChecks, check_loss
-from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum, StateOffload
+from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
 from hybrid_engine.optim.stepping import end_micro_batch
-from hybrid_engine.parallel.stage_training import LossFunction, StageTraining, loss_of, split_batch
+from hybrid_engine.parallel.stage_training import StagedBatches
 from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.no_copies import Uncopied
@@ -131,7 +131,7 @@ class ZeroEngine(Uncopied):
         self.backward_hooks = BackwardHooks(self)
         self.memory_use: MemoryUse | None = None
         """Of the run that this engine trains in, where that was planned."""
-        self.stages = StageTraining(self) if num_stages_of(model) > 1 else None
+        self.batches: Batches = StagedBatches(self) if num_stages_of(model) > 1 else SuccessiveBatches(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -159,7 +159,7 @@ class ZeroEngine(Uncopied):
         return output
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_whole_passes("forward()")
+        self.checks.check_single_passes("forward()")
         self.checks.check_parameters()
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = tree_map(_to_half, (args, kwargs))
@@ -192,7 +192,7 @@ class ZeroEngine(Uncopied):
 
         After an error on the way, also Ctrl-C, all gradients are dropped and the accumulation starts again.
         """
-        self._check_whole_passes("backward()")
+        self.checks.check_single_passes("backward()")
         optimizer = self.check_trains("backward()")
         self.backward_hooks.recover()
         self.accumulation.agree_to_begin(attempt(lambda: self.checks.check_backward(loss))[1])
@@ -250,22 +250,7 @@ class ZeroEngine(Uncopied):
         """
         self.check_trains("train_batch()")
         self.backward_hooks.recover()
-        if self.stages is None:
-            return torch.stack([self._train_on(batch, loss_fn) for batch in self._next_batches(batches)]).mean()
-        given = agree(lambda: self._check_train_batch(batches))
-        try:
-            with restoring_modes(), self.observer.forward(self.global_steps, True), self.backward_hooks.own_pass(1.0):
-                losses = self.stages.run(given, loss_fn)
-        except BaseException:
-            self.drop_accumulation()
-            self.sharding.settle()
-            raise
-        with self.observer.backward(losses.sum()):
-            self.accumulation.end_pass()
-        self.num_pending_micro_batches = len(given) - 1
-        self.micro_steps += len(given) - 1
-        self.step()
-        return losses.mean()
+        return self.batches.train(batches, loss_fn)
 
     @naming_who_left("eval_batch()")
     def eval_batch(self, batches: Iterable[Any]) -> list[Any]:
@@ -274,35 +259,7 @@ class ZeroEngine(Uncopied):
         The one forward pass of a module in stages, whose results all processes of the unit get. Collective.
         """
         with torch.no_grad():
-            if self.stages is None:
-                return [self._call(split_batch(batch)[0]) for batch in self._next_batches(batches)]
-            given = agree(lambda: self._next_batches(batches))
-            return self.stages.module.run_batches([split_batch(batch)[0] for batch in given], None)
-
-    def _next_batches(self, batches: Iterable[Any]) -> list[Any]:
-        wanted = self.config.gradient_accumulation_steps
-        given = list(islice(batches, wanted))
-        if len(given) < wanted:
-            raise ValueError(
-                f"batches: {len(given)} micro-batches are left, and a step takes gradient_accumulation_steps={wanted}; "
-                "give as many"
-            )
-        return given
-
-    def _check_train_batch(self, batches: Iterable[Any]) -> list[Any]:
-        self.checks.check_whole("train_batch()", *TRAINING)
-        self.checks.check_parameters()
-        return self._next_batches(batches)
-
-    def _call(self, inputs: Any) -> Any:
-        return self(**inputs) if isinstance(inputs, Mapping) else self(inputs)
-
-    def _train_on(self, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
-        inputs, targets = split_batch(batch)
-        loss = loss_of(self._call(inputs), targets, loss_fn)
-        self.backward(loss)
-        self.step()
-        return loss.detach()
+            return self.batches.evaluate(batches)
 
     @naming_who_left("step()")
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -428,7 +385,7 @@ class ZeroEngine(Uncopied):
         goes on only where the model has them already, as the base of adapters.
         """
         self.backward_hooks.recover()
-        self._check_checkpoints("save_checkpoint()")
+        self.checks.check_whole_module_saves("save_checkpoint()")
         agree(lambda: self.checks.check_saves("save_checkpoint()", save_dir))
         tag = checkpoint.choose_tag(tag, self.config.checkpoint.tag_validation)
         return checkpoint.save(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -460,7 +417,7 @@ class ZeroEngine(Uncopied):
             ValueError: see `checkpoint.load`; a `custom_load_fn`. The engine is then unchanged, as after Ctrl-C.
         """
         self.backward_hooks.recover()
-        self._check_checkpoints("load_checkpoint()")
+        self.checks.check_whole_module_saves("load_checkpoint()")
         check_path("load_dir", load_dir)
         if custom_load_fn is not None:
             raise ValueError(
@@ -503,7 +460,7 @@ class ZeroEngine(Uncopied):
         from hybrid_engine.checkpoint.export import save_16bit_model
 
         self.backward_hooks.recover()
-        self._check_checkpoints("save_16bit_model()")
+        self.checks.check_whole_module_saves("save_16bit_model()")
         agree(lambda: self.checks.check_saves("save_16bit_model()", save_dir, OffloadStateTypeEnum.lp_params))
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
@@ -530,23 +487,6 @@ class ZeroEngine(Uncopied):
         if not self.config.activation_checkpointing.cpu_checkpointing or self.device.type == "cpu":
             return nullcontext()
         return save_on_cpu(pin_memory=True)
-
-    def _check_checkpoints(self, what: str) -> None:
-        """Raises ValueError where each process would have to save other parameters; local."""
-        if self.stages is not None:
-            raise ValueError(
-                f"{what}: the module runs in {self.stages.module.num_stages} stages; save what "
-                "deduped_state_dict(engine, engine.optimizer) gives on each process, and load what merge_state_dicts "
-                "makes of all of them by load_merged_state_dicts, into any plan, module or engine"
-            )
-
-    def _check_whole_passes(self, what: str) -> None:
-        """Raises ValueError where no process runs the whole module; local."""
-        if self.stages is not None:
-            raise ValueError(
-                f"{what}: the module runs in {self.stages.module.num_stages} stages, all micro-batches of a step at "
-                "once; call train_batch(batches, loss_fn), or eval_batch(batches)"
-            )
 
     def check_trains(self, what: str) -> Any:
         if self.optimizer is None:

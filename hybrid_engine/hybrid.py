@@ -12,7 +12,6 @@ taken), run (prefill, fork, decode), release (LoRA unfused, weights resharded, w
 `generate()`, with one line that names what and why.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from hybrid_engine.generation.fewer_rows import with_half_the_rows
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.training import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
+from hybrid_engine.generation.module_generate import ModuleGenerate
 from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs
@@ -39,6 +39,7 @@ from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.request import Request
 from hybrid_engine.generation.split_weights import check_parts, generating, share_unit
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
+from hybrid_engine.model_checks import check_generates
 from hybrid_engine.observing.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
 from hybrid_engine.parallel.engine_checks import check_parallel
@@ -48,52 +49,13 @@ if TYPE_CHECKING:
     from hybrid_engine.serving.server import Server
 
 
-class ModuleGenerate:
-    """`engine.module.generate`: the engine's, with the positions and names of the arguments that the model's has.
-
-    A copy of the module, and the module once the engine is gone, generate by themselves.
-    """
-
-    def __init__(self, engine: "HybridEngine"):
-        # Weak: a module that is kept must not keep optimizer state and KV workspace of an engine that nobody has.
-        self.module, self.engine = engine.module, weakref.ref(engine)
-
-    def __call__(
-        self, inputs: torch.Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any
-    ) -> Any:
-        engine = self.engine()
-        if engine is None:
-            return type(self.module).generate(self.module, inputs, generation_config, **kwargs)
-        if inputs is not None:
-            if kwargs.get("input_ids") is not None:
-                raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
-            kwargs["input_ids"] = inputs
-        return engine.generate(generation_config=generation_config, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other == getattr(self.engine(), "generate", None)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self.module)]  # copy.deepcopy is in the middle of copying the module
-        return type(copied).generate.__get__(copied)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.module, "generate")
-
-
 class HybridEngine(ZeroEngine):
-    """ZeroEngine with `generate()`.
-
-    `logprob_difference` is how far rollout and trainer were apart when last measured: at start-up, or by
-    `observe_logprobs`; None when the model has no containers and nothing was observed yet.
-    """
+    """ZeroEngine with `generate()`."""
 
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
         """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
         check_parallel(model, config)
-        _check_generates(generating(model))
+        check_generates(generating(model))
         tp_size = config.hybrid_engine.inference_tp_size
         check_group_size(tp_size, TRAINING_OPTION)
         check_parts(model, config.hybrid_engine.exact, tp_size)
@@ -110,7 +72,6 @@ class HybridEngine(ZeroEngine):
         )
         self._generating_for = model
         self.latency = LatencyStats(self.sharding.num_units, self.device)
-        self.logprob_difference: LogprobDifference | None = None
         self._is_generating = False
         self.create_inference_containers()
         self.module.generate = ModuleGenerate(self)
@@ -150,15 +111,18 @@ class HybridEngine(ZeroEngine):
         """
         # Tensors made in inference mode would stay behind in the workspace.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
-            self.backward_hooks.recover()
-            if self.generator.begin(self._check_can_generate):
-                self.create_inference_containers()
+            self._begin_to_generate()
             request = prepare(self.generator, input_ids, attention_mask, generation_config, seed, kwargs)
             while True:
                 try:
                     return self._roll_out(request, held)
                 except torch.OutOfMemoryError:
                     request = with_half_the_rows(self.generator, request)
+
+    def _begin_to_generate(self) -> None:
+        """Raises ValueError where this engine cannot generate now; finds what was changed since. Collective."""
+        self.backward_hooks.recover()
+        self.generator.begin(self._check_can_generate)
 
     def _roll_out(self, request: Request, held: HeldInterrupts) -> torch.Tensor | GenerateOutput:
         with self._generating(), ExitStack() as release:
@@ -195,8 +159,7 @@ class HybridEngine(ZeroEngine):
             ValueError: as `generate()` does, and for a model without containers or one that processes share.
         """
         with torch.inference_mode(False), torch.no_grad():
-            if self.generator.begin(self._check_can_generate):
-                self.create_inference_containers()
+            self._begin_to_generate()
             rollout = start_async(
                 self.generator, input_ids, attention_mask, generation_config, seed, kwargs, carried, self.global_steps
             )
@@ -230,9 +193,8 @@ class HybridEngine(ZeroEngine):
             ValueError: in training mode, for a model without containers, and for wrong options.
         """
         build_server = import_serving()
-        with torch.no_grad():
-            if self.generator.begin(self._check_can_generate):
-                self.create_inference_containers()
+        with torch.inference_mode(False), torch.no_grad():
+            self._begin_to_generate()
         if self.training:
             raise ValueError("serving(): the engine is in training mode; call engine.eval() first")
         options = {"version": self.global_steps, "longest": longest, "max_running": max_running, **options}
@@ -249,9 +211,7 @@ class HybridEngine(ZeroEngine):
         Collective. Raises ValueError where `generate()` would for the engine's mode or state.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self.backward_hooks.recover()
-            if self.generator.begin(self._check_can_generate):
-                self.create_inference_containers()
+            self._begin_to_generate()
             with self._generating(), self.generator.readable(self.generator.model):
                 yield
 
@@ -261,12 +221,8 @@ class HybridEngine(ZeroEngine):
         Takes the rollouts' shape and the options of `generate()`, see `generation.warm_up`. Collective; in eval mode.
         """
         with holding_interrupts(), torch.inference_mode(False), torch.no_grad():
-            self.backward_hooks.recover()
-            if self.generator.begin(self._check_can_generate):
-                self.create_inference_containers()
+            self._begin_to_generate()
             result = warm_up(self.generator, num_prompts, prompt_length, options)
-        if self.generator.model is None:
-            self.logprob_difference = None
         if self.sharding.rank == 0 and self.config.hybrid_engine.print_latency:
             print(result, flush=True)
         return result
@@ -290,7 +246,7 @@ class HybridEngine(ZeroEngine):
         with holding_interrupts():
             super().train(mode)
             if mode:
-                self.generator.make_room_for_training()
+                self.generator.memory.make_room_for_training()
                 self.training_memory.begin()
                 self.latency.mark_training()
         return self
@@ -313,7 +269,7 @@ class HybridEngine(ZeroEngine):
         self.checks.check_whole("create_inference_containers()", OffloadStateTypeEnum.lp_params)
         self._check_not_generating("create_inference_containers()")
         with holding_interrupts():
-            self.logprob_difference = self.generator.build_containers()
+            self.generator.build_containers()
 
     def convert_to_linear_transposed(self) -> list[TransposedLinear]:
         """The containers' linears, whose weights are [in, out] views of the parameters."""
@@ -352,8 +308,17 @@ class HybridEngine(ZeroEngine):
 
         Three tensors of one shape; `mask` is True on response tokens. Collective on several processes.
         """
-        self.logprob_difference = compare_logprobs(rollout, trainer, mask, self.sharding.world_size)
-        return self.logprob_difference
+        difference = compare_logprobs(rollout, trainer, mask, self.sharding.world_size)
+        self.generator.logprob_difference = difference
+        return difference
+
+    @property
+    def logprob_difference(self) -> LogprobDifference | None:
+        """How far rollout and trainer were apart when last measured: at start-up, or by `observe_logprobs`.
+
+        None when the model has no containers and nothing was observed yet.
+        """
+        return self.generator.logprob_difference
 
     def latency_stats(self) -> dict[str, float]:
         """Where the time since the last `eval()` went: seconds, counts and bytes by name.
@@ -368,7 +333,7 @@ class HybridEngine(ZeroEngine):
 
     def report(self) -> str:
         """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and why."""
-        return f"{super().report()}\n{describe_generation(self.generator, self.logprob_difference)}"
+        return f"{super().report()}\n{describe_generation(self.generator)}"
 
     def _check_can_generate(self) -> None:
         """Raises ValueError inside `generate()`, where weights are away, or for another model; local.
@@ -400,33 +365,10 @@ class HybridEngine(ZeroEngine):
             self._is_generating = False
 
     def _count(self, result: RolloutResult) -> None:
-        for figure, amount in (
-            ("prefill_seconds", result.prefill_seconds),
-            ("decode_seconds", result.decode_seconds),
-            ("graph_captures", result.captures.captures),
-            ("graph_capture_seconds", result.captures.seconds),
-            ("num_samples", result.num_samples),
-            ("generated_tokens", result.generated_tokens),
-            ("preemptions", result.preemptions),
-            ("gathered_bytes", self.generator.gatherer.count_bytes()),
-        ):
+        figures = {**result.figures(), "gathered_bytes": self.generator.gatherer.count_bytes()}
+        for figure, amount in figures.items():
             self.latency.add(figure, amount)
         taken = self.generator.workspace.allocated_bytes
         self.latency.raise_peak(taken)
         if self.memory_use is not None:
-            self.memory_use.note_rollout(taken + self.generator.bytes_to_gather)
-
-
-def _check_generates(model: nn.Module) -> None:
-    config = getattr(model, "config", None)
-    if not hasattr(type(model), "generate") or getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"hybrid_engine.enabled: {type(model).__name__} is no decoder-only language model with generate(); "
-            "pass one, or leave hybrid_engine out of the config"
-        )
-    missing = [name for name in ("config", "generation_config") if getattr(model, name, None) is None]
-    if missing:
-        raise ValueError(
-            f"hybrid_engine.enabled: {type(model).__name__} has generate() but no {' and no '.join(missing)}; a module "
-            "that wraps a language model must have the language model's, or leave hybrid_engine out of the config"
-        )
+            self.memory_use.note_rollout(taken + self.generator.memory.bytes_to_gather(self.generator.model))

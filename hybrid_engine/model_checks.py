@@ -1,4 +1,4 @@
-"""Whether a model can be trained as config, optimizer and scheduler ask for, before anything of it is changed."""
+"""Whether a model can be trained as its config asks for, and generate, before anything of it is changed."""
 
 from typing import Any
 
@@ -48,3 +48,19 @@ def check_training(
     check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, num_units))
     check_parallel(model, config)
     return groups
+
+
+def check_generates(model: nn.Module) -> None:
+    """Raises ValueError where a hybrid engine could not generate with `model`; local."""
+    config = getattr(model, "config", None)
+    if not hasattr(type(model), "generate") or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"hybrid_engine.enabled: {type(model).__name__} is no decoder-only language model with generate(); "
+            "pass one, or leave hybrid_engine out of the config"
+        )
+    missing = [name for name in ("config", "generation_config") if getattr(model, name, None) is None]
+    if missing:
+        raise ValueError(
+            f"hybrid_engine.enabled: {type(model).__name__} has generate() but no {' and no '.join(missing)}; a module "
+            "that wraps a language model must have the language model's, or leave hybrid_engine out of the config"
+        )

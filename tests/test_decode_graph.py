@@ -238,5 +238,5 @@ def test_experts_on_their_reference_are_not_recorded_because_it_reads_the_device
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "1")
     monkeypatch.setattr(InferenceModel, "device", torch.device("cuda"))
     monkeypatch.setattr(backend, "CudaGraphs", TapeRecorder)
-    engine.generator.use_containers(engine.generator.model)
+    engine.generator.use_containers(engine.generator.model, None)
     assert (engine.generator.native.steps.recorder is not None) == is_recorded

@@ -131,17 +131,17 @@ def refused_inputs(rank, world_size):
 
 def crowded_rollouts(rank, world_size):
     """Pinned weights on a machine where rank 1 has no room for them."""
-    from hybrid_engine.generation import generator
+    from hybrid_engine.generation.memory import budget
 
     input_ids, mask = (share(tensor, rank, world_size) for tensor in padded_prompts())
     engine = build_engine(build_model(), world_size, 3)
     engine.eval()
-    real, generator.usable_memory_bytes = generator.usable_memory_bytes, lambda device: 10**12 * (rank == 0)
+    real, budget.usable_memory_bytes = budget.usable_memory_bytes, lambda device: 10**12 * (rank == 0)
     try:
         answer = engine.generate(input_ids, attention_mask=mask, **GREEDY)
         report = engine.report()
     finally:
-        generator.usable_memory_bytes = real
+        budget.usable_memory_bytes = real
     engine.generate(input_ids, attention_mask=mask, **GREEDY)
     return answer, report, engine.report()
 

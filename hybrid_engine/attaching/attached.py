@@ -27,6 +27,7 @@ from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interru
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.generation.fewer_rows import with_half_the_rows
 from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.module_generate import PutGenerate
 from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference, evaluating
 from hybrid_engine.generation.report import describe_generation
@@ -105,10 +106,11 @@ def _read_options(model: nn.Module, options: dict[str, Any]) -> HybridEngineConf
     return HybridEngineConfig(enabled=True, **{**defaults, **options})
 
 
-class AttachedGenerate:
-    """`generate` of an attached model; a copy or a pickle of the model has its class's."""
+class AttachedGenerate(PutGenerate):
+    """`generate` of an attached model."""
 
-    def __init__(self, attached: "Attached"):
+    def __init__(self, attached: "Attached") -> None:
+        super().__init__(attached.module)
         self.attached = attached
 
     def __call__(
@@ -116,19 +118,9 @@ class AttachedGenerate:
     ) -> Any:
         return self.attached.generate(inputs, generation_config, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self.attached.module)]  # copy.deepcopy is in the middle of copying the model
-        return type(copied).generate.__get__(copied)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.attached.module, "generate")
-
 
 class Attached:
-    """What `attach` returns. `logprob_difference` is how far containers and the model's forward were apart when built.
-
-    It is None where there are no containers; `generator.fallback_reason` then says why.
-    """
+    """What `attach` returns: gives the model its own `generate()` back, and tells how it generates."""
 
     def __init__(self, module: nn.Module, config: HybridEngineConfig):
         self.module, self.config = module, config
@@ -141,22 +133,25 @@ class Attached:
     def _build(self) -> None:
         """Containers for the model as it is now."""
         self._fingerprint = fingerprint(self.module)
-        self.logprob_difference: LogprobDifference | None = None
         reason = reason_unreadable(self.module)
         self.generator: Generator | None = None
         if reason is None:
             device = next(self.module.parameters()).device
             with as_found(sharding := find_sharding(self.module)), torch.no_grad():
                 self.generator = Generator(self.module, sharding, self.config, device=device)
-                self._build_containers()
+                with own_forward(self.module), evaluating(self.module):
+                    self.generator.build_containers()
             reason = self.generator.fallback_reason
         if reason is not None:
             say_once(f"attach(): {type(self.module).__name__} generates by its own generate(): {reason}")
 
-    def _build_containers(self) -> None:
-        assert self.generator is not None
-        with own_forward(self.module), evaluating(self.module):
-            self.logprob_difference = self.generator.build_containers()
+    @property
+    def logprob_difference(self) -> LogprobDifference | None:
+        """How far containers and the model's forward were apart when they were built.
+
+        None where there are no containers; `generator.fallback_reason` then says why.
+        """
+        return None if self.generator is None else self.generator.logprob_difference
 
     def detach(self) -> None:
         """Gives the model its own `generate()` back, and the memory of containers; once is enough."""
@@ -175,7 +170,7 @@ class Attached:
         """How the model generates, and why so."""
         if self.generator is None:
             return f"{type(self.module).__name__} generates by its own generate(): {reason_unreadable(self.module)}"
-        return describe_generation(self.generator, self.logprob_difference)
+        return describe_generation(self.generator)
 
     @naming_who_left("generate()")
     def generate(
@@ -216,8 +211,7 @@ class Attached:
             with held.allowed():
                 return self._own(prompts, generation_config, **kwargs)
         with as_found(self.generator.sharding), own_forward(self.module):
-            if self.generator.begin(_nothing_to_check):
-                self._build_containers()
+            self.generator.begin()
             others = {name: value for name, value in kwargs.items() if name != "attention_mask"}
             mask = kwargs.get("attention_mask")
             request = prepare(self.generator, prompts, mask, generation_config, None, others)
@@ -262,7 +256,3 @@ class Attached:
         if getattr(output, "logprobs", None) is None:
             raise ValueError(f"rollout_func: there are no log-probabilities of the sampler; {self.report()}")
         return {"prompt_ids": prompt_ids, **completions(output, ids.shape[1])}
-
-
-def _nothing_to_check() -> None:
-    pass

@@ -62,6 +62,18 @@ class RolloutResult:
     decode_seconds: float = 0.0
     captures: CaptureStats = field(default_factory=CaptureStats)
 
+    def figures(self) -> dict[str, float]:
+        """What it took, by the names of `latency_stats()`."""
+        return {
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "graph_captures": self.captures.captures,
+            "graph_capture_seconds": self.captures.seconds,
+            "num_samples": self.num_samples,
+            "generated_tokens": self.generated_tokens,
+            "preemptions": self.preemptions,
+        }
+
 
 def _say_nothing() -> None:
     pass

@@ -10,8 +10,6 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.tensor_parallel import TensorParallel
-from hybrid_engine.distributed.interrupts import HeldInterrupts
+from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.verdict import LostError, Partners, attempt
 from hybrid_engine.generation.backend import ContainerRollouts, ModuleRollouts, RolloutResult
 from hybrid_engine.generation.batching.demand import BLOCK_SIZE
@@ -30,16 +28,15 @@ from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, pass_over_layers
 from hybrid_engine.generation.decoding.open_step import Choice
 from hybrid_engine.generation.exact import ExactModel
+from hybrid_engine.generation.memory.budget import MemoryBudget
 from hybrid_engine.generation.memory.training import TrainingMemory
-from hybrid_engine.generation.memory.usage import free_and_total_bytes, usable_memory_bytes
 from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.output import GenerateOutput, add_prompt_scores
 from hybrid_engine.generation.pipeline.rollouts import StageRollouts
 from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
-from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
-from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_widely
+from hybrid_engine.generation.probing.container_probe import ContainerProbe
 from hybrid_engine.generation.request import Request, Wishes
 from hybrid_engine.generation.sampling.in_step import InStep
 from hybrid_engine.ops.dispatch import fallback_forced
@@ -66,10 +63,13 @@ class Generator:
         self.group = group or ModelGroup()
         self.device = device or next(module.parameters()).device
         self.gatherer = WeightGatherer(sharding, config.pin_parameters, self.group.slices)
-        self.workspace, self.training = KVWorkspace(), training
+        self.workspace = KVWorkspace()
+        self.memory = MemoryBudget(self.device, config, self.gatherer, self.workspace, training)
         self.lasting = LastingWeights(self.group.parallel.read)
         self.model: InferenceModel | None = None
         self.fallback_reason: str | None = None
+        self.logprob_difference: LogprobDifference | None = None
+        """How far rollout and trainer were apart when last measured, by the narrow probe or on a rollout."""
         self.native: ContainerRollouts | None = None
         self.is_live = False
         """Whether a live batch has the workspace."""
@@ -83,28 +83,27 @@ class Generator:
             self.partners = Partners(size=sharding.world_size, rank=sharding.rank)
         else:
             self.partners = self.group.partners
+        self.probe = ContainerProbe(module, self.gatherer, self.readable, self.partners, sharding.world_size)
 
-    def build_containers(self) -> LogprobDifference | None:
-        """Builds containers and measures them against the module; None, with the reason kept, if there are none."""
+    def build_containers(self) -> None:
+        """Builds containers and measures them against the module; if there are none, the reason is kept. Collective."""
         self._modules = list(self.module.modules())
         try:
             if self.config.exact:
                 self._check_threads()
             model = self.partners.agree(self._build_model)
             self.gatherer.has_buffers = model.buffer_bytes() > 0
-            (is_crowded,) = self.partners.highest([int(self._is_crowded(model))])
+            (is_crowded,) = self.partners.highest([int(self.memory.is_crowded(model))])
             self._choose_gathering(bool(is_crowded))
-            difference = self.partners.agree(lambda: self._probe(model))
-            self.use_containers(model)
+            # Without the module there is no forward pass to compare with.
+            self.use_containers(model, self.probe.run(model) if self.group.has_whole_module else None)
             if self.device.type == "cuda":  # on a CPU it takes long, and `warm_up()` does it
                 self.probe_widely()
         except (UnsupportedModelError, NotExactError) as error:
             if self.config.exact:
                 raise ValueError(f"hybrid_engine.exact: {error}; leave exact out of the config") from error
             self.drop_containers(str(error))
-            return None
         self.gatherer.count_bytes()  # no rollout's
-        return difference
 
     def _build_model(self) -> InferenceModel:
         if self.group.stage is not None:
@@ -133,19 +132,10 @@ class Generator:
 
     def drop_containers(self, reason: str) -> None:
         """Generates by the model's own `generate()` from now on, for this reason."""
-        self.model, self.native, self.fallback_reason = None, None, reason
-
-    def _probe(self, model: InferenceModel) -> LogprobDifference | None:
-        with self.readable(model):
-            if not self.group.has_whole_module:
-                return None  # there is no forward pass to compare with
-            layers = partial(pass_over_layers, model, self.gatherer)
-            if isinstance(model, ExactModel):
-                return probe_bits(self.module, model, layers, model.run_trainer, self.sharding.world_size)
-            return probe_containers(self.module, model, layers, self.sharding.world_size)
+        self.model, self.native, self.logprob_difference, self.fallback_reason = None, None, None, reason
 
     def probe_widely(self) -> bool:
-        """The wide probe; False: its verdict on such a model was known on all processes. Collective.
+        """The wide probe, see `ContainerProbe.run_widely`; False: its verdict was known, or there is none. Collective.
 
         Raises:
             UnsupportedModelError: containers and module compute different functions.
@@ -153,27 +143,9 @@ class Generator:
         assert self.model is not None and self.native is not None
         if self.exact is not None or not self.group.has_whole_module:
             return False  # equal bits were asked of it when it was built; or there is nothing to compare with
-        model, block_size = self.model, self.config.kv_block_size or BLOCK_SIZE
+        block_size = self.config.kv_block_size or BLOCK_SIZE
         recorder = None if self.gatherer.is_streamed else self.native.new_recorder()
-        setting = {"block_size": block_size, "is_recorded": recorder is not None, "ranks": self.group.size}
-        setting["is_streamed"], setting["without kernels"] = self.gatherer.is_streamed, fallback_forced()
-        key = cache_key(self.module, self.device, model.dtype, **setting)
-        if self.partners.highest([int(read_verdict(key) is None)]) == [0]:
-            return False
-        difference = self.partners.agree(lambda: self._probe_widely(model, block_size, recorder))
-        self.gatherer.count_bytes()  # no rollout's
-        keep_verdict(key, difference)
-        return True
-
-    def _probe_widely(self, model: InferenceModel, block_size: int, recorder: Any) -> LogprobDifference:
-        with self.readable(model):
-            layers = partial(pass_over_layers, model, self.gatherer)
-            return probe_widely(self.module, model, layers, block_size, recorder, self.sharding.world_size)
-
-    def _is_crowded(self, model: InferenceModel | None) -> bool:
-        """Whether whole weights do not fit on this process, with the adapters that are fused."""
-        buffers = 0 if model is None else model.buffer_bytes()
-        return self.gatherer.is_crowded(usable_memory_bytes(self.device) - buffers)
+        return self.probe.run_widely(self.model, self.device, block_size, recorder, self.group.size)
 
     def _choose_gathering(self, is_crowded: bool) -> None:
         """Streams layers where the whole weights do not fit on some process."""
@@ -207,50 +179,35 @@ class Generator:
         modules = list(self.module.modules())
         return len(modules) != len(self._modules) or any(map(operator.is_not, modules, self._modules))
 
-    def use_containers(self, model: InferenceModel) -> None:
-        """Generates on `model` from now on; its weights must be bound, or have been."""
-        self.model, self.fallback_reason = model, None
+    def use_containers(self, model: InferenceModel, difference: LogprobDifference | None) -> None:
+        """Generates on `model` from now on, found to be so far from the trainer; its weights must have been bound."""
+        self.model, self.logprob_difference, self.fallback_reason = model, difference, None
         parts = (self.gatherer, self.lasting, self.workspace, self.config)
         if isinstance(model, StageModel):  # other units take other turns
             self.native = StageRollouts(model, *parts, self.group.partners, peers=self.group.layer_partners)
         else:
             self.native = ContainerRollouts(model, *parts, self.partners)
 
-    def begin(self, check: Callable[[], None]) -> bool:
+    def move_to(self, device: torch.device) -> None:
+        """After the module was moved there, or cast: builds containers for it as it is now."""
+        self.device = self.memory.device = device
+        self.build_containers()
+
+    def begin(self, check: Callable[[], None] | None = None) -> None:
         """Before a rollout, on the engine's side: raises an error of `check` on all processes; collective.
 
-        Chooses whether weights are streamed, and says whether containers have to be built anew, on all alike.
+        Chooses whether weights are streamed. Where modules were exchanged on one process, containers are built anew.
         """
-        error = attempt(check)[1]
+        error = None if check is None else attempt(check)[1]
         is_changed = error is None and self.has_other_modules()
-        flags = [error is not None, is_changed, self._is_crowded(self.model)]
+        flags = [error is not None, is_changed, self.memory.is_crowded(self.model)]
         has_failed, is_changed, is_crowded = map(bool, self.partners.highest(list(map(int, flags))))
         if has_failed:
             self.partners.raise_together(error)
         self._choose_gathering(is_crowded)
-        return is_changed
-
-    @property
-    def bytes_to_gather(self) -> int:
-        """Memory of weights and fused adapters that is taken before the KV workspace."""
-        buffers = 0 if self.model is None else self.model.buffer_bytes(self.gatherer.is_streamed)
-        return self.gatherer.resident_bytes + buffers
-
-    @property
-    def training_bytes(self) -> int:
-        """What training will take while there is a KV workspace; nothing where that is given back before."""
-        if self.training is None or self.config.release_inference_cache:
-            return 0
-        return self.training.missing_bytes()
-
-    def make_room_for_training(self) -> None:
-        """Gives the KV workspace back, unless what training takes and a share of the memory are free beside it."""
-        if self.training is None or self.workspace.allocated_bytes == 0:
-            return
-        free, total = free_and_total_bytes(self.device)
-        wanted = self.training.missing_bytes() + self.config.training_free_share * total
-        if not self.training.is_known or free < wanted:
-            self.release_workspace()
+        if is_changed:
+            with holding_interrupts():
+                self.build_containers()
 
     def release_workspace(self) -> None:
         """Frees the KV workspace's memory; recorded steps that read it wait for it to come back to its address."""

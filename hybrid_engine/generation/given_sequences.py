@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from hybrid_engine.distributed.interrupts import holding_interrupts
-from hybrid_engine.generation.batching.plan import check_lengths, plan_rollout, workspace_bytes
+from hybrid_engine.generation.batching.plan import check_lengths, plan_rollout
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.generator import Generator
 
@@ -41,7 +41,7 @@ def run_sequences(
     else:  # all samples of a prompt are the same then, and none is a fork
         for sequence in sequences:
             sequence.prompt = sequence.prompt.with_own_blocks()
-    spare = workspace_bytes(generator.device, generator.workspace.allocated_bytes, generator.bytes_to_gather)
+    spare = generator.memory.spare_bytes(model)
     (least,) = partners.highest([-spare])
     plan = plan_rollout(model, sequences, options, config, -least, native.num_reserved_blocks)
     with holding_interrupts(), torch.inference_mode(False), torch.no_grad(), ExitStack() as release:

@@ -12,7 +12,7 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.batching.demand import BLOCK_SIZE, MAX_RUNNING
-from hybrid_engine.generation.batching.plan import Plan, plan_rollout, workspace_bytes
+from hybrid_engine.generation.batching.plan import Plan, plan_rollout
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live import LiveBatch
@@ -53,9 +53,8 @@ def live_batch(
     """
     partners = generator.partners
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
-        bytes_to_gather = generator.bytes_to_gather if generator.model is not None else 0
-        spare = workspace_bytes(generator.device, generator.workspace.allocated_bytes, bytes_to_gather)
-        memory = generator.group.gather_objects(Memory(spare, generator.training_bytes))
+        spare = generator.memory.spare_bytes(generator.model)
+        memory = generator.group.gather_objects(Memory(spare, generator.memory.training_bytes))
         num_parts = len(adapters) + 1 if adapters else 1
         plan = partners.agree(lambda: _plan(generator, longest, max_running, memory, link is not None, num_parts))
         native = generator.native

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.verdict import attempt, describe_error
 from hybrid_engine.generation.batching.noise import prompt_digest, rank_seed
-from hybrid_engine.generation.batching.plan import Plan, build_sequences, plan_rollout, workspace_bytes
+from hybrid_engine.generation.batching.plan import Plan, build_sequences, plan_rollout
 from hybrid_engine.generation.checking import read_wishes
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.model_group import ModelGroup
@@ -84,8 +84,8 @@ def _share(generator: Generator, wishes: Wishes | None) -> Share:
         options=None if wishes is None else wishes.options,
         of_prompts=wishes.of_prompts if wishes is not None and is_native else [],
         is_native=is_native,
-        training_bytes=generator.training_bytes,
-        spare_bytes=workspace_bytes(generator.device, generator.workspace.allocated_bytes, generator.bytes_to_gather),
+        training_bytes=generator.memory.training_bytes,
+        spare_bytes=generator.memory.spare_bytes(generator.model),
     )
 
 

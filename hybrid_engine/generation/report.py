@@ -6,32 +6,24 @@ from hybrid_engine.containers.linear import is_adapted
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.pipeline.stage_model import StageModel
-from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.observing.memory_plan import format_bytes
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
 
 
-def describe_generation(generator: Generator, difference: LogprobDifference | None) -> str:
+def describe_generation(generator: Generator) -> str:
     """Which layers run on containers, how weights are gathered, what memory that takes, and why."""
     lines = [_containers(generator), _gathering(generator)]
     if generator.native is not None:
         lines.append(_decoding(generator, generator.native))
-    held = generator.workspace.allocated_bytes
-    after = "given back after each rollout" if generator.config.release_inference_cache else _kept(generator)
+    held, after = generator.workspace.allocated_bytes, generator.memory.describe_kept_workspace()
     lines.append(f"KV workspace: {format_bytes(held)} held now, sized for each rollout, {after}")
+    difference = generator.logprob_difference
     if difference is not None:
         lines.append(
             f"log-probabilities, rollout against trainer: mean {difference.mean:.2e}, max {difference.max:.2e} apart"
         )
     return "\n".join(lines)
-
-
-def _kept(generator: Generator) -> str:
-    if generator.training is None:
-        return "kept between rollouts"
-    share, taken = generator.config.training_free_share, generator.training.missing_bytes()
-    return f"kept through training if {share:.0%} of the memory stays free beside the {format_bytes(taken)} that takes"
 
 
 def _containers(generator: Generator) -> str:

@@ -294,26 +294,25 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
         weights.encoder.unfuse_lora()
     if weights.decoder is None or engine.generator is None:
         return
-    model = weights.decoder
+    model, difference = weights.decoder, None
     with bound(model, engine.generator.gatherer):
         is_in_one_place = all(parameter.device == model.device for parameter in engine.module.parameters())
         try:
             if is_in_one_place:
-                engine.logprob_difference = probe_containers(engine.module, model, lambda: model.layers)
+                difference = probe_containers(engine.module, model, lambda: model.layers)
         except UnsupportedModelError as error:
             if weights.held is not None:
                 raise
-            engine.reason = engine.generator.fallback_reason = str(error)
+            engine.generator.drop_containers(str(error))
             return
         if weights.held is not None and hasattr(engine.module, "get_base_model"):
             read_adapters(engine.module, model)
-    engine.generator.use_containers(model)
+    engine.generator.use_containers(model, difference)
     if is_in_one_place and weights.held is None and model.device.type == "cuda":
         try:
             engine.generator.probe_widely()
         except UnsupportedModelError as error:
-            engine.reason = str(error)
-            engine.generator.drop_containers(engine.reason)
+            engine.generator.drop_containers(str(error))
 
 
 def read_adapters(module: nn.Module, model: InferenceModel) -> None:

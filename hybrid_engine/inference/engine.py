@@ -38,8 +38,7 @@ from hybrid_engine.serving import import_serving
 class InferenceEngine(nn.Module):
     """A model for inference, which takes the model's place: what it has not itself is looked up on the model.
 
-    `module` is the model that was passed; `logprob_difference` is how far the containers are from its forward, None
-    where they were not measured. `config` and `generation_config` are the model's, also when they are set.
+    `module` is the model that was passed; `config` and `generation_config` are the model's, also when they are set.
     """
 
     is_engine = True
@@ -54,11 +53,10 @@ class InferenceEngine(nn.Module):
         group: ModelGroup,
         reason: str | None,
     ):
-        """`reason` is why the model's own layers run; None: they do not."""
+        """`reason` is why the model's own layers run where there is no generator to say it; None: they do not."""
         super().__init__()
         self.module, self.options, self.generator, self.encoder = module, options, generator, encoder
-        self.group, self.reason = group, reason
-        self.logprob_difference: LogprobDifference | None = None
+        self.group, self._reason = group, reason
         self.cut_linears = 0
         self.train(module.training)
 
@@ -75,6 +73,16 @@ class InferenceEngine(nn.Module):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+
+    @property
+    def reason(self) -> str | None:
+        """Why the model's own layers run; None: they do not."""
+        return self._reason if self.generator is None else self.generator.fallback_reason
+
+    @property
+    def logprob_difference(self) -> LogprobDifference | None:
+        """How far the containers are from the module's forward; None where they were not measured."""
+        return None if self.generator is None else self.generator.logprob_difference
 
     @property
     def dtype(self) -> torch.dtype:
@@ -101,8 +109,7 @@ class InferenceEngine(nn.Module):
         if self.encoder is not None:
             self.encoder.bind()
         if self.generator is not None and (self.dtype, self.device) != (dtype, device):
-            self.generator.device = self.device
-            self.logprob_difference = self.generator.build_containers()
+            self.generator.move_to(self.device)
         return self
 
     @property
@@ -244,10 +251,7 @@ class InferenceEngine(nn.Module):
         if self.generator is None:
             raise ValueError(f"warm_up(): {type(self.module).__name__} does not generate; call forward()")
         with holding_interrupts(), torch.inference_mode(False), torch.no_grad():
-            result = warm_up(self.generator, num_prompts, prompt_length, options)
-        if self.generator.model is None:
-            self.reason = self.generator.fallback_reason
-        return result
+            return warm_up(self.generator, num_prompts, prompt_length, options)
 
     def destroy(self) -> None:
         """Gives the KV workspace's memory back; the next `generate()` takes it again."""
@@ -259,7 +263,7 @@ class InferenceEngine(nn.Module):
         if self.encoder is not None:
             lines = [f"containers: all {len(self.encoder.layers)} {self.encoder.policy.layer_class} layers"]
         elif self.generator is not None:
-            lines = [describe_generation(self.generator, self.logprob_difference)]
+            lines = [describe_generation(self.generator)]
         else:
             lines = [f"containers: none, the model's own layers run, because {self.reason}"]
         if self.cut_linears:

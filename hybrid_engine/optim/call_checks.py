@@ -9,6 +9,7 @@ from hybrid_engine.config.checks import check_path
 from hybrid_engine.optim.state_offload import TRAINING, OffloadStateTypeEnum
 from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.parameter_watch import ParameterWatch
+from hybrid_engine.zero.split_module import num_stages_of
 
 
 class CallChecks:
@@ -19,6 +20,7 @@ class CallChecks:
         optimizer, sharding = training.optimizer, training.sharding
         trained = [entry.name for entry in optimizer.parameters] if optimizer is not None else []
         self._training = training
+        self._num_stages = num_stages_of(training.module)
         self.watch = ParameterWatch(training.module, trained, sharding.twins())
 
     def check_parameters(self) -> None:
@@ -44,6 +46,23 @@ class CallChecks:
         check_loss("backward()", loss)
         self._training.state_offload.check("backward()", *TRAINING)
         self.check_parameters()
+
+    def check_single_passes(self, what: str) -> None:
+        """One forward or backward pass can be run: not in stages, of which no process has the whole module."""
+        if self._num_stages > 1:
+            raise ValueError(
+                f"{what}: the module runs in {self._num_stages} stages, all micro-batches of a step at once; call "
+                "train_batch(batches, loss_fn), or eval_batch(batches)"
+            )
+
+    def check_whole_module_saves(self, what: str) -> None:
+        """All processes save the same parameters, not in stages."""
+        if self._num_stages > 1:
+            raise ValueError(
+                f"{what}: the module runs in {self._num_stages} stages; save what deduped_state_dict(engine, "
+                "engine.optimizer) gives on each process, and load what merge_state_dicts makes of all of them by "
+                "load_merged_state_dicts, into any plan, module or engine"
+            )
 
     def check_saves(self, what: str, save_dir: str | os.PathLike[str], *kinds: OffloadStateTypeEnum) -> None:
         """There is something whole to save, and `save_dir` names a place for it."""

@@ -1,42 +1,67 @@
 """The micro-batches of an engine's step through the stages of its module: losses, their scale, shared gradients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from hybrid_engine.optim.training_state import TrainingState
+from hybrid_engine.distributed.interrupts import restoring_modes
+from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.optim.batches import LossFunction, Training, loss_of, next_batches, split_batch
+from hybrid_engine.optim.state_offload import TRAINING
 from hybrid_engine.parallel.optimizer import groups_of_holders
 from hybrid_engine.parallel.reducer import Reducer
 from hybrid_engine.parallel.staged_module import StagedModule
 
-LossFunction = Callable[[Any, Any], Tensor]
-"""From what the module gives for a micro-batch, and its targets, to one number."""
 
+class StagedBatches:
+    """Runs the micro-batches of one engine, all of a step at once. An error of one process is raised on all."""
 
-class StageTraining:
-    """Runs the micro-batches of one engine."""
-
-    def __init__(self, training: TrainingState):
+    def __init__(self, training: Training) -> None:
         """`training.module` is a `StagedModule`; collective."""
         assert isinstance(training.module, StagedModule)
-        self._training, self.module = training, training.module
+        self._training, self._module = training, training.module
         self._reducers = []
         parameters = training.optimizer.parameters if training.optimizer is not None else []
-        for names, group in groups_of_holders(self.module):
-            shared = [t for t in parameters if self.module.canonical(t.name) in names]
+        for names, group in groups_of_holders(self._module):
+            shared = [t for t in parameters if self._module.canonical(t.name) in names]
             if shared and training.optimizer is not None:
                 self._reducers.append(Reducer([t.param for t in shared], group))
                 training.optimizer.norms.count_holders({t.name: dist.get_world_size(group) for t in shared})
 
-    def run(self, batches: Sequence[Any], loss_fn: LossFunction | None) -> Tensor:
-        """The losses `[micro-batches]` fp32, on all processes of the unit; their gradients are added up. Collective.
+    def train(self, batches: Iterable[Any], loss_fn: LossFunction | None) -> Tensor:
+        """Their passes through the stages, and the step. See `Batches`; after an error gradients are dropped."""
+        training = self._training
+        given = agree(lambda: self._checked(batches))
+        try:
+            observed = training.observer.forward(training.global_steps, True)
+            with restoring_modes(), observed, training.backward_hooks.own_pass(1.0):
+                losses = self._run(given, loss_fn)
+        except BaseException:
+            training.drop_accumulation()
+            training.sharding.settle()
+            raise
+        with training.observer.backward(losses.sum()):
+            training.accumulation.end_pass()
+        training.num_pending_micro_batches = len(given) - 1
+        training.micro_steps += len(given) - 1
+        training.step()
+        return losses.mean()
 
-        An error of one process is raised on all; gradients are wrong then.
-        """
+    def evaluate(self, batches: Iterable[Any]) -> list[Any]:
+        """What the last stage gives for each, on all processes of the unit. See `Batches`."""
+        given = agree(lambda: next_batches(self._training, batches))
+        return self._module.run_batches([split_batch(batch)[0] for batch in given], None)
+
+    def _checked(self, batches: Iterable[Any]) -> list[Any]:
+        self._training.checks.check_whole("train_batch()", *TRAINING)
+        self._training.checks.check_parameters()
+        return next_batches(self._training, batches)
+
+    def _run(self, batches: Sequence[Any], loss_fn: LossFunction | None) -> Tensor:
+        """The losses `[micro-batches]` fp32, on all processes of the unit; their gradients are added up."""
         optimizer, device = self._training.optimizer, self._training.device
         assert optimizer is not None
         losses = torch.zeros(len(batches), device=device)
@@ -48,35 +73,11 @@ class StageTraining:
             return optimizer.scale_loss(loss.float() * factor)
 
         self._training.passes.expect_gradients(True)
-        self.module.run_batches([split_batch(batch)[0] for batch in batches], scaled, returns_results=False)
+        self._module.run_batches([split_batch(batch)[0] for batch in batches], scaled, returns_results=False)
         for reducer in self._reducers:
             reducer.reduce()
         optimizer.accumulate_gradients()
-        stages = self.module.meshes.stages
+        stages = self._module.meshes.stages
         assert stages is not None
         dist.broadcast(losses, group_src=stages.size() - 1, group=stages.get_group())
         return losses
-
-
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """What the module is given of a micro-batch, and what `loss_fn` is: of a pair one each, else both the same."""
-    return batch if isinstance(batch, tuple) and len(batch) == 2 else (batch, batch)
-
-
-def loss_of(result: Any, targets: Any, loss_fn: LossFunction | None) -> Tensor:
-    """The loss of a micro-batch: what `loss_fn` makes of the module's result, or the first tensor of that.
-
-    ValueError for what is not one number.
-    """
-    if loss_fn is not None:
-        loss, source = loss_fn(result, targets), "loss_fn"
-    else:
-        loss = next((leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)), None)
-        source = "without loss_fn the first result of the module"
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(
-            f"train_batch(): {source} has shape {shape}, the loss must be one number; pass loss_fn(result, targets), "
-            "or batches with what the module makes its loss of (labels)"
-        )
-    return loss

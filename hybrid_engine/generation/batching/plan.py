@@ -121,11 +121,6 @@ def check_result_fits(prompts: list[list[int]], options: list[GenerationOptions]
         )
 
 
-def workspace_bytes(device: torch.device, held_bytes: int, gathered_bytes: int) -> int:
-    """Memory for a KV workspace: what is free and what one holds already, less what gathering will take."""
-    return usable_memory_bytes(device) + held_bytes - gathered_bytes
-
-
 def plan_rollout(
     model: InferenceModel,
     sequences: list[Sequence],

@@ -1,0 +1,66 @@
+"""What rollouts and training may each take of one device's memory: gathered weights, KV workspace, a step's tensors."""
+
+import torch
+
+from hybrid_engine.config import HybridEngineConfig
+from hybrid_engine.containers import InferenceModel
+from hybrid_engine.generation.memory.training import TrainingMemory
+from hybrid_engine.generation.memory.usage import free_and_total_bytes, usable_memory_bytes
+from hybrid_engine.generation.memory.workspace import KVWorkspace
+from hybrid_engine.observing.memory_plan import format_bytes
+from hybrid_engine.zero.gathering import WeightGatherer
+
+
+class MemoryBudget:
+    """The memory of `device`, where a model generates and, unless `training` is None, is trained. All of it local."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        config: HybridEngineConfig,
+        gatherer: WeightGatherer,
+        workspace: KVWorkspace,
+        training: TrainingMemory | None,
+    ) -> None:
+        self.device, self._config, self._gatherer = device, config, gatherer
+        self._workspace, self._training = workspace, training
+
+    def is_crowded(self, model: InferenceModel | None) -> bool:
+        """Whether the whole weights do not fit, with the adapters that are fused for the containers of `model`."""
+        buffers = 0 if model is None else model.buffer_bytes()
+        return self._gatherer.is_crowded(usable_memory_bytes(self.device) - buffers)
+
+    def bytes_to_gather(self, model: InferenceModel | None) -> int:
+        """Memory of weights and fused adapters that is taken before the KV workspace."""
+        buffers = 0 if model is None else model.buffer_bytes(self._gatherer.is_streamed)
+        return self._gatherer.resident_bytes + buffers
+
+    def spare_bytes(self, model: InferenceModel | None) -> int:
+        """Memory for a KV workspace: what is free and what one holds already, less what gathering will take."""
+        held = self._workspace.allocated_bytes
+        return usable_memory_bytes(self.device) + held - self.bytes_to_gather(model)
+
+    @property
+    def training_bytes(self) -> int:
+        """What training will take while there is a KV workspace; nothing where that is given back before."""
+        if self._training is None or self._config.release_inference_cache:
+            return 0
+        return self._training.missing_bytes()
+
+    def make_room_for_training(self) -> None:
+        """Gives the KV workspace back, unless what training takes and a share of the memory are free beside it."""
+        if self._training is None or self._workspace.allocated_bytes == 0:
+            return
+        free, total = free_and_total_bytes(self.device)
+        wanted = self._training.missing_bytes() + self._config.training_free_share * total
+        if not self._training.is_known or free < wanted:
+            self._workspace.release()
+
+    def describe_kept_workspace(self) -> str:
+        """When a KV workspace stays after a rollout, in words."""
+        if self._config.release_inference_cache:
+            return "given back after each rollout"
+        if self._training is None:
+            return "kept between rollouts"
+        share, taken = self._config.training_free_share, format_bytes(self._training.missing_bytes())
+        return f"kept through training if {share:.0%} of the memory stays free beside the {taken} that takes"

@@ -1,0 +1,85 @@
+"""When containers are probed, and under which weights: at once when they are built, and once a machine more widely."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybrid_engine.containers import InferenceModel
+from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.generation.bound_weights import pass_over_layers
+from hybrid_engine.generation.exact import ExactModel
+from hybrid_engine.generation.probing.agreement import LogprobDifference
+from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
+from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_widely
+from hybrid_engine.ops.dispatch import fallback_forced
+from hybrid_engine.zero.gathering import WeightGatherer
+
+Readable = Callable[[InferenceModel], AbstractContextManager[None]]
+"""Inside, containers and the module's forward both find their weights."""
+
+
+class ContainerProbe:
+    """Holds containers of `module` against its forward. Collective; an error of one process is raised on all.
+
+    Args:
+        module: whose containers are probed.
+        gatherer: of its weights.
+        readable: makes them readable.
+        partners: the processes that come to one verdict.
+        world_size: those that have parts of the weights.
+    """
+
+    def __init__(
+        self, module: nn.Module, gatherer: WeightGatherer, readable: Readable, partners: Partners, world_size: int
+    ) -> None:
+        self._module, self._gatherer, self._readable = module, gatherer, readable
+        self._partners, self._world_size = partners, world_size
+
+    def run(self, model: InferenceModel) -> LogprobDifference:
+        """The narrow probe, or that of the bits in exact mode.
+
+        Raises:
+            UnsupportedModelError: containers and module compute different functions.
+        """
+        return self._partners.agree(lambda: self._run(model))
+
+    def _run(self, model: InferenceModel) -> LogprobDifference:
+        with self._readable(model):
+            layers = partial(pass_over_layers, model, self._gatherer)
+            if isinstance(model, ExactModel):
+                return probe_bits(self._module, model, layers, model.run_trainer, self._world_size)
+            return probe_containers(self._module, model, layers, self._world_size)
+
+    def run_widely(
+        self, model: InferenceModel, device: torch.device, block_size: int, recorder: Any, num_sharing: int
+    ) -> bool:
+        """The wide probe; False: its verdict on such a model was known on all processes.
+
+        Args:
+            model: containers that passed the narrow one.
+            device: where they compute.
+            block_size: tokens of a KV block.
+            recorder: records a step, None where steps are not recorded.
+            num_sharing: processes that share one model.
+
+        Raises:
+            UnsupportedModelError: containers and module compute different functions.
+        """
+        setting = {"block_size": block_size, "is_recorded": recorder is not None, "ranks": num_sharing}
+        setting["is_streamed"], setting["without kernels"] = self._gatherer.is_streamed, fallback_forced()
+        key = cache_key(self._module, device, model.dtype, **setting)
+        if self._partners.highest([int(read_verdict(key) is None)]) == [0]:
+            return False
+        difference = self._partners.agree(lambda: self._run_widely(model, block_size, recorder))
+        self._gatherer.count_bytes()  # no rollout's
+        keep_verdict(key, difference)
+        return True
+
+    def _run_widely(self, model: InferenceModel, block_size: int, recorder: Any) -> LogprobDifference:
+        with self._readable(model):
+            layers = partial(pass_over_layers, model, self._gatherer)
+            return probe_widely(self._module, model, layers, block_size, recorder, self._world_size)
