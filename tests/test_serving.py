@@ -229,6 +229,15 @@ def test_an_echo_says_how_likely_the_prompt_was(client, engine, tokenizer, max_t
     assert plain.text == "hello" + ask(client, max_tokens=3).choices[0].text
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_stream_tells_the_tokens_of_a_prompt_once_for_each_answer(client, tokenizer, echo):
+    events = [event.choices[0] for event in ask(client, n=2, stream=True, echo=echo)]
+    for index in range(2):
+        first, *rest = [event for event in events if event.index == index]
+        assert first.prompt_token_ids == tokenizer("hello")["input_ids"]
+        assert rest and not any(hasattr(event, "prompt_token_ids") for event in rest)
+
+
 def test_a_chat_is_what_its_template_writes(client, engine, tokenizer):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "say hi"}]
     answer = client.chat.completions.create(

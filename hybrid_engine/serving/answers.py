@@ -47,6 +47,8 @@ class Choice:
     finish_reason: str | None = None
     tool_calls: ToolCallParser | None = None
     """Finds calls in the text; None: it is given as it is."""
+    prompt_was_told: bool = False
+    """An event of a stream before gave the prompt's tokens."""
 
     def add(self, told: Progress) -> Piece:
         """Takes in what a turn brought, up to a stop string, and says what it added."""
@@ -154,8 +156,13 @@ class Writer:
         return head | {"choices": choices}
 
     def _ids(self, choice: Choice, tokens: list[int]) -> dict[str, Any]:
-        """The token ids, where they were asked for; vLLM's names."""
-        return {"token_ids": tokens, "prompt_token_ids": choice.prompt} if self.request.return_token_ids else {}
+        """The token ids, where they were asked for, the prompt's once; vLLM's names."""
+        if not self.request.return_token_ids:
+            return {}
+        if choice.prompt_was_told:
+            return {"token_ids": tokens}
+        choice.prompt_was_told = True
+        return {"token_ids": tokens, "prompt_token_ids": choice.prompt}
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
