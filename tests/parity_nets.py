@@ -82,11 +82,14 @@ class MixtureOfExperts(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """A batch norm between, whose statistics are of the whole batch."""
+    """A batch norm between, whose statistics are of the whole batch, and which takes away what a bias before it adds:
+    its gradient would be nothing but rounding.
+    """
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)
+        self.first, self.norm = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3)
         self.head = nn.Linear(8, 4)
 
     def forward(self, sample):

@@ -1,14 +1,21 @@
 """A causal model under a plan trains and generates through one engine as the same model does on one process."""
 
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from distributed import leave_process_group, run_distributed
 from eager_plans import megatron
 from models import PAD, build_model, padded_prompts, randomised
+from parity import MACHINE
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
-from hybrid_engine import ComputeConfig
+from hybrid_engine import ComputeConfig, Plan
+from hybrid_engine.parallel.planning.autodist import autodist
 from hybrid_engine.zero.sharding import full_tensor
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
@@ -20,9 +27,34 @@ def build(family):
     """A small model; Llama's vocabulary divides, the others' do not, so that their heads are whole."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD, "vocab_size": 100, "intermediate_size": 48}
-    if family == "llama":
-        return randomised(lambda: LlamaForCausalLM(LlamaConfig(**sizes, **ends)))
+    if family in ("llama", "four layers", "adapted"):
+        sizes["num_hidden_layers"] = 4 if family == "four layers" else 2
+        model = randomised(lambda: LlamaForCausalLM(LlamaConfig(**sizes, **ends)))
+        return adapted(model) if family == "adapted" else model
     return build_model(family)
+
+
+def adapted(model):
+    """With adapters on linears that Megatron splits by columns and by rows."""
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    return model
+
+
+def with_adapters(graph, config):
+    """Megatron's layout: the second factor of an adapter as the columns of its linear, the first as the rows."""
+    plan = Plan(graph=graph, mesh=(config.plan_ngpus,))
+    for path in ("q_proj.base_layer", "q_proj.lora_B.*", "k_proj", "v_proj.base_layer", "v_proj.lora_B.*"):
+        plan.place(f"*.{path}", out="n", op="linear")
+    for path in ("gate_proj", "up_proj"):
+        plan.place(f"*.{path}", out="n", op="linear")
+    for path in ("o_proj", "down_proj.base_layer", "down_proj.lora_A.*"):
+        plan.place(f"*.{path}", out="k", op="linear")
+    plan.follow("*.layers.*")
+    return plan
 
 
 def parallel(family, plan_ngpus, world_size, folder, policy=None, **changes):
@@ -69,22 +101,53 @@ def cycles(engine, unit=0, num_units=1, num_cycles=CYCLES):
     return found
 
 
+def otherwise(graph, config):
+    """Besides Megatron's parts columns of the embedding, of which generation reads rows."""
+    plan = megatron(graph, config)
+    plan.place("model.embed_tokens", out="e")
+    return plan
+
+
+def planned(graph, config):
+    """What `autodist` finds for devices so slow that all is split that can be."""
+    with tempfile.TemporaryDirectory() as folder:
+        MACHINE.save(costs := Path(folder) / "costs.json")
+        return autodist(graph, replace(config, pas_config={"costs": str(costs)}))
+
+
+def over_two_axes(graph, config):
+    """Megatron's layout over the second axis alone."""
+    plan = megatron(graph, replace(config, plan_ngpus=2, runtime_ngpus=2))
+    plan.mesh = (2, 2)
+    plan.splits = {key: (None, *names) for key, names in plan.splits.items()}
+    return plan
+
+
 SETTINGS = {
-    2: [("llama", 2, 0), ("gpt2", 2, 0), ("opt", 2, 0), ("llama", 1, 3)],
-    4: [("llama", 2, 0), ("llama", 2, 1), ("llama", 2, 3)],
+    2: [
+        ("llama", 2, 0, None),
+        ("gpt2", 2, 0, None),
+        ("opt", 2, 0, None),
+        ("llama", 1, 3, None),
+        ("llama", 2, 0, planned),
+        ("adapted", 2, 0, with_adapters),
+        ("adapted", 1, 3, None),
+    ],
+    4: [("llama", 2, 0, None), ("llama", 2, 1, None), ("llama", 2, 3, otherwise), ("llama", 4, 0, planned)],
 }
-"""By the number of processes: the family, the processes of a unit, the stage of ZeRO."""
+"""By the number of processes: the family, the processes of a unit, the stage of ZeRO, the policy."""
 
 
 def all_settings(rank, world_size, folder):
-    return {
-        (family, plan_ngpus, stage): cycles(
-            build_engine(parallel(family, plan_ngpus, world_size, folder / f"{family}{plan_ngpus}{stage}"), stage),
-            rank // plan_ngpus,
-            world_size // plan_ngpus,
-        )
-        for family, plan_ngpus, stage in SETTINGS[world_size]
-    }
+    found = []
+    for number, (family, plan_ngpus, stage, policy) in enumerate(SETTINGS[world_size]):
+        model = parallel(family, plan_ngpus, world_size, folder / str(number), policy)
+        found.append(cycles(build_engine(model, stage), rank // plan_ngpus, world_size // plan_ngpus))
+    if world_size == 4:
+        model = parallel("llama", 4, 4, folder / "axes", over_two_axes)
+        with pytest.raises(ValueError, match=r"the plan splits over \[2, 2\], and an engine has one axis"):
+            build_engine(model, 0)
+    return found
 
 
 @pytest.mark.parametrize("world_size", SETTINGS)
@@ -92,12 +155,12 @@ def test_processes_generate_and_train_under_a_plan_as_one_does(tmp_path, world_s
     expected = {}
     outcomes = run_distributed(all_settings, world_size, tmp_path, seconds=300)
     for rank, outcome in enumerate(outcomes):
-        for (family, plan_ngpus, stage), found in outcome.items():
+        for (family, plan_ngpus, stage, policy), found in zip(SETTINGS[world_size], outcome, strict=True):
             if family not in expected:
                 leave_process_group()
                 expected[family] = cycles(build_engine(build(family), 0))
             num_units = world_size // plan_ngpus
-            check(found, expected[family], rank // plan_ngpus, num_units, f"{family} {plan_ngpus} {stage}")
+            check(found, expected[family], rank // plan_ngpus, num_units, f"{family} {plan_ngpus} {stage} {policy}")
             if num_units == 1:
                 assert found["gathered"] == 0
 
@@ -115,12 +178,6 @@ def check(found, expected, unit, num_units, name):
         torch.testing.assert_close(own[1][:, :width], logprobs[:, :width], rtol=1e-5, atol=1e-5)
     for key, weight in expected["weights"].items():
         torch.testing.assert_close(found["weights"][key], weight, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")
-
-
-def split_wrongly(graph, config):
-    plan = megatron(graph, config)
-    plan.place("model.embed_tokens", out="e")
-    return plan
 
 
 def saved(rank, world_size, folder):
@@ -150,7 +207,6 @@ def refusals(rank, world_size, folder):
             action()
         found.append(str(error.value))
 
-    refused(lambda: build_engine(parallel("llama", 2, 2, folder / "1", split_wrongly), 0))
     refused(lambda: build_engine(parallel("llama", 2, 2, folder / "2"), 0, inference_tp_size=2))
     refused(lambda: build_engine(parallel("llama", 2, 2, folder / "3"), 0, exact=True))
     refused(lambda: build_engine(parallel("llama", 2, 2, folder / "4", lowering="graph"), 0))
@@ -161,7 +217,6 @@ def refusals(rank, world_size, folder):
 def test_checkpoints_go_to_engines_without_a_plan_and_what_cannot_be_trained_or_generated_from_is_refused(tmp_path):
     for found in run_distributed(refusals, 2, tmp_path, seconds=300):
         words = [
-            "the embedding: the plan splits",
             "inference_tp_size=2",
             "exact",
             "lowering='eager'",

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from distributed import leave_process_group, run_distributed
 from eager_plans import megatron
 from models import padded_prompts
+from parity import autodist_stages
 from test_parallel_generate import GREEDY, SAMPLED, build
 
 import hybrid_engine
@@ -15,6 +16,7 @@ from hybrid_engine.zero.sharding import full_tensor
 
 CYCLES = 3
 MICRO_BATCHES = 2
+FAMILIES = ("llama", "gpt2", "adapted", "four layers")
 
 
 STAGES = {
@@ -35,8 +37,8 @@ def in_stages(graph, config):
 
 
 def without_dropout(family):
-    """Each stage draws its own masks."""
-    model = build(family)
+    """In the mode in which one parallelises a model to train it; each stage would draw its own masks."""
+    model = build(family).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -45,7 +47,11 @@ def without_dropout(family):
 
 def parallel(family, plan_ngpus, folder, policy="pp", **changes):
     arguments, _ = next(micro_batches(0, get_world_size() // plan_ngpus))
-    options = {"pipeline_nmicros": MICRO_BATCHES} if policy == "pp" else {"_family": family}
+    options = {"_family": family, "_stages": 2, "_micros": MICRO_BATCHES}
+    if policy in ("pp", "hybrid"):
+        options = {"pipeline_nmicros": MICRO_BATCHES, "pipeline_scheduler": "gpipe"}
+    if policy == "hybrid":
+        options["pipeline_nstages"] = 2
     config = ComputeConfig(
         **{"plan_ngpus": plan_ngpus, "runtime_ngpus": get_world_size(), "use_end2end": True, "pas_config": options}
         | changes
@@ -103,8 +109,14 @@ def cycles(engine, unit=0, num_units=1):
 
 
 SETTINGS = {
-    2: [("llama", 2, "pp", 0), ("gpt2", 2, in_stages, 0)],
-    4: [("llama", 2, "pp", 1), ("llama", 4, in_stages, 0)],
+    2: [("llama", 2, "pp", 0), ("gpt2", 2, in_stages, 0), ("adapted", 2, "pp", 0)],
+    4: [
+        ("llama", 2, "pp", 1),
+        ("gpt2", 4, in_stages, 0),
+        ("llama", 4, "hybrid", 0),
+        ("four layers", 4, "pp", 0),
+        ("llama", 4, autodist_stages, 0),
+    ],
 }
 """By the number of processes: the family, the processes of a unit, the policy, the stage of ZeRO."""
 
@@ -121,7 +133,7 @@ def all_settings(rank, world_size, folder):
 @pytest.fixture(scope="module")
 def expected():
     leave_process_group()
-    return {family: cycles(build_engine(without_dropout(family))) for family in ("llama", "gpt2")}
+    return {family: cycles(build_engine(without_dropout(family))) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")

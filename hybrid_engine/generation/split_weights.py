@@ -12,33 +12,31 @@ from hybrid_engine.containers.tensor_parallel import Cut, TensorParallel, read_w
 from hybrid_engine.distributed.processes import get_rank
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.generation.model_group import ModelGroup, join_model_group, join_stages
-from hybrid_engine.generation.pipeline.stage_model import keep_stage
 from hybrid_engine.zero.split_module import StagedModule, num_stages_of, unit_size_of
 
 OPTION = "plan_ngpus"
 
 
 def read_part(parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
-    """What `rank` generates with, out of what it holds: a view, or a copy where that is several ranges.
+    """What `rank` generates with, out of what its unit holds.
 
-    ValueError where it holds another part, RuntimeError where ZeRO has it shared out.
+    Of a whole parameter, and of a part that is just this one, a view, or a copy where that is several ranges. Other
+    parts are gathered from the unit and cut anew: a copy, and collective.
+
+    RuntimeError where ZeRO has the parameter shared out.
     """
     if not isinstance(parameter, DTensor):
         return read_whole(parameter, cut, rank, name)
     if parameter.device_mesh.ndim > 1:
         raise RuntimeError(f"{name} is not gathered; gather the weights before binding them")
-    with torch.no_grad():
-        local = read_whole(parameter.to_local(), None, rank, name)
     placement = parameter.placements[0]
-    if not isinstance(placement, Shard):
-        return local if cut is None else cut.of(local, rank)
-    if cut != _cut_of(parameter, placement):
-        wanted = "all of it" if cut is None else f"{list(cut.ranges[rank])} of dimension {cut.dim}"
-        raise ValueError(
-            f"{name}: the plan splits a parameter of shape {tuple(parameter.shape)} along dimension {placement.dim}, "
-            f"and rank {rank} generates with {wanted}; place it so, or leave it whole, of which each takes its part"
-        )
-    return local
+    with torch.no_grad():
+        if not isinstance(placement, Shard):
+            return read_whole(parameter.to_local(), cut, rank, name)
+        if cut == _cut_of(parameter, placement):
+            return read_whole(parameter.to_local(), None, rank, name)
+        whole = parameter.full_tensor()
+        return whole if cut is None else cut.of(whole, rank).clone()  # a view would keep all of it
 
 
 def _cut_of(parameter: DTensor, placement: Shard) -> Cut:
@@ -49,7 +47,7 @@ def _cut_of(parameter: DTensor, placement: Shard) -> Cut:
 
 
 def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
-    """ValueError where containers of `model`, which a plan has split, could not read its parts; collective.
+    """ValueError where no containers of `model`, which a plan has split, can generate in its parts; collective.
 
     A model that has none generates by its own `generate()`, which its hooks put on parts; in stages it cannot.
     """
@@ -63,10 +61,10 @@ def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
         )
     if is_exact:
         raise ValueError("hybrid_engine.exact: a model that a plan splits sums in parts; leave exact out of the config")
-    agree(lambda: _bind_parts(model, size // num_stages_of(model)))
+    agree(lambda: _check_containers(model, size // num_stages_of(model)))
 
 
-def _bind_parts(model: nn.Module, num_parts: int) -> None:
+def _check_containers(model: nn.Module, num_parts: int) -> None:
     parallel = TensorParallel(rank=get_rank() % num_parts, size=num_parts, read=read_part, option=OPTION)
     root = generating(model)
     try:
@@ -79,9 +77,7 @@ def _bind_parts(model: nn.Module, num_parts: int) -> None:
             ) from error
         return
     if isinstance(model, StagedModule):
-        bounds, stage = layers_of_stages(model, root, containers), get_rank() // num_parts % model.num_stages
-        keep_stage(containers, bounds[stage], stage == 0, stage == model.num_stages - 1)
-    containers.bind()
+        layers_of_stages(model, root, containers)
 
 
 def generating(model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ class StagedModule(ParallelModule):
         """Takes what `ParallelModule` takes."""
         super().__init__(*parts)
         self.__dict__["_pipelines"], self.__dict__["_runner"] = {}, None
+        self.__dict__["_originals"] = WeakSet()
 
     def _names_here(self) -> frozenset[str]:
         return frozenset().union(*(stage.held for stage in self._own_stages(self.plan.graph).values()))
@@ -53,7 +55,8 @@ class StagedModule(ParallelModule):
     def original(self) -> nn.Module:
         """The module that it was made from, on meta but for what this process has, which stays the very same.
 
-        Its submodules are others than this one's, with their dicts of parameters: what FSDP2 puts there is there too.
+        It changes its mode with this module. Its submodules are others than this one's, with their dicts of parameters:
+        what FSDP2 puts there is there too.
         """
         original: nn.Module = copy.deepcopy(self._original)
         for path, module in original.named_modules():
@@ -61,7 +64,15 @@ class StagedModule(ParallelModule):
             if held._parameters.keys() == module._parameters.keys():
                 module._parameters = held._parameters
             module._buffers.update(held._buffers)
+        self._originals.add(original.train(self.training))
         return original
+
+    def train(self, mode: bool = True) -> "StagedModule":
+        """Sets the mode, also of what `original` gave."""
+        for original in self._originals:
+            original.train(mode)
+        super().train(mode)
+        return self
 
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that hold parameters of the original's module at `path`."""
@@ -150,7 +161,9 @@ class StagedModule(ParallelModule):
         key = self._key(arguments)
         if key not in self._pipelines:
             plan, graph = self._planned(arguments)
-            stages = self._own_stages(graph)
-            runners = {n: StageRunner(graph, plan, self.meshes, stage, self.held) for n, stage in stages.items()}
+            runners = {
+                number: StageRunner(graph, plan, self.meshes, stage, self.held)
+                for number, stage in self._own_stages(graph).items()
+            }
             self._pipelines[key] = Pipeline(graph, plan, self.meshes, runners, self), graph
         return self._pipelines[key]
