@@ -15,7 +15,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/.venv/pycache
 # and those between. Each has an environment of its own, about 6 GB for a build with CUDA packages.
 VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
 VERSION_TESTS := tests/test_every_optimizer.py tests/test_zero_training.py tests/test_zero_init.py \
-  tests/test_gathered_parameters.py tests/test_external_parameters.py tests/test_changed_models.py \
+  tests/test_fsdp2_private.py tests/test_gathered_parameters.py tests/test_external_parameters.py tests/test_changed_models.py \
   tests/test_checkpoint.py tests/test_generate_distributed.py
 # Short tests of every room, two minutes on two cores.
 QUICK := import_direction readme quick config recipes_refusals lr_schedules zero_loss_scaler optimizers zero_to_fp32 \

@@ -18,8 +18,8 @@ versions` runs the tests with each of them.
 | `_sharding_spec` (and its `tensor_meta`)                 | a parameter       | 2.11 to 2.14  |
 | `sharded_param`, `unsharded_param`, `_unsharded_param`   | a parameter       | 2.11 to 2.15  |
 | `_post_load_hook_handle`, `all_gather_outputs`           | a parameter       | 2.11 to 2.15  |
-| `_auto_reshard_after_forward`                            | its state         | 2.11 to 2.13  |
-| `post_forward_mesh_info`                                 | a parameter group | 2.11 to 2.13  |
+| `_auto_reshard_after_forward`                            | its state         | 2.11 to 2.14  |
+| `post_forward_mesh_info`                                 | a parameter group | 2.11 to 2.14  |
 | `free_unsharded_param()`                                 | a parameter       | 2.11 to 2.15  |
 | `unsharded_accumulated_grad`                             | a parameter       | 2.11 to 2.14; |
 |                                                          |                   | read-only 2.15|
