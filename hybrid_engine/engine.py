@@ -294,6 +294,12 @@ class ZeroEngine(Uncopied):
         self.micro_steps -= self.num_pending_micro_batches
         self.zero_grad()
 
+    def begin_step_again(self) -> None:
+        """Drops what was done of a step, also forward passes that no backward pass followed; collective."""
+        self.passes.end()
+        self.drop_accumulation()
+        self.sharding.settle()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops all gradients, also those of the micro-batches since the last boundary."""
         self.module.zero_grad(set_to_none=True)

@@ -116,8 +116,8 @@ class HybridEngine(ZeroEngine):
             while True:
                 try:
                     return self._roll_out(request, held)
-                except torch.OutOfMemoryError:
-                    request = with_half_the_rows(self.generator, request)
+                except torch.OutOfMemoryError as error:
+                    request = with_half_the_rows(self.generator, request, error)
 
     def _begin_to_generate(self) -> None:
         """Raises ValueError where this engine cannot generate now; finds what was changed since. Collective."""

@@ -20,15 +20,16 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
+from hybrid_engine.distributed.processes import all_processes
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.algorithms.advantages import compute_advantages
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, policy_objective
-from hybrid_engine.recipes.data.micro_batches import train_in_parts
+from hybrid_engine.recipes.data.micro_batches import Figures, train_in_parts
 from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers
-from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, global_means
+from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, mean_sums, step_means
 from hybrid_engine.recipes.experience.own_tasks import character_stage
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
 from hybrid_engine.recipes.experience.policy_experience import Experience, present_batch
@@ -255,22 +256,18 @@ def build_experience(policy: Policy, episodes: list[Episode], config: Config) ->
 def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str, float]:
     """One optimizer step on all episodes; means over the tokens that the policy wrote."""
     actor, experience = policy.actor, build_experience(policy, episodes, config)
-    step = count_step(experience.batch.mask, config.max_new_tokens * MAX_TURNS, None)
-    sums: dict[str, list[float]] = {}
+    step = count_step(experience.batch.mask, config.max_new_tokens * MAX_TURNS, all_processes())
+    present = torch.zeros_like(experience.logprobs)
 
-    def train(rows: list[int]) -> None:
-        part = experience.rows(torch.tensor(rows))
-        batch = present_batch(actor, part, config.algorithm, config.temperature)
-        actor.observe_logprobs(part.logprobs, batch.logprobs, part.sequences.response_mask)
-        loss = policy_objective(config.algorithm, batch, step, 0.0)
-        actor.backward(loss * actor.gradient_accumulation_steps())
-        count = float(batch.mask.sum())
-        for name, mean in policy_figures(config.algorithm, batch).items():
-            total = sums.setdefault(name, [0.0, 0.0])
-            total[0] += mean.item() * count
-            total[1] += count
+    def micro_batch_loss(rows: list[int]) -> tuple[torch.Tensor, Figures]:
+        batch = present_batch(actor, experience.rows(torch.tensor(rows)), config.algorithm, config.temperature)
+        present[rows, : batch.logprobs.shape[1]] = batch.logprobs.detach()
+        health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
+        return policy_objective(config.algorithm, batch, step, 0.0), health
 
-    sequences = experience.sequences
-    train_in_parts([actor], sequences.lengths, config.tokens_per_micro_batch, train, sequences.prompts)
-    figures = global_means({name: (total, count) for name, (total, count) in sums.items()})
-    return figures | {"grad_norm": actor.get_global_grad_norm(), "learning_rate": actor.get_lr()[0]}
+    lengths, prompts = experience.sequences.lengths, experience.sequences.prompts
+    losses = [(actor, micro_batch_loss)]
+    parts = train_in_parts([actor], lengths, config.tokens_per_micro_batch, losses, prompts)
+    actor.observe_logprobs(experience.logprobs, present, experience.sequences.response_mask)
+    rates = {"grad_norm": actor.get_global_grad_norm(), "learning_rate": actor.get_lr()[0]}
+    return step_means(parts) | rates

@@ -29,7 +29,7 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_pair
 from hybrid_engine.recipes.data.held_out import hold_out
-from hybrid_engine.recipes.data.micro_batches import check_budget, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.rows import PreferenceRow
@@ -226,17 +226,14 @@ def update(
     Returns:
         Means over the pairs of the whole step (`pair_sums`), and the norm of the gradient before clipping.
     """
-    # The losses are shares of the step's mean; the engine divides by the micro-batches and averages processes.
-    scale = actor.gradient_accumulation_steps() * get_world_size()
 
-    def train(rows: list[int]) -> dict[str, tuple[float, float]]:
+    def micro_batch_loss(rows: list[int]) -> tuple[torch.Tensor, Figures]:
         batch = [pairs[index] for index in rows]
         logprobs = pair_logprobs(actor, batch, reading)
         weights = torch.tensor([pair.weight for pair in batch], device=logprobs.chosen.device)
         losses = loss_of(logprobs)
-        actor.backward((losses * weights).sum() / num_pairs * scale)
-        return pair_sums(logprobs, losses, weights, beta)
+        return (losses * weights).sum() / num_pairs, pair_sums(logprobs, losses, weights, beta)
 
     lengths, prompts = [pair.tokens.lengths for pair in pairs], [pair.tokens.prompt for pair in pairs]
-    parts = train_in_parts([actor], lengths, budget, train, prompts)
+    parts = train_in_parts([actor], lengths, budget, [(actor, micro_batch_loss)], prompts)
     return step_means(parts) | {"grad_norm": actor.get_global_grad_norm()}

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,8 +27,8 @@ from hybrid_engine.recipes.algorithms.advantages import check_steps, compute_adv
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
-from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, policy_objective
-from hybrid_engine.recipes.data.micro_batches import train_in_parts
+from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, next_kl_coef, policy_objective
+from hybrid_engine.recipes.data.micro_batches import Figures, train_in_parts
 from hybrid_engine.recipes.experience.evaluation import (
     answer_sums,
     global_means,
@@ -36,6 +36,7 @@ from hybrid_engine.recipes.experience.evaluation import (
     reference_sums,
     score_sum,
     show_comparison,
+    step_means,
 )
 from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
@@ -60,7 +61,6 @@ from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
 from hybrid_engine.rl.aggregation import StepCounts, count_step
-from hybrid_engine.rl.kl import adaptive_kl_coefficient
 from hybrid_engine.rl.shaping import overlong_penalty, without_cut_off
 
 PLOT_PANELS = {
@@ -200,7 +200,8 @@ def train_loop(
             actor.train()
             experience, figures = build_experience(policy, groups, config, carried.kl_coef)
             figures |= update(policy, experience, config, carried.kl_coef, seed=mix_seed(config.seed, step))
-            kl_coef = next_kl_coef(config, carried.kl_coef, figures)
+            num_answers = config.rollout_size * config.group_size
+            kl_coef = next_kl_coef(config.algorithm, carried.kl_coef, figures.get("kl_per_sequence", 0.0), num_answers)
             carried = carried._replace(kl_coef=kl_coef, step=step + 1, num_drawn=groups.num_drawn)
             # Before an evaluation, whose answers are no training's.
             figures = groups.figures | figures | actor.latency_stats()
@@ -216,15 +217,6 @@ def train_loop(
                 state = carried._asdict() | {"best": tuple(carried.best)}
                 save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config, state)
     return carried
-
-
-def next_kl_coef(config: Config, kl_coef: float, figures: dict[str, float]) -> float:
-    """The KL's weight in the next step: fixed, or steered to a target by the KL that was measured."""
-    algorithm, num_answers = config.algorithm, config.rollout_size * config.group_size
-    if not algorithm.kl_target:
-        return kl_coef
-    measured = figures["kl_per_sequence"]
-    return adaptive_kl_coefficient(kl_coef, measured, algorithm.kl_target, algorithm.kl_horizon, num_answers)
 
 
 @torch.no_grad()
@@ -268,33 +260,39 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
         any weight changed, 1 when all is well. The gradient norm is that of the last optimizer step.
     """
     generator = torch.Generator().manual_seed(seed)
-    parts: list[dict[str, tuple[float, float]]] = []
+    parts: list[Figures] = []
     for _ in range(config.epochs):
         order = torch.randperm(len(experience.logprobs), generator=generator)
         for minibatch in order.split(config.minibatch_size // get_world_size()):
             step = count_step(experience.batch.mask[minibatch], config.max_new_tokens, all_processes())
             chosen = experience.rows(minibatch)
-            train = partial(train_micro_batch, policy, chosen, step, config, kl_coef, not parts)
+            present = torch.zeros_like(chosen.logprobs)
+            losses = [(policy.actor, partial(micro_batch_loss, policy.actor, chosen, present, step, config, kl_coef))]
             lengths, prompts = chosen.sequences.lengths, chosen.sequences.prompts
-            parts += train_in_parts([policy.actor], lengths, config.tokens_per_micro_batch, train, prompts)
-    sums = {name: (sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)) for name in parts[0]}
-    # Shares of the loss of each optimizer step, summed over processes; its mean is over the steps.
-    num_updates = config.epochs * config.rollout_size * config.group_size / config.minibatch_size
-    sums["policy_loss"] = sums["policy_loss"][0], num_updates / get_world_size()
-    figures = global_means(sums | {"first_ratio": parts[0]["ratio"]})
+            found = train_in_parts([policy.actor], lengths, config.tokens_per_micro_batch, losses, prompts)
+            if not parts:  # by the weights that sampled
+                policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
+            parts += found
+    figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
     return figures | {"grad_norm": policy.actor.get_global_grad_norm(), "learning_rate": policy.actor.get_lr()[0]}
 
 
-def train_micro_batch(
-    policy: Policy, whole: Experience, step: StepCounts, config: Config, kl_coef: float, is_first: bool, rows: list[int]
-) -> dict[str, tuple[float, float]]:
-    """Forward and backward on `rows` of a whole minibatch; (sum, count) of each figure, for `global_means`."""
-    actor, algorithm, experience = policy.actor, config.algorithm, whole.rows(torch.tensor(rows))
-    batch = present_batch(actor, experience, algorithm, config.temperature)
-    if is_first:
-        actor.observe_logprobs(experience.logprobs, batch.logprobs, experience.sequences.response_mask)
-    loss = policy_objective(algorithm, batch, step, kl_coef)
-    # Shares of the minibatch's loss; the engine divides by the micro-batches and averages processes.
-    actor.backward(loss * actor.gradient_accumulation_steps() * get_world_size())
-    health = mean_sums(policy_figures(algorithm, batch), batch.mask)
-    return {"policy_loss": (loss.item(), 0.0), **health}
+def micro_batch_loss(
+    actor: Any,
+    minibatch: Experience,
+    present: torch.Tensor,
+    step: StepCounts,
+    config: Config,
+    kl_coef: float,
+    rows: list[int],
+) -> tuple[torch.Tensor, Figures]:
+    """The share of `rows` in the loss of a minibatch, and (sum, count) of each figure, for `global_means`.
+
+    The rows' log-probabilities go into `present`, `[N, T]`.
+    """
+    batch = present_batch(actor, minibatch.rows(torch.tensor(rows)), config.algorithm, config.temperature)
+    present[rows, : batch.logprobs.shape[1]] = batch.logprobs.detach()
+    loss = policy_objective(config.algorithm, batch, step, kl_coef)
+    health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
+    # A share of the minibatch's loss, which the rows of all processes together count as one.
+    return loss, {"policy_loss": (loss.item(), len(rows) / config.minibatch_size), **health}

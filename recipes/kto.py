@@ -28,9 +28,10 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
-from hybrid_engine.recipes.data.micro_batches import check_budget, deal, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, deal, train_in_parts
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
 from hybrid_engine.recipes.data.rows import LabelledRow
@@ -247,21 +248,19 @@ def update(
         Means over the whole step: `loss` and the figures of `rl.kto.kto_metrics`, their `reward_margin`; the
         `reference_point` in nats and the norm of the gradient before clipping.
     """
-    # The losses are shares of the step's mean; the engine divides by the micro-batches and averages processes.
-    scale = actor.gradient_accumulation_steps() * get_world_size()
     budget = config.tokens_per_micro_batch
     point = reference_point(actor, rows, budget, reading)
 
-    def train(indices: list[int]) -> dict[str, tuple[float, float]]:
+    def micro_batch_loss(indices: list[int]) -> tuple[torch.Tensor, Figures]:
         batch = [rows[index] for index in indices]
         logprobs = answer_logprobs(actor, [row.answer for row in batch], reading)
         of_answers = logprobs, reference_logprobs(batch)[0], labels_of(batch), point, config.beta
         losses = kto_loss(*of_answers, config.desirable_weight, config.undesirable_weight)
-        actor.backward(losses.sum() / num_answers * scale)
         sums = {name: (total.item(), count.item()) for name, (total, count) in kto_metrics(*of_answers).items()}
-        return sums | {"loss": (losses.sum().item(), len(batch))}
+        return losses.sum() / num_answers, sums | {"loss": (losses.sum().item(), len(batch))}
 
-    figures = step_means(train_in_parts([actor], [(len(row.answer),) for row in rows], budget, train))
+    lengths = [(len(row.answer),) for row in rows]
+    figures = step_means(train_in_parts([actor], lengths, budget, [(actor, micro_batch_loss)]))
     figures["reward_margin"] = figures["chosen_reward"] - figures["rejected_reward"]
     return figures | {"reference_point": point.item(), "grad_norm": actor.get_global_grad_norm()}
 
@@ -269,11 +268,13 @@ def update(
 @torch.no_grad()
 def reference_point(actor: Any, rows: Sequence[LabelledAnswer], budget: int, reading: Reading) -> torch.Tensor:
     """KTO's reference point of a step, in nats, in passes of `budget` tokens or of a micro-batch; collective."""
-    ratios = []
-    for indices in deal([(len(row.mismatched),) for row in rows], actor, budget):
+
+    def log_ratios(indices: list[int]) -> torch.Tensor:
         batch = [rows[index] for index in indices]
-        logprobs = answer_logprobs(actor, [row.mismatched for row in batch], reading)
-        ratios.append(logprobs - reference_logprobs(batch)[1])
+        return answer_logprobs(actor, [row.mismatched for row in batch], reading) - reference_logprobs(batch)[1]
+
+    parts = deal([(len(row.mismatched),) for row in rows], actor, budget)
+    ratios = agree(lambda: [log_ratios(part) for part in parts])
     return kto_reference_point(torch.cat(ratios), dist.group.WORLD if get_world_size() > 1 else None)
 
 

@@ -25,7 +25,7 @@ import torch
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import all_processes, gather_objects, get_rank, get_world_size
-from hybrid_engine.recipes.data.micro_batches import train_in_parts
+from hybrid_engine.recipes.data.micro_batches import Figures, train_in_parts
 from hybrid_engine.recipes.data.prompts import select_prompts
 from hybrid_engine.recipes.data.sequences import in_parts, response_logprobs, response_values
 from hybrid_engine.recipes.experience.critic_experience import CriticExperience, reward_tokens
@@ -173,9 +173,8 @@ def run(config: Config) -> Path:
     followed.keep(config.steps, after)
 
     show_comparison(before, after, out)
-    kl = after.figures["kl_per_sequence"]
-    where = "under" if kl < config.kl_bound else "OVER"
-    say(f"KL to the reference: {kl:.2f} nats per response, {where} the bound {config.kl_bound}")
+    kl, bound = after.figures["kl_per_sequence"], config.kl_bound
+    say(f"KL to the reference: {kl:.2f} nats per response, {'under' if kl < bound else 'OVER'} the bound {bound}")
     result = {"before": before.figures, "after": after.figures, "ppo_seconds": seconds}
     write_result(out / "result.json", result | best.result("score"), roles.policy.actor)
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
@@ -259,40 +258,40 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
         for minibatch in torch.randperm(num_rows, generator=generator).split(config.minibatch_size // get_world_size()):
             num_tokens = max(1, sum(gather_objects(int(experience.sequences.response_mask[minibatch].sum()))))
             chosen = experience.rows(minibatch)
-            train = partial(train_micro_batch, roles, chosen, num_tokens, config, not parts)
+            present = torch.zeros_like(chosen.logprobs)
+            losses = [
+                (roles.policy.actor, partial(policy_loss, roles, chosen, present, num_tokens, config)),
+                (roles.critic, partial(value_loss, roles, chosen, num_tokens, config)),
+            ]
             lengths, prompts = chosen.sequences.lengths, chosen.sequences.prompts
-            parts += train_in_parts(engines, lengths, config.tokens_per_micro_batch, train, prompts)
+            found = train_in_parts(engines, lengths, config.tokens_per_micro_batch, losses, prompts)
+            if not parts:  # by the weights that sampled
+                roles.policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
+            parts += found
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
     return figures | roles.gradient_norms()
 
 
-def train_micro_batch(
-    roles: Roles, minibatch: CriticExperience, num_tokens: int, config: Config, is_first: bool, rows: list[int]
-) -> dict[str, tuple[float, float]]:
-    """Forward and backward of actor and critic on `rows` of a minibatch of `num_tokens` response tokens.
-
-    Returns:
-        (sum, count) over this process's tokens of each figure, for `global_means`.
-    """
-    actor, critic, batch = roles.policy.actor, roles.critic, minibatch.rows(torch.tensor(rows))
+def policy_loss(
+    roles: Roles, minibatch: CriticExperience, present: torch.Tensor, num_tokens: int, config: Config, rows: list[int]
+) -> tuple[torch.Tensor, Figures]:
+    """The share of `rows` in the actor's loss on a minibatch of `num_tokens` tokens; fills their rows of `present`."""
+    batch = minibatch.rows(torch.tensor(rows))
     mask = batch.sequences.response_mask
-    # The losses are shares of the minibatch's mean; the engine divides by the micro-batches and averages processes.
-    scale = actor.gradient_accumulation_steps() * get_world_size()
-
-    logprobs = response_logprobs(actor, batch.sequences, config.temperature)
-    if is_first:
-        actor.observe_logprobs(batch.logprobs, logprobs, mask)
-    policy_losses = ppo_policy_loss(logprobs, batch.logprobs_old, batch.advantages, config.clip, config.clip)
-    actor.backward(token_mean(policy_losses, mask, num_tokens) * scale)
-
-    values = response_values(critic, batch.sequences)
-    value_losses = clipped_value_loss(values, batch.values_old, batch.returns, config.value_clip)
-    critic.backward(token_mean(value_losses, mask, num_tokens) * scale)
-
-    count = float(mask.sum())
+    logprobs = response_logprobs(roles.policy.actor, batch.sequences, config.temperature)
+    present[rows, : mask.shape[1]] = logprobs.detach()
+    losses = ppo_policy_loss(logprobs, batch.logprobs_old, batch.advantages, config.clip, config.clip)
     health = policy_metrics(logprobs, batch.logprobs_old, batch.advantages, mask, config.clip, config.clip)
-    return {
-        "policy_loss": (token_mean(policy_losses, mask, 1).item(), count),
-        "value_loss": (token_mean(value_losses, mask, 1).item(), count),
-        **mean_sums(health, mask),
-    }
+    sums: Figures = {"policy_loss": (token_mean(losses, mask, 1).item(), float(mask.sum())), **mean_sums(health, mask)}
+    return token_mean(losses, mask, num_tokens), sums
+
+
+def value_loss(
+    roles: Roles, minibatch: CriticExperience, num_tokens: int, config: Config, rows: list[int]
+) -> tuple[torch.Tensor, Figures]:
+    """The same of the critic's loss."""
+    batch = minibatch.rows(torch.tensor(rows))
+    mask = batch.sequences.response_mask
+    values = response_values(roles.critic, batch.sequences)
+    losses = clipped_value_loss(values, batch.values_old, batch.returns, config.value_clip)
+    return token_mean(losses, mask, num_tokens), {"value_loss": (token_mean(losses, mask, 1).item(), float(mask.sum()))}

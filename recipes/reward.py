@@ -11,7 +11,6 @@ job.
 """
 
 import math
-import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -23,15 +22,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
-from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
-from hybrid_engine.recipes.data.encoding import encode_completion, read_template
-from hybrid_engine.recipes.data.held_out import check_parts, hold_out_of
-from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
-from hybrid_engine.recipes.data.micro_batches import check_budget, train_in_parts
+from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
+from hybrid_engine.recipes.data.encoding import read_template
+from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
-from hybrid_engine.recipes.data.pairs import Pair, PairCorpus, encode_pairs, num_characters
-from hybrid_engine.recipes.data.reading import read_preference_rows
-from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
+from hybrid_engine.recipes.data.pair_corpus import PairCorpus, load_pair_corpus
+from hybrid_engine.recipes.data.pairs import Pair
+from hybrid_engine.recipes.experience.evaluation import step_means
 from hybrid_engine.recipes.planning.following import follow_scored_pairs, write_result
 from hybrid_engine.recipes.rewards.classifier import (
     ROWS_PER_PASS,
@@ -53,15 +50,9 @@ from hybrid_engine.recipes.runs.stages import (
     is_finished,
     load_config,
     move_aside,
-    num_positions,
     seed_everything,
 )
-from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples, stdlib_row
-from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
 from hybrid_engine.rl.reward_model import bradley_terry_loss, centring_loss
-
-NUM_REFERENCES = 512
-"""Good answers whose scores say where 0 is and what 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +143,7 @@ def run(config: Config) -> Path:
     tokenizer = load_scoring_tokenizer(source)
     if config.chat_template:
         tokenizer.chat_template = read_template(config.chat_template)
-    corpus = load_corpus(config, tokenizer, source)
+    corpus = load_pair_corpus(config, tokenizer, source)
     check_adapter(config.lora_rank, load_config(source), source)
     check_budget(config.tokens_per_micro_batch, [(len(pair.chosen), len(pair.rejected)) for pair in corpus.train])
     classifier = recompute_activations(build_classifier(source, tokenizer), config)
@@ -199,11 +190,12 @@ def train_loop(
             engine.train()
             mine = [corpus.train[index] for index in corpus.batches[step][get_rank() :: get_world_size()]]
             lengths = [(len(pair.chosen), len(pair.rejected)) for pair in mine]
-            train = partial(train_micro_batch, engine, mine, tokenizer, config)
-            parts = train_in_parts([engine], lengths, config.tokens_per_micro_batch, train)
-            sums = {name: sum(part[name] for part in parts) for name in parts[0]}
-            figures = {name: sum(part[name] for part in gather_objects(sums)) / config.batch_size for name in sums}
-            figures |= {"grad_norm": engine.get_global_grad_norm(), "learning_rate": engine.get_lr()[0]}
+            loss_of = partial(micro_batch_loss, engine, mine, tokenizer, config)
+            parts = train_in_parts([engine], lengths, config.tokens_per_micro_batch, [(engine, loss_of)])
+            figures = step_means(parts) | {
+                "grad_norm": engine.get_global_grad_norm(),
+                "learning_rate": engine.get_lr()[0],
+            }
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 figures["held_out_accuracy"] = measure(engine, corpus.held_out, tokenizer)["held_out_accuracy"]["all"]
                 if figures["held_out_accuracy"] > best.get("held_out_accuracy", -math.inf):
@@ -216,19 +208,19 @@ def train_loop(
     return best
 
 
-def train_micro_batch(
+def micro_batch_loss(
     engine: Any, mine: list[Pair], tokenizer: PreTrainedTokenizerBase, config: Config, rows: list[int]
-) -> dict[str, float]:
-    """Forward and backward on `rows` of this process's pairs of a step; the sum of each figure over them."""
+) -> tuple[torch.Tensor, Figures]:
+    """The share of `rows` of this process's pairs in the mean loss of a step; sum and count of each figure."""
     pairs = [mine[index] for index in rows]
     chosen, rejected = score_pairs(engine, pairs, tokenizer)
     margins = torch.tensor([pair.margin for pair in pairs], device=chosen.device)
     losses = bradley_terry_loss(chosen, rejected, margins)
     losses = losses + config.center_coef * centring_loss(chosen, rejected)
-    # Shares of the step's mean; the engine divides by the micro-batches and averages processes.
-    engine.backward(losses.sum() / config.batch_size * engine.gradient_accumulation_steps() * get_world_size())
-    figures = {"loss": losses, "accuracy": chosen > rejected, "margin": chosen - rejected, "score": chosen + rejected}
-    return {name: values.sum().item() / (2 if name == "score" else 1) for name, values in figures.items()}
+    score = (chosen + rejected) / 2
+    figures = {"loss": losses, "accuracy": chosen > rejected, "margin": chosen - rejected, "score": score}
+    sums: Figures = {name: (values.sum().item(), len(pairs)) for name, values in figures.items()}
+    return losses.sum() / config.batch_size, sums
 
 
 def score_pairs(
@@ -255,37 +247,6 @@ def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) 
                 hits[kind].append(hit)
     accuracy = {kind: sum(found) / len(found) for kind, found in sorted(hits.items())}
     return {"held_out_accuracy": accuracy, "held_out_loss": loss / len(pairs)}
-
-
-def load_corpus(config: Config, tokenizer: PreTrainedTokenizerBase, source: str) -> PairCorpus:
-    """All pairs as tokens.
-
-    Raises:
-        ValueError: `--dataset` cannot be read, a row is no pair, or is too long.
-    """
-    if config.dataset is None:
-        train_examples, held_out_examples = split(stdlib_examples())
-        train_examples = train_examples[: config.max_examples or None]
-        train, held_out = (build_preferences(part, config.seed) for part in (train_examples, held_out_examples))
-        good = [encode_completion(tokenizer, stdlib_row(example)) for example in train_examples[:NUM_REFERENCES]]
-        references = [answer.prompt_ids + answer.response_ids for answer in good]
-    else:
-        rows = read_preference_rows(config.dataset, *config.part)
-        train, held_out = hold_out_of(config.dataset, rows, config.held_out_share)
-    random.shuffle(train)
-    train = train[: config.num_pairs or None]
-    limit = limit_of(config.max_tokens, num_positions(load_config(source)), f"--model={source!r}")
-    encoded = []
-    for part in (train, held_out):
-        pairs = encode_pairs(tokenizer, part, kind_column=None if config.dataset else "kind")
-        encoded.append(keep_fitting(part, pairs, limit, skips=config.skip_too_long))
-    (train, pairs), (_, held_out_pairs) = encoded
-    if config.dataset is not None:
-        check_parts(config.dataset, pairs, held_out_pairs, config.held_out_share)
-        references = [pair.chosen for pair in pairs[:NUM_REFERENCES]]
-    lengths = [num_characters(row) for row in train]
-    batches = epochs_of_similar_length(lengths, config.batch_size, config.epochs, config.seed)
-    return PairCorpus(train=pairs, held_out=held_out_pairs, references=references, batches=batches)
 
 
 def engine_config(config: Config, num_steps: int) -> dict[str, Any]:

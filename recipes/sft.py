@@ -24,7 +24,7 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
 from hybrid_engine.recipes.data.corpus import TASKS, Corpus, load_corpus
 from hybrid_engine.recipes.data.encoding import Encoded
-from hybrid_engine.recipes.data.micro_batches import check_budget, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.sequences import (
     NUM_POOLED,
@@ -202,9 +202,10 @@ def train_loop(
             num_tokens = sum(corpus.train[index].num_learned for index in batches[step])
             mine = [corpus.train[index] for index in batches[step][get_rank() :: get_world_size()]]
             lengths = [(len(example),) for example in mine]
-            train = partial(train_micro_batch, engine, mine, corpus.pad_token, num_tokens)
-            losses = train_in_parts([engine], lengths, config.tokens_per_micro_batch, train)
-            figures = {"loss": sum(gather_objects(sum(losses))), "grad_norm": engine.get_global_grad_norm()}
+            loss_of = partial(micro_batch_loss, engine, mine, corpus.pad_token, num_tokens)
+            parts = train_in_parts([engine], lengths, config.tokens_per_micro_batch, [(engine, loss_of)])
+            loss = sum(gather_objects(sum(part["loss"][0] for part in parts)))
+            figures = {"loss": loss, "grad_norm": engine.get_global_grad_norm()}
             figures["learning_rate"] = engine.get_lr()[0]
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 figures["held_out_loss"] = held_out_loss(engine, corpus)
@@ -218,13 +219,13 @@ def train_loop(
     return best
 
 
-def train_micro_batch(engine: Any, mine: list[Encoded], pad_token: int, num_tokens: int, rows: list[int]) -> float:
-    """Forward and backward on `rows` of this process's examples of a step of `num_tokens`; their part of its loss."""
+def micro_batch_loss(
+    engine: Any, mine: list[Encoded], pad_token: int, num_tokens: int, rows: list[int]
+) -> tuple[torch.Tensor, Figures]:
+    """The part of `rows` of this process's examples in the loss of a step of `num_tokens`, also as a figure."""
     sequences = collate([mine[index] for index in rows], pad_token, engine.device)
     part = token_mean(-response_logprobs(engine, sequences), sequences.response_mask, num_tokens)
-    # The engine averages gradients over micro-batches and processes; the loss is the sum of its parts.
-    engine.backward(part * engine.gradient_accumulation_steps() * get_world_size())
-    return part.item()
+    return part, {"loss": (part.item(), 1.0)}
 
 
 @torch.no_grad()

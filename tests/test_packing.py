@@ -1,11 +1,14 @@
 """Packed sequences: losses and gradients of padded ones, and passes of a token budget."""
 
 import copy
+import gc
 import random
+import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
+from distributed import run_distributed
 from models import build_model
 from training_reference import tiny_llama
 from transformers import LlamaConfig, LlamaForSequenceClassification
@@ -24,7 +27,9 @@ from hybrid_engine.recipes.data.sequences import (
     response_values,
 )
 from hybrid_engine.recipes.data.spans import Span, Spans, attend_along_spans
+from hybrid_engine.recipes.experience.evaluation import step_means
 from hybrid_engine.recipes.rewards.classifier import score_tokens
+from hybrid_engine.zero.sharding import full_tensor
 
 CPU = torch.device("cpu")
 BUDGET = SimpleNamespace(tokens_per_micro_batch=64)
@@ -148,7 +153,13 @@ class Engine:
     def step(self):
         self.steps.append(self.is_boundary)
 
-    def drop_accumulation(self):
+    def gradient_accumulation_steps(self):
+        return 1
+
+    def backward(self, loss):
+        loss.backward()
+
+    def begin_step_again(self):
         self.module.zero_grad()
         self.steps.clear()
 
@@ -225,6 +236,53 @@ def test_a_budget_below_the_longest_sequence_is_refused():
         check_budget(64, [(33, 20)])
 
 
+def steps_on_two_processes(rank, world_size, batch):
+    """Two steps by padded rows and by packed ones: the losses, the weights, and the tokens of each pass."""
+    mine = batch.rows(torch.arange(rank, len(batch.lengths), world_size))
+    num_rows, found = len(batch.lengths), []
+    for stage in (0, 3):
+        for budget in (0, 64):
+            engine, *_ = hybrid_engine.initialize(
+                model=build_model(),
+                config={
+                    "train_batch_size": num_rows,
+                    "train_micro_batch_size_per_gpu": 2,
+                    "zero_optimization": {"stage": stage},
+                    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+                },
+            )
+            layout = pack_where_exact(engine, SimpleNamespace(tokens_per_micro_batch=budget))
+            passes = []
+
+            def loss_of(rows, engine=engine, passes=passes):
+                part = mine.rows(torch.tensor(rows))
+                passes.append(int(part.attention_mask.sum()))
+                loss = -response_logprobs(engine, part).sum() / num_rows
+                return loss, {"loss": (loss.item(), len(rows) / num_rows)}
+
+            losses = [
+                step_means(train_in_parts([engine], mine.lengths, budget, [(engine, loss_of)], mine.prompts))["loss"]
+                for _ in range(2)
+            ]
+            weights = torch.cat([full_tensor(value).flatten() for value in engine.module.parameters()])
+            found.append((layout, losses, weights, passes))
+    return found
+
+
+def test_two_processes_train_on_packed_rows_as_on_padded_ones_and_do_equal_work():
+    batch = sampled(num_rows=12, vocab=40)
+    first, second = run_distributed(steps_on_two_processes, 2, batch)
+    (_, losses, weights, _), *_ = first
+    for (layout, *found, passes), (_, *others, its_passes) in zip(first, second, strict=True):
+        for its_losses, its_weights in (found, others):
+            assert its_losses == pytest.approx(losses, rel=1e-5)
+            torch.testing.assert_close(its_weights, weights, atol=1e-5, rtol=1e-5)
+        assert len(passes) == len(its_passes)
+        if layout is Layout.SPANS:
+            assert max(*passes, *its_passes) <= 64 and len(passes) < 6
+    assert [part[0] for part in first] == [Layout.PADDED, Layout.SPANS] * 2
+
+
 def test_out_of_memory_in_a_pass_is_redone_in_halves_with_the_same_loss_and_gradients(capsys):
     batch = sampled()
 
@@ -232,17 +290,19 @@ def test_out_of_memory_in_a_pass_is_redone_in_halves_with_the_same_loss_and_grad
         model = build_model()
         engine, tries = Engine(model, size=4), []
 
-        def run(rows):
-            tries.append(len(rows))
-            part = batch.rows(torch.tensor(rows))
-            loss = -response_logprobs(model, part).sum()
-            loss.backward()
-            if len(rows) > most_rows:  # with gradients on the parameters already
+        def limited(gradient):  # with gradients on some parameters already
+            if tries[-1] > most_rows:
                 raise torch.OutOfMemoryError("CUDA out of memory")
-            return loss.item()
 
-        losses = train_in_parts([engine], batch.lengths, 0, run)
-        return sum(losses), torch.cat([p.grad.flatten() for p in model.parameters()]), tries, engine.steps
+        def loss_of(rows):
+            tries.append(len(rows))
+            logprobs = response_logprobs(model, batch.rows(torch.tensor(rows)))
+            logprobs.register_hook(limited)
+            return -logprobs.sum(), {"loss": (-logprobs.sum().item(), 1.0)}
+
+        found = train_in_parts([engine], batch.lengths, 0, [(engine, loss_of)])
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        return sum(part["loss"][0] for part in found), gradient, tries, engine.steps
 
     loss, gradient, tries, steps = train(most_rows=4)
     assert tries == [4, 3] and steps == [False, True]
@@ -256,6 +316,25 @@ def test_out_of_memory_in_a_pass_is_redone_in_halves_with_the_same_loss_and_grad
         train(most_rows=0)
 
 
+def test_what_a_pass_that_ran_out_of_memory_held_is_free_before_it_is_redone():
+    engine, held, alive = Engine(build_model()), [], []
+
+    def loss_of(rows):
+        alive.append(sum(tensor() is not None for tensor in held))
+        activations = torch.ones(1, requires_grad=True)
+        held.append(weakref.ref(activations))
+        if len(rows) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return activations.sum(), {}
+
+    gc.disable()
+    try:
+        train_in_parts([engine], [(1,), (2,)], 0, [(engine, loss_of)])
+    finally:
+        gc.enable()
+    assert alive[:2] == [0, 0]
+
+
 def test_other_errors_and_those_of_the_optimizer_are_raised():
     engine = Engine(build_model())
 
@@ -263,11 +342,11 @@ def test_other_errors_and_those_of_the_optimizer_are_raised():
         raise RuntimeError("nothing to do with memory")
 
     with pytest.raises(RuntimeError, match="nothing to do"):
-        train_in_parts([engine], [(1,), (2,)], 0, fail)
+        train_in_parts([engine], [(1,), (2,)], 0, [(engine, fail)])
 
     def no_memory():
         raise torch.OutOfMemoryError("for Adam's moments")
 
     engine.step = no_memory
     with pytest.raises(torch.OutOfMemoryError):
-        train_in_parts([engine], [(1,), (2,)], 0, lambda rows: None)
+        train_in_parts([engine], [(1,), (2,)], 0, [(engine, lambda rows: (torch.ones((), requires_grad=True), {}))])

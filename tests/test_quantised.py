@@ -6,6 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from training_reference import tiny_llama
+
+import hybrid_engine
+from hybrid_engine import model_checks
+from hybrid_engine.optim.trainable import check_quantised
 
 PACKAGES = Path(sys.prefix) / "quantised"
 """Where `make test` puts them: inside the environment every process would wait for their import."""
@@ -25,3 +31,17 @@ def test_models_in_4_and_8_bits_train_and_roll_out():
     ]
     result = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stdout[-6000:]
+
+
+class Params4bit(torch.nn.Parameter):
+    """Named as bitsandbytes names its packed weights, by which they are known."""
+
+
+def test_quantised_weights_are_refused_by_name_on_several_processes(monkeypatch):
+    model = tiny_llama()
+    check_quantised(model, is_wrapped=True)
+    model.model.layers[1].mlp.up_proj.weight = Params4bit(model.model.layers[1].mlp.up_proj.weight.detach(), False)
+    check_quantised(model, is_wrapped=False)
+    monkeypatch.setattr(model_checks, "get_world_size", lambda: 2)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.up_proj.weight is quantised: .* train it on one process"):
+        hybrid_engine.initialize(model=model, config={"train_batch_size": 2, "optimizer": {"type": "AdamW"}})

@@ -218,8 +218,8 @@ class Attached:
             while True:
                 try:
                     return self._run(request, prompts, generation_config, kwargs, held)
-                except torch.OutOfMemoryError:
-                    request = with_half_the_rows(self.generator, request)
+                except torch.OutOfMemoryError as error:
+                    request = with_half_the_rows(self.generator, request, error)
 
     def _run(
         self,

@@ -127,14 +127,16 @@ class Partners:
     def first_error(self, error: BaseException | None, problems: list[Problem | None]) -> BaseException | None:
         """`error`, this process's, or the first of all processes' `problems` as an error to raise here; local.
 
-        A FollowedError gives way to the problem that it follows from.
+        A FollowedError gives way to the problem that it follows from. An OutOfMemoryError, after which processes may
+        begin again with less, gives way to any other error: all have one, or none.
         """
-        if error is not None and not isinstance(error, FollowedError):
+        found = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
+        others = [(rank, problem) for rank, problem in found if not issubclass(problem.kind, torch.OutOfMemoryError)]
+        gives_way = isinstance(error, FollowedError) or (isinstance(error, torch.OutOfMemoryError) and bool(others))
+        if not found or (error is not None and not gives_way):
             return error
-        for rank, problem in enumerate(problems):
-            if problem is not None:
-                return problem.raised_on(rank if self.group is None else dist.get_global_rank(self.group, rank))
-        return error
+        rank, problem = (others or found)[0]
+        return problem.raised_on(rank if self.group is None else dist.get_global_rank(self.group, rank))
 
     def highest(self, numbers: list[int]) -> list[int]:
         """The highest of each of `numbers` over all processes; collective.

@@ -1,6 +1,9 @@
 """A rollout that ran out of memory begins again with half as many rows at once; its samples are the same."""
 
+import traceback
 from dataclasses import replace
+
+import torch
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.batching.plan import Plan
@@ -9,21 +12,26 @@ from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.request import Request
 
 
-def with_half_the_rows(generator: Generator, request: Request) -> Request:
-    """`request` with half the rows at once; to be called where an OutOfMemoryError is handled, and raises that again.
+def with_half_the_rows(generator: Generator, request: Request, error: torch.OutOfMemoryError) -> Request:
+    """`request` with half the rows at once; collective, where all processes have an error of one of them.
 
-    It does where one row ran alone, where rows must stay in step, where the model's own `generate()` ran, and where
-    processes generate together: what one of them has no memory for the others would have to begin again with it.
+    Processes with rows of their own halve each its own number; one that has a single row begins again with it.
+
+    Raises:
+        torch.OutOfMemoryError: `error`, where one row ran alone on each process, where rows must stay in step, and
+            where the model's own `generate()` ran.
     """
     plan = request.plan
-    if plan is None or plan.max_running <= 1 or request.wishes.functions is not None or generator.partners.size > 1:
-        raise
-    rows = plan.max_running // 2
+    is_bound = plan is None or request.wishes.functions is not None
+    most, cannot = generator.partners.highest([1 if plan is None else plan.max_running, int(is_bound)])
+    if plan is None or cannot or most <= 1:
+        raise error
+    traceback.clear_frames(error.__traceback__)  # they hold tensors of the rollout that failed
     say_once(
-        f"generate(): out of memory with {plan.max_running} rows at once; goes on with {rows}: "
-        f"hybrid_engine.max_running={rows} avoids it"
+        f"generate(): out of memory with {most} rows at once; goes on with {most // 2}: "
+        f"hybrid_engine.max_running={most // 2} avoids it"
     )
-    return replace(request, plan=_halved(plan, rows))
+    return replace(request, plan=_halved(plan, max(1, plan.max_running // 2)))
 
 
 def _halved(plan: Plan, rows: int) -> Plan:

@@ -20,6 +20,7 @@ from hybrid_engine.rl.aggregation import (
 )
 from hybrid_engine.rl.entropy import estimated_entropy
 from hybrid_engine.rl.kl import (
+    adaptive_kl_coefficient,
     importance_weighted,
     kl_k1,
     kl_k1_with_k2_gradient,
@@ -147,6 +148,20 @@ def loss_kl(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:
     if not algorithm.kl_unbiased:
         return estimate
     return importance_weighted(estimate, batch.logprobs, batch.logprobs_old)
+
+
+def next_kl_coef(algorithm: Algorithm, kl_coef: float, measured: float, num_answers: int) -> float:
+    """The KL's weight in the next step: fixed, or steered to a target.
+
+    Args:
+        algorithm: the choices.
+        kl_coef: the weight in the step that was done.
+        measured: the KL to the reference in it, nats an answer; read where there is a target.
+        num_answers: of that step, over all processes.
+    """
+    if not algorithm.kl_target:
+        return kl_coef
+    return adaptive_kl_coefficient(kl_coef, measured, algorithm.kl_target, algorithm.kl_horizon, num_answers)
 
 
 def correction_weights(

@@ -2,21 +2,29 @@
 
 A loss must be a share of the step's, so that it does not depend on how the rows are dealt out. An item is what stays
 together: a sequence, or the two of a pair.
+
+After each forward and each backward pass the processes tell each other of errors. Where memory ended on one of them all
+begin the step again, with passes of half the size; any other error ends the run on all.
 """
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.packing import Layout, Prompt, layout_of
 from hybrid_engine.recipes.runs.memory import measured_pass
 from hybrid_engine.recipes.runs.run_log import say
 
-Result = TypeVar("Result")
+Figures = dict[str, tuple[float, float]]
+"""(sum, count) of each figure of a pass, as `experience.evaluation.step_means` takes them."""
+LossOf = Callable[[list[int]], tuple[torch.Tensor, Figures]]
+"""Given the indices of items, runs a forward pass over them: their share of the step's loss, and figures of it."""
 Items = Sequence[tuple[int, ...]]
 """Lengths in tokens of the sequences of each item."""
 
@@ -130,37 +138,52 @@ def train_in_parts(
     engines: Sequence[Any],
     items: Items,
     budget: int,
-    run: Callable[[list[int]], Result],
+    losses: Sequence[tuple[Any, LossOf]],
     prompts: Sequence[Prompt] | None = None,
-) -> list[Result]:
-    """One optimizer step of `engines` on `items`: `run` makes the passes of each part that `deal` makes; collective.
+) -> list[Figures]:
+    """One optimizer step of `engines` on `items`, by a forward and a backward pass for each part of them; collective.
 
-    Where one process's memory is not enough, everything is begun again with parts of half the size; the sum of their
-    losses and gradients is the same.
+    Where the memory of a process is not enough, all begin again with parts of half the size; the sum of their losses
+    and gradients is the same.
 
     Args:
-        engines: trained by `run`, each by one backward pass a part; of the first is what passes look like.
+        engines: those that step; of the first is what passes look like.
         items, budget, prompts: as of `deal`.
-        run: given the indices of a part; what it returns is returned.
+        losses: what runs backward, engines or roles of one, each with its loss. One after the other goes forward and
+            backward over a part. A loss must either meet the other processes nowhere but in the engine's forward pass,
+            or fail on all of them alike; it may run several times on the same items.
+
+    Returns:
+        The figures of each part.
+
+    Raises:
+        torch.OutOfMemoryError: each part has a single item already.
     """
     parts = deal(items, engines[0], budget, prompts)
     while True:
         try:
-            results = _run(engines, parts, [_tokens_of(part, items, engines[0], prompts) for part in parts], run)
+            figures = _run(engines, parts, [_tokens_of(part, items, engines[0], prompts) for part in parts], losses)
             break
-        except torch.OutOfMemoryError:
-            # Other processes are in the middle of their pass, where nothing can be told.
-            if get_world_size() > 1 or max(map(len, parts)) == 1:
+        except torch.OutOfMemoryError as error:  # on all processes
+            smaller = _smaller(parts)
+            if len(smaller) == len(parts):
                 raise
+            traceback.clear_frames(error.__traceback__)  # they hold the activations of the pass that failed
         for engine in engines:
-            engine.drop_accumulation()
-        largest = max(map(len, parts))
-        parts = [half for part in parts for half in (_halves(part) if len(part) > 1 else [part])]
+            engine.begin_step_again()
+        largest = max(gather_objects(max(map(len, parts))))
+        parts = smaller
         option = "--tokens-per-micro-batch" if budget else "--micro-batch-size"
-        say(f"out of memory in a pass over {largest} rows: redone in halves; a smaller {option} avoids it")
+        say(f"out of memory in a pass over up to {largest} rows: redone in halves; a smaller {option} avoids it")
     for engine in engines:
         engine.step()
-    return results
+    return figures
+
+
+def _smaller(parts: list[list[int]]) -> list[list[int]]:
+    """`parts` in halves, as many on each process, which all have as many items; collective."""
+    halves = [half for part in parts for half in (_halves(part) if len(part) > 1 else [part])]
+    return _as_many(halves, max(gather_objects(len(halves))))
 
 
 def _tokens_of(part: list[int], items: Items, engine: Any, prompts: Sequence[Prompt] | None) -> int:
@@ -182,16 +205,24 @@ def _tokens_of(part: list[int], items: Items, engine: Any, prompts: Sequence[Pro
 
 
 def _run(
-    engines: Sequence[Any], parts: list[list[int]], num_tokens: list[int], run: Callable[[list[int]], Result]
-) -> list[Result]:
+    engines: Sequence[Any], parts: list[list[int]], num_tokens: list[int], losses: Sequence[tuple[Any, LossOf]]
+) -> list[Figures]:
     """All passes of an optimizer step, each over so many tokens, and the end of each but the last."""
-    results = []
+    figures = []
     for number, part in enumerate(parts):
         for engine in engines:
             engine.set_gradient_accumulation_boundary(number + 1 == len(parts))
         with measured_pass(engines[0], num_tokens[number], has_gradients=number > 0):
-            results.append(run(part))
+            found: Figures = {}
+            for trained, loss_of in losses:
+                loss, found_here = agree(partial(loss_of, part))
+                # The losses are shares of the step's; an engine divides by the micro-batches and averages processes.
+                scaled = loss * (engines[0].gradient_accumulation_steps() * get_world_size())
+                agree(partial(trained.backward, scaled))
+                del loss, scaled
+                found |= found_here
+            figures.append(found)
         if number + 1 < len(parts):
             for engine in engines:
                 engine.step()
-    return results
+    return figures

@@ -1,6 +1,5 @@
 """Preference pairs as tokens, for a model that scores prompt and answer together."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -24,18 +23,6 @@ class Pair(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens of the longer of both answers, with its prompt."""
         return max(len(self.chosen), len(self.rejected))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairCorpus:
-    """The pairs of a run."""
-
-    train: list[Pair]
-    held_out: list[Pair]
-    references: list[list[int]]
-    """Good answers behind their prompts, by which scores are normalised."""
-    batches: list[list[int]]
-    """Indices of `train`, by optimizer step."""
 
 
 def encode_pairs(

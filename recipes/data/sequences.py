@@ -6,6 +6,7 @@ pass needs logits only from there on. Padding is known from lengths, never from 
 B: rows, P: prompt columns, T: response columns, V: vocabulary.
 """
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,9 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hybrid_engine.distributed.processes import gather_objects
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.packing import Layout, Packed, Prompt, layout_of, pack, prompts_of
+from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.training.head_log_probs import Asked, TokenLogProbs, token_log_probs
 
 ROWS_PER_PASS = 32
@@ -207,12 +210,22 @@ def last_token_scores(model: Callable[[Sequences], torch.Tensor], batch: Sequenc
 def in_parts(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
     """`compute`, whose result is `[B, T]` and 0 on padding, of a few rows at a time: all logits at once may not fit.
 
-    Collective if `compute` is, and then every process must have as many rows.
+    Collective, and every process must have as many rows; an error of one is raised on all. Where memory ends on one of
+    them, all begin again with half as many rows at a time.
     """
     num_rows, num_columns = batch.response_mask.shape
-    num_at_once = ROWS_PER_PASS_ON_CPU if batch.input_ids.device.type == "cpu" else ROWS_PER_PASS
-    parts = [compute(batch.rows(rows)) for rows in torch.arange(num_rows).split(num_at_once)]
-    return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
+    at_once = ROWS_PER_PASS_ON_CPU if batch.input_ids.device.type == "cpu" else ROWS_PER_PASS
+    while True:
+        rows = torch.arange(num_rows).split(at_once)
+        try:
+            parts = agree(lambda rows=rows: [compute(batch.rows(part)) for part in rows])  # type: ignore[misc]
+            return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
+        except torch.OutOfMemoryError as error:
+            if at_once == 1:
+                raise
+            traceback.clear_frames(error.__traceback__)
+        say(f"out of memory in a pass over {at_once} rows: redone with {at_once // 2} at a time")
+        at_once //= 2
 
 
 def in_parts_together(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:

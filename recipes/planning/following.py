@@ -13,7 +13,7 @@ from hybrid_engine.generation.memory.usage import count_bytes, num_bytes
 from hybrid_engine.observing.memory_plan import MemoryPlan
 from hybrid_engine.observing.memory_use import MemoryUse
 from hybrid_engine.recipes.data.encoding import Encoded
-from hybrid_engine.recipes.data.pairs import PairCorpus
+from hybrid_engine.recipes.data.pair_corpus import PairCorpus
 from hybrid_engine.recipes.planning.read import Item, Read, read_answers
 from hybrid_engine.recipes.planning.roles import Setting, plan_memory
 from hybrid_engine.recipes.runs.run_log import say, write_json

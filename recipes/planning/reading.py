@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from hybrid_engine.recipes import agent, dpo, kto, reward, sft
 from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair, encode_prompt
+from hybrid_engine.recipes.data.pair_corpus import load_pair_corpus
 from hybrid_engine.recipes.data.prompts import load_prompt_rows
 from hybrid_engine.recipes.data.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES, SUMS, OwnTask, character_stage
@@ -49,7 +50,7 @@ def _read_reward(config: reward.Config) -> Read:
     if not config.model and not stage.exists():
         raise ValueError(f"--out={config.out!r} has no sft yet, on whose body the reward is trained; give --model")
     source = config.model or str(stage)
-    corpus = reward.load_corpus(config, load_scoring_tokenizer(source), source)
+    corpus = load_pair_corpus(config, load_scoring_tokenizer(source), source)
     items: list[Item] = [((0, len(pair.chosen)), (0, len(pair.rejected))) for pair in corpus.train]
     return Read(first=_adapted(config, load_config(source)), items=items, batches=corpus.batches)
 

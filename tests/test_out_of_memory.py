@@ -1,0 +1,234 @@
+"""Where one rank alone runs out of memory, all go on with less, and the results are those of a run with enough."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from distributed import run_distributed
+from models import PAD, build_model, padded_prompts
+from one_rank import outcome
+
+import hybrid_engine
+from hybrid_engine.recipes.data.micro_batches import train_in_parts
+from hybrid_engine.recipes.data.sequences import build_sequences, in_parts, response_logprobs
+from hybrid_engine.recipes.experience.evaluation import step_means
+from hybrid_engine.zero.sharding import full_tensor
+
+STAGES = 0, 2, 3
+PLACES = "forward", "behind the model", "backward", "the second model's backward"
+PROMPTS = [[5, 6, 7], [8], [9, 10], [4, 5, 6, 7]], [[6], [7, 9], [3, 4, 5], [8, 8]]
+RESPONSES = [[11, 12], [13, 14, 15, 16], [17], [18, 19]], [[20, 21, 22], [23], [24, 25, 26], [27]]
+
+
+def build_engine(stage, pinned=True):
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "hybrid_engine": {"enabled": True, "pin_parameters": pinned, "max_running": 4},
+    }
+    return hybrid_engine.initialize(model=build_model(), config=config)[0]
+
+
+class Memory:
+    """For `most_rows` at once at the place of that name, from pass number `first` of a step on; None: for all."""
+
+    def __init__(self, place="", most_rows=None, first=0, error=None):
+        self.place, self.most_rows, self.first = place, most_rows, first
+        self.error = error or torch.OutOfMemoryError("no memory")
+        self.number = -1
+
+    def take(self, place, num_rows):
+        is_there = self.most_rows is not None and place == self.place and self.number >= self.first
+        if is_there and num_rows > self.most_rows:
+            raise self.error
+
+
+def train(engines, batch, memory):
+    """An optimizer step of both engines; its figures."""
+
+    def loss_of(number):
+        engine = engines[number]
+        backward = ("backward", "the second model's backward")[number]
+
+        def compute(rows):
+            memory.number += number == 0
+            part = batch.rows(torch.tensor(rows))
+            layer = engine.module.model.layers[1].mlp
+            hook = layer.register_forward_pre_hook(lambda _, given: memory.take("forward", len(given[0])))
+            try:
+                logprobs = response_logprobs(engine, part)
+            finally:
+                hook.remove()
+            memory.take("behind the model", len(rows))
+            logprobs.register_hook(lambda grad: memory.take(backward, len(rows)))
+            return -logprobs.sum() / 8, {f"loss{number}": (-logprobs.sum().item(), len(rows)), "rows": (len(rows), 1)}
+
+        return engine, compute
+
+    return step_means(train_in_parts(engines, batch.lengths, 0, [loss_of(0), loss_of(1)]))
+
+
+def weights(engines):
+    return torch.cat([full_tensor(value).flatten() for e in engines for value in e.module.parameters()])
+
+
+def check_equal(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def passes_with_less_memory(rank, world_size, stage):
+    """What a step gives, and the next one: with enough memory, and where it ends in each place on one rank."""
+    batch = build_sequences(PROMPTS[rank], RESPONSES[rank], PAD, torch.device("cpu"))
+    engines = [build_engine(stage), build_engine(stage)]
+    expected = []
+    for _ in range(2):
+        figures = train(engines, batch, Memory())
+        expected.append((figures["loss0"], figures["loss1"], weights(engines)))
+    sizes = {}
+    for place in PLACES:
+        for who in range(world_size):
+            engines = [build_engine(stage), build_engine(stage)]
+            first = (who + STAGES.index(stage)) % 2  # the pass of the step in which it ends: one that reduces, or not
+            memory = Memory(place, 1, first) if rank == who else Memory()
+            for *losses, after in expected:
+                figures = train(engines, batch, memory)
+                memory = Memory()
+                assert (figures["loss0"], figures["loss1"]) == pytest.approx(losses, rel=1e-5)
+                check_equal(weights(engines), after)
+                sizes.setdefault((place, who), []).append(figures["rows"])
+    return sizes
+
+
+def errors_of_passes(rank, world_size, stage):
+    """What all raise where no memory is enough, or one has another error; then a step as if there had been none."""
+    batch = build_sequences(PROMPTS[rank], RESPONSES[rank], PAD, torch.device("cpu"))
+    engines = [build_engine(stage), build_engine(stage)]
+    train(engines, batch, Memory())
+    expected, engines, found = weights(engines), [build_engine(stage), build_engine(stage)], {}
+    refusal = ValueError("no")
+
+    def broken(memory):
+        try:
+            return outcome(lambda: train(engines, batch, memory))
+        finally:
+            for engine in engines:
+                engine.begin_step_again()
+
+    for place in PLACES:
+        found[place] = (
+            broken(Memory(place, 0 if rank == 1 else None)),
+            broken(Memory(place, 0 if rank == 1 else None, error=refusal)),
+            broken(Memory(place, 1, error=refusal if rank == 1 else None)),
+        )
+    train(engines, batch, Memory())
+    check_equal(weights(engines), expected)
+    return found
+
+
+@contextmanager
+def limited(engine, most_rows):
+    """Inside, the second layer of the engine's rollouts has memory for so many rows at once."""
+    native, layer = engine.generator.native, engine.generator.model.layers[1]
+    run, forward, tried = native.run, layer.forward, []
+
+    def noting(plan, *arguments):
+        tried.append(plan.max_running)
+        return run(plan, *arguments)
+
+    def less(*arguments, **options):
+        if tried[-1] > most_rows:
+            raise torch.OutOfMemoryError("no memory")
+        return forward(*arguments, **options)
+
+    native.run, layer.forward = noting, less
+    try:
+        yield tried
+    finally:
+        del native.run, layer.forward
+
+
+def rollouts_with_less_memory(rank, world_size):
+    """By kind of engine and rank with less memory: the numbers of rows tried. The last rank has a single row."""
+    ids, mask = padded_prompts()
+    rows = slice(0, 5) if rank == 0 else slice(5, 6)
+    found = {}
+    for kind, (stage, pinned) in {"whole": (0, True), "gathered": (3, True), "streamed": (3, False)}.items():
+        engine = build_engine(stage, pinned)
+        engine.eval()
+
+        def sample(engine=engine):
+            options = {"do_sample": True, "max_new_tokens": 4, "pad_token_id": PAD, "seed": 3}
+            return engine.generate(ids[rows], attention_mask=mask[rows], **options)
+
+        expected = sample()
+        for who in range(world_size):
+            with limited(engine, 1 if rank == who else 100) as tried:
+                assert torch.equal(sample(), expected)
+            found[kind, who] = tried
+        with limited(engine, 0 if rank == 1 else 100):
+            found[kind, "none"] = outcome(sample)
+        assert torch.equal(sample(), expected)
+    return found
+
+
+def measured_with_less_memory(rank, world_size):
+    """How many rows at a time log-probabilities without a gradient are computed where one rank has less memory."""
+    model, batch = build_model(), build_sequences(PROMPTS[rank], RESPONSES[rank], PAD, torch.device("cpu"))
+    with torch.no_grad():
+        expected = in_parts(lambda rows: response_logprobs(model, rows), batch)
+        tried = []
+
+        def compute(rows):
+            tried.append(len(rows.input_ids))
+            if len(rows.input_ids) > (2 if rank == 1 else 100):
+                raise torch.OutOfMemoryError("no memory")
+            return response_logprobs(model, rows)
+
+        torch.testing.assert_close(in_parts(compute, batch), expected, atol=1e-6, rtol=1e-6)
+    return tried
+
+
+def everything(rank, world_size):
+    return {
+        "passes": {stage: passes_with_less_memory(rank, world_size, stage) for stage in STAGES},
+        "errors": {stage: errors_of_passes(rank, world_size, stage) for stage in STAGES},
+        "rollouts": rollouts_with_less_memory(rank, world_size),
+        "measured": measured_with_less_memory(rank, world_size),
+    }
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_distributed(everything, 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_whose_memory_ends_on_one_rank_is_redone_in_halves_on_all_with_the_same_result(found, stage):
+    for part in found:
+        for place, sizes in part["passes"][stage].items():
+            assert sizes == [1.0, 2.0], (place, sizes)  # the rows of a pass in the step, and in the next one
+        assert len(part["passes"][stage]) == 2 * len(PLACES)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_that_is_too_small_for_one_row_and_other_errors_are_raised_on_all(found, stage):
+    for rank, part in enumerate(found):
+        for place, (no_memory, refused, both) in part["errors"][stage].items():
+            assert no_memory[0] == "OutOfMemoryError" and "no memory" in no_memory[1], place
+            assert refused[0] == both[0] == "ValueError", (place, refused, both)
+            assert refused[1] == both[1] == ("no" if rank else "rank 1: no"), place
+
+
+def test_a_rollout_whose_memory_ends_on_one_rank_goes_on_with_half_the_rows_on_all(found):
+    for kind in ("whole", "gathered", "streamed"):
+        assert [part["rollouts"][kind, 0] for part in found] == [[4, 2, 1], [1, 1, 1]]
+        assert [part["rollouts"][kind, 1] for part in found] == [[4], [1]]
+        errors = [part["rollouts"][kind, "none"] for part in found]
+        assert all(kind == "OutOfMemoryError" and "no memory" in words for kind, words in errors), errors
+
+
+def test_log_probabilities_without_a_gradient_are_computed_of_fewer_rows(found):
+    assert [part["measured"] for part in found] == [[4, 4, 2, 2], [4, 4, 2, 2]]
