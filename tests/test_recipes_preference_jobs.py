@@ -137,17 +137,18 @@ def test_an_adapter_is_trained_from_its_base_as_reference_which_is_loaded_once(
     model, pairs, tmp_path, capsys, monkeypatch
 ):
     options = "--lora-rank 2 --batch-size 8 --max-new-tokens 8 --loss hinge --sft-weight 0.1"
-    built, build = [], LlamaForCausalLM.__init__
-    monkeypatch.setattr(
-        LlamaForCausalLM,
-        "__init__",
-        lambda self, *args, **kwargs: (build(self, *args, **kwargs), built.append(self.lm_head.weight.device.type))[0],
-    )
+    loaded, load = [], LlamaForCausalLM.from_pretrained
+
+    def load_counted(source, *arguments, **options):
+        loaded.append(source)
+        return load(source, *arguments, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", load_counted)
     assert cli.main(f"dpo --model {model} --dataset {pairs} --out {tmp_path} {options}".split()) == 0
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [lines[0]["chosen_reward"], lines[0]["rejected_reward"]] == pytest.approx([0, 0], abs=1e-5)
     assert "DPO 1/4  loss" in capsys.readouterr().out
-    assert [device for device in built if device != "meta"] == ["cpu"]
+    assert loaded == [model]
     AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
 
 
