@@ -5,8 +5,9 @@ from functools import cache
 import pytest
 import torch
 from distributed import run_distributed
-from models import BUILDERS, PAD, VOCAB, build_model, module_logprobs, padded_prompts
+from models import BUILDERS, PAD, VOCAB, build_model, module_logprobs, padded_prompts, randomised
 from peft import LoraConfig, get_peft_model
+from test_startup_memory import deep_llama, layer_bytes
 
 import hybrid_engine
 from hybrid_engine.generation import scoring
@@ -130,13 +131,15 @@ def refused_inputs(rank, world_size):
 
 
 def crowded_rollouts(rank, world_size):
-    """Pinned weights on a machine where rank 1 has no room for them."""
+    """Pinned weights of six layers, of which rank 1 has room for five at most, with all the rest."""
     from hybrid_engine.generation.memory import budget
 
     input_ids, mask = (share(tensor, rank, world_size) for tensor in padded_prompts())
-    engine = build_engine(build_model(), world_size, 3)
+    model = randomised(deep_llama)
+    room = 10**12 if rank == 0 else 5 * layer_bytes(model)
+    engine = build_engine(model, world_size, 3)
     engine.eval()
-    real, budget.usable_memory_bytes = budget.usable_memory_bytes, lambda device: 10**12 * (rank == 0)
+    real, budget.usable_memory_bytes = budget.usable_memory_bytes, lambda device: room
     try:
         answer = engine.generate(input_ids, attention_mask=mask, **GREEDY)
         report = engine.report()
@@ -319,7 +322,7 @@ def test_logits_that_are_not_finite_on_one_rank_are_an_error_on_all(two_processe
 
 def test_pinned_weights_that_do_not_fit_on_one_rank_are_streamed_on_all_until_they_fit_again(two_processes):
     input_ids, mask = padded_prompts()
-    expected = build_model().generate(input_ids, attention_mask=mask, **GREEDY)
+    expected = randomised(deep_llama).generate(input_ids, attention_mask=mask, **GREEDY)
     assert torch.equal(joined([part[4][0] for part in two_processes]), expected)
     for part in two_processes:
         assert "because the whole weights do not fit" in part[4][1]
