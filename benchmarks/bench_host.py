@@ -27,7 +27,7 @@ from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.decoding.decode import DecodeStep, SlotTables
 from hybrid_engine.generation.decoding.graph import StepGraphs
 from hybrid_engine.generation.options import GenerationOptions
-from hybrid_engine.ops import SampleOp
+from hybrid_engine.ops import Batch, SampleOp
 
 BLOCK_SIZE = 64
 VOCABULARY = 8
@@ -39,10 +39,9 @@ class NoModel:
     recompute_length = None
     vocab_size = VOCABULARY
 
-    def forward(self, batch: object, kv: torch.Tensor, layers: object) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: torch.Tensor, layers: object) -> torch.Tensor:
         """`[R, V]`: of sequences or rows, whichever the batch has."""
-        rows = getattr(batch, "wanted", getattr(batch, "tokens", None))
-        assert rows is not None
+        rows = batch.tokens if batch.wanted is None else batch.wanted
         return torch.zeros(len(rows), VOCABULARY)
 
 

@@ -9,8 +9,7 @@ from tape import TapeRecorder
 
 import hybrid_engine
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.generation import generator
-from hybrid_engine.generation.probing import cache, probe
+from hybrid_engine.generation.probing import cache, container_probe, probe
 from hybrid_engine.generation.probing.own_error import widened
 from hybrid_engine.generation.probing.probe import probe_containers, probe_widely
 from hybrid_engine.ops import PrefillBatch
@@ -141,7 +140,7 @@ def test_a_verdict_is_kept_by_model_device_and_versions(monkeypatch, empty_cache
         runs.append(1)
         return probe.probe_widely(*args)
 
-    monkeypatch.setattr(generator, "probe_widely", counted)
+    monkeypatch.setattr(container_probe, "probe_widely", counted)
 
     def num_runs(engine):
         runs.clear()
