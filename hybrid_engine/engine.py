@@ -49,7 +49,7 @@ from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.passes import Passes
-from hybrid_engine.zero.split_module import num_stages_of, unit_size_of
+from hybrid_engine.zero.split_module import num_stages_of, together, unit_size_of
 from hybrid_engine.zero.wrapping import place_module, shard_module
 
 logger = logging.getLogger("hybrid_engine")
@@ -203,7 +203,8 @@ class ZeroEngine(Uncopied):
 
             def run() -> None:
                 scaled = optimizer.scale_loss(loss.float() * (self.passes.loss_factor / num_micro_batches))
-                scaled.backward(retain_graph=retain_graph)
+                with together(self.module):
+                    scaled.backward(retain_graph=retain_graph)
                 self.accumulation.check_pass()
                 optimizer.accumulate_gradients()
 

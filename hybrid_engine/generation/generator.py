@@ -96,7 +96,8 @@ class Generator:
             (is_crowded,) = self.partners.highest([int(self.memory.is_crowded(model))])
             self._choose_gathering(bool(is_crowded))
             # Without the module there is no forward pass to compare with.
-            self.use_containers(model, self.probe.run(model) if self.group.has_whole_module else None)
+            probe = self.probe.run if self.group.has_whole_module else self._bind_once
+            self.use_containers(model, probe(model))
             if self.device.type == "cuda":  # on a CPU it takes long, and `warm_up()` does it
                 self.probe_widely()
         except (UnsupportedModelError, NotExactError) as error:
@@ -129,6 +130,15 @@ class Generator:
         """The group as containers see it; sharded weights that no processes share may be read from copies."""
         parallel = self.group.parallel
         return replace(parallel, read=self.lasting.read) if self.gatherer.can_stream else parallel
+
+    def _bind_once(self, model: InferenceModel) -> None:
+        """What uses containers asks for the dtype and the device of what they have bound; collective."""
+
+        def bind() -> None:
+            with self.readable(model):
+                pass
+
+        self.partners.agree(bind)
 
     def drop_containers(self, reason: str) -> None:
         """Generates by the model's own `generate()` from now on, for this reason."""

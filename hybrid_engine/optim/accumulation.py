@@ -5,12 +5,13 @@ step, and its backward pass reduces the sum where the earlier ones did not. Unma
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 from hybrid_engine.distributed.verdict import Problem, everyone
 from hybrid_engine.optim.training_state import TrainingState
 from hybrid_engine.zero.external_parameters import LATE
+from hybrid_engine.zero.split_module import together
 
 
 class GradientAccumulation:
@@ -112,6 +113,8 @@ class GradientAccumulation:
 
     def leave_pass(self, problem: Problem) -> None:
         """After a backward pass that an error has ended, where this process has raised it already."""
+        with suppress(RuntimeError), together(self._training.module):
+            raise RuntimeError(problem.text)
         if self.is_collective:
             self._training.passes.leave(problem, self._reduces)
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
+from hybrid_engine.parallel.joint_passes import JointPasses
 from hybrid_engine.parallel.lowering.borders import Border, borders_of
 from hybrid_engine.parallel.lowering.hooks import Hooks
 from hybrid_engine.parallel.lowering.layouts import parameter_layouts, whole
@@ -31,6 +32,11 @@ class EagerModule(ParallelModule):
         """Processes that compute this module together."""
         return 1 if self.meshes.unit is None else self.meshes.unit.size()
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's forward; an error in it is raised on all processes of the unit."""
+        with self.together():
+            return super().__call__(*args, **kwargs)
+
     def places(self) -> dict[str, int]:
         """The places of all parameters by name."""
         return {name: place for place, (name, _) in enumerate(self.named_parameters())}
@@ -46,8 +52,9 @@ class EagerModule(ParallelModule):
                 if isinstance(parameter, DTensor):
                     moved.setdefault(id(parameter), moved_to(parameter, mesh))
                     part._parameters[name] = moved[id(parameter)]
-        if self.hooks is not None:
+        if self.hooks is not None and self.joint_passes is not None:
             self.hooks.mesh = mesh
+            self.joint_passes.adopt(mesh)
 
     def _check_forward(self, *_: Any) -> None:
         """Before each forward: ValueError where there must be none."""
@@ -90,5 +97,6 @@ def lower_eagerly(
     held.plan, held.compute_config, held.meshes = plan, config, meshes
     held.__dict__["_runner"], held.__dict__["_is_in_step"] = None, False
     held.register_forward_pre_hook(held._check_forward)
+    held.joint_passes = None if meshes.unit is None else JointPasses(meshes.unit)
     held.hooks = None if meshes.unit is None else Hooks(held, meshes.unit, carried.borders, carried.sizes)
     return held  # type: ignore[no-any-return]

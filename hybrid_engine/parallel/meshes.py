@@ -5,6 +5,7 @@ from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hybrid_engine.distributed.mesh_groups import with_own_group
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.planning.plan import Plan
@@ -36,8 +37,12 @@ def build_meshes(plan: Plan, config: ComputeConfig) -> Meshes:
     mesh = init_device_mesh(default_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     zero = mesh[tuple(units)] if config.num_units > 1 else None
     return Meshes(
-        unit=mesh[tuple(parts)] if num_processes > 1 else None,
+        unit=_of_unit(mesh, tuple(parts)) if num_processes > 1 else None,
         data=zero if zero is None or zero.ndim == 1 else zero._flatten("units"),
         zero=zero,
         stages=mesh["stages"] if sizes["stages"] > 1 else None,
     )
+
+
+def _of_unit(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return with_own_group(mesh[names]) if len(names) == 1 else mesh[names]

@@ -5,6 +5,7 @@ Names of parameters and buffers are those of the module that it was made from.
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.graph.tracing import arguments_by_name
+from hybrid_engine.parallel.joint_passes import JointPasses
 from hybrid_engine.parallel.lowering.layouts import parameter_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
@@ -35,10 +37,13 @@ class ParallelModule(nn.Module):
     plan: Plan
     compute_config: ComputeConfig
     meshes: Meshes
+    joint_passes: JointPasses | None
+    """Of the processes over which ops are split; None where each computes them whole."""
 
     def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes, sample: Mapping[str, Any]):
         super().__init__()
         self.plan, self.compute_config, self.meshes = plan, config, meshes
+        self.joint_passes = None if meshes.unit is None else JointPasses(meshes.unit)
         layouts = parameter_layouts(plan.graph, plan)
         names = self._names_here()
         parts = {
@@ -87,6 +92,10 @@ class ParallelModule(nn.Module):
             raise ValueError("an end-to-end module has no forward of its own; call train_step or infer_step")
         return self._run(*args, **kwargs)
 
+    def together(self) -> AbstractContextManager[None]:
+        """Around a pass: an error inside is raised on all processes over which the ops are split."""
+        return nullcontext() if self.joint_passes is None else self.joint_passes.together()
+
     def _check_runs(self) -> None:
         """ValueError where there must be no forward pass now."""
         uninitialised = [name for name, buffer in self.named_buffers() if buffer.is_meta]
@@ -102,7 +111,8 @@ class ParallelModule(nn.Module):
         held = self.held()
         # The backward pass may yet read a buffer that is changed below, as that of a batch norm does.
         given = held | {name: held[name].clone() for name in graph.mutations}
-        outputs, mutations = steps.run(given, inputs_of(graph, arguments))
+        with self.together():
+            outputs, mutations = steps.run(given, inputs_of(graph, arguments))
         with torch.no_grad():
             for name, value in mutations.items():
                 held[name].copy_(value)
@@ -141,8 +151,8 @@ class ParallelModule(nn.Module):
     ) -> list[Any]:
         """Forward and backward of each sample; gradients are zeroed first and summed. The results of each forward.
 
-        Collective: an error of one process is raised on all, but where others wait for it in the middle of a pass, in
-        layouts that change or ZeRO's gathers, which end with its process.
+        Collective: an error of one process is raised on all. Where the others wait for it in the middle of a pass, as
+        layouts change, all must be started again then; in ZeRO's gathers they wait until its process ends.
 
         `is_dummy_batch` says of each sample whether its loss counts with 0, so that all processes have as many;
         `scale_fn` makes of the loss of a sample what its backward pass starts from.
@@ -179,8 +189,9 @@ class ParallelModule(nn.Module):
         for position, sample in enumerate(samples):
             if isinstance(self, FSDPModule):
                 self.set_requires_gradient_sync(position == len(samples) - 1)
-            results.append(self._call(sample))
-            loss(results[-1], position).backward()
+            with self.together():
+                results.append(self._call(sample))
+                loss(results[-1], position).backward()
         return results
 
     def _call(self, sample: Any) -> Any:

@@ -50,6 +50,8 @@ class StagedModule(ParallelModule):
                 if isinstance(parameter, DTensor):
                     part._parameters[name] = moved.setdefault(id(parameter), moved_to(parameter, mesh))
         self.meshes = replace(self.meshes, unit=mesh)
+        if self.joint_passes is not None:
+            self.joint_passes.adopt(mesh)
         self._pipelines.clear()
 
     def original(self) -> nn.Module:
@@ -162,7 +164,7 @@ class StagedModule(ParallelModule):
         if key not in self._pipelines:
             plan, graph = self._planned(arguments)
             runners = {
-                number: StageRunner(graph, plan, self.meshes, stage, self.held)
+                number: StageRunner(graph, plan, self.meshes, stage, self.held, self.together)
                 for number, stage in self._own_stages(graph).items()
             }
             self._pipelines[key] = Pipeline(graph, plan, self.meshes, runners, self), graph

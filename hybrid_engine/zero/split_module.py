@@ -1,5 +1,6 @@
 """Modules whose parameters are split over several processes before an engine shares them out."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 from torch import nn
@@ -21,6 +22,9 @@ class SplitModule(Protocol):
 
     def adopt(self, mesh: DeviceMesh) -> None:
         """Puts the parts over `mesh`, of the processes of this unit, in the place of the mesh that they were over."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Around a pass: an error inside is raised on all processes of the unit, which may be parted then."""
 
 
 @runtime_checkable
@@ -44,6 +48,11 @@ def is_split_class(module_class: type) -> bool:
 def unit_size_of(module: nn.Module | None) -> int:
     """How many processes compute `module` together; 1 for a module that each has for itself."""
     return module.unit_size if isinstance(module, SplitModule) else 1
+
+
+def together(module: nn.Module) -> AbstractContextManager[None]:
+    """Around a pass of `module`, an error in which is raised on all processes that compute it together."""
+    return module.together() if isinstance(module, SplitModule) else nullcontext()
 
 
 def num_stages_of(module: nn.Module | None) -> int:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.distributed.mesh_groups import with_own_group
 from hybrid_engine.distributed.processes import default_device, get_rank, get_world_size, join_alone
 from hybrid_engine.zero.built_shards import placeholders
 from hybrid_engine.zero.external_parameters import take_external_uses
@@ -68,6 +69,8 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     of_units = tuple(name for name in names if name not in (STAGES, TENSOR))
     mesh = whole_mesh if of_units == names else whole_mesh[of_units]
     tensor = whole_mesh[TENSOR] if TENSOR in names else None
+    if tensor is not None and is_whole:  # FSDP2, where it is used, needs axes of one mesh
+        tensor = with_own_group(tensor)
     if isinstance(module, SplitModule) and tensor is not None:
         module.adopt(tensor)
     group = find_norm_group(whole_mesh, is_sharded=not is_whole)

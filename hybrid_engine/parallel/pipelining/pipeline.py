@@ -5,6 +5,7 @@ it sends zeros on, and once the step is over all processes raise it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,9 +35,17 @@ class StageRunner(nn.Module):
     """One stage as torch.distributed.pipelining calls it: once for each micro-batch, in their order."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, meshes: Meshes, stage: StageOps, held: Callable[[], dict[str, Tensor]]
+        self,
+        graph: Graph,
+        plan: Plan,
+        meshes: Meshes,
+        stage: StageOps,
+        held: Callable[[], dict[str, Tensor]],
+        together: Callable[[], AbstractContextManager[None]],
     ):
+        """`together` goes around each pass, of which the processes that share this stage have each a part."""
         super().__init__()
+        self.together = together
         self.graph, self.mesh_sizes, self.stage, self.held = graph, plan.mesh, stage, held
         self.steps = Steps(graph, plan, meshes.unit, stage.ops, stage.sent)
         self.samples: Sequence[Inputs] = ()
@@ -54,7 +63,8 @@ class StageRunner(nn.Module):
         sample = self.samples[self.count]
         self.count += 1
         try:
-            return self._run(sample, received)
+            with self.together():
+                return self._run(sample, received)
         except Exception as error:
             self.error = self.error or error
             return self._zeros()
@@ -118,7 +128,8 @@ class _Stage(PipelineStage):
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
         """The gradients of what the stage received."""
         try:
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+            with self.runner.together():
+                return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         except Exception as error:
             # PyTorch's own words around it are of shapes.
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error

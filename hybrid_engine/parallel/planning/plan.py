@@ -8,7 +8,7 @@ The file is JSON keyed by module paths. It holds decisions alone: costs are comp
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -20,8 +20,7 @@ from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.pipelining.schedules import check_schedule, stages_each
 from hybrid_engine.parallel.pipelining.stage_ops import divide
 from hybrid_engine.parallel.planning.following import Names, follow
-
-VERSION = 1
+from hybrid_engine.parallel.planning.plan_contents import VERSION, check_content, difference, shapes_of
 
 
 @dataclass(kw_only=True)
@@ -154,7 +153,7 @@ class Plan:
         return {
             "version": VERSION,
             "model": self.graph.signature,
-            "parameters": {key: list(value.shape) for key, value in self.graph.of_kind("parameter").items()},
+            "parameters": shapes_of(self.graph),
             "mesh": list(self.mesh),
             "stages": [list(stage) for stage in self.stages],
             "recompute": list(self.recompute),
@@ -180,7 +179,7 @@ class Plan:
     @classmethod
     def from_json(cls, content: Any, graph: Graph, source: str = "the plan") -> "Plan":
         """The plan that `to_json` gave."""
-        _check_content(content, graph, source)
+        check_content(content, graph, source)
         splits = {f"{p}:{op}": tuple(names) for p, ops in content["splits"].items() for op, names in ops.items()}
         plan = cls(
             graph=graph,
@@ -230,62 +229,6 @@ def check_split(op: Op, names: Sequence[str | None], mesh: Sequence[int]) -> Non
     if not op.rule.can_split(names, mesh):
         sizes = {name: op.rule.sizes.get(name) for name in names if name}
         raise ValueError(f"{op.key}: sizes {sizes} must divide by the mesh {list(mesh)}; split along another name")
-
-
-def difference(one: Graph, other: Graph) -> str:
-    """The first thing in which the models of two graphs differ."""
-    first, second = one.of_kind("parameter"), other.of_kind("parameter")
-    for key in [*first, *second]:
-        shapes = [side[key].shape if key in side else None for side in (first, second)]
-        if shapes[0] != shapes[1]:
-            return f"parameter {key} has shape {shapes[0]} in one and {shapes[1]} in the other"
-    for key in [*one.ops, *other.ops]:
-        if key not in one.ops or key not in other.ops:
-            return f"op {key} is in one of them alone"
-    return "their ops read other tensors"
-
-
-FIELDS: Mapping[str, type] = {
-    "version": int,
-    "model": str,
-    "parameters": dict,
-    "mesh": list,
-    "stages": list,
-    "recompute": list,
-    "num_micro_batches": int,
-    "schedule": str,
-    "notes": dict,
-    "splits": dict,
-}
-
-
-def _check_content(content: Any, graph: Graph, source: str) -> None:
-    if not isinstance(content, dict):
-        raise ValueError(f"{source} must be an object with the keys {sorted(FIELDS)}")
-    if content.get("version") != VERSION:
-        raise ValueError(
-            f"{source} has version={content.get('version')}, this is version {VERSION}; make the plan anew"
-        )
-    if set(content) != set(FIELDS):
-        wrong = sorted(set(content) ^ set(FIELDS))
-        raise ValueError(f"{source}: the keys {wrong} are missing or unknown; a plan has {sorted(FIELDS)}")
-    for name, kind in FIELDS.items():
-        if not isinstance(content[name], kind):
-            raise ValueError(f"{source}: {name}={content[name]!r} must be of type {kind.__name__}")
-    if content["model"] != graph.signature:
-        raise ValueError(f"{source} is for another model: {_file_difference(content, graph)}")
-    if not all(isinstance(n, list) for ops in content["splits"].values() for n in ops.values()):
-        raise ValueError(f"{source}: splits must map module paths to ops to lists of names, one for each axis")
-
-
-def _file_difference(content: Mapping[str, Any], graph: Graph) -> str:
-    parameters = {key: list(value.shape) for key, value in graph.of_kind("parameter").items()}
-    for key in [*content["parameters"], *parameters]:
-        stored, present = content["parameters"].get(key), parameters.get(key)
-        if stored != present:
-            return f"parameter {key} has shape {stored} in the plan and {present} in the model"
-    missing = [f"{p}:{op}" for p, ops in content["splits"].items() for op in ops if f"{p}:{op}" not in graph.ops]
-    return f"it splits {missing[0]!r}, which the model lacks" if missing else "its ops are others"
 
 
 def _words(names: Names | None) -> str:

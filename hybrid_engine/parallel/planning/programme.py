@@ -4,8 +4,7 @@ A tensor's way from the layout it is made in to one that is wanted is a continuo
 maker and its reader fix; what readers share is a variable that is at least each of theirs. HiGHS finds the optimum.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from itertools import product
 
 import numpy as np
@@ -13,52 +12,13 @@ import numpy as np
 from hybrid_engine.parallel.graph.code import SHARED
 from hybrid_engine.parallel.planning.classes import Reader, State, TensorClass
 from hybrid_engine.parallel.planning.cost import Cost, peaks
+from hybrid_engine.parallel.planning.integer_programme import Programme, Variables
 from hybrid_engine.parallel.planning.moving import Layout, kept_layout
 from hybrid_engine.parallel.planning.space import Space
 
-GAP = 1e-6
-"""How far, relatively, a solution may be from the optimum."""
-Variables = tuple[int, ...]
-"""Variables whose sum is 1 where something is so, else 0."""
-
-
-@dataclass
-class _Programme:
-    """Rows and columns while they are put together."""
-
-    costs: list[Cost] = field(default_factory=list)
-    """Of each variable."""
-    is_integer: list[bool] = field(default_factory=list)
-    rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
-    """Coefficients, and between what their sum must be."""
-
-    def variable(self, cost: Cost | None = None, is_integer: bool = False) -> int:
-        self.costs.append(cost or Cost())
-        self.is_integer.append(is_integer)
-        return len(self.costs) - 1
-
-    def charge(self, variables: Iterable[int], cost: Cost) -> None:
-        """Adds `cost` where one of `variables` is 1."""
-        for variable in variables:
-            self.costs[variable] += cost
-
-    def row(self, terms: Iterable[tuple[Variables, float]], low: float, high: float) -> None:
-        coefficients: dict[int, float] = {}
-        for variables, factor in terms:
-            for variable in variables:
-                coefficients[variable] = coefficients.get(variable, 0.0) + factor
-        self.rows.append((coefficients, low, high))
-
-    def any_of(self, indicators: Sequence[Variables], cost: Cost) -> None:
-        """Adds `cost` once where at least one of `indicators` is 1."""
-        if cost == Cost():
-            return
-        if len(indicators) == 1:
-            self.charge(indicators[0], cost)
-            return
-        shared = self.variable(cost)
-        for indicator in indicators:
-            self.row([((shared,), 1.0), (indicator, -1.0)], 0.0, np.inf)
+Limits = list[tuple[dict[int, float], float]]
+"""For each moment at which memory may be scarce, the GB that each variable takes, and those there in any case."""
+GB = 1e9
 
 
 class Infeasible(ValueError):
@@ -84,7 +44,7 @@ def solve(space: Space, constants: float = 0.0, excluded: Sequence[Mapping[int, 
     scale = 1000.0 / max(least, 1e-12)
     objective = np.array([cost.seconds(setting.num_micro_batches) * scale for cost in programme.costs])
     limits = [(row, -np.inf, setting.memory_bytes / GB - constant) for row, constant in memory]
-    found = _run(programme, objective, limits if np.isfinite(setting.memory_bytes) else [])
+    found = programme.solution(objective, limits if np.isfinite(setting.memory_bytes) else [])
     if found is None:
         raise Infeasible(_least(programme, memory)[1])
     return _choices(found, chosen)
@@ -96,12 +56,8 @@ def frugal(space: Space) -> list[int]:
     return _choices(_least(programme, memory)[0], chosen)
 
 
-Limits = list[tuple[dict[int, float], float]]
-"""For each moment at which memory may be scarce, the GB that each variable takes, and those there in any case."""
-
-
-def _build(space: Space, constants: float) -> tuple[_Programme, list[list[int]], Limits]:
-    programme = _Programme()
+def _build(space: Space, constants: float) -> tuple[Programme, list[list[int]], Limits]:
+    programme = Programme()
     chosen = [[programme.variable(cost, is_integer=True) for cost in one.costs] for one in space.classes]
     for variables in chosen:
         programme.row([(tuple(variables), 1.0)], 1.0, 1.0)
@@ -115,10 +71,7 @@ def _choices(found: np.ndarray, chosen: Sequence[Sequence[int]]) -> list[int]:
     return [int(np.argmax(found[list(variables)])) for variables in chosen]
 
 
-GB = 1e9
-
-
-def _memory_rows(programme: _Programme, space: Space, largest: int, constants: float) -> Limits:
+def _memory_rows(programme: Programme, space: Space, largest: int, constants: float) -> Limits:
     rows: dict[str, dict[int, float]] = {}
     for variable, cost in enumerate(programme.costs):
         for moment, num_bytes in peaks(cost, 0.0, space.setting).items():
@@ -130,7 +83,7 @@ def _memory_rows(programme: _Programme, space: Space, largest: int, constants: f
     return [(row, constants / GB if moment == "generation" else 0.0) for moment, row in rows.items()]
 
 
-def _enter_largest(programme: _Programme, space: Space, chosen: list[list[int]]) -> int:
+def _enter_largest(programme: Programme, space: Space, chosen: list[list[int]]) -> int:
     """A variable that is at least the GB of the largest tensor."""
     largest = programme.variable()
     floor = max((min(one.largest) for one in space.classes), default=0.0)
@@ -145,7 +98,7 @@ Pairs = dict[tuple[Layout, State], Variables]
 """By where a tensor comes from and how it is wanted, the variables that say so."""
 
 
-def _enter_tensor(programme: _Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> None:
+def _enter_tensor(programme: Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> None:
     """What moving and keeping the tensors of a class costs."""
     if tensor.value.kind == "parameter":
         ways = _parameter_ways(programme, space, tensor, chosen)
@@ -166,20 +119,19 @@ def _enter_tensor(programme: _Programme, space: Space, tensor: TensorClass, chos
             for (source, layout), variables in by_layout.items():
                 kept.setdefault((source, layout, reader.again), []).append(variables)
     for (source, state), indicators in together.items():
-        programme.any_of(indicators, space.move_cost(tensor, source, state))
+        programme.any_of(indicators, space.costs.move(tensor, source, state))
     for (source, layout, again), indicators in kept.items():
-        entered = again and tensor.enters and layout == source
-        if not space.is_kept_free(tensor, source, layout) and not entered:
-            programme.any_of(indicators, space.keep_cost(tensor, layout, again))
+        if not space.costs.is_kept_free(tensor, source, layout, again):
+            programme.any_of(indicators, space.costs.keep(tensor, layout, again))
 
 
 def _charge_maker(
-    programme: _Programme, space: Space, tensor: TensorClass, source: Layout, variables: Variables
+    programme: Programme, space: Space, tensor: TensorClass, source: Layout, variables: Variables
 ) -> None:
     if tensor.kept_by_maker:
-        programme.charge(variables, space.keep_cost(tensor, source, tensor.made_again))
+        programme.charge(variables, space.costs.keep(tensor, source, tensor.made_again))
     if tensor.enters and variables:
-        programme.charge(variables, space.keep_cost(tensor, source, False))
+        programme.charge(variables, space.costs.keep(tensor, source, False))
 
 
 def _made(space: Space, tensor: TensorClass, chosen: list[list[int]]) -> dict[Layout, Variables]:
@@ -204,7 +156,7 @@ def _wanted(space: Space, reader: Reader, chosen: list[list[int]]) -> dict[State
 
 
 def _ways(
-    programme: _Programme,
+    programme: Programme,
     space: Space,
     tensor: TensorClass,
     reader: Reader,
@@ -229,7 +181,7 @@ def _ways(
     return pairs
 
 
-def _enter_shared(programme: _Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> None:
+def _enter_shared(programme: Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> None:
     """Readers that must have a tensor in one layout have it as the first of them does; whole where it is a result."""
     by_layout: list[dict[Layout, Variables]] = []
     for reader in (one for one in tensor.readers if one.way == SHARED):
@@ -247,7 +199,7 @@ def _enter_shared(programme: _Programme, space: Space, tensor: TensorClass, chos
             programme.row([(one.get(layout, ()), 1.0), (by_layout[0].get(layout, ()), -1.0)], 0.0, 0.0)
 
 
-def _parameter_ways(programme: _Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> list[Pairs]:
+def _parameter_ways(programme: Programme, space: Space, tensor: TensorClass, chosen: list[list[int]]) -> list[Pairs]:
     """A parameter lies as its readers want it: a variable for each combination of what they want."""
     wanted = [_wanted(space, reader, chosen) for reader in tensor.readers]
     ways: list[Pairs] = [{} for _ in wanted]
@@ -255,7 +207,7 @@ def _parameter_ways(programme: _Programme, space: Space, tensor: TensorClass, ch
     for states in product(*wanted):
         source = kept_layout((layout for layout, _ in states), space.whole)
         variables: Variables = wanted[0][states[0]] if len(wanted) == 1 else (programme.variable(),)
-        programme.charge(variables, space.parameter_cost(tensor, source))
+        programme.charge(variables, space.costs.parameter(tensor, source))
         for position, state in enumerate(states):
             ways[position][source, state] = ways[position].get((source, state), ()) + variables
             marginals[position].setdefault(state, []).extend(variables)
@@ -266,35 +218,12 @@ def _parameter_ways(programme: _Programme, space: Space, tensor: TensorClass, ch
     return ways
 
 
-def _least(programme: _Programme, memory: Limits) -> tuple[np.ndarray, float]:
+def _least(programme: Programme, memory: Limits) -> tuple[np.ndarray, float]:
     """The most frugal plan, and the bytes that it needs."""
     peak = programme.variable()
     objective = np.zeros(len(programme.costs))
     objective[peak] = 1.0
-    found = _run(programme, objective, [({**row, peak: -1.0}, -np.inf, -constant) for row, constant in memory])
+    found = programme.solution(objective, [({**row, peak: -1.0}, -np.inf, -constant) for row, constant in memory])
     if found is None:  # under lowering="eager" alone, where readers must agree
         raise Infeasible(float("inf"))
     return found, float(found[peak]) * GB
-
-
-def _run(
-    programme: _Programme, objective: np.ndarray, more: Sequence[tuple[dict[int, float], float, float]]
-) -> np.ndarray | None:
-    """The solution, None where there is none."""
-    # Half a second to import, which nobody else needs.
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import csr_matrix
-
-    rows = [*programme.rows, *more]
-    places = [(number, column, factor) for number, (row, _, _) in enumerate(rows) for column, factor in row.items()]
-    numbers, columns, factors = zip(*places, strict=True)
-    matrix = csr_matrix((factors, (numbers, columns)), shape=(len(rows), len(objective)))
-    result = milp(
-        objective,
-        constraints=LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows]),
-        integrality=np.array(programme.is_integer, dtype=int),
-        bounds=Bounds(0.0, np.where(programme.is_integer, 1.0, np.inf)),
-        options={"mip_rel_gap": GAP},
-    )
-    assert result.status in (0, 2), f"{result.message=}"
-    return result.x if result.status == 0 else None

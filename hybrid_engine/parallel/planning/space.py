@@ -5,7 +5,6 @@ A class of ops is split in one way; a tensor that several ops want in the same l
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
 from torch.distributed.tensor import Replicate
 
@@ -15,10 +14,11 @@ from hybrid_engine.parallel.planning.choices import choices_of
 from hybrid_engine.parallel.planning.classes import OpClass, Reader, State, TensorClass, kind_of, reused_parameters
 from hybrid_engine.parallel.planning.cost import ZERO, Cost
 from hybrid_engine.parallel.planning.following import Names
-from hybrid_engine.parallel.planning.moving import Layout, gradient_layout, kept_layout, local_elements
+from hybrid_engine.parallel.planning.moving import Layout, kept_layout, local_elements
 from hybrid_engine.parallel.planning.op_costs import Kept, differentiable, exchange_seconds, is_alias, kept_by, work
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.setting import Setting
+from hybrid_engine.parallel.planning.tensor_costs import TensorCosts
 
 
 class Space:
@@ -42,6 +42,7 @@ class Space:
         self.graph, self.mesh, self.setting = graph, tuple(mesh), setting
         self.recomputed = dict(recomputed or {})
         self.num_recomputed = max(len(set(self.recomputed.values())), 1)
+        self.costs = TensorCosts(self.mesh, setting, self.num_recomputed)
         self.whole: Layout = (Replicate(),) * len(self.mesh)
         self.ops = list(graph.ops.values()) if ops is None else list(ops)
         self.code = Code.of(graph) if setting.is_eager else None
@@ -178,57 +179,6 @@ class Space:
             return [(self.whole, self.whole)]
         return [states[reader.position] for states in self.classes[reader.op_class].states]
 
-    def move_cost(self, tensor: TensorClass, source: Layout, state: State) -> Cost:
-        """The time of bringing a tensor that lies in `source` to one that wants it so, and its gradient back."""
-        value, (wanted, gradient) = tensor.value, state
-        size = self.setting.weights.itemsize(value.dtype)
-        num_elements = prod(value.shape)
-        seconds = 0.0
-        if source != wanted:
-            seconds += self.setting.move_seconds(num_elements, size, source, wanted, self.mesh)
-            if all(reader.again for reader in tensor.readers):
-                seconds *= 2
-        back = gradient_layout(source)
-        if tensor.has_gradient and gradient != back:
-            seconds += self.setting.move_seconds(num_elements, size, gradient, back, self.mesh)
-        return Cost(communication_s=tensor.count * seconds)
-
-    def keep_cost(self, tensor: TensorClass, layout: Layout, again: bool) -> Cost:
-        """The bytes that keeping a tensor in `layout` for the backward pass takes; `again`: in a recomputed module."""
-        value = tensor.value
-        num_bytes = local_elements(value.shape, layout, self.mesh) * self.setting.weights.itemsize(value.dtype)
-        if again:
-            return Cost(again_bytes=tensor.count * num_bytes / self.num_recomputed)
-        return Cost(kept_bytes=tensor.count * num_bytes)
-
-    def is_kept_free(self, tensor: TensorClass, source: Layout, layout: Layout) -> bool:
-        """Whether what is kept in `layout` is there in any case: a parameter, a view, a tensor that its maker keeps."""
-        is_given = tensor.maker is None or tensor.is_view or tensor.kept_by_maker
-        return layout == source and is_given
-
-    def parameter_cost(self, tensor: TensorClass, layout: Layout) -> Cost:
-        """The bytes of a parameter that is kept in `layout`, of its gradient and its optimizer's state."""
-        setting, dtype = self.setting, tensor.value.dtype
-        size = setting.weights.itemsize(dtype)
-        local = local_elements(tensor.value.shape, layout, self.mesh) * tensor.count
-        is_sharded = setting.use_zero and setting.num_units > 1
-        shard = local / setting.num_units if is_sharded else local
-        resident = local * size + (shard * size if is_sharded else 0)
-        if not tensor.has_gradient:
-            return Cost(resident_bytes=local * size)
-        state = shard * setting.weights.state_bytes(dtype)
-        gradients = local * size * (1 if setting.num_units == 1 else 2) if not is_sharded else (local + shard) * size
-        is_at_once = setting.machine.device.kind == "cuda"  # where torch.optim steps all parameters together
-        stepping = shard * max(size, 4 if setting.weights.has_masters else size) if is_at_once else 0.0
-        if is_sharded and not setting.is_eager:  # FSDP2 copies the gradients of a graph, one unit, to sum them at once
-            stepping = max(stepping, local * size)
-        return Cost(
-            resident_bytes=resident + state,
-            gradient_bytes=gradients,
-            stepping_bytes=stepping,
-            reduction_s=setting.reduction_seconds(local * size),
-        )
-
     def evaluate(self, assignment: Sequence[int]) -> tuple[Cost, float]:
         """What a plan costs, given by a choice for each class, and the bytes of its largest tensor."""
         total, largest = ZERO, 0.0
@@ -245,20 +195,20 @@ class Space:
         total = ZERO
         if tensor.value.kind == "parameter":
             source = kept_layout((wanted for wanted, _ in states), self.whole)
-            total += self.parameter_cost(tensor, source)
+            total += self.costs.parameter(tensor, source)
         else:
             source = self.source(tensor, assignment)
         for state in dict.fromkeys(states):
-            total += self.move_cost(tensor, source, state)
+            total += self.costs.move(tensor, source, state)
         for again in (False, True):
             kept = {s[0] for s, r in zip(states, tensor.readers, strict=True) if r.keeps and r.again == again}
             if tensor.kept_by_maker and tensor.made_again == again:
-                total += self.keep_cost(tensor, source, again)
+                total += self.costs.keep(tensor, source, again)
             for layout in kept:
-                if not self.is_kept_free(tensor, source, layout) and not (again and tensor.enters and layout == source):
-                    total += self.keep_cost(tensor, layout, again)
+                if not self.costs.is_kept_free(tensor, source, layout, again):
+                    total += self.costs.keep(tensor, layout, again)
         if tensor.enters:
-            total += self.keep_cost(tensor, source, False)
+            total += self.costs.keep(tensor, source, False)
         return total
 
     def by_op(self, assignment: Sequence[int]) -> dict[str, Cost]:

@@ -1,0 +1,34 @@
+"""The groups of a mesh as something that one process can leave, and the store at which all processes met."""
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+
+
+def default_store() -> dist.Store:
+    """The store at which all processes met."""
+    return _get_default_store()
+
+
+def with_own_group(mesh: DeviceMesh) -> DeviceMesh:
+    """`mesh`, of one axis, over a group that serves nothing else; collective.
+
+    Of an axis that has all processes PyTorch makes their own group, which nobody can leave.
+    """
+    if mesh.get_group() is not dist.group.WORLD:
+        return mesh
+    return DeviceMesh.from_group(dist.new_group(), mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+
+
+def close_groups(mesh: DeviceMesh) -> None:
+    """Closes this process's connections in the groups of `mesh`, which serves nothing any more; local.
+
+    The last references to the groups must go with it, which the outermost mesh has.
+    """
+    registry = getattr(mesh._get_root_mesh(), "_pg_registry", {})
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        assert group is not dist.group.WORLD, f"{mesh=}"
+        registry.pop(group.group_name, None)
+        dist.destroy_process_group(group)
+        del group

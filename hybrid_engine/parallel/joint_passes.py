@@ -1,0 +1,92 @@
+"""An error inside of a pass that a unit's processes go through together, which is everybody's within seconds.
+
+Where a plan changes layouts the processes of a unit meet in the middle of forward and backward passes. One that raises
+an error never comes to the next meeting, and the others would wait for it until the time limit. So it leaves its words
+in the store at which all processes met, and where the others do not stop too, as they do at bad input, which all of
+them have, it closes its connections in the unit: what the others wait in fails, and they raise its words. The unit's
+processes are in different places then, and must be started again.
+
+Closing ends what others wait for on gloo. Collectives of NCCL run on the device, which hears nothing of it: there the
+wait ends at the time limit.
+"""
+
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hybrid_engine.distributed.mesh_groups import close_groups, default_store
+from hybrid_engine.distributed.presence import LOST
+
+SECONDS_FOR_OTHERS = 3.0
+"""How long a process that stopped waits for the others to stop too."""
+LONGEST_WORDS = 500
+# Units make their modules in the same order on all of their processes.
+_numbers = count()
+
+
+class JointPasses:
+    """The passes of one module over the processes of `mesh`."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self._meshes = [mesh]
+        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        self._key = f"hybrid_engine/passes/{next(_numbers)}"
+        self._num_errors = 0
+        self._is_inside = False
+        self._is_parted = False
+
+    def adopt(self, mesh: DeviceMesh) -> None:
+        """Takes in another mesh of the same processes; DTensor may yet use the groups of those before, its equals."""
+        self._meshes.append(mesh)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around a pass, or a part of one: an error inside is raised on all processes of the unit.
+
+        Raises:
+            RuntimeError: another process stopped, which is named; or one of them did in an earlier pass.
+        """
+        if self._is_inside:
+            yield
+            return
+        if self._is_parted:
+            raise RuntimeError("an error of one process has parted those that compute this module; start them again")
+        self._is_inside = True
+        try:
+            yield
+        except BaseException as error:
+            self._stop(error)
+            raise
+        finally:
+            self._is_inside = False
+
+    def _stop(self, error: BaseException) -> None:
+        """Tells the others, and leaves them where they do not stop too."""
+        lost = isinstance(error, RuntimeError) and any(words in str(error) for words in LOST)
+        number, self._num_errors = self._num_errors, self._num_errors + 1
+        store = dist.PrefixStore(f"{self._key}/{number}", default_store())
+        me = dist.get_rank()
+        if not lost:
+            store.set(str(me), f"{type(error).__name__}: {error}"[:LONGEST_WORDS])
+        others = [str(rank) for rank in self._ranks if rank != me]
+        end = time.monotonic() + SECONDS_FOR_OTHERS
+        while not (came := [rank for rank in others if store.check([rank])]) or (len(came) < len(others) and not lost):
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        if len(came) == len(others) and not lost:
+            return
+        self._is_parted = True
+        words = "; ".join(f"rank {rank}: {store.get(rank).decode()}" for rank in came)
+        traceback.clear_frames(error.__traceback__)
+        for mesh in self._meshes:
+            close_groups(mesh)
+        if lost and words:
+            raise RuntimeError(
+                f"{words}; the {len(self._ranks)} processes of a unit are in different places now: start them again"
+            ) from error
