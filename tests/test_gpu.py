@@ -9,6 +9,7 @@ import gc
 import pytest
 import torch
 import transformers as hf
+from live_tensors import live_storages
 from models import PAD, module_logprobs, padded_prompts, randomised
 from tape import TapeRecorder
 
@@ -111,13 +112,11 @@ def test_steps_are_recorded_in_the_first_rollout_and_serve_all_that_follow_in_bf
 
 def held_bytes():
     """Of the device's allocator; without a GPU, of all tensors that live."""
+    if not CUDA:
+        return sum(live_storages().values()), 0
     gc.collect()
-    if CUDA:
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    tensors = [entry for entry in gc.get_objects() if issubclass(type(entry), torch.Tensor)]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values()), 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 @pytest.mark.parametrize("release", [False, True], ids=["workspace kept", "workspace released"])

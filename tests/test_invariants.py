@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
+from live_tensors import live_storages
 from models import BUILDERS, PAD, build_model, padded_prompts
-from torch._subclasses.fake_tensor import FakeTensor
 
 import hybrid_engine
 from hybrid_engine.ops.batch import KVBlocks
@@ -43,9 +43,7 @@ def train_step(engine, input_ids, mask):
 
 
 def live_bytes():
-    gc.collect()
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and not isinstance(o, FakeTensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(live_storages().values())
 
 
 @pytest.mark.parametrize("family", BUILDERS)

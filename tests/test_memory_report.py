@@ -1,12 +1,11 @@
 """The bytes that an engine reports are those that lie in the process's memory."""
 
 import gc
-import warnings
 
 import pytest
 import torch
 from distributed import run_distributed
-from torch.distributed.tensor import DTensor
+from live_tensors import live_storages
 from training_reference import engine_config, tiny_llama
 
 import hybrid_engine
@@ -16,20 +15,11 @@ from hybrid_engine.observing.memory_plan import format_bytes
 CASES = [(stage, sixteen_bits) for stage in (0, 1, 2, 3) for sixteen_bits in (False, True)]
 
 
-def _storages():
-    """Bytes of every storage that a tensor of this process lies in, by its address."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of deprecated names, which are looked at too
-        tensors = [value for value in gc.get_objects() if isinstance(value, torch.Tensor)]
-    local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
-
-
 def _bytes_of_engines(rank, world_size):
     """For each case what an engine counts in the middle of a step, what lies there, and the report."""
     engines, results = [], []
     for stage, sixteen_bits in CASES:
-        before = _storages()
+        before = live_storages()
         config = engine_config(stage, world_size, bf16={"enabled": sixteen_bits})
         engine, optimizer, *_ = hybrid_engine.initialize(model=tiny_llama(), config=config)
         tokens = torch.full((2, 12), 3)
@@ -39,7 +29,7 @@ def _bytes_of_engines(rank, world_size):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engines.append(engine)  # an address that was free could be taken again
         gc.collect()
-        added = _storages()
+        added = live_storages()
         buffers = {buffer.untyped_storage().data_ptr() for buffer in engine.module.buffers()}
         lies_there = sum(size for place, size in added.items() if place not in before and place not in buffers)
         results.append((vars(count_bytes(engine.sharding, optimizer)), lies_there, engine.report()))
