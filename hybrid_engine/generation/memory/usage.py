@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -126,8 +125,8 @@ def _idle_bytes_of_graphs(device: torch.device) -> int:
 def _host_bytes() -> tuple[int, int]:
     """What this machine's memory still takes before it swaps, and all of it."""
     if sys.platform == "linux":
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        available, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+        with open("/proc/meminfo", "rb", buffering=0) as file:  # each rollout reads it several times
+            total, _, available = (int(line.split()[1]) * 1024 for line in file.read(256).splitlines()[:3])
         return available, total
     # Here, not at the top: Linux does without it.
     import psutil
