@@ -27,7 +27,7 @@ from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.engine import ZeroEngine
 from hybrid_engine.generation.asynchronous import AsyncRollout, Carried, start_async
 from hybrid_engine.generation.backend import RolloutResult
-from hybrid_engine.generation.fewer_rows import with_half_the_rows
+from hybrid_engine.generation.fewer_rows import roll_out_what_fits
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.training import AllocatorPeak, TrainingMemory
 from hybrid_engine.generation.model_group import TRAINING_OPTION, check_group_size, share_sharded_model
@@ -113,11 +113,7 @@ class HybridEngine(ZeroEngine):
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
             self._begin_to_generate()
             request = prepare(self.generator, input_ids, attention_mask, generation_config, seed, kwargs)
-            while True:
-                try:
-                    return self._roll_out(request, held)
-                except torch.OutOfMemoryError as error:
-                    request = with_half_the_rows(self.generator, request, error)
+            return roll_out_what_fits(self.generator, request, lambda request: self._roll_out(request, held))
 
     def _begin_to_generate(self) -> None:
         """Raises ValueError where this engine cannot generate now; finds what was changed since. Collective."""

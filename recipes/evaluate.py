@@ -9,6 +9,7 @@ and score).
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -21,6 +22,7 @@ from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
+from hybrid_engine.recipes.rewards.learned import LearnedReward
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import (
@@ -83,6 +85,8 @@ class Config(RewardOptions, DataOptions):
     """longest answer"""
     temperature: float = 1.0
     """of sampling"""
+    rows_per_pass: int = 0
+    """answers that a reward model scores at once, at most; 0: 64"""
     dtype: str = "fp32"
     """what the model computes in: fp32, bf16 or fp16"""
 
@@ -97,6 +101,7 @@ class Config(RewardOptions, DataOptions):
             check_count(name, getattr(self, name), 1)
         check_count("max_prompts", self.max_prompts, 1)
         check_count("num_samples", self.num_samples, self.k)
+        check_count("rows_per_pass", self.rows_per_pass, 0)
         check_above("temperature", self.temperature, 0)
         check_between("seed", self.seed, 0, LARGEST_SEED)
         check_finite("threshold", self.threshold)
@@ -108,7 +113,12 @@ def run(config: Config) -> Path:
     """Answers, scores, writes; returns the folder of the results. Collective."""
     hybrid_engine.init_distributed()
     on_rank_zero(lambda: check_folder(config))
-    rewards = load_rewards(config.reward, config.reward_weights or None, config.reward_time_limit)
+    rewards = load_rewards(
+        config.reward,
+        config.reward_weights or None,
+        config.reward_time_limit,
+        partial(LearnedReward.load, most_rows=config.rows_per_pass),
+    )
     tokenizer, rows = load_tokenizer(str(config.model)), load_rows(config)
     check_rows(config, tokenizer, rows, rewards)
     rows = fit_prompts(rows, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)

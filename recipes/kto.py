@@ -28,10 +28,9 @@ from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
-from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
-from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, deal, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, measure_in_parts, train_in_parts
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
 from hybrid_engine.recipes.data.rows import LabelledRow
@@ -273,8 +272,7 @@ def reference_point(actor: Any, rows: Sequence[LabelledAnswer], budget: int, rea
         batch = [rows[index] for index in indices]
         return answer_logprobs(actor, [row.mismatched for row in batch], reading) - reference_logprobs(batch)[1]
 
-    parts = deal([(len(row.mismatched),) for row in rows], actor, budget)
-    ratios = agree(lambda: [log_ratios(part) for part in parts])
+    ratios = measure_in_parts(actor, [(len(row.mismatched),) for row in rows], budget, log_ratios)
     return kto_reference_point(torch.cat(ratios), dist.group.WORLD if get_world_size() > 1 else None)
 
 

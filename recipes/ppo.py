@@ -217,7 +217,7 @@ def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[Cr
     """Reference log-probabilities, values, rewards and advantages of a rollout; all processes whiten together."""
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
     logprobs_ref = roles.policy.reference_logprobs(sequences, config.temperature)
-    values = in_parts(partial(response_values, roles.critic), sequences)
+    values = in_parts(response_values, roles.critic, sequences)
     logprobs_old, _ = roles.policy.old_logprobs(rollout, config.temperature, config.logprob_bound)
 
     scores = judge(roles, config, rollout.answers)

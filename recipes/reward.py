@@ -13,6 +13,7 @@ job.
 import math
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, trai
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.pair_corpus import PairCorpus, load_pair_corpus
 from hybrid_engine.recipes.data.pairs import Pair
+from hybrid_engine.recipes.data.passes import in_passes, rows_per_pass, split
 from hybrid_engine.recipes.experience.evaluation import step_means
 from hybrid_engine.recipes.planning.following import follow_scored_pairs, write_result
 from hybrid_engine.recipes.rewards.classifier import (
@@ -224,7 +226,7 @@ def micro_batch_loss(
 
 
 def score_pairs(
-    engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase
+    engine: Any, pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The scores of the chosen and of the rejected answers, each `[pairs]`."""
     tokens = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
@@ -236,17 +238,20 @@ def score_pairs(
 def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Mean loss, and the share of pairs whose chosen answer scores higher, of all and of each kind of fault."""
     engine.eval()
-    hits, loss = defaultdict(list), 0.0
-    for start in range(0, len(pairs), ROWS_PER_PASS):
-        rows = pairs[start : start + ROWS_PER_PASS]
-        chosen, rejected = score_pairs(engine, rows, tokenizer)
-        margins = torch.tensor([pair.margin for pair in rows], device=chosen.device)
-        loss += bradley_terry_loss(chosen, rejected, margins).sum().item()
-        for pair, hit in zip(rows, (chosen > rejected).tolist(), strict=True):
-            for kind in filter(None, ("all", pair.kind)):
-                hits[kind].append(hit)
-    accuracy = {kind: sum(found) / len(found) for kind, found in sorted(hits.items())}
-    return {"held_out_accuracy": accuracy, "held_out_loss": loss / len(pairs)}
+
+    def losses_and_hits(part: Sequence[Pair]) -> tuple[float, list[bool]]:
+        chosen, rejected = score_pairs(engine, part, tokenizer)
+        margins = torch.tensor([pair.margin for pair in part], device=chosen.device)
+        return bradley_terry_loss(chosen, rejected, margins).sum().item(), (chosen > rejected).tolist()
+
+    rows = rows_per_pass(engine, 2 * ROWS_PER_PASS)  # two of each pair
+    found = in_passes(lambda rows: split(pairs, max(1, rows // 2)), losses_and_hits, rows)
+    hits = defaultdict(list)
+    for pair, hit in zip(pairs, (hit for _, part in found for hit in part), strict=True):
+        for kind in filter(None, ("all", pair.kind)):
+            hits[kind].append(hit)
+    accuracy = {kind: sum(of_kind) / len(of_kind) for kind, of_kind in sorted(hits.items())}
+    return {"held_out_accuracy": accuracy, "held_out_loss": sum(loss for loss, _ in found) / len(pairs)}
 
 
 def engine_config(config: Config, num_steps: int) -> dict[str, Any]:

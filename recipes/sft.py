@@ -11,6 +11,7 @@ signature, which is stage 1 of the PPO job.
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,9 +27,9 @@ from hybrid_engine.recipes.data.corpus import TASKS, Corpus, load_corpus
 from hybrid_engine.recipes.data.encoding import Encoded
 from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
+from hybrid_engine.recipes.data.passes import in_passes, rows_per_pass, split, turns
 from hybrid_engine.recipes.data.sequences import (
     NUM_POOLED,
-    ROWS_PER_PASS,
     Sequences,
     build_sequences,
     epochs_of_similar_length,
@@ -232,16 +233,17 @@ def micro_batch_loss(
 def held_out_loss(engine: Any, corpus: Corpus) -> float:
     """Mean cross-entropy in nats per learned token of the held-out rows, of which there are some; collective."""
     engine.eval()
-    total, num_tokens = 0.0, 0
-    parts = [corpus.held_out[first : first + ROWS_PER_PASS] for first in range(0, len(corpus.held_out), ROWS_PER_PASS)]
-    for first in range(0, len(parts), get_world_size()):  # sharded weights are gathered together: as many passes each
-        turn = first + get_rank()
-        sequences = collate(parts[min(turn, len(parts) - 1)], corpus.pad_token, engine.device)
+
+    def loss_sum(turn: tuple[Sequence[Encoded], bool]) -> tuple[float, int]:
+        examples, counts = turn
+        sequences = collate(examples, corpus.pad_token, engine.device)
         loss = -response_logprobs(engine, sequences).sum().item()
-        if turn < len(parts):
-            total, num_tokens = total + loss, num_tokens + int(sequences.response_mask.sum())
-    sums = [sum(values) for values in zip(*gather_objects((total, num_tokens)), strict=True)]
-    return sums[0] / sums[1]
+        return (loss, int(sequences.response_mask.sum())) if counts else (0.0, 0)
+
+    found = in_passes(lambda rows: turns(split(corpus.held_out, rows)), loss_sum, rows_per_pass(engine))
+    mine = [sum(values) for values in zip(*found, strict=True)]
+    total, num_tokens = (sum(values) for values in zip(*gather_objects(mine), strict=True))
+    return total / num_tokens
 
 
 def load_or_build_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
@@ -265,7 +267,7 @@ def engine_config(config: Config, num_steps: int) -> dict[str, Any]:
     )
 
 
-def collate(examples: list[Encoded], pad_token: int, device: torch.device) -> Sequences:
+def collate(examples: Sequence[Encoded], pad_token: int, device: torch.device) -> Sequences:
     """A padded batch, whose response mask is True on what is learned."""
     return build_sequences(
         [example.prompt_ids for example in examples],

@@ -1,17 +1,30 @@
 """Where one rank alone runs out of memory, all go on with less, and the results are those of a run with enough."""
 
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from distributed import run_distributed
 from models import PAD, build_model, padded_prompts
 from one_rank import outcome
+from transformers import LlamaForSequenceClassification
 
 import hybrid_engine
+from hybrid_engine.recipes import kto, reward, sft
+from hybrid_engine.recipes.data.encoding import Encoded
 from hybrid_engine.recipes.data.micro_batches import train_in_parts
-from hybrid_engine.recipes.data.sequences import build_sequences, in_parts, response_logprobs
+from hybrid_engine.recipes.data.pairs import Pair
+from hybrid_engine.recipes.data.passes import limit_rows
+from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences, in_parts, response_logprobs
 from hybrid_engine.recipes.experience.evaluation import step_means
+from hybrid_engine.recipes.preference.answers import Reading, all_logprobs
+from hybrid_engine.recipes.preference.labelled import LabelledAnswer
+from hybrid_engine.recipes.rewards.answers import Answers
+from hybrid_engine.recipes.rewards.classifier import save_normalised
+from hybrid_engine.recipes.rewards.learned import LearnedReward
+from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.zero.sharding import full_tensor
 
 STAGES = 0, 2, 3
@@ -178,17 +191,68 @@ def measured_with_less_memory(rank, world_size):
     """How many rows at a time log-probabilities without a gradient are computed where one rank has less memory."""
     model, batch = build_model(), build_sequences(PROMPTS[rank], RESPONSES[rank], PAD, torch.device("cpu"))
     with torch.no_grad():
-        expected = in_parts(lambda rows: response_logprobs(model, rows), batch)
+        expected = in_parts(response_logprobs, model, batch)
         tried = []
 
-        def compute(rows):
+        def compute(model, rows):
             tried.append(len(rows.input_ids))
             if len(rows.input_ids) > (2 if rank == 1 else 100):
                 raise torch.OutOfMemoryError("no memory")
             return response_logprobs(model, rows)
 
-        torch.testing.assert_close(in_parts(compute, batch), expected, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(in_parts(compute, model, batch), expected, atol=1e-6, rtol=1e-6)
     return tried
+
+
+def evaluations(engine, rank):
+    """By its name what a recipe computes without a gradient; of eight rows, or of this rank's four."""
+    rows = [
+        Encoded(prompt_ids=prompt, response_ids=response)
+        for prompt, response in zip([*PROMPTS[0], *PROMPTS[1]], [*RESPONSES[0], *RESPONSES[1]], strict=True)
+    ]
+    mine, reading = rows[4 * rank : 4 * rank + 4], Reading(PAD)
+    labelled = [LabelledAnswer(row, True, 0.0, other, 0.1) for row, other in zip(mine, rows[::-1], strict=False)]
+    batch = build_sequences(PROMPTS[rank], RESPONSES[rank], PAD, torch.device("cpu"))
+    return {
+        "held-out loss": partial(sft.held_out_loss, engine, SimpleNamespace(held_out=rows, pad_token=PAD)),
+        "whole answers": partial(all_logprobs, engine, rows, reading),
+        "reference point": lambda: kto.reference_point(engine, labelled, 0, reading).item(),
+        "responses": lambda: in_parts(response_logprobs, engine, batch).sum().item(),
+    }
+
+
+@contextmanager
+def memory_for(model, most_rows, place):
+    """Inside, passes of `model` have memory for so many rows; it ends in its second layer, or behind the model."""
+
+    def take(module, given, *output):
+        if len(given[0] if given else output[0]["logprobs"]) > most_rows:
+            raise torch.OutOfMemoryError("no memory")
+
+    layer = model.model.layers[1].mlp
+    hook = layer.register_forward_pre_hook(take) if place == "layer" else model.register_forward_hook(take)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def evaluations_with_less_memory(rank, world_size, stage):
+    """By name, rank with less memory and place: the figures, and what is raised where there is none at all."""
+    engine = build_engine(stage)
+    engine.eval()
+    found = {}
+    for number, (name, compute) in enumerate(evaluations(engine, rank).items()):
+        expected = compute()
+        place = ("layer", "behind")[(number + STAGES.index(stage)) % 2]
+        for who in range(world_size):
+            with memory_for(engine.module, 1 if rank == who else 100, place):
+                assert compute() == pytest.approx(expected, rel=1e-5), (name, who, place)
+        with memory_for(engine.module, 0 if rank == 1 else 100, place):
+            found[name] = outcome(compute)
+        assert compute() == expected, name
+    return found
 
 
 def everything(rank, world_size):
@@ -197,6 +261,7 @@ def everything(rank, world_size):
         "errors": {stage: errors_of_passes(rank, world_size, stage) for stage in STAGES},
         "rollouts": rollouts_with_less_memory(rank, world_size),
         "measured": measured_with_less_memory(rank, world_size),
+        "evaluations": {stage: evaluations_with_less_memory(rank, world_size, stage) for stage in (0, 3)},
     }
 
 
@@ -232,3 +297,82 @@ def test_a_rollout_whose_memory_ends_on_one_rank_goes_on_with_half_the_rows_on_a
 
 def test_log_probabilities_without_a_gradient_are_computed_of_fewer_rows(found):
     assert [part["measured"] for part in found] == [[4, 4, 2, 2], [4, 4, 2, 2]]
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_figures_without_a_gradient_are_the_same_where_the_memory_of_one_rank_is_less(found, stage):
+    for part in found:
+        assert len(part["evaluations"][stage]) == 4
+        for name, (kind, words) in part["evaluations"][stage].items():
+            assert kind == "OutOfMemoryError" and "no memory" in words, name
+
+
+@contextmanager
+def noting_rows(layer, most_rows):
+    """Inside, `layer` has memory for so many rows; gives how many there were in each pass."""
+    tried = []
+
+    def take(module, given):
+        tried.append(len(given[0]))
+        if tried[-1] > most_rows:
+            raise torch.OutOfMemoryError("no memory")
+
+    hook = layer.register_forward_pre_hook(take)
+    try:
+        yield tried
+    finally:
+        hook.remove()
+
+
+def test_a_reward_model_scores_the_same_with_less_memory_and_a_setting_avoids_it(capsys):
+    numbers = ["1", "22", "333", "1+1", "7"]
+    rows = [[index + 1] for index in range(5)]
+    answers = Answers(
+        prompts=["1+1="] * 5, responses=numbers, prompt_ids=rows, response_ids=rows, is_cut_off=[False] * 5
+    )
+    model = ValueModel(build_model().model, torch.nn.Linear(build_model().config.hidden_size, 1)).eval()
+    judge = LearnedReward("judge", model, arithmetic.build_tokenizer(), None)
+    expected = judge(answers)
+    capsys.readouterr()
+    layer = model.backbone.layers[1].mlp
+    with noting_rows(layer, 2) as tried:
+        assert judge(answers) == pytest.approx(expected, rel=1e-5)
+    lines = " ".join(capsys.readouterr().out.split())
+    assert tried[0] == 5 and tried[-3:] == [2, 2, 1] and "--rows-per-pass 2 avoids it" in lines
+    limit_rows(model, 2)
+    with noting_rows(layer, 2) as tried:
+        assert judge(answers) == pytest.approx(expected, rel=1e-5)
+    assert tried == [2, 2, 1] and capsys.readouterr().out == ""
+    with noting_rows(layer, 0), pytest.raises(torch.OutOfMemoryError):
+        judge(answers)
+
+
+@torch.no_grad()
+def test_accuracy_and_scores_of_references_are_the_same_with_less_memory(tmp_path):
+    config = build_model().config
+    config.num_labels, config.pad_token_id = 1, PAD
+    engine = hybrid_engine.initialize(model=LlamaForSequenceClassification(config), config={"train_batch_size": 1})[0]
+    tokenizer = arithmetic.build_tokenizer()
+    both = zip([*PROMPTS[0], *PROMPTS[1]], RESPONSES[0] * 2, RESPONSES[1] * 2, strict=True)
+    pairs = [Pair(prompt + chosen, prompt + rejected, 0.0, None) for prompt, chosen, rejected in both]
+    references = [pair.chosen for pair in pairs]
+
+    def figures(name):
+        save_normalised(engine, references, tokenizer, tmp_path / name)
+        measured = reward.measure(engine, pairs, tokenizer)
+        return [measured["held_out_loss"], measured["held_out_accuracy"]["all"], config.score_mean, config.score_std]
+
+    expected = figures("enough")
+    with noting_rows(engine.module.model.layers[1].mlp, 3) as tried:
+        assert figures("less") == pytest.approx(expected, rel=1e-5)
+    assert max(tried) == 16 and tried[-1] == 2
+
+
+def test_an_inference_engine_rolls_out_with_half_the_rows():
+    engine = hybrid_engine.init_inference(build_model())
+    ids, mask = padded_prompts()
+    options = {"do_sample": True, "max_new_tokens": 4, "pad_token_id": PAD, "seed": 3}
+    expected = engine.generate(ids, attention_mask=mask, **options)
+    with limited(engine, 2) as tried:
+        assert torch.equal(engine.generate(ids, attention_mask=mask, **options), expected)
+    assert tried == [6, 3, 1]

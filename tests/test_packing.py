@@ -32,7 +32,7 @@ from hybrid_engine.recipes.rewards.classifier import score_tokens
 from hybrid_engine.zero.sharding import full_tensor
 
 CPU = torch.device("cpu")
-BUDGET = SimpleNamespace(tokens_per_micro_batch=64)
+BUDGET = SimpleNamespace(rows_per_pass=0, tokens_per_micro_batch=64)
 
 
 def sampled(num_rows=7, seed=0, vocab=60, group=1):
@@ -131,9 +131,11 @@ def test_a_model_whose_attention_does_not_allow_it_is_padded_and_one_line_says_w
 
 def test_without_a_budget_and_in_exact_mode_nothing_is_packed(capsys):
     model = build_model()
-    assert pack_where_exact(model, SimpleNamespace(tokens_per_micro_batch=0)) is Layout.PADDED
+    assert pack_where_exact(model, SimpleNamespace(rows_per_pass=0, tokens_per_micro_batch=0)) is Layout.PADDED
     assert capsys.readouterr().out == ""
-    assert pack_where_exact(model, SimpleNamespace(tokens_per_micro_batch=9, exact=True)) is Layout.PADDED
+    assert (
+        pack_where_exact(model, SimpleNamespace(rows_per_pass=0, tokens_per_micro_batch=9, exact=True)) is Layout.PADDED
+    )
     assert "exact mode" in capsys.readouterr().out
 
 
@@ -251,7 +253,7 @@ def steps_on_two_processes(rank, world_size, batch):
                     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
                 },
             )
-            layout = pack_where_exact(engine, SimpleNamespace(tokens_per_micro_batch=budget))
+            layout = pack_where_exact(engine, SimpleNamespace(rows_per_pass=0, tokens_per_micro_batch=budget))
             passes = []
 
             def loss_of(rows, engine=engine, passes=passes):

@@ -92,11 +92,11 @@ def test_values_are_those_before_each_response_token_and_trimming_changes_none(t
 
 
 def test_computing_in_parts_gives_what_one_pass_gives(monkeypatch):
-    monkeypatch.setattr("hybrid_engine.recipes.data.sequences.ROWS_PER_PASS", 2)
+    monkeypatch.setattr("hybrid_engine.recipes.data.sequences.ROWS_PER_PASS_ON_CPU", 2)
     model = LlamaForCausalLM(small_config()).eval()
     batch = build_sequences(PROMPTS, RESPONSES, PAD, CPU)
     with torch.no_grad():
-        whole, parts = response_logprobs(model, batch), in_parts(lambda rows: response_logprobs(model, rows), batch)
+        whole, parts = response_logprobs(model, batch), in_parts(response_logprobs, model, batch)
     torch.testing.assert_close(parts, whole, atol=1e-6, rtol=1e-5)
 
 
@@ -125,15 +125,15 @@ def random_rows(seed):
 @pytest.mark.parametrize("seed", range(6))
 @torch.no_grad()
 def test_gaps_are_read_and_count_for_nothing_however_rows_are_padded_and_split(tmp_path, monkeypatch, seed):
-    monkeypatch.setattr("hybrid_engine.recipes.data.sequences.ROWS_PER_PASS", 2)
+    monkeypatch.setattr("hybrid_engine.recipes.data.sequences.ROWS_PER_PASS_ON_CPU", 2)
     config = small_config()
     model = LlamaForCausalLM(config).eval()
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     scorer = load_value_model(str(tmp_path)).eval()
     prompts, responses, learned = random_rows(seed)
     batch = build_sequences(prompts, responses, PAD, CPU, learned)
-    logprobs = in_parts(lambda rows: response_logprobs(model, rows), batch)
-    values = in_parts(lambda rows: response_values(scorer, rows), batch)
+    logprobs = in_parts(response_logprobs, model, batch)
+    values = in_parts(response_values, scorer, batch)
     scores = last_token_scores(scorer, batch)
     width = batch.response_mask.shape[1]
     for row, (prompt, response, mask) in enumerate(zip(prompts, responses, learned, strict=True)):

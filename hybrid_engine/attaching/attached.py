@@ -25,7 +25,7 @@ from hybrid_engine.config.generation import HybridEngineConfig
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
-from hybrid_engine.generation.fewer_rows import with_half_the_rows
+from hybrid_engine.generation.fewer_rows import roll_out_what_fits
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.module_generate import PutGenerate
 from hybrid_engine.generation.preparing import prepare
@@ -215,11 +215,9 @@ class Attached:
             others = {name: value for name, value in kwargs.items() if name != "attention_mask"}
             mask = kwargs.get("attention_mask")
             request = prepare(self.generator, prompts, mask, generation_config, None, others)
-            while True:
-                try:
-                    return self._run(request, prompts, generation_config, kwargs, held)
-                except torch.OutOfMemoryError as error:
-                    request = with_half_the_rows(self.generator, request, error)
+            return roll_out_what_fits(
+                self.generator, request, lambda request: self._run(request, prompts, generation_config, kwargs, held)
+            )
 
     def _run(
         self,

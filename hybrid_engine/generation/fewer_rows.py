@@ -1,7 +1,9 @@
 """A rollout that ran out of memory begins again with half as many rows at once; its samples are the same."""
 
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -11,8 +13,23 @@ from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.request import Request
 
+Result = TypeVar("Result")
 
-def with_half_the_rows(generator: Generator, request: Request, error: torch.OutOfMemoryError) -> Request:
+
+def roll_out_what_fits(generator: Generator, request: Request, roll_out: Callable[[Request], Result]) -> Result:
+    """`roll_out(request)`, begun again with half the rows at once where memory ends on one process; collective.
+
+    Raises:
+        torch.OutOfMemoryError: as `_with_half_the_rows` says.
+    """
+    while True:
+        try:
+            return roll_out(request)
+        except torch.OutOfMemoryError as error:
+            request = _with_half_the_rows(generator, request, error)
+
+
+def _with_half_the_rows(generator: Generator, request: Request, error: torch.OutOfMemoryError) -> Request:
     """`request` with half the rows at once; collective, where all processes have an error of one of them.
 
     Processes with rows of their own halve each its own number; one that has a single row begins again with it.
@@ -29,7 +46,7 @@ def with_half_the_rows(generator: Generator, request: Request, error: torch.OutO
     traceback.clear_frames(error.__traceback__)  # they hold tensors of the rollout that failed
     say_once(
         f"generate(): out of memory with {most} rows at once; goes on with {most // 2}: "
-        f"hybrid_engine.max_running={most // 2} avoids it"
+        f"hybrid_engine.max_running={most // 2}, or as many prompts in a call, avoids it"
     )
     return replace(request, plan=_halved(plan, max(1, plan.max_running // 2)))
 

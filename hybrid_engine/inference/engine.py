@@ -16,9 +16,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.modeling_outputs import CausalLMOutput
 
 from hybrid_engine.containers import InferenceEncoder
-from hybrid_engine.distributed.interrupts import holding_interrupts
+from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.generation.fewer_rows import roll_out_what_fits
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.usage import num_bytes
 from hybrid_engine.generation.model_group import ModelGroup
@@ -28,6 +29,7 @@ from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.prompts import check_prompts
 from hybrid_engine.generation.report import describe_generation
+from hybrid_engine.generation.request import Request
 from hybrid_engine.generation.scoring import score_packed
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
@@ -184,9 +186,13 @@ class InferenceEngine(nn.Module):
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
             prompts = self.generator.partners.agree(lambda: self._prompts(input_ids, inputs, generation_config, kwargs))
             request = prepare(self.generator, prompts, attention_mask, generation_config, seed, kwargs)
-            with ExitStack() as release:
-                kv = self.generator.gather(request, release)
-                return self.generator.run(request, kv, held).output
+            return roll_out_what_fits(self.generator, request, lambda request: self._roll_out(request, held))
+
+    def _roll_out(self, request: Request, held: HeldInterrupts) -> torch.Tensor | GenerateOutput:
+        assert self.generator is not None
+        with ExitStack() as release:
+            kv = self.generator.gather(request, release)
+            return self.generator.run(request, kv, held).output
 
     @contextmanager
     def serving(

@@ -7,7 +7,6 @@ After each forward and each backward pass the processes tell each other of error
 begin the step again, with passes of half the size; any other error ends the run on all.
 """
 
-import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,8 +17,8 @@ import torch
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.packing import Layout, Prompt, layout_of
+from hybrid_engine.recipes.data.passes import Result, until_it_fits
 from hybrid_engine.recipes.runs.memory import measured_pass
-from hybrid_engine.recipes.runs.run_log import say
 
 Figures = dict[str, tuple[float, float]]
 """(sum, count) of each figure of a pass, as `experience.evaluation.step_means` takes them."""
@@ -159,31 +158,48 @@ def train_in_parts(
     Raises:
         torch.OutOfMemoryError: each part has a single item already.
     """
-    parts = deal(items, engines[0], budget, prompts)
-    while True:
-        try:
-            figures = _run(engines, parts, [_tokens_of(part, items, engines[0], prompts) for part in parts], losses)
-            break
-        except torch.OutOfMemoryError as error:  # on all processes
-            smaller = _smaller(parts)
-            if len(smaller) == len(parts):
-                raise
-            traceback.clear_frames(error.__traceback__)  # they hold the activations of the pass that failed
-        for engine in engines:
-            engine.begin_step_again()
-        largest = max(gather_objects(max(map(len, parts))))
-        parts = smaller
-        option = "--tokens-per-micro-batch" if budget else "--micro-batch-size"
-        say(f"out of memory in a pass over up to {largest} rows: redone in halves; a smaller {option} avoids it")
+    dealt = deal(items, engines[0], budget, prompts)
+
+    def run(parts: list[list[int]]) -> list[Figures]:
+        if parts is not dealt:
+            for engine in engines:
+                engine.begin_step_again()
+        return _run(engines, parts, [_tokens_of(part, items, engines[0], prompts) for part in parts], losses)
+
+    figures = _until_they_fit(run, dealt, budget)
     for engine in engines:
         engine.step()
     return figures
 
 
-def _smaller(parts: list[list[int]]) -> list[list[int]]:
-    """`parts` in halves, as many on each process, which all have as many items; collective."""
+def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[list[int]], Result]) -> list[Result]:
+    """What `compute` gives of each part of `items` in which a step would train on them; collective.
+
+    Begins again with halves where memory ends, as `train_in_parts` does, whose arguments these are; `compute` is held
+    to what is said of a loss there.
+    """
+
+    def run(parts: list[list[int]]) -> list[Result]:
+        return [agree(partial(compute, part)) for part in parts]
+
+    return _until_they_fit(run, deal(items, engine, budget), budget)
+
+
+def _until_they_fit(run: Callable[[list[list[int]]], Result], parts: list[list[int]], budget: int) -> Result:
+    option = "--tokens-per-micro-batch" if budget else "--micro-batch-size"
+
+    def line(parts: list[list[int]]) -> str:
+        largest = max(gather_objects(max(map(len, parts))))
+        return f"out of memory in a pass over up to {largest} rows: redone in halves; a smaller {option} avoids it"
+
+    return until_it_fits(run, parts, _smaller, line)
+
+
+def _smaller(parts: list[list[int]]) -> list[list[int]] | None:
+    """`parts` in halves, as many on each process, which all have as many items; None of single ones. Collective."""
     halves = [half for part in parts for half in (_halves(part) if len(part) > 1 else [part])]
-    return _as_many(halves, max(gather_objects(len(halves))))
+    number = max(gather_objects(len(halves)))
+    return None if number == len(parts) else _as_many(halves, number)
 
 
 def _tokens_of(part: list[int], items: Items, engine: Any, prompts: Sequence[Prompt] | None) -> int:

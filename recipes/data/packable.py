@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from hybrid_engine.generation.probing.agreement import evaluating
 from hybrid_engine.recipes.data.packing import Layout, set_layout
+from hybrid_engine.recipes.data.passes import limit_rows
 from hybrid_engine.recipes.data.sequences import Sequences, ValueModel, build_sequences, model_inputs, packed_rows
 from hybrid_engine.recipes.data.spans import ATTENTION
 from hybrid_engine.recipes.runs.run_log import say
@@ -27,12 +28,15 @@ ALLOWED_IN_16_BITS = 3e-2
 def pack_where_exact(model: nn.Module, config: Any) -> Layout:
     """Packs the passes of `model` from now on, under `--tokens-per-micro-batch`; a line says why where it does not.
 
+    Those without gradients have at most `--rows-per-pass` rows.
+
     Collective where the forward pass is.
 
     Args:
         model: a causal model, a classifier or a `ValueModel`, or an engine around one.
-        config: with `tokens_per_micro_batch`; 0 packs nothing.
+        config: with `tokens_per_micro_batch`, 0 packs nothing, and `rows_per_pass`.
     """
+    limit_rows(model, config.rows_per_pass)
     if not config.tokens_per_micro_batch:
         return Layout.PADDED
     reason, layout = None, Layout.PADDED

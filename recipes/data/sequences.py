@@ -6,24 +6,21 @@ pass needs logits only from there on. Padding is known from lengths, never from 
 B: rows, P: prompt columns, T: response columns, V: vocabulary.
 """
 
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
 from hybrid_engine.distributed.processes import gather_objects
-from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.packing import Layout, Packed, Prompt, layout_of, pack, prompts_of
-from hybrid_engine.recipes.runs.run_log import say
+from hybrid_engine.recipes.data.passes import ROWS_PER_PASS, in_passes, rows_per_pass
 from hybrid_engine.training.head_log_probs import Asked, TokenLogProbs, token_log_probs
 
-ROWS_PER_PASS = 32
-"""Rows of a forward pass without gradients."""
 ROWS_PER_PASS_ON_CPU = 8
-"""The same on a CPU, whose caches hold the activations of fewer."""
+"""Rows of a forward pass without gradients on a CPU, whose caches hold the activations of fewer."""
 NUM_POOLED = 16
 """Batches whose examples are sorted by length together."""
 LARGEST_ORDER = 10**8
@@ -207,35 +204,30 @@ def last_token_scores(model: Callable[[Sequences], torch.Tensor], batch: Sequenc
     return scores.gather(1, last).squeeze(1)
 
 
-def in_parts(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
-    """`compute`, whose result is `[B, T]` and 0 on padding, of a few rows at a time: all logits at once may not fit.
+def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batch: Sequences) -> torch.Tensor:
+    """`compute(model, batch)`, which is `[B, T]` and 0 on padding, of a few rows at a time: all may not fit at once.
 
     Collective, and every process must have as many rows; an error of one is raised on all. Where memory ends on one of
-    them, all begin again with half as many rows at a time.
+    them, all begin again with half as many rows at a time (`passes.py`).
     """
     num_rows, num_columns = batch.response_mask.shape
-    at_once = ROWS_PER_PASS_ON_CPU if batch.input_ids.device.type == "cpu" else ROWS_PER_PASS
-    while True:
-        rows = torch.arange(num_rows).split(at_once)
-        try:
-            parts = agree(lambda rows=rows: [compute(batch.rows(part)) for part in rows])  # type: ignore[misc]
-            return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
-        except torch.OutOfMemoryError as error:
-            if at_once == 1:
-                raise
-            traceback.clear_frames(error.__traceback__)
-        say(f"out of memory in a pass over {at_once} rows: redone with {at_once // 2} at a time")
-        at_once //= 2
+    most = ROWS_PER_PASS_ON_CPU if batch.input_ids.device.type == "cpu" else ROWS_PER_PASS
+    parts = in_passes(
+        lambda rows: torch.arange(num_rows).split(rows),
+        lambda part: compute(model, batch.rows(part)),
+        rows_per_pass(model, most),
+    )
+    return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
 
 
-def in_parts_together(compute: Callable[[Sequences], torch.Tensor], batch: Sequences) -> torch.Tensor:
+def in_parts_together(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batch: Sequences) -> torch.Tensor:
     """`in_parts` of a `compute` that is collective, where processes may have different numbers of rows; collective.
 
     Those with fewer rows compute their last one again, so that all make as many passes.
     """
     num_rows, num_columns = batch.response_mask.shape
     index = torch.arange(max(gather_objects(num_rows))).clamp(max=num_rows - 1)
-    found = in_parts(compute, batch.rows(index))[:num_rows]
+    found = in_parts(compute, model, batch.rows(index))[:num_rows]
     return pad(found, (0, num_columns - found.shape[1]))
 
 

@@ -4,6 +4,7 @@ G: answers to a prompt, T: tokens of an answer.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class FollowedAnswers:
             self.tokenizer.pad_token_id,
             default_device(),
         )
-        found = in_parts(lambda rows: response_logprobs(self.actor, rows, self.temperature), sequences)
+        found = in_parts(partial(response_logprobs, temperature=self.temperature), self.actor, sequences)
         rows = iter(row[mask].tolist() for row, mask in zip(found, sequences.response_mask, strict=True))
         return [list(islice(rows, len(group.response_ids))) for group in self.groups]
 

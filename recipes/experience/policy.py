@@ -47,11 +47,12 @@ class Policy:
     @torch.no_grad()
     def reference_logprobs(self, sequences: Sequences, temperature: float) -> torch.Tensor:
         """`[N, T]` fp32 of the first weights, 0 on padding; collective where the actor is sharded."""
+        compute = partial(response_logprobs, temperature=temperature)
         if self.has_adapter:
             with playing(self.actor.module, None):
-                return in_parts_together(partial(response_logprobs, self.actor, temperature=temperature), sequences)
+                return in_parts_together(compute, self.actor, sequences)
         assert self.reference is not None, "the run keeps no reference"
-        return in_parts(partial(response_logprobs, self.reference, temperature=temperature), sequences)
+        return in_parts(compute, self.reference, sequences)
 
     @torch.no_grad()
     def old_logprobs(self, rollout: Rollout, temperature: float, bound: float) -> tuple[torch.Tensor, float]:
@@ -63,7 +64,7 @@ class Policy:
         measured = self.actor.logprob_difference
         if measured is not None and measured.mean <= bound:
             return rollout.logprobs, 0.0
-        logprobs = in_parts(partial(response_logprobs, self.actor, temperature=temperature), rollout.sequences)
+        logprobs = in_parts(partial(response_logprobs, temperature=temperature), self.actor, rollout.sequences)
         mask = rollout.sequences.response_mask
         distance = measure_difference(logprobs, rollout.logprobs, mask).absolute
         count = float(mask.sum())

@@ -21,6 +21,7 @@ from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.clipping import APART
 from hybrid_engine.recipes.data.packable import pack_where_exact
+from hybrid_engine.recipes.data.passes import in_passes
 from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, model_inputs, packed_for
 from hybrid_engine.recipes.experience.policy import Policy, engine_config_of
 from hybrid_engine.recipes.rewards.adapter_folder import RewardAdapter, read_reward_adapter
@@ -44,6 +45,11 @@ class AdapterRole:
 
     def __init__(self, engine: Any, name: str):
         self.engine, self.name = engine, name
+
+    @property
+    def module(self) -> nn.Module:
+        """The base with all adapters."""
+        return self.engine.module
 
     def __call__(self, batch: Sequences) -> torch.Tensor:
         """`[B, P+T]` fp32; what stands at padding means nothing. Collective where the base is sharded."""
@@ -77,11 +83,14 @@ class SharedReward:
         Raises:
             ValueError: as `LearnedReward` does, on all processes.
         """
-        batches = agree(lambda: self.reward.batches(answers))
-        num_passes = max(gather_objects(len(batches)))
-        spare = build_sequences([[0]], [[0]], 0, default_device())
-        scores = [self.reward.score(batch) for batch in [*batches, *[spare] * (num_passes - len(batches))]]
-        return [score for part in scores[: len(batches)] for score in part]
+
+        def batches(rows: int) -> list[Sequences]:
+            mine = agree(lambda: self.reward.batches(answers, rows))
+            spare = build_sequences([[0]], [[0]], 0, default_device())
+            return [*mine, *[spare] * (max(gather_objects(len(mine))) - len(mine))]
+
+        parts = in_passes(batches, self.reward.score, self.reward.rows_per_pass)
+        return [score for part in parts for score in part][: len(answers)]
 
 
 def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config: Any) -> PeftModel:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
     if source is not None:
         check_model(source, config.lora_rank)
+    load_judge = partial(LearnedReward.load, most_rows=config.rows_per_pass)
     given = (config.reward_weights or None, config.reward_time_limit)
-    load_model = _on_shared_base(source) if getattr(config, "shared_base", False) else LearnedReward.load
+    load_model = _on_shared_base(source) if getattr(config, "shared_base", False) else load_judge
     rewards = load_rewards(specs, *given, load_model) if specs else None
 
     train, held_out = load_prompt_rows(config.dataset, *config.part) if config.dataset else task.load_rows(config.seed)
@@ -86,7 +88,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     if rewards is None:
         rank = config.lora_rank if getattr(config, "shared_base", False) else 0
         made = reward_stage.run(reward_stage.Config(**stage_options(config), model=config.model, lora_rank=rank))
-        load_model = _on_shared_base(actor) if rank else LearnedReward.load
+        load_model = _on_shared_base(actor) if rank else load_judge
         rewards = load_rewards([str(made)], None, config.reward_time_limit, load_model)
     tokenizer, longest = load_tokenizer(actor), config.max_prompt_tokens
     train, held_out = (fit_prompts(part, tokenizer, longest, skips=config.skip_too_long) for part in (train, held_out))

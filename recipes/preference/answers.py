@@ -11,9 +11,10 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from hybrid_engine.distributed.processes import default_device, gather_objects, get_rank, get_world_size
+from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.recipes.data.encoding import Encoded
-from hybrid_engine.recipes.data.sequences import ROWS_PER_PASS, build_sequences, response_logprobs
+from hybrid_engine.recipes.data.passes import in_passes, rows_per_pass, turns
+from hybrid_engine.recipes.data.sequences import build_sequences, response_logprobs
 
 
 class Reading(NamedTuple):
@@ -39,13 +40,15 @@ def all_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> li
     The processes share the passes, and each makes as many: sharded weights are gathered together. The result does not
     depend on their number, to the bit where the model is not sharded.
     """
-    parts = split_by_length([len(answer) for answer in answers], ROWS_PER_PASS)
-    found: dict[int, float] = {}
-    for first in range(0, len(parts), get_world_size()):
-        part = parts[min(first + get_rank(), len(parts) - 1)]
-        found |= zip(part, answer_logprobs(model, [answers[index] for index in part], reading).tolist(), strict=True)
-    for others in gather_objects(found):
-        found |= others
+    lengths = [len(answer) for answer in answers]
+
+    def of_part(turn: tuple[list[int], bool]) -> dict[int, float]:
+        part, _ = turn
+        logprobs = answer_logprobs(model, [answers[index] for index in part], reading)
+        return dict(zip(part, logprobs.tolist(), strict=True))
+
+    mine = in_passes(lambda rows: turns(split_by_length(lengths, rows)), of_part, rows_per_pass(model))
+    found = dict(pair for parts in gather_objects(mine) for part in parts for pair in part.items())
     return [found[index] for index in range(len(answers))]
 
 

@@ -1,5 +1,6 @@
 """The sequence classifier that a reward model is: built on a model's body, read at the last token, saved normalised."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from hybrid_engine.recipes.data.packing import Layout, layout_of, pack
+from hybrid_engine.recipes.data.passes import in_passes, rows_per_pass, split
 from hybrid_engine.recipes.data.sequences import build_sequences
 from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer, save_stage, score_head
@@ -90,8 +92,9 @@ def save_normalised(engine: Any, references: list[list[int]], tokenizer: PreTrai
         folder: its place, complete or absent.
     """
     engine.eval()
-    starts = range(0, len(references), ROWS_PER_PASS)
-    scores = torch.cat([score_tokens(engine, references[first : first + ROWS_PER_PASS], tokenizer) for first in starts])
+    rows = rows_per_pass(engine, ROWS_PER_PASS)
+    parts = in_passes(partial(split, references), lambda part: score_tokens(engine, part, tokenizer), rows)
+    scores = torch.cat(parts)
     config = engine.module.config
     spread = scores.std().item() if len(scores) > 1 else 0.0
     config.score_mean, config.score_std = scores.mean().item(), spread or 1.0  # without spread nothing is scaled

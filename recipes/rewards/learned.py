@@ -9,6 +9,13 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.recipes.data.encoding import encode_scored
+from hybrid_engine.recipes.data.passes import (
+    fewer_rows_line,
+    half_the_rows,
+    limit_rows,
+    rows_per_pass,
+    until_it_fits,
+)
 from hybrid_engine.recipes.data.rows import CompletionRow, Turns
 from hybrid_engine.recipes.data.sequences import Sequences, ValueModel, build_sequences, last_token_scores
 from hybrid_engine.recipes.rewards.answers import Answers, UnusableReference
@@ -37,10 +44,11 @@ class LearnedReward:
         self.folder, self.model, self.tokenizer, self.num_positions = folder, model, tokenizer, num_positions
 
     @classmethod
-    def load(cls, folder: str) -> "LearnedReward":
-        """The model of `folder`, on this process's device."""
+    def load(cls, folder: str, most_rows: int = 0) -> "LearnedReward":
+        """The model of `folder`, on this process's device; it scores `most_rows` answers at once; 0: as it likes."""
         tokenizer = load_tokenizer(folder, "reward")
         model = load_value_model(folder).to(default_device()).eval().requires_grad_(False)
+        limit_rows(model, most_rows)
         return cls(folder, model, tokenizer, num_positions(model.backbone.config))
 
     @torch.no_grad()
@@ -50,21 +58,30 @@ class LearnedReward:
         Raises:
             ValueError: there are conversations, and no chat template.
         """
-        return [score for batch in self.batches(answers) for score in self.score(batch)]
+
+        def score(rows: int) -> list[float]:
+            return [score for batch in self.batches(answers, rows) for score in self.score(batch)]
+
+        return until_it_fits(score, self.rows_per_pass, half_the_rows, fewer_rows_line)
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Answers that are scored at once, at most."""
+        return rows_per_pass(self.model, ROWS_PER_PASS)
 
     def score(self, batch: Sequences) -> list[float]:
         """The scores of the answers of a batch."""
         return last_token_scores(self.model, batch).tolist()
 
-    def batches(self, answers: Answers) -> list[Sequences]:
-        """The answers behind their prompts as the model reads them, in order.
+    def batches(self, answers: Answers, num_rows: int) -> list[Sequences]:
+        """The answers behind their prompts as the model reads them, in order, so many at a time.
 
         A conversation is written by the chat template of the reward model. What has more tokens than the model has
         positions loses its beginning.
         """
         batches = []
-        for start in range(0, len(answers), ROWS_PER_PASS):
-            rows = slice(start, start + ROWS_PER_PASS)
+        for start in range(0, len(answers), num_rows):
+            rows = slice(start, start + num_rows)
             both = zip(answers.prompts[rows], answers.responses[rows], strict=True)
             pairs = [self._fit(*self._encode(prompt, response)) for prompt, response in both]
             prompts, responses = ([pair[part] for pair in pairs] for part in (0, 1))

@@ -26,6 +26,9 @@ class RunOptions:
     tokens_per_micro_batch: int = 0
     """tokens of a forward pass on one process, in which sequences are packed without padding where the model allows it;
     takes the place of --micro-batch-size, 0: that holds and rows are padded"""
+    rows_per_pass: int = 0
+    """rows of a forward pass without gradients on one process, at most: held-out losses, references, values and scores;
+    0: as many as are fast, 8 to 64"""
     activation_checkpointing: bool = False
     """compute activations again in the backward pass, instead of keeping them: less memory, more time"""
     tracker: tuple[str, ...] = ()
@@ -37,7 +40,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_common(self)
-        check_count("tokens_per_micro_batch", self.tokens_per_micro_batch, 0)
+        for name in ("tokens_per_micro_batch", "rows_per_pass"):
+            check_count(name, getattr(self, name), 0)
         check_trackers(self.tracker)
         if self.metric_names is not None:
             check_one_of("metric_names", self.metric_names, FRAMEWORKS)
