@@ -1,5 +1,6 @@
 """The sequence classifier that a reward model is: built on a model's body, read at the last token, saved normalised."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def build_classifier(source: str, tokenizer: PreTrainedTokenizerBase) -> nn.Modu
     return model
 
 
-def score_tokens(engine: Any, tokens: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+def score_tokens(engine: Any, tokens: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """`[B]` fp32: the scores of prompts with finished answers, read at the last token of each."""
     if layout_of(engine) is not Layout.PADDED:
         return _score_packed(engine, tokens)
@@ -60,7 +61,7 @@ def score_tokens(engine: Any, tokens: list[list[int]], tokenizer: PreTrainedToke
     return engine(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1).float()
 
 
-def _score_packed(engine: Any, tokens: list[list[int]]) -> torch.Tensor:
+def _score_packed(engine: Any, tokens: Sequence[list[int]]) -> torch.Tensor:
     """The scores of packed sequences, of which the classifier itself would read one a row."""
     batch = build_sequences([row[:1] for row in tokens], [row[1:] for row in tokens], 0, engine.device)
     packed = pack(batch.input_ids, batch.attention_mask, layout_of(engine))
