@@ -45,6 +45,7 @@ from hybrid_engine.optim.call_checks import CallChecks, check_loss
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
 from hybrid_engine.optim.stepping import end_micro_batch
 from hybrid_engine.parallel.stage_training import StagedBatches
+from hybrid_engine.training.faster_linears import use_faster_linears
 from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.no_copies import Uncopied
@@ -106,6 +107,7 @@ class ZeroEngine(Uncopied):
         if config.seed is not None:
             seed_everything(config.seed + get_rank() // unit_size_of(model))  # units draw alike
         cast_parameters(model, config.dtype)
+        use_faster_linears(model)
         place_module(model, config, self.device)
         if num_stages_of(model) == 1:  # stages, which differ, have rank 0's weights from parallelize()
             broadcast_module(model)

@@ -60,9 +60,14 @@ def by_columns(input: torch.Tensor, weight: torch.Tensor) -> bool:
     return len(input) in COLUMNS_ROWS and weight.stride(0) == 1
 
 
+def prefers_onednn(input: torch.Tensor) -> bool:
+    """True where products of `input` that are not tiny run on oneDNN: in a torch that has it."""
+    return _HAS_ONEDNN and _is_fp32_on_cpu(input) and not is_intel()
+
+
 def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True where the product runs on oneDNN: in a torch that has it, unless it is tiny."""
-    if not _HAS_ONEDNN or not _is_fp32_on_cpu(input) or is_intel():
+    """True where the product runs on oneDNN."""
+    if not prefers_onednn(input):
         return False
     return input.shape[0] > MKL_ROWS or weight.numel() > MKL_ELEMENTS
 

@@ -20,6 +20,7 @@ from hybrid_engine.recipes.runs.checks import flag
 from hybrid_engine.recipes.runs.model_card import ADAPTER, write_model_card
 from hybrid_engine.recipes.runs.run_folder import check_out, set_aside
 from hybrid_engine.recipes.runs.run_log import say
+from hybrid_engine.training.faster_linears import use_faster_linears
 
 
 def seed_everything(seed: int) -> None:
@@ -141,6 +142,7 @@ def load_model(
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(f"{flag(option)}={str(source)!r} {problem} {names[0]}{more}; save the model anew")
+    use_faster_linears(model)
     return model
 
 
