@@ -53,9 +53,7 @@ class Part:
     seconds: int = SECONDS
 
 
-# `python -m pytest` would put this folder first on the path, where a part of the package lies that is not installed.
-PYTEST = "import sys; sys.path.pop(0); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
-TESTS = ("-c", PYTEST, "-v", "-p", "no:cacheprovider", "-rs")
+TESTS = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-rs")
 # By name: collecting all files would import what only the recipes need.
 TEST_FILES = tuple(
     str(path.relative_to(ROOT))
@@ -250,10 +248,10 @@ def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[s
     files = {kind: args.results / f"{part.name}.{kind}" for kind in ("log", "csv", "json")}
     for path in files.values():
         path.unlink(missing_ok=True)
-    command = [sys.executable, *(word.replace("{csv}", str(files["csv"])) for word in command)]
+    command = [sys.executable, *(in_full(word).replace("{csv}", str(files["csv"])) for word in command)]
     record = {
         "part": part.name, "question": part.question, "status": "started", "seconds": 0.0, "limit_seconds": seconds,
-        "result": "", "command": " ".join(command[1:]).replace(PYTEST, "pytest"),
+        "result": "", "command": " ".join(command[1:]).replace(f"{ROOT}/", ""),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **machine,
     }  # fmt: skip
     lacks = [name for name in part.needs if name in machine["missing"]]
@@ -273,11 +271,20 @@ def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[s
     return record
 
 
+def in_full(word: str) -> str:
+    """A word of a command; a file of this repository by its whole path, since parts run elsewhere."""
+    return str(ROOT / word) if word.endswith(".py") else word
+
+
 def run_to_limit(command: list[str], log: Path, seconds: int, environment: dict[str, str]) -> int:
-    """The exit status, KILLED at the limit; whatever the process started ends with it."""
+    """The exit status, KILLED at the limit; whatever the process started ends with it.
+
+    It runs where the package is installed: processes that it starts look there first, and in this folder would find
+    `hybrid_engine` without what `setup.py` puts beside it.
+    """
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            command, cwd=environment.get("PYTHONPATH"), env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
         try:

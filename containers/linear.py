@@ -162,6 +162,9 @@ class TransposedLinear:
         if self.quantised is not None and parallel.size > 1:
             raise UnsupportedModelError(f"{name} is quantised, and processes that share a model hold parts of weights")
         active_adapters(module, name)
+        self._is_adapted = is_adapted(module)
+        into, out = (0, 1) if self.is_stored_transposed else (1, 0)
+        self._weight_cut, self._bias_cut = cut(into, rows) or cut(out, columns), cut(0, columns)
         self.view: tuple[torch.Tensor, torch.Tensor | None]  # of the parameters
         self.pair: tuple[torch.Tensor, torch.Tensor | None]  # (weight, bias) as the ops take them: view or fused
         self._fused_weight, self._fused_bias = LastingBuffer(), LastingBuffer()
@@ -185,7 +188,7 @@ class TransposedLinear:
     @property
     def _is_own(self) -> bool:
         """Whether rollouts need a buffer: for active adapters, or a weight that is quantised."""
-        return self.quantised is not None or bool(active_adapters(self.module, self.name))
+        return self.quantised is not None or (self._is_adapted and bool(active_adapters(self.module, self.name)))
 
     def _shape(self) -> tuple[int, int]:
         """What the weight's shape must be, as the module stores it."""
@@ -199,18 +202,17 @@ class TransposedLinear:
 
     def bind(self) -> None:
         """Points at the parameters as they lie in memory now, or takes this rank's part of them."""
-        into, out = (0, 1) if self.is_stored_transposed else (1, 0)
         if self.quantised is not None:  # read by `fuse_lora` alone: what is bound has no values
             self.view = self.pair = (self.quantised.no_values(), self._bias(self.base.bias))
             return
-        weight = self.parallel.take(self.base.weight, cut(into, self.rows) or cut(out, self.columns), self.name)
+        weight = self.parallel.take(self.base.weight, self._weight_cut, self.name)
         bias = self._bias(self.base.bias)
         self.view = self.pair = (weight if self.is_stored_transposed else weight.t(), bias)
 
     def _bias(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
         if parameter is None:
             return None
-        bias = self.parallel.take(parameter, cut(0, self.columns), self.name)
+        bias = self.parallel.take(parameter, self._bias_cut, self.name)
         return bias if self.rows is None or self.parallel.is_first else None
 
     @property

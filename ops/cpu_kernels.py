@@ -98,8 +98,9 @@ def use_compiled(*tensors: torch.Tensor | None) -> bool:
         or torch.compiler.is_compiling()
     ):
         return False
-    if not all(tensor is None or _is_plain(tensor, dtype) for tensor in tensors):
-        return False
+    for tensor in tensors:
+        if tensor is not None and not _is_plain(tensor, dtype):
+            return False
     if torch.is_autocast_enabled("cpu") or fallback_forced():
         return False
     return load_library() is not None
@@ -155,7 +156,8 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def _threads(num_values: int) -> int:
-    return max(1, min(torch.get_num_threads(), num_values // VALUES_OF_A_THREAD))
+    wanted = num_values // VALUES_OF_A_THREAD
+    return min(torch.get_num_threads(), wanted) if wanted > 1 else 1
 
 
 def can_norm(
@@ -164,9 +166,10 @@ def can_norm(
     """Whether `norm` takes these tensors."""
     if not use_compiled(input, residual, gamma, beta) or not input.numel():
         return False
-    weights = [weight for weight in (gamma, beta) if weight is not None]
-    fits = all(weight.shape == input.shape[-1:] and weight.is_contiguous() for weight in weights)
-    return fits and (residual is None or residual.shape == input.shape)
+    for weight in (gamma, beta):
+        if weight is not None and not (weight.shape == input.shape[-1:] and weight.is_contiguous()):
+            return False
+    return residual is None or residual.shape == input.shape
 
 
 def norm(
@@ -181,15 +184,18 @@ def norm(
     width = input.shape[-1]
     rows = input if input.dim() == 2 else input.reshape(-1, width)
     output = _empty_as(rows)
-    added, residual_add = None, rows
+    added, residual_add = None, None
     if residual is not None:
         added, residual_add = residual.reshape(-1, width), _empty_as(rows)
     call(
         "norm", matrix(rows), added if added is None else matrix(added), gamma.data_ptr(), pointer(beta),
-        matrix(output), added if added is None else matrix(residual_add), len(rows), width,
+        matrix(output), residual_add if residual_add is None else matrix(residual_add), len(rows), width,
         NORMS[kind], eps, input.dtype == torch.bfloat16, _threads(rows.numel()),
     )  # fmt: skip
-    return output.view(input.shape), residual_add.view(input.shape) if residual is not None else input
+    if rows is not input:
+        output = output.view(input.shape)
+        residual_add = None if residual_add is None else residual_add.view(input.shape)
+    return output, input if residual_add is None else residual_add
 
 
 def _empty_as(rows: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ def part(name, source, needs=(), seconds=60):
 
 def run(one, folder, machine=MACHINE):
     args = argparse.Namespace(device="cuda", results=folder, seconds=None)
-    return gpu_day.run(one, args, machine, gpu_day.build_environment("cuda"))
+    return gpu_day.run(one, args, machine, gpu_day.build_environment("cuda") | {"PYTHONPATH": str(folder)})
 
 
 def test_a_part_that_hangs_crashes_or_lacks_a_package_is_told_and_the_next_one_runs(tmp_path, monkeypatch):
@@ -50,6 +50,16 @@ def test_a_part_that_hangs_crashes_or_lacks_a_package_is_told_and_the_next_one_r
     ]  # fmt: skip
     record = json.loads((tmp_path / "works.json").read_text())
     assert record["torch"] == "2.11" and record["limit_seconds"] == 60
+
+
+def test_processes_that_a_part_starts_import_the_package_as_it_is_installed(tmp_path):
+    """From a folder that has `hybrid_engine` and not what belongs beside it they would import that."""
+    package = tmp_path / "hybrid_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("installed = True")
+    fresh = "import hybrid_engine; print('fresh', hybrid_engine.installed)"
+    record = run(part("starts", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {fresh!r}])"), tmp_path)
+    assert (record["status"], record["result"]) == ("passed", "fresh True")
 
 
 def test_nothing_runs_without_torch_or_without_a_gpu_unless_it_is_a_rehearsal():

@@ -6,7 +6,7 @@ Priority is Hugging Face's: keyword arguments, then `generation_config`, then th
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from transformers import GenerationConfig
@@ -52,8 +52,16 @@ WITHOUT_EFFECT = {
     "use_cache",
     "use_model_defaults",
 }
+
+
+@cache
+def transformers_options() -> frozenset[str]:
+    """Names of what transformers' GenerationConfig holds; building one takes as long as ten operations on tensors."""
+    return frozenset(vars(GenerationConfig()))
+
+
 # What transformers' generate() has not.
-OWN_OPTIONS = {"row_options", *RULE_DEFAULTS} - set(vars(GenerationConfig()))
+OWN_OPTIONS = {"row_options", *RULE_DEFAULTS} - transformers_options()
 # Settings of decoding strategies that nothing selects unless another option does; and the neutral values.
 NEUTRAL_VALUES: dict[str, Any] = {
     "num_beams": 1,
@@ -131,7 +139,8 @@ def merge_options(model_config: GenerationConfig, given: GenerationConfig | None
     merged: dict[str, Any] = {}
     for config in (model_config, given):
         if config is not None:
-            merged |= {k: v for k, v in config.to_dict().items() if v is not None and not k.startswith("_")}
+            # Not `to_dict()`, which copies every value: nobody writes into them.
+            merged |= {k: v for k, v in vars(config).items() if v is not None and not k.startswith("_")}
     return override(merged, kwargs)
 
 
@@ -148,7 +157,7 @@ def override(options: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def check_names(kwargs: dict[str, Any], accepted: Iterable[str]) -> None:
     """Raises ValueError for the first keyword that neither `generate()` nor the model knows."""
-    known = {*vars(GenerationConfig()), *WITHOUT_EFFECT, *OWN_OPTIONS, *accepted}
+    known = {*transformers_options(), *WITHOUT_EFFECT, *OWN_OPTIONS, *accepted}
     for name in kwargs:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, n=1)

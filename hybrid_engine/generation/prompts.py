@@ -42,6 +42,8 @@ def check_prompts(
 
 def check_left_padded(name: str, mask: torch.Tensor) -> None:
     """Raises ValueError unless each row of `mask [B, P]`, True for tokens, is padding and then at least one token."""
+    if mask.shape[1] > 0 and mask.all():
+        return
     empty = (~mask.any(1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"{name} has no token in rows {empty[:10]}; every prompt needs at least one token")
@@ -55,7 +57,7 @@ def check_left_padded(name: str, mask: torch.Tensor) -> None:
 
 def _mask(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int | None) -> torch.Tensor:
     if attention_mask is None:
-        if pad_token_id is None:
+        if pad_token_id is None or not (input_ids == pad_token_id).any():
             return torch.ones_like(input_ids, dtype=torch.bool)
         # Leading pads only: a pad id later in the prompt is a token like any other.
         mask = (input_ids != pad_token_id).cumsum(1) > 0

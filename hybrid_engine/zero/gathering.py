@@ -76,10 +76,14 @@ class WeightGatherer:
         count, self._bytes_gathered = self._bytes_gathered, 0
         return count if self.slices is None else count + self.slices.count_bytes()
 
+    @property
+    def asks_for_memory(self) -> bool:
+        """Whether free memory decides how weights are gathered: pinned ones that could be streamed."""
+        return self.is_pinned and (self.can_stream or self.has_buffers)
+
     def is_crowded(self, usable_bytes: int) -> bool:
         """Whether the whole of pinned weights does not fit into this process's `usable_bytes`."""
-        can_stream = self.can_stream or self.has_buffers
-        return can_stream and self.is_pinned and self._resident_bytes(is_streamed=False) > usable_bytes
+        return self.asks_for_memory and self._resident_bytes(is_streamed=False) > usable_bytes
 
     def choose(self, is_crowded: bool) -> None:
         """Before a rollout: streams pinned weights if it `is_crowded` on any process; the same on all."""

@@ -27,6 +27,8 @@ class MemoryBudget:
 
     def is_crowded(self, model: InferenceModel | None) -> bool:
         """Whether the whole weights do not fit, with the adapters that are fused for the containers of `model`."""
+        if not self._gatherer.asks_for_memory:
+            return False
         buffers = 0 if model is None else model.buffer_bytes()
         return self._gatherer.is_crowded(usable_memory_bytes(self.device) - buffers)
 

@@ -66,6 +66,7 @@ class TrainingMemory:
     ) -> None:
         self._optimizer, self._device, self._meter = optimizer, device, meter
         trained = optimizer.parameters if optimizer is not None else []
+        self._masters = [entry.master for entry in trained if entry.has_master]
         masters = [local_tensor(entry.master) for entry in trained]
         here = [master for master in masters if master.device.type == device.type]
         self._gradient_bytes = sum(master.numel() * gradient_dtype.itemsize for master in masters)
@@ -106,6 +107,5 @@ class TrainingMemory:
         """Masters and state on the device now."""
         if self._optimizer is None:
             return 0
-        masters = [entry.master for entry in self._optimizer.parameters if entry.has_master]
         state = [v for values in self._optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
-        return num_bytes(t for t in (*masters, *state) if t.device.type == self._device.type)
+        return num_bytes(t for t in (*self._masters, *state) if t.device.type == self._device.type)
