@@ -235,7 +235,8 @@ def install(site: str, environment: dict[str, str]) -> None:
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("setup.py", "pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, source)
-        options = ["--no-deps", "--no-build-isolation", "--no-compile", "--no-index", "--quiet", "--target", site]
+        # Compiled here, once: parts write no bytecode.
+        options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", site]
         command = [sys.executable, "-m", "pip", "install", *options, str(source)]
         if subprocess.run(command, env=environment, cwd=folder, timeout=300).returncode != 0:
             sys.exit("gpu_day.py: the package could not be installed; see above")
