@@ -233,7 +233,7 @@ def install(site: str, environment: dict[str, str]) -> None:
         source.mkdir()
         for name in ("hybrid_engine", "ops", "containers", "recipes"):
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("setup.py", "pyproject.toml", "README.md"):
+        for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, source)
         # Compiled here, once: parts write no bytecode.
         options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--target", site]
@@ -285,8 +285,8 @@ def run_to_limit(command: list[str], log: Path, seconds: int, environment: dict[
     """
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=environment.get("PYTHONPATH"), env=environment, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            command, cwd=environment.get("PYTHONPATH"), env=environment, stdout=file, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
             return process.wait(seconds)
