@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hybrid_engine.ops.batch import QKV, DecodeBatch, HeadWeights, KVBlocks
 from hybrid_engine.ops.cpu_library import load_library
@@ -86,17 +87,13 @@ _ARGUMENTS: dict[str, list[Any]] = {
 def use_compiled(*tensors: torch.Tensor | None) -> bool:
     """True where compiled functions can take the tensors: plain ones of one dtype on a CPU, that nobody watches.
 
-    Whoever watches operators, without `calls_noted_by`, or wants gradients, gets torch's own.
+    Whoever watches operators, without `calls_noted_by`, or wants gradients, gets torch's own. A dispatch mode that only
+    counts says so by an attribute `lets_compiled_run`: what is computed must not depend on whether it is measured.
     """
     first = tensors[0]
     assert first is not None
     dtype = first.dtype
-    if (
-        dtype not in DTYPES
-        or use_triton(first)
-        or torch._C._len_torch_dispatch_stack() > (_noting.note is not None)
-        or torch.compiler.is_compiling()
-    ):
+    if dtype not in DTYPES or use_triton(first) or _is_watched() or torch.compiler.is_compiling():
         return False
     for tensor in tensors:
         if tensor is not None and not _is_plain(tensor, dtype):
@@ -104,6 +101,14 @@ def use_compiled(*tensors: torch.Tensor | None) -> bool:
     if torch.is_autocast_enabled("cpu") or fallback_forced():
         return False
     return load_library() is not None
+
+
+def _is_watched() -> bool:
+    allowed = int(_noting.note is not None)
+    if torch._C._len_torch_dispatch_stack() <= allowed:
+        return False
+    modes = _get_current_dispatch_mode_stack()
+    return sum(not getattr(mode, "lets_compiled_run", False) for mode in modes) > allowed
 
 
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

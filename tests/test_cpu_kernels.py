@@ -15,6 +15,7 @@ import hybrid_engine
 from hybrid_engine.generation.batching.admission import Prefill
 from hybrid_engine.generation.batching.packing import pack_prefills
 from hybrid_engine.generation.batching.sequence import Prompt
+from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.ops import (
     QKV,
     DecodeBatch,
@@ -28,6 +29,7 @@ from hybrid_engine.ops import (
 )
 from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.gated_activation import activate_and_multiply
+from hybrid_engine.ops.linear_log_prob import linear_log_prob
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import rotary_table
 
@@ -343,6 +345,25 @@ def test_what_is_not_plain_runs_in_torch(compiled, monkeypatch):
     monkeypatch.setenv("HYBRID_ENGINE_FALLBACK", "1")
     op(x, gamma)
     assert compiled == ["norm"]
+
+
+@needs_compiler
+def test_a_pass_whose_memory_is_measured_computes_what_any_other_does_to_the_bit(compiled):
+    """Which passes are measured depends on where a run began: one that goes on must give the same numbers."""
+    hidden, weight = torch.randn(460, 128) * 0.3, torch.randn(16, 128) * 0.3
+    targets = torch.randint(16, (460,))
+
+    def compute():
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs = linear_log_prob(*leaves, targets).logprobs
+        logprobs.sum().backward()
+        return logprobs, *(leaf.grad for leaf in leaves)
+
+    expected = compute()
+    with LiveBytes() as live:
+        found = compute()
+    assert live.peak_bytes > 0 and compiled == ["exp_rows"] * 2
+    assert all(map(torch.equal, found, expected))
 
 
 # Windows, norms of queries and keys, soft-capping, layer norms, ALiBi, sinks, neighbours as rotary pairs.

@@ -118,8 +118,24 @@ def test_a_pass_that_fails_leaves_no_hook():
     assert not model._forward_hooks and not model.get_output_embeddings()._forward_pre_hooks
 
 
+def trial_that_differs_on_one(rank):
+    """At stage 3, where the head of one rank alone does more: whether both then make logits, and of later passes too."""
+    engine, *_ = hybrid_engine.initialize(
+        model=build_model("llama"), config={"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    )
+    head = engine.module.get_output_embeddings()
+    if rank == 1:
+        head.register_forward_hook(lambda module, given, output: output * 1.01)
+    asked, inputs = build_asked(), build_inputs()
+    with torch.no_grad():
+        found = [token_log_probs(engine, asked, inputs).logprobs for _ in range(2)]
+        expected, _ = from_logits(engine, asked, inputs)
+    return all(torch.equal(logprobs, expected) for logprobs in found)
+
+
 def train(rank, world_size, stage):
     """The first loss, and every weight after three steps on this rank's rows."""
+    assert stage < 3 or trial_that_differs_on_one(rank)
     rows = {name: x.chunk(world_size)[rank] for name, x in build_inputs(4).items()}
     asked = Asked((torch.arange(T) < torch.tensor([[5], [2], [4], [3]])).chunk(world_size)[rank])
     options = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}

@@ -14,7 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, counts the storages that ops of this thread make, of shards those of this process."""
+    """Inside, counts the storages that ops of this thread make, of shards those of this process.
+
+    What is computed inside is what is computed outside, to the bit.
+    """
+
+    lets_compiled_run = True
+    """For `ops/cpu_kernels.py`, whose functions would else give way to torch's, which round otherwise."""
 
     def __init__(self, resized: Iterable[torch.UntypedStorage] = ()) -> None:
         """`resized`: storages that were there before and grow and shrink, as those that shards are gathered into."""

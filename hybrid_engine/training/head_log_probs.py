@@ -17,6 +17,7 @@ from torch import nn
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.quantised import is_quantised
+from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
 from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.rl.entropy import token_entropy
@@ -57,7 +58,7 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
     catch = _Catch(head, _logit_shape(module, asked.temperature), asked, inputs["input_ids"])
     found = catch.run(model, module, _given(asked, inputs))
     if catch.difference is not None:
-        _differs[head] = catch.difference > catch.allowed
+        _differs[head] = _on_any_process(model, catch.difference > catch.allowed)
         if _differs[head]:
             say_once(
                 f"{type(module).__name__}: log-probabilities are made from logits, because what it makes of its head's "
@@ -69,6 +70,13 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
 
 # Whether a head's logits, for the models that were tried, are something else than `LogitShape` makes of its products.
 _differs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
+def _on_any_process(model: nn.Module, differs: bool) -> bool:
+    """Whether the trial says so on one process: at stage 3 all make another pass then, which gathers weights."""
+    stage = getattr(model, "zero_optimization_stage", None)
+    meets_others = stage is not None and stage() == 3
+    return bool(everyone().highest([int(differs)])[0]) if meets_others else differs
 
 
 def _plain_head(model: nn.Module, module: nn.Module) -> nn.Linear | None:

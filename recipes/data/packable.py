@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.generation.probing.agreement import evaluating
 from hybrid_engine.recipes.data.packing import Layout, set_layout
 from hybrid_engine.recipes.data.passes import limit_rows
@@ -28,9 +29,8 @@ ALLOWED_IN_16_BITS = 3e-2
 def pack_where_exact(model: nn.Module, config: Any) -> Layout:
     """Packs the passes of `model` from now on, under `--tokens-per-micro-batch`; a line says why where it does not.
 
-    Those without gradients have at most `--rows-per-pass` rows.
-
-    Collective where the forward pass is.
+    Those without gradients have at most `--rows-per-pass` rows. Collective: rows are packed where every process finds
+    that exact.
 
     Args:
         model: a causal model, a classifier or a `ValueModel`, or an engine around one.
@@ -98,7 +98,12 @@ def _layout_for(model: nn.Module) -> Layout:
 
 
 def _reason_not_to(model: nn.Module, layout: Layout) -> str | None:
-    """Why packed sequences are not what padded ones are; None where they are."""
+    """Why packed sequences are not what padded ones are, on this or another process; None where they are."""
+    found = gather_objects(_own_reason_not_to(model, layout))
+    return next(filter(None, found), None)
+
+
+def _own_reason_not_to(model: nn.Module, layout: Layout) -> str | None:
     module = getattr(model, "module", model)
     base: Any = _innermost(model)
     vocab_size, device = base.config.get_text_config().vocab_size, next(module.parameters()).device
