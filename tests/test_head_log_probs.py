@@ -119,7 +119,7 @@ def test_a_pass_that_fails_leaves_no_hook():
 
 
 def trial_that_differs_on_one(rank):
-    """At stage 3, where the head of one rank alone does more: whether both then make logits, and of later passes too."""
+    """At stage 3, where the head of one rank alone does more: whether both then make logits, and later too."""
     engine, *_ = hybrid_engine.initialize(
         model=build_model("llama"), config={"train_batch_size": 2, "zero_optimization": {"stage": 3}}
     )
