@@ -7,6 +7,9 @@ rows, TRL by its own `GRPOTrainer`, we by the functions of `recipes/grpo.py`. Th
 fixed lengths both sample the very same tokens, with long tails both draw lengths of one log-normal distribution. The
 learning rate is so small that it goes on counting. The steps are taken in turns, ours in a callback of TRL's trainer.
 
+Each side has the allocator's settings that its own command has: ours keeps what it frees (`freed_memory.py`), TRL's has
+the thresholds that glibc's grow to by themselves.
+
 What is timed of a step: generation; the reference's forward pass; the policy's forward passes with the loss; backward
 passes; the optimizer's step; the rest is what is left of the whole. The least for each is its bytes and flops, as the
 weights and the tokens without padding give them, at the speed that copies and matrix products reach on this machine.
@@ -47,6 +50,7 @@ from roofline import rollout_passes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
+from hybrid_engine.command.freed_memory import keep_freed_memory, set_thresholds
 from hybrid_engine.recipes import grpo
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.data.rows import PromptRow
@@ -146,6 +150,7 @@ class Ours:
 
     def __call__(self) -> Step:
         """Rolls out and updates."""
+        keep_freed_memory()
         self.clock.take()
         start, actor = time.perf_counter(), self.policy.actor
         actor.eval()
@@ -168,6 +173,7 @@ class TakesTurns(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Before TRL generates."""
         self.step = self.ours()
+        set_thresholds(32 * 2**20, 64 * 2**20)
         self.clock.take()
         self.lengths.clear()
         self.start = time.perf_counter()

@@ -167,8 +167,7 @@ def run(config: Config) -> Path:
     log = RunLog(out, "GRPO", config.steps, config, carried.step)
     carried = train_loop(policy, start, config, log, carried, followed)
     seconds = time.perf_counter() - started
-    after = evaluate_policy(policy, start.held_out, start.rewards, config)
-    followed.keep(config.steps, after)
+    after = followed.after(config.steps, partial(evaluate_policy, policy, start.held_out, start.rewards, config))
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}

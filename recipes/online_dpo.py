@@ -16,6 +16,7 @@ best and the worst of G answers where G is above 2.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -144,8 +145,7 @@ def run(config: Config) -> Path:
     log = RunLog(out, "Online DPO", config.steps, config, first_step)
     best = train_loop(policy, start, config, log, first_step, best, followed)
     seconds = time.perf_counter() - started
-    after = evaluate_policy(policy, start, config)
-    followed.keep(config.steps, after)
+    after = followed.after(config.steps, partial(evaluate_policy, policy, start, config))
 
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}

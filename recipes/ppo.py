@@ -169,8 +169,7 @@ def run(config: Config) -> Path:
     log = RunLog(out, "PPO", config.steps, config, saved.step)
     best = train_loop(roles, start, config, log, saved.step, Best(**saved.state), followed)
     seconds = time.perf_counter() - started
-    after = evaluate_held_out(roles, start, config)
-    followed.keep(config.steps, after)
+    after = followed.after(config.steps, partial(evaluate_held_out, roles, start, config))
 
     show_comparison(before, after, out)
     kl, bound = after.figures["kl_per_sequence"], config.kl_bound

@@ -27,6 +27,7 @@ import hybrid_engine.command.launcher as launcher
 import hybrid_engine.command.measure_links as measure_links
 import hybrid_engine.command.plan as plan
 from hybrid_engine.command.config_file import read_config_file
+from hybrid_engine.command.freed_memory import keep_freed_memory
 from hybrid_engine.command.recipe_options import Option, read_recipe_help
 from hybrid_engine.recipes.reports import difference, page
 from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
@@ -103,6 +104,7 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
 
 def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
     """Runs the recipe with the options that were given."""
+    keep_freed_memory()
     recipe = import_recipe(name)
     recipe.run(build_config(recipe.Config, options, given))
     return 0

@@ -19,6 +19,7 @@ WITHOUT_TORCH = frozenset(
         "hybrid_engine.command.config_file",
         "hybrid_engine.command.doctor",
         "hybrid_engine.command.field_meanings",
+        "hybrid_engine.command.freed_memory",
         "hybrid_engine.command.launcher",
         "hybrid_engine.command.measure_links",
         "hybrid_engine.command.plan",

@@ -148,6 +148,8 @@ class Sharding:
 
     def named_fsdp_modules(self) -> Iterator[tuple[str, FSDPModule]]:
         """What FSDP2 gathers one at a time, with the names that it has in the whole module."""
+        if not self.is_sharded:  # asked for several times a step: 1 ms each for a small model
+            return iter(())
         return ((name, part) for name, part in self.root.named_modules() if isinstance(part, FSDPModule))
 
 

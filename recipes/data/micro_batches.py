@@ -80,7 +80,7 @@ def fill_evenly(items: Items, layout: Layout, config: Any) -> list[list[int]]:
 
 def _evenly(fill: Callable[[int], list[list[int]]], low: int, high: int, num_parts: int) -> list[list[int]]:
     """The parts of the smallest budget from `low` to `high` that makes at most `num_parts` of them."""
-    while low < high:
+    while num_parts > 1 and low < high:  # one part is the same by any budget
         middle = (low + high) // 2
         low, high = (low, middle) if len(fill(middle)) <= num_parts else (middle + 1, high)
     return fill(high)
@@ -101,10 +101,12 @@ def _cells(layout: Layout, items: Items) -> int:
 def _fill(items: Items, order: list[int], layout: Layout, budget: int) -> list[list[int]]:
     """The items in `order`, the longest first, in passes of at most `budget` tokens, none of them empty."""
     parts: list[list[int]] = [[]]
+    lengths: list[int] = []  # of the last part
     for index in order:
-        part = [items[other] for other in (*parts[-1], index)]
-        if parts[-1] and _cells(layout, part) > budget:
+        lengths += items[index]
+        if parts[-1] and layout.num_cells(sorted(lengths, reverse=True)) > budget:
             parts.append([])
+            lengths = list(items[index])
         parts[-1].append(index)
     return parts
 

@@ -3,6 +3,7 @@
 G: answers to a prompt, T: tokens of an answer.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,7 +22,7 @@ NUM_FOLLOWED = 16
 """Prompts whose first answers are followed token by token."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class FollowedAnswers:
     """The answers of the first evaluation to its first prompts, whose likelihood is measured again and again."""
 
@@ -33,10 +34,13 @@ class FollowedAnswers:
     temperature: float
     """Of sampling, and of the log-probabilities."""
     groups: list[Group]
+    latest: tuple[int, Evaluation]
+    """The last evaluation that was kept, and the steps before it."""
 
     def keep(self, step: int, evaluation: Evaluation) -> None:
         """Puts the answers after `step` steps into `answers.jsonl`; the actor is in evaluation mode. Collective."""
         self.actor.eval()
+        self.latest = step, evaluation
         logprobs, tokens = self.logprobs(), self.tokens() if step == 0 else []
         if get_rank() == 0:
             rows = [
@@ -52,6 +56,15 @@ class FollowedAnswers:
             ]
             self.folder.mkdir(parents=True, exist_ok=True)
             write_answers(self.folder, step, rows)
+
+    def after(self, num_steps: int, evaluate: Callable[[], Evaluation]) -> Evaluation:
+        """The evaluation after the last of `num_steps` steps: the one that was kept then, or what `evaluate` gives.
+
+        That of the same weights would be the same again. Collective.
+        """
+        if self.latest[0] != num_steps:
+            self.keep(num_steps, evaluate())
+        return self.latest[1]
 
     @torch.no_grad()
     def logprobs(self) -> list[list[list[float]]]:
@@ -82,7 +95,12 @@ def follow(
     Collective; the arguments are those of `FollowedAnswers`.
     """
     followed = FollowedAnswers(
-        folder=folder, actor=actor, tokenizer=tokenizer, temperature=temperature, groups=first.groups[:NUM_FOLLOWED]
+        folder=folder,
+        actor=actor,
+        tokenizer=tokenizer,
+        temperature=temperature,
+        groups=first.groups[:NUM_FOLLOWED],
+        latest=(0, first),
     )
     followed.keep(0, first)
     return followed
