@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid_engine.containers.angles import take_angles
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.linear import TransposedLinear
 from hybrid_engine.containers.mlp import MoEMLP
@@ -23,10 +24,9 @@ from hybrid_engine.containers.policy import (
     find_policy,
 )
 from hybrid_engine.containers.quantised import keep_as_loaded
-from hybrid_engine.containers.rotary import FixedRotary, Rotary
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, has_module, submodule
-from hybrid_engine.ops import Batch, KVBlocks, MixedBatch, PrefillBatch, VectorMatMulOp
+from hybrid_engine.ops import Batch, KVBlocks, VectorMatMulOp
 
 
 def layer_class_name(layer: nn.Module) -> str:
@@ -92,23 +92,16 @@ class InferenceModel:
         self.policy, self.layer_class = policy, layer_class_name(layers[0])
         self.layers = [InferenceLayer(policy, layer, config, index, parallel) for index, layer in enumerate(layers)]
         self._take_ends(policy, decoder, config)
-        self._take_rotary(policy, decoder, config)
+        self.angles = take_angles(policy, decoder, config, self.layers)
         self.vocab_size = config.vocab_size
         # A table has an end; frequencies that change with the length were made for longer sequences than the config's.
-        has_end = not any(rotary.rope_type == "dynamic" for rotary in self.rotaries.values())
+        has_end = not any(rotary.rope_type == "dynamic" for rotary in self.angles.rotaries.values())
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None) if has_end else None
-
-    @property
-    def trained_length(self) -> int | None:
-        """Tokens up to which positions alone decide rotary angles; None: they always do."""
-        lengths = [rotary.trained_length for rotary in self.rotaries.values() if rotary.depends_on_length]
-        return min(lengths, default=None)
 
     @property
     def recompute_length(self) -> int | None:
         """Tokens of a sequence with which its keys are computed anew; None: they never are."""
-        switches = any(rotary.rope_type == "longrope" for rotary in self.rotaries.values())
-        return self.trained_length + 1 if self.policy.recomputes_longrope and switches and self.trained_length else None
+        return self.angles.recompute_length
 
     def _take_ends(self, policy: Policy, decoder: nn.Module, config: Any) -> None:
         """What stands before the first layer and after the last."""
@@ -140,21 +133,6 @@ class InferenceModel:
     def _position_module(self, path: str, decoder: nn.Module) -> nn.Module:
         return submodule(decoder if has_module(decoder, path) else self.base, path)
 
-    def _take_rotary(self, policy: Policy, decoder: nn.Module, config: Any) -> None:
-        """One set of angles, or one for each kind of layer; none where ALiBi takes their place."""
-        self.rotaries: dict[str | None, Rotary] = {}
-        self.tables: dict[str | None, tuple[torch.Tensor, torch.Tensor]] = {}
-        if self.layers[0].attention.alibi is not None or not (policy.rotary or policy.rotary_dim):
-            return
-        if policy.rotary:
-            module = submodule(decoder, policy.rotary)
-        else:
-            module = FixedRotary(config_value(config, str(policy.rotary_dim)))
-        kinds = {layer.kind for layer in self.layers} if isinstance(module.rope_type, dict) else {None}
-        self.rotaries = {kind: Rotary(module, config, kind, policy.is_interleaved) for kind in kinds}
-        for layer in self.layers:
-            layer.kind = layer.kind if layer.kind in self.rotaries else None
-
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the weights, in which the layers compute."""
@@ -185,7 +163,7 @@ class InferenceModel:
         tensors = [tensor for layer in self.layers for tensor in layer.tensors]
         tensors += [tensor for linear in self._linears for tensor in linear.pair if tensor is not None]
         tensors += [tensor for norm in self._norms for tensor in norm.tensors]
-        tensors += [tensor for table in self.tables.values() for tensor in table]
+        tensors += [tensor for table in self.angles.tables.values() for tensor in table]
         tensors += [table.weight for table in (self.embedding, self.position_embedding) if table is not None]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
@@ -238,9 +216,7 @@ class InferenceModel:
 
     def prepare_positions(self, num_positions: int) -> None:
         """Makes the rotary tables reach `num_positions`; computed once and kept while they are long enough."""
-        for kind, rotary in self.rotaries.items():
-            if kind not in self.tables or len(self.tables[kind][0]) < num_positions:
-                self.tables[kind] = rotary.table(num_positions, self.dtype, self.device)
+        self.angles.prepare(num_positions, self.dtype, self.device)
 
     def forward(self, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]) -> torch.Tensor:
         """Next-token logits `[R, V]` fp32: of each sequence's last token (prefill) or of each row (decode), or of both.
@@ -254,7 +230,7 @@ class InferenceModel:
         self, hidden: torch.Tensor, batch: Batch, kv: torch.Tensor, layers: Iterable[InferenceLayer]
     ) -> torch.Tensor:
         """`hidden [N, E]` through `layers`."""
-        rotary = {kind: self._rotary_rows(kind, batch) for kind in self.rotaries}
+        rotary = self.angles.rows(batch, self.dtype)
         caches = kv.view(-1, *kv.shape[2:]).unbind(0)  # keys and values of each layer in turn
         for layer in layers:
             cache = KVBlocks(*caches[2 * layer.index : 2 * layer.index + 2])
@@ -293,13 +269,3 @@ class InferenceModel:
         first, *_, last = (ranges[0] for ranges in self.lm_head.columns)
         missing = first[1] - logits.shape[1]
         return self.parallel.all_gather(torch.nn.functional.pad(logits, (0, missing)))[:, : last[1]]
-
-    def _rotary_rows(self, kind: str | None, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        if isinstance(batch, MixedBatch):
-            of_parts = zip(*(self._rotary_rows(kind, part) for part in (batch.decode, batch.prefill)), strict=True)
-            cos, sin = map(torch.cat, of_parts)
-            return cos, sin
-        if isinstance(batch, PrefillBatch) and self.rotaries[kind].depends_on_length:
-            return self.rotaries[kind].rows(batch.positions, batch.row_lengths, self.dtype)
-        cos, sin = self.tables[kind]
-        return cos[batch.positions], sin[batch.positions]

@@ -103,7 +103,7 @@ def test_a_dense_layer_of_a_decode_step_is_at_most_eight_launches(name, kernels)
             tokens=slots % 61, positions=slots % 32, block_tables=slots[:, None], context=512, is_identity=False
         )
         hidden = torch.randn(num_rows, 32, device=kernels).to(model.dtype)
-        rotary = tuple(rows[batch.positions] for rows in model.tables[None])
+        rotary = tuple(rows[batch.positions] for rows in model.angles.tables[None])
         launches = count_launches(
             lambda hidden=hidden, rotary=rotary, batch=batch: model.layers[0].forward(
                 hidden, rotary, KVBlocks(*kv[0]), batch

@@ -132,7 +132,7 @@ class ExactModel(InferenceModel):
                 f"without kernels a sum on {self.device.type} depends on how many rows there are; it takes a CPU, or "
                 f"CUDA with Triton installed and {SWITCH} not set"
             )
-        if any(rotary.depends_on_length for rotary in self.rotaries.values()):
+        if any(rotary.depends_on_length for rotary in self.angles.rotaries.values()):
             raise UnsupportedModelError("its rotary angles depend on how long a sequence becomes")
         if "logits_to_keep" not in inspect.signature(self.base.forward).parameters:
             raise UnsupportedModelError(f"{type(self.base).__name__}.forward() has no logits_to_keep")

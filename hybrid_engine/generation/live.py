@@ -83,7 +83,7 @@ class LiveBatch:
         """Lets `sequences` wait for a place. Each must fit: its prompt and answer within `longest` tokens."""
         self.score(list(dict.fromkeys(sequence.prompt for sequence in sequences)))
         for sequence in sequences:
-            if self.model.trained_length is not None:  # keys belong to other frequencies in a longer sequence
+            if self.model.angles.trained_length is not None:  # keys belong to other frequencies in a longer sequence
                 sequence.is_kept = False
             self._num_told[sequence] = len(sequence.tokens)  # one that goes on has some already
             self.scheduler.add(sequence)

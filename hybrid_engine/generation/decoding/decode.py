@@ -318,7 +318,10 @@ class DecodeStep:
             logits = self._forward(slots, numbers, context, self._is_identity(context), layers)
         else:
             logits = self._tapes.run(
-                (num_rows, *(id(cos) for cos, _ in self.model.tables.values())),  # tables of positions may be made anew
+                (
+                    num_rows,
+                    *(id(cos) for cos, _ in self.model.angles.tables.values()),
+                ),  # tables of positions may be made anew
                 lambda: self._forward(slots, numbers, context, self._is_identity(context), layers),
                 lambda: self._forward_of_rows(num_rows, layers),
             )

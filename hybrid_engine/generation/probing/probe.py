@@ -122,7 +122,7 @@ def probe_bits(
 
 
 def _tokens(model: InferenceModel, most: int) -> torch.Tensor:
-    limits = [limit for limit in (model.max_positions, model.trained_length) if limit is not None]
+    limits = [limit for limit in (model.max_positions, model.angles.trained_length) if limit is not None]
     return (torch.arange(min([most, *limits]), device=model.device) * 7919 + 11) % model.vocab_size
 
 
