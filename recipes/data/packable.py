@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.generation.probing.agreement import evaluating
@@ -58,6 +58,9 @@ def pack_where_exact(model: nn.Module, config: Any) -> Layout:
 def expected_layout(config: Any, model: PretrainedConfig) -> Layout:
     """How passes are laid out under `--tokens-per-micro-batch` if what a model's config says is all that matters."""
     if getattr(config, "exact", False):
+        return Layout.PADDED
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
+    if not getattr(kind, "_supports_attention_backend", True):  # of its own, such as ALiBi
         return Layout.PADDED
     is_windowed = any(_is_windowed(model.get_text_config(), name) for name in WINDOWS)
     return Layout.ROWS if is_windowed else Layout.SPANS
