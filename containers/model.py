@@ -181,6 +181,7 @@ class InferenceModel:
         for part in (self.embedding, self.position_embedding, *self._norms, *self._linears):
             if part is not None:
                 part.bind()
+        self.parallel.wait()
 
     def fuse_rest(self) -> int:
         """Fuses the active adapters outside the layers; returns the bytes of the buffers."""

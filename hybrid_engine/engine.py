@@ -50,7 +50,7 @@ from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.passes import Passes
-from hybrid_engine.zero.split_module import num_stages_of, together, unit_size_of
+from hybrid_engine.zero.split_module import num_stages_of, original_of, together, unit_size_of
 from hybrid_engine.zero.wrapping import place_module, shard_module
 
 logger = logging.getLogger("hybrid_engine")
@@ -479,7 +479,7 @@ class ZeroEngine(Uncopied):
             )
             return False
         self.sharding.settle()
-        return save_16bit_model(self.module, save_dir, save_filename, exclude_frozen_parameters)
+        return save_16bit_model(original_of(self.module), save_dir, save_filename, exclude_frozen_parameters)
 
     def report(self) -> str:
         """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process.

@@ -37,13 +37,14 @@ from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.request import Request
-from hybrid_engine.generation.split_weights import check_parts, generating, share_unit
+from hybrid_engine.generation.split_weights import check_parts, share_unit
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.model_checks import check_generates
 from hybrid_engine.observing.latency import LatencyStats
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum
 from hybrid_engine.parallel.engine_checks import check_parallel
 from hybrid_engine.serving import import_serving
+from hybrid_engine.zero.split_module import original_of
 
 if TYPE_CHECKING:
     from hybrid_engine.serving.server import Server
@@ -55,7 +56,7 @@ class HybridEngine(ZeroEngine):
     def __init__(self, model: nn.Module, config: EngineConfig, **kwargs: Any) -> None:
         """Takes what ZeroEngine takes; `model` must have `generate()`, `config` and `generation_config`."""
         check_parallel(model, config)
-        check_generates(generating(model))
+        check_generates(original_of(model))
         tp_size = config.hybrid_engine.inference_tp_size
         check_group_size(tp_size, TRAINING_OPTION)
         check_parts(model, config.hybrid_engine.exact, tp_size)
@@ -68,7 +69,7 @@ class HybridEngine(ZeroEngine):
         dtype = config.accumulation_dtype
         self.training_memory = TrainingMemory(self.sharding, self.optimizer, dtype, self.device, meter)
         self.generator = Generator(
-            generating(model), self.sharding, config.hybrid_engine, group, self.device, self.training_memory
+            original_of(model), self.sharding, config.hybrid_engine, group, self.device, self.training_memory
         )
         self._generating_for = model
         self.latency = LatencyStats(self.sharding.num_units, self.device)

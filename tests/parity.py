@@ -3,7 +3,7 @@
     python tests/parity.py                          # all of it, an hour on two cores
     python tests/parity.py --processes 4 llama opt
 
-Losses, outputs, gradients and their norms, and the weights after three steps of Adam must be those of the module to
+Losses, outputs, gradients and their norms, and the weights after five steps of Adam must be those of the module to
 1e-5. Prints a line for each layout; ends with 1 where one differs.
 """
 
@@ -28,7 +28,7 @@ from hybrid_engine.parallel.planning.autodist import Wanted, best_plan
 from hybrid_engine.parallel.planning.machine import COLLECTIVES, Device, Link, Machine
 from hybrid_engine.parallel.planning.setting import Setting
 
-NUM_STEPS, NUM_SAMPLES = 3, 4
+NUM_STEPS, NUM_SAMPLES = 5, 4
 ADAM = {"lr": 0.01, "eps": 1e-4}
 """Gradients that are nothing but rounding, as those of a key's bias, must not be made as large as the others."""
 SLOW_DEVICE = Device(kind="cpu", memory_bytes=1 << 40, flops_per_s={"float32": 1e6}, bytes_per_s=1e6, op_s=0.0)

@@ -142,7 +142,7 @@ def two_processes(tmp_path_factory):
 
 
 def check(found, expected, unit, num_units):
-    assert found["native"] is None and found["gathered"] == 0
+    assert found["native"] is None
     torch.testing.assert_close(found["norms"], expected["norms"], rtol=1e-5, atol=1e-6)
     for own, whole in zip(found["rollouts"], expected["rollouts"], strict=True):
         tokens, logprobs = (tensor.chunk(num_units)[unit] for tensor in whole)
@@ -158,9 +158,11 @@ def check(found, expected, unit, num_units):
 
 
 def check_all(outcomes, expected, world_size):
-    for number, (family, plan_ngpus, _, _) in enumerate(SETTINGS[world_size]):
+    for number, (family, plan_ngpus, policy, _) in enumerate(SETTINGS[world_size]):
         num_units, held = world_size // plan_ngpus, set()
         for rank, (of_rank, _) in enumerate(outcomes):
+            # What `autodist` may have split otherwise than generation reads it, as columns of an embedding.
+            assert of_rank[number]["gathered"] == 0 or policy is autodist_stages
             check(of_rank[number], expected[family], rank // plan_ngpus, num_units)
             assert of_rank[number]["weights"].keys() < expected[family]["weights"].keys()
             held |= of_rank[number]["weights"].keys()

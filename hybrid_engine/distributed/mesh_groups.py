@@ -11,13 +11,17 @@ def default_store() -> dist.Store:
 
 
 def with_own_group(mesh: DeviceMesh) -> DeviceMesh:
-    """`mesh`, of one axis, over a group that serves nothing else; collective.
+    """`mesh` over groups that serve nothing else; collective.
 
     Of an axis that has all processes PyTorch makes their own group, which nobody can leave.
     """
-    if mesh.get_group() is not dist.group.WORLD:
+    groups = mesh.get_all_groups()
+    if dist.group.WORLD not in groups:
         return mesh
-    return DeviceMesh.from_group(dist.new_group(), mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    own = [dist.new_group() if group is dist.group.WORLD else group for group in groups]
+    if len(own) == 1:
+        return DeviceMesh.from_group(own[0], mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+    return DeviceMesh.from_group(own, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def close_groups(mesh: DeviceMesh) -> None:

@@ -22,8 +22,9 @@ class LastingWeights:
     they are copied: a rollout holds the whole weights once, and two layers of them twice.
     """
 
-    def __init__(self, read: Read):
-        self._read = read
+    def __init__(self, read: Read, wait: Callable[[], None]):
+        """`read` and `wait` are those of the `TensorParallel` that generates."""
+        self._read, self._wait = read, wait
         self._copies: dict[tuple[int, Cut | None], tuple[torch.Tensor, LastingBuffer]] = {}
         self._filled: set[tuple[int, Cut | None]] = set()
         self.is_used = False
@@ -36,6 +37,7 @@ class LastingWeights:
         part = self._read(parameter, cut, rank, name)
         if not self.is_used:
             return part
+        self._wait()
         _, buffer = self._copies.setdefault(key, (parameter, LastingBuffer()))
         self._filled.add(key)
         return buffer.take(tuple(part.shape), part.dtype, part.device).copy_(part)
@@ -76,12 +78,14 @@ def bound(model: InferenceModel, gatherer: WeightGatherer, layers_at_once: int =
 
     `layers_at_once`: layers whose parts are on their way together, where they are taken from other processes.
     """
+    if gatherer.is_streamed:
+        model.bind_rest()
+    else:
+        model.bind(layers_at_once)
     try:
         if gatherer.is_streamed:
-            model.bind_rest()
             model.fuse_rest()
         else:
-            model.bind(layers_at_once)
             model.fuse_lora()
         yield
     finally:
@@ -96,6 +100,7 @@ def pass_over_layers(model: InferenceModel, gatherer: WeightGatherer) -> Iterabl
 def _streamed(model: InferenceModel, gatherer: WeightGatherer) -> Iterator[InferenceLayer]:
     for layer in gatherer.stream(model.layers):
         layer.bind()
+        model.parallel.wait()
         layer.fuse_lora(lender=model.layers[0])
         yield layer
         layer.unfuse_lora(keeps_lent=True)

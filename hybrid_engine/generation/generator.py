@@ -61,10 +61,10 @@ class Generator:
         self.module, self.sharding, self.config = module, sharding, config
         self.group = group or ModelGroup()
         self.device = device or next(module.parameters()).device
-        self.gatherer = WeightGatherer(sharding, config.pin_parameters, self.group.slices)
+        self.gatherer = WeightGatherer(sharding, config.pin_parameters, self.group.slices, self.group.parts)
         self.workspace = KVWorkspace()
         self.memory = MemoryBudget(self.device, config, self.gatherer, self.workspace, training)
-        self.lasting = LastingWeights(self.group.parallel.read)
+        self.lasting = LastingWeights(self.group.parallel.read, self.group.parallel.wait)
         self.model: InferenceModel | None = None
         self.fallback_reason: str | None = None
         self.logprob_difference: LogprobDifference | None = None

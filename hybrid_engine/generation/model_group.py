@@ -3,7 +3,7 @@
 Each has its part of every layer (tensor parallelism), or some of the layers (pipeline stages), or both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -19,6 +19,7 @@ from hybrid_engine.distributed.verdict import LostError, Partners
 from hybrid_engine.generation.pipeline.stage import Stage
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import SliceReader
+from hybrid_engine.zero.unit_parts import PartReader
 
 Value = TypeVar("Value")
 TRAINING_OPTION = "hybrid_engine.inference_tp_size"
@@ -45,6 +46,10 @@ class ModelGroup:
     """What adds up the parts of layers, where an error of one process ends the waiting of the others; or None."""
     slices: SliceReader | None = None
     """Reads this rank's part of parameters that are sharded over the processes; None where nothing is shared."""
+    parts: PartReader | None = None
+    """Reads this rank's part out of what its unit trains by a plan; None where no plan splits parameters."""
+    places: tuple[int, ...] | None = None
+    """By the tensor-parallel rank, the place of its process among those that share each layer; None: the same."""
     has_same_prompts: bool = False
     """Every rank is given the same prompts and returns all rows, instead of its own prompts and rows."""
     has_whole_module: bool = True
@@ -63,7 +68,12 @@ class ModelGroup:
     @property
     def rank(self) -> int:
         """This process's place among those that share the model."""
-        return self.parallel.rank + (0 if self.stage is None else self.stage.index * self.parallel.size)
+        return self._layer_place + (0 if self.stage is None else self.stage.index * self.parallel.size)
+
+    @property
+    def _layer_place(self) -> int:
+        """This process's place among those that share each layer."""
+        return self.parallel.rank if self.places is None else self.places[self.parallel.rank]
 
     @property
     def remedy(self) -> str:
@@ -79,13 +89,24 @@ class ModelGroup:
     @property
     def layer_partners(self) -> Partners:
         """The processes that share each layer; those of the last stage draw tokens together."""
-        return Partners(size=self.parallel.size, rank=self.parallel.rank, group=self.layer_group)
+        return Partners(size=self.parallel.size, rank=self._layer_place, group=self.layer_group)
 
     @property
     def ranks(self) -> range:
         """The ranks, among all processes, of those that share the model."""
         first = get_rank() // self.size * self.size
         return range(first, first + self.size)
+
+    def in_order(self, places: Sequence[int]) -> "ModelGroup":
+        """This group with its tensor-parallel ranks dealt out otherwise: rank r to the process at `places[r]`."""
+        gather, size = self.parallel.all_gather, self.parallel.size
+
+        def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+            parts = gather(tensor).chunk(size, -1)
+            return torch.cat([parts[place] for place in places], -1)
+
+        rank = list(places).index(self.parallel.rank)
+        return replace(self, places=tuple(places), parallel=replace(self.parallel, rank=rank, all_gather=all_gather))
 
     def without_module(self) -> "ModelGroup":
         """This group after its processes let go of all but their parts of the model."""

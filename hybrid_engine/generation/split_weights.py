@@ -1,49 +1,20 @@
 """Containers on the parts that a plan trains: the processes of a unit generate together from what each holds."""
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
-from hybrid_engine.containers.tensor_parallel import Cut, TensorParallel, read_whole
-from hybrid_engine.distributed.processes import get_rank
+from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.generation.model_group import ModelGroup, join_model_group, join_stages
-from hybrid_engine.zero.split_module import StagedModule, num_stages_of, unit_size_of
+from hybrid_engine.zero.split_module import SplitModule, StagedModule, num_stages_of, original_of, unit_size_of
+from hybrid_engine.zero.unit_parts import PartReader
 
 OPTION = "plan_ngpus"
-
-
-def read_part(parameter: torch.Tensor, cut: Cut | None, rank: int, name: str) -> torch.Tensor:
-    """What `rank` generates with, out of what its unit holds.
-
-    Of a whole parameter, and of a part that is just this one, a view, or a copy where that is several ranges. Other
-    parts are gathered from the unit and cut anew: a copy, and collective.
-
-    RuntimeError where ZeRO has the parameter shared out.
-    """
-    if not isinstance(parameter, DTensor):
-        return read_whole(parameter, cut, rank, name)
-    if parameter.device_mesh.ndim > 1:
-        raise RuntimeError(f"{name} is not gathered; gather the weights before binding them")
-    placement = parameter.placements[0]
-    with torch.no_grad():
-        if not isinstance(placement, Shard):
-            return read_whole(parameter.to_local(), cut, rank, name)
-        if cut == _cut_of(parameter, placement):
-            return read_whole(parameter.to_local(), None, rank, name)
-        whole = parameter.full_tensor()
-        return whole if cut is None else cut.of(whole, rank).clone()  # a view would keep all of it
-
-
-def _cut_of(parameter: DTensor, placement: Shard) -> Cut:
-    length, count = parameter.shape[placement.dim], parameter.device_mesh.size()
-    size = -(-length // count)
-    bounds = [(min(rank * size, length), min((rank + 1) * size, length)) for rank in range(count)]
-    return Cut(placement.dim, tuple((bound,) for bound in bounds))
 
 
 def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
@@ -65,24 +36,18 @@ def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
 
 
 def _check_containers(model: nn.Module, num_parts: int) -> None:
-    parallel = TensorParallel(rank=get_rank() % num_parts, size=num_parts, read=read_part, option=OPTION)
-    root = generating(model)
+    root = original_of(model)
     try:
-        containers = InferenceModel(root, parallel)
+        containers = InferenceModel(root, TensorParallel(size=num_parts, option=OPTION))
     except UnsupportedModelError as error:
-        if isinstance(model, StagedModule):
+        if root is not model:
             raise ValueError(
-                f"hybrid_engine.enabled: a plan with stages generates on containers, and {error}; make one without "
-                "stages, or leave hybrid_engine out of the config"
+                f"hybrid_engine.enabled: a plan with stages, or of a graph, generates on containers, and {error}; pass "
+                "lowering='eager' to ComputeConfig, or leave hybrid_engine out of the config"
             ) from error
         return
     if isinstance(model, StagedModule):
         layers_of_stages(model, root, containers)
-
-
-def generating(model: nn.Module) -> nn.Module:
-    """The module whose containers generate: `model`, or what it was made from where it has some stages of that."""
-    return model.original() if isinstance(model, StagedModule) else model
 
 
 def layers_of_stages(model: StagedModule, root: nn.Module, containers: InferenceModel) -> tuple[range, ...]:
@@ -122,13 +87,23 @@ def layers_of_stages(model: StagedModule, root: nn.Module, containers: Inference
 
 
 def share_unit(model: nn.Module, device: torch.device) -> ModelGroup:
-    """The group in which the processes of a unit generate, given the same prompts; collective."""
+    """The group in which the processes of a unit generate, given the same prompts; collective.
+
+    Of several axes the one over which most is split is the outermost for tensor parallelism, so that what a process
+    generates with lies in what it trains.
+    """
+    assert isinstance(model, SplitModule)
+    root = original_of(model)
     if isinstance(model, StagedModule):
-        root = generating(model)
         bounds = layers_of_stages(model, root, InferenceModel(root))
-        num_parts = model.unit_size // model.num_stages
-        group = join_stages(num_parts, model.num_stages, device, OPTION, bounds)
-        group = replace(group, stage_option=OPTION).without_module()
+        group = join_stages(model.unit_size // model.num_stages, model.num_stages, device, OPTION, bounds)
+        group = replace(group, stage_option=OPTION)
     else:
-        group = join_model_group(unit_size_of(model), device, OPTION)
-    return replace(group, has_same_prompts=True, parallel=replace(group.parallel, read=read_part))
+        group = join_model_group(model.unit_size, device, OPTION)
+    sizes = model.split_sizes
+    places = torch.arange(prod(sizes)).view(sizes).permute(model.split_order).flatten().tolist()
+    if len(sizes) > 1:
+        group = group.in_order(places)
+    parts = PartReader(places)
+    parallel = replace(group.parallel, read=parts.read, wait=parts.wait)
+    return replace(group, has_same_prompts=True, has_whole_module=root is model, parts=parts, parallel=parallel)

@@ -9,16 +9,16 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
+from hybrid_engine.parallel.held_parts import part_of
 from hybrid_engine.parallel.joint_passes import JointPasses
 from hybrid_engine.parallel.lowering.borders import Border, borders_of
 from hybrid_engine.parallel.lowering.hooks import Hooks
 from hybrid_engine.parallel.lowering.layouts import parameter_layouts, whole
 from hybrid_engine.parallel.lowering.local_shapes import sizes_on_parts
 from hybrid_engine.parallel.meshes import Meshes
-from hybrid_engine.parallel.parallel_module import ParallelModule, moved_to, part_of
+from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -26,11 +26,6 @@ class EagerModule(ParallelModule):
     """A `ParallelModule` that is lowered by hooks; each is of a class that the original's is a base of."""
 
     hooks: Hooks | None
-
-    @property
-    def unit_size(self) -> int:
-        """Processes that compute this module together."""
-        return 1 if self.meshes.unit is None else self.meshes.unit.size()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward; an error in it is raised on all processes of the unit."""
@@ -42,19 +37,14 @@ class EagerModule(ParallelModule):
         return {name: place for place, (name, _) in enumerate(self.named_parameters())}
 
     def adopt(self, mesh: DeviceMesh) -> None:
-        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh.
-
-        An optimizer or a state dict that was made before keeps the parts as they were.
-        """
-        moved: dict[int, nn.Parameter] = {}
-        for part in self.modules():
-            for name, parameter in part._parameters.items():
-                if isinstance(parameter, DTensor):
-                    moved.setdefault(id(parameter), moved_to(parameter, mesh))
-                    part._parameters[name] = moved[id(parameter)]
-        if self.hooks is not None and self.joint_passes is not None:
+        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh."""
+        super().adopt(mesh)
+        if self.hooks is not None:
             self.hooks.mesh = mesh
-            self.joint_passes.adopt(mesh)
+
+    def original(self) -> nn.Module:
+        """This module, whose own forward runs."""
+        return self
 
     def _check_forward(self, *_: Any) -> None:
         """Before each forward: ValueError where there must be none."""
@@ -95,7 +85,7 @@ def lower_eagerly(
     held: Any = copy.deepcopy(module, parts)
     held.__class__ = kind or class_of(type(module))
     held.plan, held.compute_config, held.meshes = plan, config, meshes
-    held.__dict__["_runner"], held.__dict__["_is_in_step"] = None, False
+    held.__dict__["_steps"], held.__dict__["_is_in_step"] = {}, False
     held.register_forward_pre_hook(held._check_forward)
     held.joint_passes = None if meshes.unit is None else JointPasses(meshes.unit)
     held.hooks = None if meshes.unit is None else Hooks(held, meshes.unit, carried.borders, carried.sizes)

@@ -1,10 +1,12 @@
-"""Which parallel modules an engine trains: those whose own forward runs, and stages, on one axis of processes each."""
+"""Which parallel modules an engine trains: those that several processes compute together, or that run eagerly."""
 
 from torch import nn
 
 from hybrid_engine.config import EngineConfig
+from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.staged_module import StagedModule
 
 MOST_ZERO_WITH_STAGES = 1
@@ -23,24 +25,32 @@ def check_parallel(model: nn.Module, engine_config: EngineConfig) -> None:
         config = part.compute_config
         if isinstance(part, StagedModule):
             _check_stages(part, engine_config)
-        elif not isinstance(part, EagerModule):
+        elif not isinstance(part, EagerModule) and part.unit_size == 1:
             raise ValueError(
-                f"model: lowering={config.lowering!r} runs a traced graph, which neither an engine trains nor anything "
-                "generates from; parallelize it with ComputeConfig(lowering='eager'), or in stages"
+                f"model: lowering={config.lowering!r} runs a traced graph, which a unit of one process has no use for; "
+                "parallelize it with ComputeConfig(lowering='eager'), or pass the model itself"
             )
         elif config.use_end2end:
             raise ValueError("model: use_end2end=True, whose forward is train_step's alone; leave it out")
+        if not isinstance(part, EagerModule):
+            _check_dtype(part, engine_config)
         if config.inference_only:
             raise ValueError("model: inference_only=True, and the engine trains; leave it out")
-        if sum(size > 1 for size in part.plan.mesh) > 1:
-            raise ValueError(
-                f"model: the plan splits over {list(part.plan.mesh)}, and an engine has one axis beside its data; give "
-                "plan_ngpus the size of one, the other processes are units"
-            )
+        check_axes(part.plan, config)
         if config.use_zero and stage == 0:
             raise ValueError(
                 "model: use_zero=True and zero_optimization.stage=0 contradict each other; set stage 1, 2 or 3"
             )
+
+
+def check_axes(plan: Plan, config: ComputeConfig) -> None:
+    """ValueError where an engine does not train a plan that splits over so many axes; local."""
+    num_axes = sum(size > 1 for size in plan.mesh)
+    if num_axes > 2 or (num_axes == 2 and (plan.stages or config.num_units > 1)):
+        raise ValueError(
+            f"model: the plan splits over {list(plan.mesh)}, and an engine has one axis beside stages and units, or "
+            "two in one unit of all processes; give plan_ngpus the size of one axis, the other processes are units"
+        )
 
 
 def _check_stages(module: StagedModule, config: EngineConfig) -> None:
@@ -67,7 +77,12 @@ def _check_stages(module: StagedModule, config: EngineConfig) -> None:
             "managed_gradient_accumulation=False: a step in stages is one train_batch() of pipeline_nmicros; leave it "
             "out"
         )
-    found = {value.dtype for value in plan.graph.of_kind("parameter").values() if value.dtype.is_floating_point}
+
+
+def _check_dtype(module: ParallelModule, config: EngineConfig) -> None:
+    """ValueError where the engine would compute in another dtype than the traced graph does."""
+    values = module.plan.graph.of_kind("parameter").values()
+    found = {value.dtype for value in values if value.dtype.is_floating_point}
     if found - {config.dtype}:
         raise ValueError(
             f"bf16, fp16: the engine computes in {config.dtype}, and the plan was made for parameters in "

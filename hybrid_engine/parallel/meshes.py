@@ -37,12 +37,8 @@ def build_meshes(plan: Plan, config: ComputeConfig) -> Meshes:
     mesh = init_device_mesh(default_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     zero = mesh[tuple(units)] if config.num_units > 1 else None
     return Meshes(
-        unit=_of_unit(mesh, tuple(parts)) if num_processes > 1 else None,
+        unit=with_own_group(mesh[tuple(parts)]) if num_processes > 1 else None,
         data=zero if zero is None or zero.ndim == 1 else zero._flatten("units"),
         zero=zero,
         stages=mesh["stages"] if sizes["stages"] > 1 else None,
     )
-
-
-def _of_unit(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return with_own_group(mesh[names]) if len(names) == 1 else mesh[names]

@@ -4,26 +4,29 @@ Names of parameters and buffers are those of the module that it was made from.
 """
 
 import copy
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from math import prod
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.graph.tracing import arguments_by_name
+from hybrid_engine.parallel.held_parts import leave_out, moved_to, part_of
 from hybrid_engine.parallel.joint_passes import JointPasses
 from hybrid_engine.parallel.lowering.layouts import parameter_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
-from hybrid_engine.parallel.planning.moving import Layout
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -54,7 +57,7 @@ class ParallelModule(nn.Module):
         }
         held = copy.deepcopy(module, dict(parts))  # type: ignore[arg-type]
         if names is not None:
-            _leave_out(held, names, self.canonical)
+            leave_out(held, names, self.canonical)
         empty = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
         original = copy.deepcopy(module, {**empty, **{id(b): b.to("meta") for b in module.buffers()}})
         # Not a module of this one: it says how the module computes, and holds no weights.
@@ -62,13 +65,71 @@ class ParallelModule(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = held.__dict__[name]
         self.training = module.training
-        self.__dict__["_steps"] = {}
+        self.__dict__["_steps"], self.__dict__["_originals"] = {}, WeakSet()
         self.__dict__["_is_in_step"] = False
         self.__dict__["_graphs"] = {self._key(dict(sample)): plan.graph}
 
     def _names_here(self) -> frozenset[str] | None:
         """The names in the graph of the parameters and buffers that this process has; None: all."""
         return None
+
+    @property
+    def unit_size(self) -> int:
+        """Processes that compute this module together."""
+        return 1 if self.meshes.unit is None else self.meshes.unit.size()
+
+    @property
+    def split_sizes(self) -> tuple[int, ...]:
+        """Sizes of the axes over which parameters are split, the outermost first."""
+        return () if self.meshes.unit is None else self.plan.mesh
+
+    @property
+    def split_order(self) -> tuple[int, ...]:
+        """Those axes, that one first over which most is split; of a dimension that several cut, the first counts."""
+        values, elements = self.plan.graph.of_kind("parameter"), [0] * len(self.split_sizes)
+        for name, layout in parameter_layouts(self.plan.graph, self.plan).items():
+            for axis in range(len(elements)):
+                if layout[axis].is_shard() and layout[axis] not in layout[:axis]:
+                    elements[axis] += prod(values[name].shape)
+        return tuple(sorted(range(len(elements)), key=lambda axis: -elements[axis]))
+
+    def adopt(self, mesh: DeviceMesh) -> None:
+        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh.
+
+        An optimizer or a state dict that was made before keeps the parts as they were.
+        """
+        moved: dict[int, nn.Parameter] = {}
+        for part in self.modules():
+            for name, parameter in part._parameters.items():
+                if isinstance(parameter, DTensor):
+                    moved.setdefault(id(parameter), moved_to(parameter, mesh))
+                    part._parameters[name] = moved[id(parameter)]
+        self.meshes = replace(self.meshes, unit=mesh)
+        if self.joint_passes is not None:
+            self.joint_passes.adopt(mesh)
+        self._steps.clear()
+
+    def original(self) -> nn.Module:
+        """The module that it was made from, on meta but for what this process has, which stays the very same.
+
+        It changes its mode with this module. Its submodules are others than this one's, with their dicts of parameters:
+        what FSDP2 puts there is there too.
+        """
+        original: nn.Module = copy.deepcopy(self._original)
+        for path, module in original.named_modules():
+            held = self.get_submodule(path)
+            if held._parameters.keys() == module._parameters.keys():
+                module._parameters = held._parameters
+            module._buffers.update(held._buffers)
+        self._originals.add(original.train(self.training))
+        return original
+
+    def train(self, mode: bool = True) -> "ParallelModule":
+        """Sets the mode, also of what `original` gave."""
+        for original in self.__dict__.get("_originals", ()):
+            original.train(mode)
+        super().train(mode)
+        return self
 
     def canonical(self, name: str) -> str:
         """The name that a parameter or buffer has in the plan's graph, the first one of those that are tied."""
@@ -213,29 +274,6 @@ class ParallelModule(nn.Module):
             raise ValueError(
                 f"is_dummy_batch has {len(is_dummy_batch)} entries, samples {len(samples)}; give one for each"
             )
-
-
-def _leave_out(held: nn.Module, names: Collection[str], canonical: Callable[[str], str]) -> None:
-    """Takes from a module the parameters and buffers whose name in the graph is none of `names`."""
-    for path, owner in held.named_modules():
-        for tensors in (owner._parameters, owner._buffers):
-            for name in list(tensors):
-                if tensors[name] is not None and canonical(f"{path}.{name}".lstrip(".")) not in names:
-                    del tensors[name]
-
-
-def part_of(parameter: nn.Parameter, unit: DeviceMesh | None, layout: Layout | None) -> nn.Parameter:
-    """This process's part of a whole parameter, as a copy; all of it where a unit is one process. Collective."""
-    if unit is None:
-        return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-    return nn.Parameter(distribute_tensor(parameter.detach(), unit, layout), parameter.requires_grad)
-
-
-def moved_to(parameter: DTensor, mesh: DeviceMesh) -> nn.Parameter:
-    """The same part of the same whole over another mesh; it shares the memory."""
-    whole_size = {"shape": parameter.shape, "stride": parameter.stride()}
-    moved = DTensor.from_local(parameter.detach().to_local(), mesh, parameter.placements, run_check=False, **whole_size)
-    return nn.Parameter(moved, parameter.requires_grad)
 
 
 def inputs_of(graph: Graph, arguments: dict[str, Any]) -> dict[str, Tensor]:

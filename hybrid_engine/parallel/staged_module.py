@@ -1,20 +1,16 @@
 """A module whose plan has stages: this process holds the parameters of its stages, samples run through all of them."""
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.graph.graph import Graph
-from hybrid_engine.parallel.parallel_module import ParallelModule, inputs_of, moved_to
+from hybrid_engine.parallel.parallel_module import ParallelModule, inputs_of
 from hybrid_engine.parallel.pipelining.pipeline import Pipeline, StageRunner
 from hybrid_engine.parallel.pipelining.stage_ops import StageOps, divide
 
@@ -26,7 +22,6 @@ class StagedModule(ParallelModule):
         """Takes what `ParallelModule` takes."""
         super().__init__(*parts)
         self.__dict__["_pipelines"], self.__dict__["_runner"] = {}, None
-        self.__dict__["_originals"] = WeakSet()
 
     def _names_here(self) -> frozenset[str]:
         return frozenset().union(*(stage.held for stage in self._own_stages(self.plan.graph).values()))
@@ -44,37 +39,8 @@ class StagedModule(ParallelModule):
 
     def adopt(self, mesh: DeviceMesh) -> None:
         """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh."""
-        moved: dict[int, nn.Parameter] = {}
-        for part in self.modules():
-            for name, parameter in part._parameters.items():
-                if isinstance(parameter, DTensor):
-                    part._parameters[name] = moved.setdefault(id(parameter), moved_to(parameter, mesh))
-        self.meshes = replace(self.meshes, unit=mesh)
-        if self.joint_passes is not None:
-            self.joint_passes.adopt(mesh)
+        super().adopt(mesh)
         self._pipelines.clear()
-
-    def original(self) -> nn.Module:
-        """The module that it was made from, on meta but for what this process has, which stays the very same.
-
-        It changes its mode with this module. Its submodules are others than this one's, with their dicts of parameters:
-        what FSDP2 puts there is there too.
-        """
-        original: nn.Module = copy.deepcopy(self._original)
-        for path, module in original.named_modules():
-            held = self.get_submodule(path)
-            if held._parameters.keys() == module._parameters.keys():
-                module._parameters = held._parameters
-            module._buffers.update(held._buffers)
-        self._originals.add(original.train(self.training))
-        return original
-
-    def train(self, mode: bool = True) -> "StagedModule":
-        """Sets the mode, also of what `original` gave."""
-        for original in self._originals:
-            original.train(mode)
-        super().train(mode)
-        return self
 
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that hold parameters of the original's module at `path`."""

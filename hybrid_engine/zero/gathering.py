@@ -15,6 +15,7 @@ from hybrid_engine.zero.fsdp2_private import keep_gathered_storage
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.slicing import SliceReader
 from hybrid_engine.zero.split_module import num_gathered
+from hybrid_engine.zero.unit_parts import PartReader
 
 
 class ReadsLayer(Protocol):
@@ -37,10 +38,17 @@ class WeightGatherer:
     Args:
         is_pinned: True gathers all layers once per rollout, if they fit; False streams them on every pass.
         slices: where processes share the model: reads this one's part, and nothing is gathered.
+        parts: where a plan splits it: reads this process's part out of what its unit has.
     """
 
-    def __init__(self, sharding: Sharding, is_pinned: bool, slices: SliceReader | None = None):
-        self.sharding, self.is_pinned, self.slices = sharding, is_pinned, slices
+    def __init__(
+        self,
+        sharding: Sharding,
+        is_pinned: bool,
+        slices: SliceReader | None = None,
+        parts: PartReader | None = None,
+    ):
+        self.sharding, self.is_pinned, self.slices, self.parts = sharding, is_pinned, slices, parts
         self.can_stream = sharding.is_sharded and not sharding.stays_whole and bool(sharding.layers) and slices is None
         self.has_buffers = False
         """Whether readers make weights of their own: adapters fused, or dequantised ones. They may be streamed too."""
@@ -60,8 +68,12 @@ class WeightGatherer:
 
     @property
     def resident_bytes(self) -> int:
-        """Most bytes gathered at once: nothing where weights stay whole, everything, or the rest and two layers."""
-        return self._resident_bytes(self.is_streamed)
+        """Most bytes gathered at once: nothing where weights stay whole, everything, or the rest and two layers.
+
+        Besides, copies of what a unit trains in other parts than it generates with; known once containers were bound.
+        """
+        copies = 0 if self.parts is None else self.parts.num_bytes
+        return self._resident_bytes(self.is_streamed) + copies
 
     def _resident_bytes(self, is_streamed: bool) -> int:
         if not self.sharding.is_sharded or (self.sharding.stays_whole and self.slices is None):
@@ -74,7 +86,7 @@ class WeightGatherer:
     def count_bytes(self) -> int:
         """Bytes gathered since the last call."""
         count, self._bytes_gathered = self._bytes_gathered, 0
-        return count if self.slices is None else count + self.slices.count_bytes()
+        return count + sum(reader.count_bytes() for reader in (self.slices, self.parts) if reader is not None)
 
     @property
     def asks_for_memory(self) -> bool:
@@ -118,6 +130,15 @@ class WeightGatherer:
 
     @contextmanager
     def _unsharded(self, is_whole: bool) -> Iterator[None]:
+        with self._gathered_over_units(is_whole):
+            try:
+                yield
+            finally:
+                if self.parts is not None:
+                    self.parts.release()
+
+    @contextmanager
+    def _gathered_over_units(self, is_whole: bool) -> Iterator[None]:
         if not self.sharding.is_sharded:
             yield
             return

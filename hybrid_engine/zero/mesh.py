@@ -5,20 +5,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import default_device
-from hybrid_engine.zero.split_module import STAGES, TENSOR
+from hybrid_engine.zero.split_module import STAGES, tensor_axes, tensor_names
 
 
-def build_mesh(config: EngineConfig, world_size: int, unit_size: int = 1, num_stages: int = 1) -> DeviceMesh:
+def build_mesh(
+    config: EngineConfig, world_size: int, num_stages: int = 1, split_sizes: tuple[int, ...] = ()
+) -> DeviceMesh:
     """All processes on the axis `fsdp`, or groups of the config's size on it and the groups along `replicate`.
 
-    Where `world_size` are units of several processes, these are on the last axes, `stages` and `tensor`. peft knows
-    shards by the name `fsdp`: on another axis it gives a linear an adapter of the size of its shard.
+    Where `world_size` are units of several processes, these are on the last axes: `stages`, and those of
+    `tensor_names`, of `split_sizes`. peft knows shards by the name `fsdp`: on another axis it gives a linear an adapter
+    of the size of its shard.
     """
     shape = mesh_shape(config, world_size)
     names = ("replicate", "fsdp")[-len(shape) :]
-    for name, size in ((STAGES, num_stages), (TENSOR, unit_size // num_stages)):
-        if size > 1:
-            shape, names = (*shape, size), (*names, name)
+    if num_stages > 1:
+        shape, names = (*shape, num_stages), (*names, STAGES)
+    shape, names = (*shape, *split_sizes), (*names, *tensor_names(len(split_sizes)))
     return init_device_mesh(default_device().type, shape, mesh_dim_names=names)
 
 
@@ -33,8 +36,9 @@ def find_norm_group(mesh: DeviceMesh, is_sharded: bool) -> dist.ProcessGroup | N
 
     `is_sharded`: units, which are on the axis `fsdp`, share it out among them.
     """
-    wanted = (*(("fsdp",) if is_sharded else ()), STAGES, TENSOR)
-    axes = tuple(name for name in wanted if name in (mesh.mesh_dim_names or ()) and mesh[name].size() > 1)
+    names = mesh.mesh_dim_names or ()
+    wanted = (*(("fsdp",) if is_sharded else ()), STAGES, *tensor_axes(names))
+    axes = tuple(name for name in wanted if name in names and mesh[name].size() > 1)
     if len(axes) > 1:
         return mesh[axes]._flatten("model").get_group()
     return mesh[axes[0]].get_group() if axes else None

@@ -1,14 +1,16 @@
 """Modules whose parameters are split over several processes before an engine shares them out."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Protocol, runtime_checkable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 TENSOR = "tensor"
-"""The axis of a mesh over which such parameters are split."""
+"""What the names of the axes of a mesh begin with over which such parameters are split."""
 STAGES = "stages"
 """The axis over which the stages of such modules are dealt out."""
 
@@ -19,6 +21,10 @@ class SplitModule(Protocol):
 
     unit_size: int
     """Processes of a unit."""
+    split_sizes: tuple[int, ...]
+    """Sizes of the axes over which parameters are split, the outermost first."""
+    split_order: tuple[int, ...]
+    """Those axes, that one first over which most is split."""
 
     def adopt(self, mesh: DeviceMesh) -> None:
         """Puts the parts over `mesh`, of the processes of this unit, in the place of the mesh that they were over."""
@@ -26,15 +32,18 @@ class SplitModule(Protocol):
     def together(self) -> AbstractContextManager[None]:
         """Around a pass: an error inside is raised on all processes of the unit, which may be parted then."""
 
+    def original(self) -> nn.Module:
+        """The module that it was made from, with this process's parameters; itself where its own forward runs.
+
+        What this process has no part of is on meta.
+        """
+
 
 @runtime_checkable
 class StagedModule(SplitModule, Protocol):
     """A split module of which a process holds one stage of a pipeline; consecutive processes share a stage."""
 
     num_stages: int
-
-    def original(self) -> nn.Module:
-        """The module that it was made from, with this process's parameters; those of other stages are on meta."""
 
     def stages_of(self, path: str) -> frozenset[int]:
         """The stages that hold parameters of the original's module at `path`."""
@@ -55,6 +64,21 @@ def together(module: nn.Module) -> AbstractContextManager[None]:
     return module.together() if isinstance(module, SplitModule) else nullcontext()
 
 
+def original_of(module: nn.Module) -> nn.Module:
+    """The module that `module` was made from where a plan runs in the place of its forward, else `module`."""
+    return module.original() if isinstance(module, SplitModule) else module
+
+
+def tensor_names(num_axes: int) -> tuple[str, ...]:
+    """The names of so many axes over which parameters are split."""
+    return (TENSOR,) if num_axes == 1 else tuple(f"{TENSOR}{axis}" for axis in range(num_axes))
+
+
+def tensor_axes(names: Sequence[str] | None) -> tuple[str, ...]:
+    """Those of the names of a mesh's axes that are of axes over which parameters are split."""
+    return tuple(name for name in names or () if name.startswith(TENSOR))
+
+
 def num_stages_of(module: nn.Module | None) -> int:
     """How many stages `module` is dealt out to; 1 where every process of a unit has a part of everything."""
     return module.num_stages if isinstance(module, StagedModule) else 1
@@ -62,15 +86,19 @@ def num_stages_of(module: nn.Module | None) -> int:
 
 def num_copies(parameter: nn.Parameter) -> int:
     """How many processes of a unit have the same part of a parameter."""
-    if not isinstance(parameter, DTensor) or TENSOR not in (parameter.device_mesh.mesh_dim_names or ()):
-        return 1
-    axis = (parameter.device_mesh.mesh_dim_names or ()).index(TENSOR)
-    return parameter.device_mesh.size(axis) if parameter.placements[axis].is_replicate() else 1
+    return prod(size for size, placement in _over_tensor_axes(parameter) if placement.is_replicate())
 
 
 def num_gathered(parameter: nn.Parameter) -> int:
     """The elements of a parameter that its process computes with when all others of ZeRO have given theirs."""
-    if not isinstance(parameter, DTensor) or TENSOR not in (parameter.device_mesh.mesh_dim_names or ()):
-        return parameter.numel()
-    axis = (parameter.device_mesh.mesh_dim_names or ()).index(TENSOR)
-    return parameter.numel() // (parameter.device_mesh.size(axis) // num_copies(parameter))
+    return parameter.numel() // prod(size for size, at in _over_tensor_axes(parameter) if not at.is_replicate())
+
+
+def _over_tensor_axes(parameter: nn.Parameter) -> list[tuple[int, Placement]]:
+    """The size and the placement of each axis over which a plan may have split a parameter."""
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ()
+    axes = [names.index(name) for name in tensor_axes(names)]
+    return [(mesh.size(axis), parameter.placements[axis]) for axis in axes]

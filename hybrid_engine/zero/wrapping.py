@@ -25,7 +25,14 @@ from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
 from hybrid_engine.zero.mesh import build_mesh, find_norm_group
 from hybrid_engine.zero.passes import loss_factor
 from hybrid_engine.zero.sharding import Sharding
-from hybrid_engine.zero.split_module import STAGES, TENSOR, SplitModule, num_stages_of, unit_size_of
+from hybrid_engine.zero.split_module import (
+    STAGES,
+    SplitModule,
+    num_stages_of,
+    original_of,
+    tensor_axes,
+    unit_size_of,
+)
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
 
 MAX_IN_LINE = 3
@@ -64,11 +71,13 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         return Sharding(root=module, stage=stage, world_size=world_size, rank=rank)
     if world_size == 1:
         join_alone()
-    whole_mesh = build_mesh(config, num_units, unit_size, num_stages)
+    split_sizes = module.split_sizes if isinstance(module, SplitModule) else ()
+    whole_mesh = build_mesh(config, num_units, num_stages, split_sizes)
     names = whole_mesh.mesh_dim_names or ()
-    of_units = tuple(name for name in names if name not in (STAGES, TENSOR))
+    over_parts = tensor_axes(names)
+    of_units = tuple(name for name in names if name not in (STAGES, *over_parts))
     mesh = whole_mesh if of_units == names else whole_mesh[of_units]
-    tensor = whole_mesh[TENSOR] if TENSOR in names else None
+    tensor = whole_mesh[over_parts] if over_parts else None
     if tensor is not None and is_whole:  # FSDP2, where it is used, needs axes of one mesh
         tensor = with_own_group(tensor)
     if isinstance(module, SplitModule) and tensor is not None:
@@ -79,7 +88,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         return Sharding(root=module, stage=stage, world_size=world_size, rank=rank, **of_unit)
     factor = loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
-    layers = _parts_to_wrap(module) if num_stages == 1 else []  # a graph reads parameters at any time
+    layers = _parts_to_wrap(module) if original_of(module) is module else []  # a graph reads parameters at any time
     with placeholders(module):
         if config.accumulation_dtype == torch.float32:
             _expect_fp32_gradients(module)
