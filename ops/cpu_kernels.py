@@ -93,7 +93,7 @@ def use_compiled(*tensors: torch.Tensor | None) -> bool:
     first = tensors[0]
     assert first is not None
     dtype = first.dtype
-    if dtype not in DTYPES or use_triton(first) or _is_watched() or torch.compiler.is_compiling():
+    if dtype not in DTYPES or use_triton(first) or is_watched() or torch.compiler.is_compiling():
         return False
     for tensor in tensors:
         if tensor is not None and not _is_plain(tensor, dtype):
@@ -103,7 +103,8 @@ def use_compiled(*tensors: torch.Tensor | None) -> bool:
     return load_library() is not None
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
+    """Whether a dispatch mode is in force that must see torch's own operators."""
     allowed = int(_noting.note is not None)
     if torch._C._len_torch_dispatch_stack() <= allowed:
         return False

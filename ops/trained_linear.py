@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hybrid_engine.ops.cpu_gemm import prefers_onednn, product
+from hybrid_engine.ops.cpu_kernels import is_watched
 
 # Forward and backward of a layer together, in turns as above: 0.97 to 1.02 of MKL's time at 2**26, 0.93 to 0.96 at
 # 2**27, 0.89 to 0.93 from 2**28 on.
@@ -36,7 +36,7 @@ def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     if input.shape[-1] != weight.shape[1] or weight.device != input.device or not prefers_onednn(input):
         return False
-    return not torch.is_autocast_enabled("cpu") and not is_in_torch_dispatch_mode()
+    return not torch.is_autocast_enabled("cpu") and not is_watched()
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import hybrid_engine
+from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.ops import cpu_gemm, trained_linear
 from hybrid_engine.ops.fixed_shapes import FixedShapes
 from hybrid_engine.training.faster_linears import use_faster_linears, use_own_linears
@@ -156,6 +157,16 @@ def test_tensors_of_other_kinds_run_as_torch_runs_them(everywhere):
     assert model.to(torch.bfloat16)(values.bfloat16()).dtype == torch.bfloat16
     assert model.to("meta")(values.to("meta", torch.bfloat16)).is_meta
     assert everywhere[0] == 0
+
+
+def test_a_pass_whose_memory_is_measured_computes_the_same_bits(everywhere):
+    model, values = build_model(), torch.randn(5, IN)
+    use_faster_linears(model)
+    expected = gradients_of(model, values)
+    with LiveBytes():
+        found = gradients_of(model, values)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert everywhere[0] == 10
 
 
 def test_a_compiled_module_runs_as_torch_compiles_it(everywhere):
