@@ -15,8 +15,11 @@ from hybrid_engine.config.checks import check_integer
 from hybrid_engine.zero.gathered_parameters import GatheredParameters
 
 
-class Tiles(nn.ModuleList):
-    """The tiles of one part of the output; a module that is called, so that FSDP2 may gather it alone."""
+class Tiles(nn.Sequential):
+    """The tiles of one part of the output; a module that is called, so that FSDP2 may gather it alone.
+
+    No ModuleList, which FSDP2 refuses up to torch 2.11 although it can be called.
+    """
 
     def forward(self, parts: Sequence[torch.Tensor]) -> list[Any]:
         """What each tile makes of its part of the input."""
@@ -61,8 +64,10 @@ class TiledLinear(nn.Module):
         self.in_sizes, self.out_sizes = _cut(in_features, in_splits), _cut(out_features, out_splits)
         self.linears = nn.ModuleList(
             Tiles(
-                linear_cls(columns, rows, bias=bias and number == in_splits - 1, **kwargs)
-                for number, columns in enumerate(self.in_sizes)
+                *(
+                    linear_cls(columns, rows, bias=bias and number == in_splits - 1, **kwargs)
+                    for number, columns in enumerate(self.in_sizes)
+                )
             )
             for rows in self.out_sizes
         )
