@@ -199,7 +199,7 @@ def test_out_of_memory_halves_the_rows_and_gives_the_same_samples(monkeypatch, c
 
     monkeypatch.setattr(native, "run", limited)
     assert torch.equal(sampled(), expected) and tried == [12, 6, 3]
-    assert "out of memory with 12 rows at once; goes on with 6: hybrid_engine.max_running=6 avoids it" in caplog.text
+    assert "out of memory with 12 rows at once; goes on with 6: hybrid_engine.max_running=6, or as" in caplog.text
     monkeypatch.setattr(native, "run", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("always")))
     with pytest.raises(torch.OutOfMemoryError, match="always"):
         sampled()

@@ -20,7 +20,6 @@ def random_splits(plan_ngpus, seed, use_zero=False):
     return Layout(policy="tp", plan_ngpus=plan_ngpus, use_zero=use_zero, pas_config={"seed": seed})
 
 
-STAGES = {"_stages": 2, "_micros": 4}
 CASES = {
     2: [
         ("llama", random_splits(2, 5)),
@@ -30,12 +29,9 @@ CASES = {
     ],
     4: [
         ("llama", pipelined("hybrid", 4, 4, pipeline_nstages=2)),
-        ("opt", pipelined("pp", 2, 2, use_zero=True)),
         ("opt", random_splits(4, 3)),
         ("qwen2", random_splits(2, 4, use_zero=True)),
-        ("qwen2", Layout(policy="autodist stages", plan_ngpus=4, pas_config=STAGES)),
         ("experts", Layout(policy="autodist", plan_ngpus=4)),
-        ("buffers", pipelined("pp", 4, 4)),
     ],
 }
 
