@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hybrid_engine
 from hybrid_engine import ComputeConfig, Plan
 from hybrid_engine.parallel.planning.autodist import autodist
-from hybrid_engine.parallel.planning.policies import batch_plan
 from hybrid_engine.zero.sharding import full_tensor
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
@@ -130,20 +129,14 @@ def over_second_axis(graph, config):
     return plan
 
 
-def batch_and_tensors(graph, config):
-    """The samples over the first axis, Megatron's layout over the second: as `autodist` plans over two axes."""
-    tensors = megatron(graph, replace(config, plan_ngpus=2, runtime_ngpus=2))
-    plan = batch_plan(graph, (2, 2))
-    for key in {**plan.splits, **tensors.splits}:
-        first = plan.splits.get(key, (None, None))[0]
-        plan.splits[key] = (first, tensors.splits.get(key, (None,))[0])
-        if not graph.ops[key].rule.can_split(plan.splits[key], plan.mesh):
-            plan.splits[key] = (first, None)
-    plan.place("model.embed_tokens", out="e", axis=1)
+def planned_over_two_axes(graph, config):
+    """What autodist plans where every op may be split: the first axis splits the samples."""
+    plan = planned(graph, config)
+    assert plan.mesh == (2, 2)
     return plan
 
 
-OF_GRAPHS = (batch_and_tensors,)
+OF_GRAPHS = (planned_over_two_axes,)
 """Policies whose plans hooks do not carry."""
 
 
@@ -163,7 +156,7 @@ SETTINGS = {
         ("llama", 2, 3, otherwise),
         ("llama", 4, 0, planned),
         ("llama", 4, 0, over_second_axis),
-        ("llama", 4, 0, batch_and_tensors),
+        ("llama", 4, 0, planned_over_two_axes),
     ],
 }
 """By the number of processes: the family, the processes of a unit, the stage of ZeRO, the policy."""
