@@ -2,9 +2,8 @@
 
 glibc gives the top of its heap back whenever more than some threshold of it is free. The activations of a training
 pass are freed in its backward pass and taken again by the next one, each page then filled with zeros by the kernel:
-10 000 to 45 000 pages a pass of 1 087 tokens through 6 layers of width 384, which then took 3 to 8% more of the
-processor (AMD EPYC, torch 2.13, forward, backward and AdamW; fewer the longer it runs). Of a whole step of GRPO with
-its rollout it is some 2%.
+10 000 to 45 000 pages a pass of 1 087 tokens through 6 layers of width 384. A step of GRPO with its rollout, as in
+`benchmarks/bench_step.py`, takes 0.94 of its time without (six pairs, AMD EPYC, 2 threads, torch 2.13).
 """
 
 import ctypes
