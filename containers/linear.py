@@ -162,7 +162,6 @@ class TransposedLinear:
         if self.quantised is not None and parallel.size > 1:
             raise UnsupportedModelError(f"{name} is quantised, and processes that share a model hold parts of weights")
         active_adapters(module, name)
-        self._is_adapted = is_adapted(module)
         into, out = (0, 1) if self.is_stored_transposed else (1, 0)
         self._weight_cut, self._bias_cut = cut(into, rows) or cut(out, columns), cut(0, columns)
         self.view: tuple[torch.Tensor, torch.Tensor | None]  # of the parameters
@@ -188,7 +187,7 @@ class TransposedLinear:
     @property
     def _is_own(self) -> bool:
         """Whether rollouts need a buffer: for active adapters, or a weight that is quantised."""
-        return self.quantised is not None or (self._is_adapted and bool(active_adapters(self.module, self.name)))
+        return self.quantised is not None or bool(active_adapters(self.module, self.name))
 
     def _shape(self) -> tuple[int, int]:
         """What the weight's shape must be, as the module stores it."""

@@ -143,6 +143,34 @@ def test_a_subclass_of_linear_and_adapters_without_dropout_or_flag_are_found():
     assert torch.equal(generate(build_engine(model)), expected)
 
 
+class Adaptable(nn.Linear):
+    """A linear that adds an adapter once it has been given one."""
+
+    def forward(self, input):
+        output = super().forward(input)
+        if not hasattr(self, "lora_right_weight"):
+            return output
+        return output + input @ self.lora_right_weight @ self.lora_left_weight * self.lora_scaling
+
+
+def test_an_adapter_that_a_linear_is_given_between_two_rollouts_is_followed():
+    model = build_model("llama")
+    attention = model.model.layers[0].self_attn
+    old = attention.v_proj
+    attention.v_proj = linear = Adaptable(old.in_features, old.out_features, bias=False)
+    linear.load_state_dict(old.state_dict())
+    engine = build_engine(model)
+    base = generate(engine, return_dict_in_generate=True)
+    torch.manual_seed(1)
+    for name, shape in (("right", (old.in_features, 2)), ("left", (2, old.out_features))):
+        setattr(linear, f"lora_{name}_weight", nn.Parameter(torch.randn(shape), requires_grad=False))
+    linear.lora_scaling = 0.5
+    output = generate(engine, return_dict_in_generate=True)
+    assert engine.generator.fallback_reason is None and not torch.equal(output.logprobs, base.logprobs)
+    logprobs = module_logprobs(model, output.sequences, padded_prompts()[1]).float()
+    torch.testing.assert_close(output.logprobs, logprobs, atol=5e-5, rtol=0)
+
+
 def test_adapters_on_experts_and_routers_that_are_linears_learn_and_reach_the_rollout(tmp_path):
     save_megatron(build_oracle(num_experts=(3, 0), top_k=2, is_residual=True), tmp_path)
     model = replace_linears(load_megatron_gpt(tmp_path))
