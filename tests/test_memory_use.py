@@ -10,7 +10,7 @@ from small_actors import save_sums
 from torch import nn
 
 from hybrid_engine.observing.live_bytes import LiveBytes
-from hybrid_engine.recipes import grpo, sft
+from hybrid_engine.recipes import grpo, kto, sft
 from hybrid_engine.recipes.experience import policy as policies
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.recipes.tasks.small_llama import build_small_llama
@@ -47,6 +47,21 @@ def test_a_run_takes_the_memory_that_was_planned(sources, tmp_path, options, cap
     assert memory["planned_for_lengths_bytes"] is None
     assert memory["process_peak_bytes"] > memory["measured_bytes"]
     assert "memory: planned" in capsys.readouterr().out
+
+
+def test_the_longest_answers_are_planned_where_they_meet_and_not_all_at_once(sources, tmp_path):
+    with (tmp_path / "labelled.jsonl").open("w") as file:
+        for n in range(80):
+            answer = {"completion": f"{2 * n:03}" * (30 if n % 10 == 0 else 3), "label": n % 2 == 0}
+            file.write(json.dumps({"prompt": f"{n:02}+{n:02}=", **answer}) + "\n")
+    kto.run(
+        kto.Config(
+            out=str(tmp_path / "out"), model=str(sources / "model"), dataset=str(tmp_path / "labelled.jsonl"),
+            batch_size=8, tokens_per_micro_batch=768, max_new_tokens=4, eval_prompts=2, eval_every=0, save_every=0,
+        )
+    )  # fmt: skip
+    memory = memory_of(tmp_path / "out", "")
+    assert memory["measured_bytes"] == pytest.approx(memory["planned_bytes"], rel=0.15)
 
 
 def _run_sharded(rank, world_size, folder, out):

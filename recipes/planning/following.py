@@ -14,7 +14,7 @@ from hybrid_engine.observing.memory_plan import MemoryPlan
 from hybrid_engine.observing.memory_use import MemoryUse
 from hybrid_engine.recipes.data.encoding import Encoded
 from hybrid_engine.recipes.data.pair_corpus import PairCorpus
-from hybrid_engine.recipes.planning.read import Item, Read, read_answers
+from hybrid_engine.recipes.planning.read import Item, Read, read_answers, read_preferences
 from hybrid_engine.recipes.planning.roles import Setting, plan_memory
 from hybrid_engine.recipes.runs.run_log import say, write_json
 from hybrid_engine.zero.fsdp2_private import gathered_storages
@@ -34,8 +34,7 @@ def follow_scored_pairs(config: Any, engine: Any, corpus: PairCorpus) -> None:
 
 def follow_preferences(recipe: str, config: Any, engine: Any, items: Sequence[Item]) -> None:
     """Follows a run that learns from given answers and answers the prompts of some."""
-    longest = max(length for item in items for length, _ in item)
-    follow_memory(recipe, config, Read(first=engine.module.config, items=list(items), prompt_tokens=longest), [engine])
+    follow_memory(recipe, config, read_preferences(config, engine.module.config, items), [engine])
 
 
 def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: Any = None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from hybrid_engine.recipes.data.prompts import select_prompts
 from hybrid_engine.recipes.rewards.adapter_folder import read_reward_adapter
 from hybrid_engine.recipes.rewards.learned import critic_source, names_model
 from hybrid_engine.recipes.runs.stages import load_config
@@ -32,6 +33,25 @@ class Read:
     """The items of every step; None: any may meet."""
     prompt_tokens: int = 0
     """Of the longest prompt that is answered; 0 where none is."""
+
+
+def read_preferences(config: Any, first: PretrainedConfig, items: Sequence[Item]) -> Read:
+    """What a plan reads of a recipe that learns from given answers, which meet as `select_prompts` draws them.
+
+    Args:
+        config: of the recipe, with `max_prompt_tokens` of the prompts that are answered.
+        first: the actor's.
+        items: answers or pairs to learn from, at least a batch.
+    """
+    size = config.batch_size
+    num_drawn = config.epochs * (len(items) // size) * size
+    drawn = select_prompts(len(items), 0, num_drawn, config.seed)
+    return Read(
+        first=first,
+        items=list(items),
+        batches=[drawn[begin : begin + size] for begin in range(0, num_drawn, size)],
+        prompt_tokens=min(config.max_prompt_tokens, max(length for item in items for length, _ in item)),
+    )
 
 
 def read_answers(

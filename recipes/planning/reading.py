@@ -1,6 +1,7 @@
 """What a plan reads of a run: the lengths of its data and the configs of its models, and no weights."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,18 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from hybrid_engine.recipes import agent, dpo, kto, reward, sft
 from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair, encode_prompt
+from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
 from hybrid_engine.recipes.data.pair_corpus import load_pair_corpus
 from hybrid_engine.recipes.data.prompts import load_prompt_rows
 from hybrid_engine.recipes.data.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES, SUMS, OwnTask, character_stage
-from hybrid_engine.recipes.planning.read import Item, Read, read_answers
+from hybrid_engine.recipes.planning.read import Item, Read, read_answers, read_preferences
+from hybrid_engine.recipes.preference.first_actor import check_enough
 from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.recipes.rewards.classifier import load_scoring_tokenizer
 from hybrid_engine.recipes.rewards.learned import names_model
 from hybrid_engine.recipes.runs.adapters import check_adapter
-from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer
+from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, num_positions
 from hybrid_engine.recipes.tasks.small_llama import build_small_llama
 
 
@@ -73,16 +76,16 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
 
 def _read_dpo(config: dpo.Config) -> Read:
     first, tokenizer = _first_actor(config, SUMMARIES)
-    pairs = [encode_pair(tokenizer, row) for row in dpo.load_pairs(config)[0]]
+    pairs = _that_fit(config, first, dpo.load_pairs(config), partial(encode_pair, tokenizer), "pairs")
     items: list[Item] = [tuple((len(answer.prompt_ids), len(answer.response_ids)) for answer in pair) for pair in pairs]
-    return Read(first=first, items=items, prompt_tokens=max(length for item in items for length, _ in item))
+    return read_preferences(config, first, items)
 
 
 def _read_kto(config: kto.Config) -> Read:
     first, tokenizer = _first_actor(config, SUMMARIES)
-    answers = [encode_completion(tokenizer, row) for row in kto.load_answers(config)[0]]
+    answers = _that_fit(config, first, kto.load_answers(config), partial(encode_completion, tokenizer), "answers")
     items: list[Item] = [((len(answer.prompt_ids), len(answer.response_ids)),) for answer in answers]
-    return Read(first=first, items=items, prompt_tokens=max(length for item in items for length, _ in item))
+    return read_preferences(config, first, items)
 
 
 def _read_agent(config: agent.Config) -> Read:
@@ -123,6 +126,21 @@ def _small_config(config: sft.Config, tokenizer: PreTrainedTokenizerBase) -> Pre
 def _adapted(config: Any, model: PretrainedConfig) -> PretrainedConfig:
     check_adapter(config.lora_rank, model, config.model or config.out)
     return model
+
+
+def _that_fit(
+    config: Any,
+    first: PretrainedConfig,
+    parts: tuple[Sequence[R], Sequence[R]],
+    encode: Callable[[R], T],
+    what: str,
+) -> list[T]:
+    """Of rows to train on and held-out ones those to train on that the model has positions for; refuses what the run
+    will refuse."""
+    limit = limit_of(None, num_positions(first), f"--model={config.model!r}")
+    found = [keep_fitting(rows, [encode(row) for row in rows], limit, skips=config.skip_too_long)[1] for rows in parts]
+    check_enough(config, len(found[0]), len(found[1]), what)
+    return found[0]
 
 
 def _longest(config: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any]) -> int:
