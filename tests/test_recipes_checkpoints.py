@@ -1,5 +1,6 @@
 """Checkpoints of a run: engines by name, what the loop carries from step to step, and which of several counts."""
 
+import json
 from dataclasses import dataclass, field
 
 import pytest
@@ -84,5 +85,12 @@ def test_other_options_are_refused_before_anything_loads_those_of_a_group_too(tm
         check_saved_options(tmp_path, Options(algorithm=Group(clip=0.3)))
     with pytest.raises(ValueError, match=r"--resume: --betas=\[0.9, 0.9\] but the interrupted run had"):
         load_checkpoints(build_engines(0), tmp_path, Options(betas=(0.9, 0.9)))
+    saved_before = json.loads((tmp_path / "options.json").read_text())
+    for name in ("betas", "clip"):  # options that there were not when it was saved
+        (tmp_path / "options.json").write_text(json.dumps({k: v for k, v in saved_before.items() if k != name}))
+        check_saved_options(tmp_path, Options(resume=True))
+        options = {"betas": Options(betas=(0.9, 0.9)), "clip": Options(algorithm=Group(clip=0.3))}
+        with pytest.raises(ValueError, match=f"of a version that had no such option.*leave --{name} out"):
+            check_saved_options(tmp_path, options[name])
     with pytest.raises(ValueError, match="nowhere"):
         load_checkpoints(build_engines(0), tmp_path / "nowhere", Options())

@@ -14,7 +14,7 @@ of its data, from the step alone. The loop of a recipe:
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> S
     saved: dict[str, Any] = {}
     for name, engine in engines.items():
         _, saved = engine.load_checkpoint(folder / name, tag)
-        _check_options(saved["config"], _options(config))
+        _check_options(saved["config"], config)
     say(f"Going on after step {saved['step']}")
     return SavedRun(step=saved["step"], state=saved["state"])
 
@@ -108,7 +108,7 @@ def check_saved_options(folder: Path, config: Any) -> None:
         ValueError: naming the first that differs.
     """
     if (folder / OPTIONS).is_file():
-        _check_options(json.loads((folder / OPTIONS).read_text()), _options(config))
+        _check_options(json.loads((folder / OPTIONS).read_text()), config)
 
 
 def _options(config: Any) -> dict[str, Any]:
@@ -119,6 +119,20 @@ def _options(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(flat))
 
 
+def _unset(config: Any) -> dict[str, Any]:
+    """The options that have a default, as JSON reads it back; those of a group by its kind."""
+    flat: dict[str, Any] = {}
+    for option in fields(config):
+        value = getattr(config, option.name)
+        if is_dataclass(value):
+            flat |= _unset(value)
+        elif option.default is not MISSING:
+            flat[option.name] = option.default
+        elif option.default_factory is not MISSING:
+            flat[option.name] = option.default_factory()
+    return json.loads(json.dumps(flat))
+
+
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     writing = path.with_name(f".{path.name}")
@@ -126,9 +140,17 @@ def _write(path: Path, text: str) -> None:
     writing.replace(path)
 
 
-def _check_options(saved: dict[str, Any], given: dict[str, Any]) -> None:
+def _check_options(saved: dict[str, Any], config: Any) -> None:
+    given, unset = _options(config), _unset(config)
     for name in sorted(given.keys() - _MAY_DIFFER):
-        if saved.get(name) != given[name]:
+        if name not in saved and given[name] == unset.get(name):
+            continue  # saved before there was such an option
+        if name not in saved:
+            raise ValueError(
+                f"--resume: {flag(name)}={given[name]!r} but the interrupted run is of a version that had no such "
+                f"option; a run goes on under the options that it began with: leave {flag(name)} out"
+            )
+        if saved[name] != given[name]:
             raise ValueError(
                 f"--resume: {flag(name)}={given[name]!r} but the interrupted run had {saved.get(name)!r}; "
                 f"a run goes on under the options that it began with: give {flag(name)} as it was"

@@ -1,10 +1,11 @@
 """Runs of every recipe, stopped by SIGKILL, SIGTERM or SIGINT at random moments and resumed until they end.
 
-    python -m tests.attack.recipe_kills [--stops 10] [--recipes dpo kto]
+    python -m tests.attack.recipe_kills [--stops 10] [--cases dpo kto "ppo, two processes"]
 
-Whatever a run leaves must then be, to the bit, what a run leaves that was never stopped: figures, answers, results and
-the weights of the last and of the best model; nothing but that, and what `--restart` moved aside of a run that was
-stopped before its first checkpoint. The processes are forked from one that has imported everything.
+On two processes SIGKILL meets one of them, upon which the other gets SIGTERM, as from torchrun; SIGTERM and SIGINT meet
+both. Whatever a run leaves must then be, to the bit, what a run leaves that was never stopped: figures, answers,
+results and the weights of the last and of the best model; nothing but that, and what `--restart` moved aside of a run
+that was stopped before its first checkpoint. The processes are forked from one that has imported everything.
 """
 
 import argparse
@@ -19,11 +20,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from chat import MARKED_TEMPLATE, build_chat_tokenizer
+from distributed import free_port
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybrid_engine.checkpoint.lock import LOCK_FILE
@@ -40,6 +43,17 @@ IMPORTED = (dpo, grpo, kto, online_dpo, ppo, reward, sft)
 """Before the first fork; engines import the rest when they are made."""
 SAMPLED = "--reward length:target=3 --steps 4 --rollout-size 4 --micro-batch-size 2 --max-new-tokens 4 --eval-prompts 2"
 PREFERRED = "--batch-size 4 --micro-batch-size 2 --max-new-tokens 4 --eval-prompts 2 --eval-rows 4"
+SHARDED = "--zero-stage 3"
+
+
+class Case(NamedTuple):
+    """A run of four steps with a checkpoint and an evaluation after each."""
+
+    recipe: str
+    options: str
+    processes: int = 1
+
+
 OPTIONS = {
     "grpo": f"{SAMPLED} --group-size 2 --minibatch-size 4 --eval-samples 1 --dynamic-sampling 1 "
     "--kl-place loss --kl-coef 0.1 --kl-estimator k3 --kl-target 0.1",
@@ -50,7 +64,12 @@ OPTIONS = {
     "sft": "--batch-size 4 --max-examples 16 --epochs 1",
     "reward": "--batch-size 4 --max-pairs 16",
 }
-"""Four steps of each recipe, with a checkpoint and an evaluation after each."""
+CASES = {recipe: Case(recipe, options) for recipe, options in OPTIONS.items()}
+CASES |= {
+    "ppo, two processes": Case("ppo", f"{OPTIONS['ppo']} {SHARDED}", 2),
+    "grpo, two processes": Case("grpo", f"{OPTIONS['grpo']} {SHARDED}", 2),
+    "ppo on one base, two processes": Case("ppo", f"{OPTIONS['ppo']} {SHARDED} --lora-rank 2 --shared-base", 2),
+}
 
 
 def write_sources(folder: Path) -> None:
@@ -82,7 +101,7 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 @dataclass
 class Outcome:
-    """What the stops of a recipe came to."""
+    """What the stops of a case came to."""
 
     num_stops: int = 0
     num_runs: int = 0
@@ -91,19 +110,21 @@ class Outcome:
 
 
 class Stopper:
-    """Stops runs of one recipe and compares what they leave."""
+    """Stops runs of one case and compares what they leave."""
 
-    def __init__(self, recipe: str, sources: Path, folder: Path, seed: int):
+    def __init__(self, name: str, sources: Path, folder: Path, seed: int):
+        recipe, options, processes = CASES[name]
         data = "pairs" if recipe in ("dpo", "kto", "reward") else "chats" if recipe == "sft" else "prompts"
+        self.name, self.processes = name, processes
         self.recipe, self.folder, self.random, self.outcome = recipe, folder, random.Random(seed), Outcome()
         self.arguments = [
             *(recipe, "--model", str(sources / "model"), "--dataset", str(sources / f"{data}.jsonl")),
-            *("--save-every", "1", "--eval-every", "1", "--seed", "3", *OPTIONS[recipe].split()),
+            *("--save-every", "1", "--eval-every", "1", "--seed", "3", *options.split()),
         ]
         started = time.monotonic()
-        process = Process(self._start(folder / "whole"), folder / "whole.log")
+        process = self._start(folder / "whole")
         code = process.wait(PATIENCE)
-        assert code == 0, process.log.read_text()
+        assert code == 0, process.said()
         self.seconds = time.monotonic() - started
         self.expected = left_by(recipe, folder / "whole")
 
@@ -112,7 +133,7 @@ class Stopper:
         self.outcome.num_runs += 1
         out = self.folder / f"run-{self.outcome.num_runs}"
         for _ in range(max_stops):
-            process = Process(self._start(out), out.with_suffix(".log"))
+            process = self._start(out)
             code = process.wait(self.random.uniform(0, self.seconds))
             if code is None:
                 self.outcome.num_stops += 1
@@ -120,13 +141,13 @@ class Stopper:
             if code == 0:
                 break
             if code not in (-signal.SIGKILL, -signal.SIGTERM, 130):
-                self._fail(f"status {code}: {process.log.read_text()[-2000:]}")
+                self._fail(f"status {code}: {process.said()}")
                 return
         else:
-            process = Process(self._start(out), out.with_suffix(".log"))
+            process = self._start(out)
             code = process.wait(PATIENCE)
             if code != 0:
-                self._fail(f"status {code}: {process.log.read_text()[-2000:]}")
+                self._fail(f"status {code}: {process.said()}")
                 return
         left = left_by(self.recipe, out)
         names = sorted(name for name in self.expected | left if self.expected.get(name) != left.get(name))
@@ -134,16 +155,19 @@ class Stopper:
             self._fail(f"not as in a run that was never stopped: {', '.join(names)}")
 
     def _fail(self, failure: str) -> None:
-        self.outcome.failures.append(f"{self.recipe}: {failure}")
+        self.outcome.failures.append(f"{self.name}: {failure}")
 
-    def _start(self, out: Path) -> Callable[[], int]:
+    def _start(self, out: Path) -> "Process | Processes":
         """The command as somebody would give it who sees what is in the folder."""
         going_on = []
         if has_checkpoint(out, self.recipe):
             going_on = ["--resume"]
         elif left_behind(out, results_of(self.recipe)):
             going_on = ["--restart"]
-        return lambda: cli.main([*self.arguments, "--out", str(out), *going_on])
+        action = partial(cli.main, [*self.arguments, "--out", str(out), *going_on])
+        if self.processes == 1:
+            return Process(action, out.with_suffix(".log"))
+        return Processes(action, out, self.processes, self.random)
 
 
 class Process:
@@ -187,6 +211,64 @@ class Process:
             return 1
         return code
 
+    def said(self) -> str:
+        """The end of what it printed."""
+        return self.log.read_text()[-2000:]
+
+
+class Processes:
+    """Forks that run the command together, in torchrun's environment."""
+
+    def __init__(self, action: Callable[[], int], out: Path, number: int, chance: random.Random):
+        self.random, port = chance, free_port()
+        self.members = [
+            Process(partial(_as_rank, rank, number, port, action), out.with_suffix(f".{rank}.log"))
+            for rank in range(number)
+        ]
+        self.codes: dict[int, int] = {}
+
+    def wait(self, seconds: float) -> int | None:
+        """0, or the status of one that failed; None if any still runs after `seconds`."""
+        end = time.monotonic() + seconds
+        for member in self.members:
+            if member.pid not in self.codes:
+                code = member.wait(max(0, end - time.monotonic()))
+                if code is None:
+                    return None
+                self.codes[member.pid] = code
+        return next((code for code in self.codes.values() if code), 0)
+
+    def stop(self, number: int) -> int:
+        """Stops them as torchrun would: the status of one that was met, 0 of a run that had just ended, 1 of one that
+        stays."""
+        running = [member for member in self.members if member.pid not in self.codes]
+        met = [self.random.choice(running)] if number == signal.SIGKILL else running
+        for member in met:
+            os.kill(member.pid, number)
+        if number == signal.SIGKILL:
+            time.sleep(self.random.choice((0, 0.1)))
+            for member in running:
+                os.kill(member.pid, signal.SIGTERM)
+        if self.wait(PATIENCE) is None:
+            for member in running:
+                if member.pid not in self.codes:
+                    os.kill(member.pid, signal.SIGKILL)
+                    member.wait(PATIENCE)
+            return 1
+        # Of the others some end by the error that the connection is lost.
+        expected = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}[number]
+        return expected if any(self.codes.values()) else 0
+
+    def said(self) -> str:
+        """The ends of what they printed."""
+        return "\n".join(member.said() for member in self.members)
+
+
+def _as_rank(rank: int, number: int, port: int, action: Callable[[], int]) -> int:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(number)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return action()
+
 
 def left_by(recipe: str, out: Path) -> dict[str, Any]:
     """By its name everything that a run left below its folder, checkpoints and what was moved aside left out."""
@@ -211,32 +293,32 @@ def left_by(recipe: str, out: Path) -> dict[str, Any]:
     return left
 
 
-def attack(recipe: str, num_stops: int, seed: int = 0, stops_per_run: int = 4) -> Outcome:
-    """Stops runs of a recipe `num_stops` times in all."""
+def attack(case: str, num_stops: int, seed: int = 0, stops_per_run: int = 4) -> Outcome:
+    """Stops runs of a case `num_stops` times in all."""
     with tempfile.TemporaryDirectory() as name:
         write_sources(Path(name))
-        stopper = Stopper(recipe, Path(name), Path(name), seed)
+        stopper = Stopper(case, Path(name), Path(name), seed)
         while stopper.outcome.num_stops < num_stops and not stopper.outcome.failures:
             stopper.run_once(min(stops_per_run, num_stops - stopper.outcome.num_stops))
         return stopper.outcome
 
 
-def attack_all(num_stops: int, recipes: Sequence[str] = tuple(OPTIONS)) -> dict[str, Outcome]:
-    """Every recipe `num_stops` times."""
+def attack_all(num_stops: int, cases: Sequence[str] = tuple(CASES)) -> dict[str, Outcome]:
+    """Every case `num_stops` times."""
     outcomes = {}
-    for number, recipe in enumerate(recipes):
-        outcomes[recipe] = attack(recipe, num_stops, seed=number)
-        print(f"{recipe}: {outcomes[recipe]}", flush=True)
+    for number, case in enumerate(cases):
+        outcomes[case] = attack(case, num_stops, seed=number)
+        print(f"{case}: {outcomes[case]}", flush=True)
     return outcomes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stops", type=int, default=10, help="of each recipe")
-    parser.add_argument("--recipes", nargs="+", choices=tuple(OPTIONS), default=tuple(OPTIONS))
+    parser.add_argument("--stops", type=int, default=10, help="of each case")
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES))
     given = parser.parse_args()
     torch.set_num_threads(1)
-    return int(any(outcome.failures for outcome in attack_all(given.stops, given.recipes).values()))
+    return int(any(outcome.failures for outcome in attack_all(given.stops, given.cases).values()))
 
 
 if __name__ == "__main__":
