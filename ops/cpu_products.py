@@ -11,8 +11,6 @@ import torch
 
 from hybrid_engine.ops.cpu_kernels import ACTIVATIONS, call, matrix, pointer, use_compiled
 
-ROWS = range(2, 33)
-"""For more rows MKL is as fast or faster, and one row reads the weights as fast as the memory gives them anyway."""
 THREAD_ELEMENTS = 2**15
 """Elements of weights for each thread at the least."""
 
@@ -36,7 +34,7 @@ class _Product(Structure):
 
 def can_multiply(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
     """Whether `products` and `activated_product` take these tensors."""
-    if len(input) not in ROWS or input.dtype != torch.float32:
+    if input.dtype != torch.float32:
         return False
     for weight, bias in linears:
         if weight.stride(0) != 1 or not (bias is None or bias.is_contiguous()):

@@ -1,5 +1,7 @@
 """The compiled CPU functions against their torch references, and what happens where they cannot be compiled or kept."""
 
+import ctypes
+import mmap
 import os
 import shutil
 import threading
@@ -104,8 +106,8 @@ def exact_product(x, weight, bias):
 
 
 @needs_compiler
-@pytest.mark.parametrize("rows", [2, 15, 16, 17, 32])
-@pytest.mark.parametrize("width_in", [1, 63, 256])
+@pytest.mark.parametrize("rows", [2, 15, 16, 17, 32, 33, 100])
+@pytest.mark.parametrize("width_in", [1, 3, 63, 256])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_products_equal_exact_ones(compiled, threads, monkeypatch, rows, width_in, has_bias):
     monkeypatch.setattr(cpu_products, "THREAD_ELEMENTS", 1)
@@ -118,6 +120,23 @@ def test_products_equal_exact_ones(compiled, threads, monkeypatch, rows, width_i
                 assert_near(output, exact_product(x, *linear).float(), torch.float32)
         (output,) = cpu_products.products(x, linears[-1:], residual)
         assert_near(output, (exact_product(x, *linears[-1]) + residual).float(), torch.float32)
+
+
+@needs_compiler
+@pytest.mark.skipif(os.name != "posix", reason="a page is closed by mprotect")
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 15, 17, 31, 33, 100])
+@pytest.mark.parametrize("width_in", [1, 2, 5, 63])
+def test_products_read_nothing_behind_their_input(rows, width_in):
+    num_bytes, page = rows * width_in * 4, mmap.PAGESIZE
+    end = -(-num_bytes // page) * page
+    memory = mmap.mmap(-1, end + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + end), ctypes.c_size_t(page), 0) == 0
+    values = (ctypes.c_float * (rows * width_in)).from_address(start + end - num_bytes)
+    x, weight = torch.frombuffer(values, dtype=torch.float32).view(width_in, rows).t(), torch.randn(20, width_in).t()
+    x.normal_()
+    (output,) = cpu_products.products(x, [(weight, None)])
+    assert_near(output, exact_product(x, weight, None).float(), torch.float32)
 
 
 @needs_compiler
