@@ -283,5 +283,14 @@ def test_a_plan_counts_one_base_and_what_the_roles_add_to_it(config):
     assert sum(part.num_bytes for part in kept if part.name == "weights") == held.parameters
     assert sum(part.num_bytes for part in kept if part.name == "optimizer state") == held.state
     fused = next(part for part in plan.generation if part.name == "fused adapters")
-    assert fused.num_bytes == engine.generator.model.buffer_bytes(is_streamed=True)
-    assert engine.generator.gatherer.is_streamed
+    assert fused.num_bytes == engine.generator.model.buffer_bytes(engine.generator.gatherer.is_streamed)
+
+
+@pytest.mark.parametrize(("rows", "is_streamed"), [(1, True), (16, False)])
+def test_rollouts_fuse_layer_by_layer_where_they_would_take_more_than_training(config, rows, is_streamed):
+    config = replace(config, micro_batch_size=rows, minibatch_size=16, rollout_size=16, max_prompt_tokens=8)
+    plan = plan_memory(read_run("ppo", config), Setting(recipe="ppo", config=config, num_processes=1, device="cpu"))
+    assert plan.fuses_at_once is not is_streamed
+    if not is_streamed:
+        assert plan.generation_peak_bytes <= plan.training_peak_bytes
+    assert build_shared(config).policy.actor.generator.gatherer.is_streamed is is_streamed

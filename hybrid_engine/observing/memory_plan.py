@@ -72,6 +72,8 @@ class MemoryPlan:
     """Whether a step has several passes, the later of which find gradients."""
     generation: list[Part]
     """What generating takes beside what is kept; empty where nothing is generated."""
+    fuses_at_once: bool = True
+    """Whether a rollout has all its weights ready before it begins, or those of a layer at a time."""
 
     @property
     def kept_bytes(self) -> int:

@@ -8,9 +8,11 @@ from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.experience.policy import Policy, build_policy, engine_config_of
 from hybrid_engine.recipes.experience.shared_base import ACTOR, AdapterRole, build_roles_on_shared_base
 from hybrid_engine.recipes.experience.start import Start
+from hybrid_engine.recipes.planning.following import fuses_at_once
 from hybrid_engine.recipes.rewards.learned import build_critic
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
+from hybrid_engine.recipes.runs.stages import load_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +48,10 @@ def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float
         start: the sources of the models; the critic begins as the first reward model that reads the actor's tokens.
     """
     if config.shared_base:
-        found = build_roles_on_shared_base(config, start.source, start.rewards, actor_rate, critic_rate)
-        policy, role, rewards = found
+        at_once = fuses_at_once("ppo", config, start, load_config(start.source))
+        policy, role, rewards = build_roles_on_shared_base(
+            config, start.source, start.rewards, actor_rate, critic_rate, fuses_at_once=at_once
+        )
         return Roles(policy=policy, critic=role, rewards=rewards)
     policy = build_policy(config, start.source, actor_rate, config.num_updates, keeps_reference=True)
     critic, *_ = hybrid_engine.initialize(

@@ -151,7 +151,7 @@ def parameter_groups(model: PeftModel, actor_rate: float, critic_rate: float) ->
 
 
 def build_roles_on_shared_base(
-    config: Any, source: str, rewards: Rewards, actor_rate: float, critic_rate: float
+    config: Any, source: str, rewards: Rewards, actor_rate: float, critic_rate: float, *, fuses_at_once: bool
 ) -> tuple[Policy, AdapterRole, Rewards]:
     """Actor with its reference, critic and rewards. Collective.
 
@@ -160,13 +160,15 @@ def build_roles_on_shared_base(
         source: Hugging Face name or folder of the base.
         rewards: of which models are named, and stand on no base yet.
         actor_rate, critic_rate: peaks of the learning rates.
+        fuses_at_once: whether a rollout holds all its linears with the adapter in them, which is their memory once
+            more, or those of a layer at a time, made anew in every pass.
     """
     models = [reward for reward in rewards.rewards if names_model(reward.spec)]
     roles = {reward.spec: f"reward_{number}" for number, reward in enumerate(models)}
     model = build_shared_base(source, {role: read_reward_adapter(spec) for spec, role in roles.items()}, config)
     engine_config = engine_config_of(config, actor_rate, config.num_updates, generates=True)
     engine_config["scheduler"]["params"]["warmup_max_lr"] = [actor_rate, critic_rate]
-    engine_config["hybrid_engine"]["pin_parameters"] = False  # all linears fused would be the base once more
+    engine_config["hybrid_engine"]["pin_parameters"] = fuses_at_once
     groups = parameter_groups(model, actor_rate, critic_rate)
     engine, *_ = hybrid_engine.initialize(model=model, model_parameters=groups, config=engine_config)
     pack_where_exact(engine, config)

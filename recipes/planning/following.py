@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from hybrid_engine.distributed.processes import default_device, get_world_size
 from hybrid_engine.generation.memory.usage import count_bytes, num_bytes
@@ -52,6 +53,24 @@ def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: An
     engines = [policy.actor, *([critic] if hasattr(critic, "sharding") else [])]
     frozen = [policy.reference, *(model for model in judges if isinstance(model, nn.Module))]
     follow_memory(recipe, config, read, engines, frozen)
+
+
+def fuses_at_once(recipe: str, config: Any, start: Any, first: PretrainedConfig) -> bool:
+    """Whether rollouts of a run on a shared base take no more memory than its training with all linears fused at once.
+
+    False where a model cannot be counted on shapes alone; alike on all processes.
+
+    Args:
+        recipe, config: as of `follow_memory`.
+        start: an `experience.start.Start`.
+        first: the base's.
+    """
+    read = read_answers(config, start.rewards.specs, first, start.prompt_tokens, start.source, has_critic=True)
+    setting = Setting(recipe=recipe, config=config, num_processes=get_world_size(), device=default_device().type)
+    try:
+        return plan_memory(read, setting).fuses_at_once
+    except Exception:  # as in `follow_memory`, which says it
+        return False
 
 
 def follow_memory(

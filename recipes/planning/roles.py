@@ -65,8 +65,16 @@ def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
         shape = of_so_many(shape, setting.pass_tokens)
     with torch.device("meta"):
         roles, actor = _roles(read, setting, shape, accumulates)
-        generation = _generation(actor, read, setting) if read.prompt_tokens else []
-    return MemoryPlan(roles=roles, accumulates=accumulates, generation=generation)
+        plan = MemoryPlan(roles=roles, accumulates=accumulates, generation=[])
+        if not read.prompt_tokens:
+            return plan
+        at_once = _generation(actor, read, setting, is_streamed=False)
+        # On a shared base a rollout is to take no more than training does, which takes nothing meanwhile.
+        room = plan.training_peak_bytes - plan.kept_bytes
+        if getattr(config, "shared_base", False) and sum(part.num_bytes for part in at_once) > room:
+            generation = _generation(actor, read, setting, is_streamed=True)
+            return replace(plan, generation=generation, fuses_at_once=False)
+    return replace(plan, generation=at_once)
 
 
 def _roles(read: Read, setting: Setting, shape: PassShape, accumulates: bool) -> tuple[list[RolePlan], nn.Module]:
@@ -226,8 +234,9 @@ def _frozen(name: str, shapes: list[Shape]) -> RolePlan:
     return RolePlan(name=name, kept=kept_parts(shapes, sharded), gradients=gradient_part(shapes, sharded))
 
 
-def _generation(actor: nn.Module, read: Read, setting: Setting) -> list[Part]:
-    """What a rollout takes beside what is kept, of training or of an evaluation, whichever is larger."""
+def _generation(actor: nn.Module, read: Read, setting: Setting, *, is_streamed: bool) -> list[Part]:
+    """What a rollout takes beside what is kept, of training or of an evaluation, whichever is larger; with its weights
+    ready before it begins, or layer by layer."""
     config = setting.config
     longest = read.prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed
     options = HybridEngineConfig(enabled=True)
@@ -247,7 +256,6 @@ def _generation(actor: nn.Module, read: Read, setting: Setting) -> list[Part]:
         return [_own_cache(_base(actor).config.get_text_config(), demand.max_running, longest)]
     text = model.base.config.get_text_config()
     parts = [kv_part(model.kv_shape(demand.wanted, demand.block_size), WEIGHT.itemsize, demand.max_running)]
-    is_streamed = getattr(config, "shared_base", False)
     if fused := model.buffer_bytes(is_streamed):
         what = "of one layer at a time" if is_streamed else "once more, dequantised where they are quantised"
         parts.append(Part("fused adapters", fused, f"the linears with an adapter, {what}"))

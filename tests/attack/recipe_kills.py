@@ -36,7 +36,7 @@ from hybrid_engine.recipes.reports.run_data import is_time
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, has_checkpoint, left_behind, results_of
 
-PATIENCE = 120
+PATIENCE = 300
 """Seconds after which a run counts as hanging."""
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 IMPORTED = (dpo, grpo, kto, online_dpo, ppo, reward, sft)
@@ -146,6 +146,8 @@ class Stopper:
         else:
             process = self._start(out)
             code = process.wait(PATIENCE)
+            if code is None:
+                process.stop(signal.SIGKILL)
             if code != 0:
                 self._fail(f"status {code}: {process.said()}")
                 return
