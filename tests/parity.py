@@ -105,12 +105,12 @@ def tensors_of(result: Any) -> list[Tensor]:
     return [leaf.detach().clone() for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
 
 
-def plain_training(name: str) -> Training:
+def plain_training(name: str, num_steps: int = NUM_STEPS) -> Training:
     """The module's own, on the sum of all samples' losses."""
     module = build_net(name)
     optimizer = torch.optim.Adam(module.parameters(), **ADAM)
     found = Training([], {}, [], {})
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         optimizer.zero_grad()
         results = [module(sample_for(name, 100 * step + number)) for number in range(NUM_SAMPLES)]
         for result in results:
@@ -124,7 +124,9 @@ def plain_training(name: str) -> Training:
     return found
 
 
-def planned_training(rank: int, num_processes: int, name: str, layout: Layout, folder: Path) -> Training:
+def planned_training(
+    rank: int, num_processes: int, name: str, layout: Layout, folder: Path, num_steps: int
+) -> Training:
     """The same under a plan; results of this process's unit, gradients and weights of what it holds."""
     options = dict(layout.pas_config)
     if layout.policy == "autodist":
@@ -144,7 +146,7 @@ def planned_training(rank: int, num_processes: int, name: str, layout: Layout, f
     optimizer = build_optimizer(module, torch.optim.Adam, **ADAM)
     unit, count = rank // layout.plan_ngpus, NUM_SAMPLES // config.num_units
     found = Training([], {}, [], {})
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         samples = [sample_for(name, 100 * step + unit * count + number) for number in range(count)]
         found.results.append([tensors_of(result) for result in module.train_step(samples)])
         optimizer.sync_shard_grad()
@@ -190,7 +192,9 @@ def distance(expected: Tensor, found: Tensor) -> float:
     return float((expected - found).abs().max() / expected.abs().max().clamp(min=0.01))
 
 
-def trainings(rank: int, num_processes: int, cases: list[tuple[str, Layout]], folder: Path) -> list[Any]:
+def trainings(
+    rank: int, num_processes: int, cases: list[tuple[str, Layout]], folder: Path, num_steps: int
+) -> list[Any]:
     """What this process found in each case, or the error that it raised."""
     found: list[Any] = []
     for number, (name, layout) in enumerate(cases):
@@ -198,7 +202,7 @@ def trainings(rank: int, num_processes: int, cases: list[tuple[str, Layout]], fo
         own.mkdir(exist_ok=True)
         dist.barrier()
         try:
-            found.append(planned_training(rank, num_processes, name, layout, own))
+            found.append(planned_training(rank, num_processes, name, layout, own, num_steps))
         except Exception as error:
             print(
                 f"rank {rank}: {name}, {layout}: {type(error).__name__}: {str(error)[:300]}",
@@ -209,14 +213,16 @@ def trainings(rank: int, num_processes: int, cases: list[tuple[str, Layout]], fo
     return found
 
 
-def differences(cases: list[tuple[str, Layout]], num_processes: int, folder: Path) -> list[str]:
+def differences(
+    cases: list[tuple[str, Layout]], num_processes: int, folder: Path, num_steps: int = NUM_STEPS
+) -> list[str]:
     """What differs in each case."""
-    by_rank = run_distributed(trainings, num_processes, cases, folder, seconds=100)
+    by_rank = run_distributed(trainings, num_processes, cases, folder, num_steps, seconds=100)
     words = []
     for (name, layout), found in zip(cases, zip(*by_rank, strict=True), strict=True):
         error = next((one for one in found if isinstance(one, Exception)), None)
         words.append(
-            difference(plain_training(name), list(found), layout)
+            difference(plain_training(name, num_steps), list(found), layout)
             if error is None
             else f"{type(error).__name__}: {str(error)[-400:]}"
         )

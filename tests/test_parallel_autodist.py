@@ -272,11 +272,11 @@ def test_layers_are_recomputed_where_memory_is_short_and_as_few_as_must():
 
 def test_generation_limits_memory_where_it_needs_more_than_training(blocks):
     weights = sum(value.num_bytes for value in blocks.of_kind("parameter").values())
-    for use_zero, num_parts in ((False, 1), (False, 2), (True, 2)):
+    for use_zero, num_parts in ((False, 1), (True, 1), (False, 2), (True, 2)):
         generation = Generation(num_tokens=1, tensor_parallel=num_parts)
         setting = Setting(machine=H100, plan_ngpus=2, num_units=2, use_zero=use_zero, generation=generation)
         stage = plan_costs(best_plan(blocks, setting), setting).stages[0]
-        gathered = 0 if (use_zero, num_parts) == (False, 2) else weights / num_parts  # a process holds its half
+        gathered = 0 if num_parts == 2 else weights  # a process holds its half; with ZeRO that is among its weights
         assert stage.peaks["generation"] == pytest.approx(stage.cost.resident_bytes + gathered)
 
 
@@ -286,7 +286,9 @@ def test_keys_and_values_are_counted_before_they_are_repeated():
     )
     ids = torch.zeros(2, 8, dtype=torch.long)
     graph = build_graph(on_meta(lambda: LlamaForCausalLM(config)), {"input_ids": ids, "use_cache": False})
-    assert token_bytes(graph, Setting(machine=H100)) == 3 * 2 * 2 * 16 * 4
+    ops = list(graph.ops.values())
+    assert token_bytes(graph, Setting(machine=H100), ops) == 3 * 2 * 2 * 16 * 4
+    assert token_bytes(graph, Setting(machine=H100), [op for op in ops if ".layers.0." in op.path]) == 2 * 2 * 16 * 4
 
 
 def test_constraints_by_glob_hold_and_wrong_ones_are_refused(blocks, tmp_path):

@@ -1,5 +1,6 @@
 """A causal model under a plan trains and generates through one engine as the same model does on one process."""
 
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hybrid_engine
 from hybrid_engine import ComputeConfig, Plan
 from hybrid_engine.parallel.planning.autodist import autodist
+from hybrid_engine.parallel.planning.plan_costs import plan_costs
+from hybrid_engine.parallel.planning.setting import Generation, Setting
 from hybrid_engine.zero.sharding import full_tensor
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": PAD, "eos_token_id": [7, 11, 23]}
@@ -64,12 +67,12 @@ def parallel(family, plan_ngpus, world_size, folder, policy=None, **changes):
     lowering = "graph" if policy in OF_GRAPHS else "eager"
     config = ComputeConfig(**{"plan_ngpus": plan_ngpus, "runtime_ngpus": world_size, "lowering": lowering} | changes)
     policy = policy or (megatron if plan_ngpus > 1 else "dp")
-    return hybrid_engine.parallelize(model, arguments, policy, config, gen_savedir=folder)
+    return hybrid_engine.parallelize(model, arguments, policy, config, gen_savedir=folder, broadcast_strategy="all")
 
 
-def build_engine(model, stage, **options):
+def build_engine(model, stage, batch_size=6, **options):
     config = {
-        "train_batch_size": 6,
+        "train_batch_size": batch_size,
         "gradient_clipping": 0.5,
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-4}},
@@ -82,13 +85,13 @@ def cycles(engine, unit=0, num_units=1, num_cycles=CYCLES):
     """Several times generated and trained; what the prompts of this unit came to, and the weights in the end."""
     ids, mask = (tensor.chunk(num_units)[unit] for tensor in padded_prompts())
     found = {"native": engine.generator.fallback_reason, "rollouts": [], "norms": []}
-    for _ in range(num_cycles):
+    for cycle in range(num_cycles):
         engine.eval()
-        for options in (GREEDY, SAMPLED):
-            output = engine.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
-            found["rollouts"].append((output.sequences, output.logprobs))
+        options = (GREEDY, SAMPLED)[cycle % 2]
+        output = engine.generate(ids, attention_mask=mask, return_dict_in_generate=True, **options)
+        found["rollouts"].append((output.sequences, output.logprobs))
         # A bound no 6 tokens reach: the option sends the same request to the model's own generate().
-        if engine.generator.group.has_whole_module:
+        if engine.generator.group.has_whole_module and cycle == 1:
             found["own"] = engine.generate(ids, attention_mask=mask, encoder_no_repeat_ngram_size=500, **GREEDY)
         engine.train()
         labels = ids.masked_fill(mask == 0, -100)
@@ -98,9 +101,18 @@ def cycles(engine, unit=0, num_units=1, num_cycles=CYCLES):
         engine.step()
         found["norms"].append(engine.get_global_grad_norm())
     found["gathered"] = engine.latency_stats()["gathered_bytes"]
+    parts = engine.generator.group.parts
+    found["copied"] = None if parts is None else (parts.num_bytes, planned_copies(engine.module))
     engine.sharding.settle()
     found["weights"] = {name: full_tensor(p).clone() for name, p in engine.module.named_parameters()}
     return found
+
+
+def planned_copies(module):
+    """The bytes that the planner counts for what a process of a unit copies while it generates."""
+    generation = Generation(num_tokens=1, tensor_parallel=math.prod(module.plan.mesh))
+    setting = Setting(machine=MACHINE, plan_ngpus=module.compute_config.plan_ngpus, generation=generation)
+    return max(stage.cost.copied_bytes for stage in plan_costs(module.plan, setting).stages)
 
 
 def otherwise(graph, config):
@@ -136,8 +148,16 @@ def planned_over_two_axes(graph, config):
     return plan
 
 
-OF_GRAPHS = (planned_over_two_axes,)
-"""Policies whose plans hooks do not carry."""
+def over_one_of_two_axes(graph, config):
+    """Megatron's layout over the second of two axes, the first of which is one process."""
+    plan = megatron(graph, config)
+    plan.mesh = (1, config.plan_ngpus)
+    plan.splits = {key: (None, *names) for key, names in plan.splits.items()}
+    return plan
+
+
+OF_GRAPHS = (planned_over_two_axes, over_one_of_two_axes)
+"""Policies whose plans run as graphs, as hooks do not carry the first one's."""
 
 
 SETTINGS = {
@@ -152,8 +172,8 @@ SETTINGS = {
     ],
     4: [
         ("llama", 2, 0, None),
-        ("llama", 2, 1, None),
         ("llama", 2, 3, otherwise),
+        ("llama", 2, 3, over_one_of_two_axes),
         ("llama", 4, 0, planned),
         ("llama", 4, 0, over_second_axis),
         ("llama", 4, 0, planned_over_two_axes),
@@ -164,6 +184,8 @@ SETTINGS = {
 
 def all_settings(rank, world_size, folder):
     found = []
+    if world_size == 4:
+        saved(rank, world_size, folder / "saved", stage=1, policy=over_one_of_two_axes)
     for number, (family, plan_ngpus, stage, policy) in enumerate(SETTINGS[world_size]):
         model = parallel(family, plan_ngpus, world_size, folder / str(number), policy)
         found.append(cycles(build_engine(model, stage), rank // plan_ngpus, world_size // plan_ngpus))
@@ -183,6 +205,11 @@ def test_processes_generate_and_train_under_a_plan_as_one_does(tmp_path, world_s
             check(found, expected[family], rank // plan_ngpus, num_units, f"{family} {plan_ngpus} {stage} {policy}")
             if num_units == 1:  # among four some train other parts than they generate with
                 assert (found["gathered"] > 0) == (plan_ngpus == 4)
+    for found in zip(*outcomes, strict=True):
+        copied = [one["copied"] for one in found if one["copied"] is not None]
+        assert max((num_bytes for num_bytes, _ in copied), default=0) == max(
+            (planned for _, planned in copied), default=0
+        )
 
 
 def check(found, expected, unit, num_units, name):
@@ -201,22 +228,26 @@ def check(found, expected, unit, num_units, name):
         torch.testing.assert_close(found["weights"][key], weight, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")
 
 
-def saved(rank, world_size, folder):
-    """What an engine under a plan has written, as an engine without one, and transformers, read it."""
-    engine = build_engine(parallel("llama", 2, world_size, folder / "plan"), 0)
-    found = cycles(engine, num_cycles=1)["weights"]
+def saved(rank, world_size, folder, stage=0, policy=None):
+    """What an engine under a plan has written, as an engine without one and transformers read it; and the way back."""
+    unit, num_units = rank // 2, world_size // 2
+    engine = build_engine(parallel("llama", 2, world_size, folder / "plan", policy), stage)
+    found = cycles(engine, unit, num_units, num_cycles=1)["weights"]
     engine.save_checkpoint(folder / "checkpoint")
     engine.save_16bit_model(folder / "model")
-    plain = build_engine(build("llama"), 3)
+    plain = build_engine(build("llama"), 3, batch_size=world_size)
     plain.load_checkpoint(folder / "checkpoint")
-    other = build_engine(parallel("llama", 2, world_size, folder / "other"), 0)
-    other.load_checkpoint(folder / "checkpoint")
+    plain.save_checkpoint(folder / "plain")
+    other = build_engine(parallel("llama", 2, world_size, folder / "other", policy), 3 if stage else 0)
+    other.load_checkpoint(folder / "plain")
+    other.sharding.settle()
     read = LlamaForCausalLM.from_pretrained(folder / "model")
     assert [entry.name for entry in other.optimizer.parameters] == list(found)
     for name, weight in found.items():
         for model in (plain.module, other.module, read):
             assert torch.equal(full_tensor(model.get_parameter(name)), weight), name
-    assert cycles(other, num_cycles=1)["norms"] == cycles(engine, num_cycles=1)["norms"]
+    norms = [cycles(one, unit, num_units)["norms"] for one in (engine, other)]
+    torch.testing.assert_close(*norms, rtol=1e-6, atol=0.0)
 
 
 def refusals(rank, world_size, folder):

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
-from hybrid_engine.parallel.lowering.layouts import edges_of, parameter_layouts, value_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.planning.autodist import best_plan
+from hybrid_engine.parallel.planning.layouts import edges_of, parameter_layouts, value_layouts
 from hybrid_engine.parallel.planning.machine import COLLECTIVES, Device, Link, Machine
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.policies import batch_plan, random_plan, replicated_plan

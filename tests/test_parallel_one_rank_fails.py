@@ -2,12 +2,14 @@
 
 from contextlib import nullcontext
 
+import pytest
 import torch
-from distributed import run_distributed, run_to_the_end
+from distributed import leave_process_group, run_distributed, run_to_the_end
 from models import padded_prompts
 from one_rank import Broken, outcome
 from parallel_nets import Stack, build, sample
-from test_parallel_generate import build_engine, parallel
+from test_parallel_generate import build as build_model_of
+from test_parallel_generate import build_engine, cycles, parallel
 from test_parallel_stages_generate import build_engine as build_staged
 from test_parallel_stages_generate import in_stages, micro_batches, next_token_loss
 from test_parallel_stages_generate import parallel as parallel_in_stages
@@ -17,6 +19,8 @@ from hybrid_engine import ComputeConfig
 from hybrid_engine.distributed.presence import LOST
 
 WHO = 1
+GOES_ON = "backward"
+"""After which the processes make a new module and engine."""
 
 
 def loss_of(engine):
@@ -83,13 +87,19 @@ def in_a_unit(rank, world_size, name, folder):
     """What the pass of that name gives on this process, and what its engine says then."""
     engine = build_engine(parallel("llama", 2, 2, folder / name), 0)
     found = PASSES[name](engine, rank == WHO, folder / f"{name} more")
-    return found, outcome(lambda: loss_of(engine)) if name != "train_step" else found
+    after = outcome(lambda: loss_of(engine)) if name != "train_step" else found
+    if name != GOES_ON:
+        return found, after, None
+    again = build_engine(parallel("llama", 2, 2, folder / name), 0)
+    return found, after, cycles(again)["norms"]
 
 
-def test_an_error_in_the_middle_of_a_pass_is_everybodys(tmp_path):
+def test_an_error_in_the_middle_of_a_pass_is_everybodys_and_a_new_module_goes_on(tmp_path):
+    leave_process_group()
+    expected = cycles(build_engine(build_model_of("llama"), 0))
     results = run_to_the_end([(in_a_unit, name, tmp_path) for name in PASSES], seconds=60)
     for name, outcomes in zip(PASSES, results, strict=True):
-        own, (other, after) = outcomes[WHO], outcomes[1 - WHO]
+        own, (other, after, _) = outcomes[WHO], outcomes[1 - WHO]
         assert own[0][1] == "no", name
         assert other[0] == "RuntimeError", name
         if name == "own_backward":  # no call of the engine is around it, which would name the process
@@ -98,6 +108,8 @@ def test_an_error_in_the_middle_of_a_pass_is_everybodys(tmp_path):
             assert f"rank {WHO}: " in other[1], (name, other)
             assert "Error: no" in other[1], (name, other)
         assert "start them again" in after[1], (name, after)
+        for _, _, norms in outcomes:
+            assert norms is None or norms == pytest.approx(expected["norms"], rel=1e-5), name
 
 
 def in_a_stage(rank, world_size, folder):

@@ -10,6 +10,19 @@ def default_store() -> dist.Store:
     return _get_default_store()
 
 
+_num_closed = 0
+# Of the meshes that this process has closed.
+
+
+def axis_name(name: str) -> str:
+    """What to call an axis of a mesh that may be closed: `name` until one was, then `name` and how many.
+
+    DTensor remembers the meshes of its results by their processes and the names of their axes: a mesh that equals a
+    closed one would be taken for it.
+    """
+    return f"{name}_after_{_num_closed}" if _num_closed else name
+
+
 def with_own_group(mesh: DeviceMesh) -> DeviceMesh:
     """`mesh` over groups that serve nothing else; collective.
 
@@ -29,6 +42,8 @@ def close_groups(mesh: DeviceMesh) -> None:
 
     The last references to the groups must go with it, which the outermost mesh has.
     """
+    global _num_closed
+    _num_closed += 1
     registry = getattr(mesh._get_root_mesh(), "_pg_registry", {})
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)

@@ -1,7 +1,6 @@
 """Containers on the parts that a plan trains: the processes of a unit generate together from what each holds."""
 
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from hybrid_engine.containers.tensor_parallel import TensorParallel
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.generation.model_group import ModelGroup, join_model_group, join_stages
 from hybrid_engine.zero.split_module import SplitModule, StagedModule, num_stages_of, original_of, unit_size_of
-from hybrid_engine.zero.unit_parts import PartReader
+from hybrid_engine.zero.unit_parts import PartReader, places_of_ranks
 
 OPTION = "plan_ngpus"
 
@@ -101,7 +100,7 @@ def share_unit(model: nn.Module, device: torch.device) -> ModelGroup:
     else:
         group = join_model_group(model.unit_size, device, OPTION)
     sizes = model.split_sizes
-    places = torch.arange(prod(sizes)).view(sizes).permute(model.split_order).flatten().tolist()
+    places = places_of_ranks(sizes, model.split_order)
     if len(sizes) > 1:
         group = group.in_order(places)
     parts = PartReader(places)

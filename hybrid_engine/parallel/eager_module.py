@@ -15,10 +15,10 @@ from hybrid_engine.parallel.held_parts import part_of
 from hybrid_engine.parallel.joint_passes import JointPasses
 from hybrid_engine.parallel.lowering.borders import Border, borders_of
 from hybrid_engine.parallel.lowering.hooks import Hooks
-from hybrid_engine.parallel.lowering.layouts import parameter_layouts, whole
 from hybrid_engine.parallel.lowering.local_shapes import sizes_on_parts
 from hybrid_engine.parallel.meshes import Meshes
 from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.planning.layouts import parameter_layouts, whole
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -26,6 +26,7 @@ class EagerModule(ParallelModule):
     """A `ParallelModule` that is lowered by hooks; each is of a class that the original's is a base of."""
 
     hooks: Hooks | None
+    runs_graph = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The original's forward; an error in it is raised on all processes of the unit."""

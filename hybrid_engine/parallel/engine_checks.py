@@ -3,7 +3,6 @@
 from torch import nn
 
 from hybrid_engine.config import EngineConfig
-from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.planning.plan import Plan
@@ -11,6 +10,8 @@ from hybrid_engine.parallel.staged_module import StagedModule
 
 MOST_ZERO_WITH_STAGES = 1
 """A process keeps the gradients of all micro-batches of its stage, and reads its weights for each."""
+MOST_AXES = 2
+"""Those over which FSDP2 takes parameters that are split before."""
 
 
 def check_parallel(model: nn.Module, engine_config: EngineConfig) -> None:
@@ -36,20 +37,19 @@ def check_parallel(model: nn.Module, engine_config: EngineConfig) -> None:
             _check_dtype(part, engine_config)
         if config.inference_only:
             raise ValueError("model: inference_only=True, and the engine trains; leave it out")
-        check_axes(part.plan, config)
+        check_axes(part.plan)
         if config.use_zero and stage == 0:
             raise ValueError(
                 "model: use_zero=True and zero_optimization.stage=0 contradict each other; set stage 1, 2 or 3"
             )
 
 
-def check_axes(plan: Plan, config: ComputeConfig) -> None:
-    """ValueError where an engine does not train a plan that splits over so many axes; local."""
-    num_axes = sum(size > 1 for size in plan.mesh)
-    if num_axes > 2 or (num_axes == 2 and (plan.stages or config.num_units > 1)):
+def check_axes(plan: Plan) -> None:
+    """ValueError where a plan splits over more axes than an engine trains; local."""
+    if len(plan.mesh) > MOST_AXES:
         raise ValueError(
-            f"model: the plan splits over {list(plan.mesh)}, and an engine has one axis beside stages and units, or "
-            "two in one unit of all processes; give plan_ngpus the size of one axis, the other processes are units"
+            f"model: the plan splits over {list(plan.mesh)}, and an engine has at most {MOST_AXES} axes beside stages "
+            "and units; give two of them together as one"
         )
 
 

@@ -5,7 +5,7 @@ from math import prod
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hybrid_engine.distributed.mesh_groups import with_own_group
+from hybrid_engine.distributed.mesh_groups import axis_name, with_own_group
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.planning.plan import Plan
@@ -32,7 +32,7 @@ def build_meshes(plan: Plan, config: ComputeConfig) -> Meshes:
     num_processes = prod(plan.mesh)
     groups = {"groups": config.zero_ngroups, "members": config.num_units // config.zero_ngroups}
     units = groups if config.zero_ngroups > 1 else {"units": config.num_units}
-    parts = {f"part{axis}": size for axis, size in enumerate(plan.mesh)}
+    parts = {axis_name(f"part{axis}"): size for axis, size in enumerate(plan.mesh)}
     sizes = {**units, "stages": config.plan_ngpus // num_processes, **parts}
     mesh = init_device_mesh(default_device().type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     zero = mesh[tuple(units)] if config.num_units > 1 else None

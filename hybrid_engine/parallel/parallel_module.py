@@ -7,9 +7,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from math import prod
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +18,13 @@ from torch.utils import _pytree as pytree
 
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.compute_config import ComputeConfig
-from hybrid_engine.parallel.graph.graph import Graph, build_graph
+from hybrid_engine.parallel.graph.graph import Graph, build_graph, without_weights
 from hybrid_engine.parallel.graph.tracing import arguments_by_name
 from hybrid_engine.parallel.held_parts import leave_out, moved_to, part_of
 from hybrid_engine.parallel.joint_passes import JointPasses
-from hybrid_engine.parallel.lowering.layouts import parameter_layouts
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
+from hybrid_engine.parallel.planning.layouts import parameter_layouts, split_order
 from hybrid_engine.parallel.planning.plan import Plan
 
 
@@ -42,6 +40,7 @@ class ParallelModule(nn.Module):
     meshes: Meshes
     joint_passes: JointPasses | None
     """Of the processes over which ops are split; None where each computes them whole."""
+    runs_graph = True
 
     def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes, sample: Mapping[str, Any]):
         super().__init__()
@@ -58,14 +57,12 @@ class ParallelModule(nn.Module):
         held = copy.deepcopy(module, dict(parts))  # type: ignore[arg-type]
         if names is not None:
             leave_out(held, names, self.canonical)
-        empty = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
-        original = copy.deepcopy(module, {**empty, **{id(b): b.to("meta") for b in module.buffers()}})
         # Not a module of this one: it says how the module computes, and holds no weights.
-        self.__dict__["_original"] = original
+        self.__dict__["_original"] = without_weights(module)
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = held.__dict__[name]
         self.training = module.training
-        self.__dict__["_steps"], self.__dict__["_originals"] = {}, WeakSet()
+        self.__dict__["_steps"], self.__dict__["_with_parts"] = {}, None
         self.__dict__["_is_in_step"] = False
         self.__dict__["_graphs"] = {self._key(dict(sample)): plan.graph}
 
@@ -85,13 +82,8 @@ class ParallelModule(nn.Module):
 
     @property
     def split_order(self) -> tuple[int, ...]:
-        """Those axes, that one first over which most is split; of a dimension that several cut, the first counts."""
-        values, elements = self.plan.graph.of_kind("parameter"), [0] * len(self.split_sizes)
-        for name, layout in parameter_layouts(self.plan.graph, self.plan).items():
-            for axis in range(len(elements)):
-                if layout[axis].is_shard() and layout[axis] not in layout[:axis]:
-                    elements[axis] += prod(values[name].shape)
-        return tuple(sorted(range(len(elements)), key=lambda axis: -elements[axis]))
+        """Those axes, that one first over which most is split."""
+        return split_order(self.plan.graph, self.plan)[: len(self.split_sizes)]
 
     def adopt(self, mesh: DeviceMesh) -> None:
         """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh.
@@ -112,22 +104,23 @@ class ParallelModule(nn.Module):
     def original(self) -> nn.Module:
         """The module that it was made from, on meta but for what this process has, which stays the very same.
 
-        It changes its mode with this module. Its submodules are others than this one's, with their dicts of parameters:
-        what FSDP2 puts there is there too.
+        Always the same object, which changes its mode with this module. Its submodules are others than this one's, with
+        their dicts of parameters: what FSDP2 puts there is there too.
         """
-        original: nn.Module = copy.deepcopy(self._original)
+        if self._with_parts is None:
+            self.__dict__["_with_parts"] = copy.deepcopy(self._original)
+        original: nn.Module = self._with_parts
         for path, module in original.named_modules():
             held = self.get_submodule(path)
             if held._parameters.keys() == module._parameters.keys():
                 module._parameters = held._parameters
             module._buffers.update(held._buffers)
-        self._originals.add(original.train(self.training))
-        return original
+        return original.train(self.training)
 
     def train(self, mode: bool = True) -> "ParallelModule":
         """Sets the mode, also of what `original` gave."""
-        for original in self.__dict__.get("_originals", ()):
-            original.train(mode)
+        if self.__dict__.get("_with_parts") is not None:
+            self._with_parts.train(mode)
         super().train(mode)
         return self
 

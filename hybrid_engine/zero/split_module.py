@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from hybrid_engine.distributed.mesh_groups import axis_name
+
 TENSOR = "tensor"
 """What the names of the axes of a mesh begin with over which such parameters are split."""
 STAGES = "stages"
@@ -31,6 +33,9 @@ class SplitModule(Protocol):
 
     def together(self) -> AbstractContextManager[None]:
         """Around a pass: an error inside is raised on all processes of the unit, which may be parted then."""
+
+    runs_graph: bool
+    """Whether a graph runs in the place of the forward of the module that it was made from."""
 
     def original(self) -> nn.Module:
         """The module that it was made from, with this process's parameters; itself where its own forward runs.
@@ -64,6 +69,11 @@ def together(module: nn.Module) -> AbstractContextManager[None]:
     return module.together() if isinstance(module, SplitModule) else nullcontext()
 
 
+def runs_graph(module: nn.Module) -> bool:
+    """Whether a plan's graph runs in the place of the forward of the module that `module` was made from."""
+    return isinstance(module, SplitModule) and module.runs_graph
+
+
 def original_of(module: nn.Module) -> nn.Module:
     """The module that `module` was made from where a plan runs in the place of its forward, else `module`."""
     return module.original() if isinstance(module, SplitModule) else module
@@ -71,7 +81,8 @@ def original_of(module: nn.Module) -> nn.Module:
 
 def tensor_names(num_axes: int) -> tuple[str, ...]:
     """The names of so many axes over which parameters are split."""
-    return (TENSOR,) if num_axes == 1 else tuple(f"{TENSOR}{axis}" for axis in range(num_axes))
+    names = (TENSOR,) if num_axes == 1 else tuple(f"{TENSOR}{axis}" for axis in range(num_axes))
+    return tuple(map(axis_name, names))
 
 
 def tensor_axes(names: Sequence[str] | None) -> tuple[str, ...]:

@@ -7,11 +7,12 @@ process gives what it trains, and is cut from that: a copy at an address that la
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hybrid_engine.containers.lasting import LastingBuffer
 from hybrid_engine.containers.tensor_parallel import Cut, read_whole
@@ -70,7 +71,7 @@ class PartReader:
         local = _local(parameter)
         inside = [self._inside(parameter, cut, other) for other in range(len(self._places))]
         if None in inside:  # on whichever process: all of them gather it, or none does
-            output = self._allocate(parameter, cut, _part_shape(parameter.shape, cut, rank))
+            output = self._allocate(parameter, cut, part_shape(parameter.shape, cut, rank))
             self._missing.append(_Missing(parameter, cut, rank, output))
             return output
         own = inside[rank]
@@ -80,10 +81,13 @@ class PartReader:
         return part if is_view else self._allocate(parameter, cut, part.shape).copy_(part)
 
     def _inside(self, parameter: DTensor, cut: Cut | None, rank: int) -> Cut | None:
-        """See `_inside_of`, of the process of `rank`."""
+        """See `inside_of`, of the process of `rank`."""
         names = parameter.device_mesh.mesh_dim_names or ()
-        where = _coordinate(parameter.device_mesh, names, self._places[rank])
-        return _inside_of(_bounds(parameter, where), cut, rank, parameter.shape)
+        mesh = parameter.device_mesh
+        held = bounds_of(
+            parameter.shape, parameter.placements, mesh.shape, _coordinate(mesh, names, self._places[rank])
+        )
+        return inside_of(held, cut, rank, parameter.shape)
 
     def wait(self) -> None:
         """Gathers what was read and is not here; returns when it is."""
@@ -104,7 +108,8 @@ class PartReader:
             local = _local(one.parameter)
             whole = local.new_empty(one.parameter.shape)
             for place, parts in enumerate(received[:, start : start + local.numel()]):
-                where = _bounds(one.parameter, _coordinate(mesh, axes, place))
+                placements, coordinate = one.parameter.placements, _coordinate(mesh, axes, place)
+                where = bounds_of(whole.shape, placements, mesh.shape, coordinate)
                 whole[tuple(slice(*bound) for bound in where)] = parts.view(local.shape)
             one.output.copy_(whole if one.cut is None else one.cut.of(whole, one.rank))
             start += local.numel()
@@ -132,15 +137,22 @@ class PartReader:
             buffer.release()
 
 
+def places_of_ranks(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
+    """By tensor-parallel rank, its place in a mesh of these sizes; `order`: its axes, outermost first."""
+    return torch.arange(prod(sizes)).view(*sizes).permute(*order).flatten().tolist()
+
+
 def _local(parameter: DTensor) -> torch.Tensor:
     with torch.no_grad():
         return parameter.to_local().detach()
 
 
-def _bounds(parameter: DTensor, coordinate: list[int] | tuple[int, ...]) -> Bounds:
-    """What the process at `coordinate` of the parameter's mesh has of it."""
-    bounds = [(0, length) for length in parameter.shape]
-    for size, place, placement in zip(parameter.device_mesh.shape, coordinate, parameter.placements, strict=True):
+def bounds_of(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
+) -> Bounds:
+    """What the process at `coordinate` of a mesh of these sizes has of a parameter."""
+    bounds = [(0, length) for length in shape]
+    for size, place, placement in zip(sizes, coordinate, placements, strict=True):
         if isinstance(placement, Shard):
             start, stop = bounds[placement.dim]
             length = -(-(stop - start) // size)
@@ -157,7 +169,7 @@ def _coordinate(mesh: DeviceMesh, axes: tuple[str, ...], place: int) -> tuple[in
     return tuple(reversed(found))
 
 
-def _inside_of(held: Bounds, cut: Cut | None, rank: int, shape: torch.Size) -> Cut | None:
+def inside_of(held: Bounds, cut: Cut | None, rank: int, shape: Sequence[int]) -> Cut | None:
     """What a rank generates with, as a cut (of rank 0) of the part that it holds; None where that lacks some of it."""
     wanted: list[tuple[tuple[int, int], ...]] = [((0, length),) for length in shape]
     if cut is not None:
@@ -171,7 +183,7 @@ def _inside_of(held: Bounds, cut: Cut | None, rank: int, shape: torch.Size) -> C
     return Cut(cut.dim, (tuple((first - start, last - start) for first, last in wanted[cut.dim]),))
 
 
-def _part_shape(shape: torch.Size, cut: Cut | None, rank: int) -> tuple[int, ...]:
+def part_shape(shape: Sequence[int], cut: Cut | None, rank: int) -> tuple[int, ...]:
     """The shape of what `rank` generates with of a parameter of `shape`."""
     found = list(shape)
     if cut is not None:

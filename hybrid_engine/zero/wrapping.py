@@ -29,7 +29,7 @@ from hybrid_engine.zero.split_module import (
     STAGES,
     SplitModule,
     num_stages_of,
-    original_of,
+    runs_graph,
     tensor_axes,
     unit_size_of,
 )
@@ -88,7 +88,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
         return Sharding(root=module, stage=stage, world_size=world_size, rank=rank, **of_unit)
     factor = loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
-    layers = _parts_to_wrap(module) if original_of(module) is module else []  # a graph reads parameters at any time
+    layers = [] if runs_graph(module) else _parts_to_wrap(module)  # a graph reads parameters at any time
     with placeholders(module):
         if config.accumulation_dtype == torch.float32:
             _expect_fp32_gradients(module)

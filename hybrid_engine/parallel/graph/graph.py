@@ -4,6 +4,7 @@ A key names the module, the op and which of the module's ops of that kind it is:
 by these keys how each op is split; it holds for other shapes of the arguments, whose graphs have the same keys.
 """
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
@@ -76,6 +77,8 @@ class Graph:
     nodes: Mapping[fx.Node, str]
     """The key of the value of each node of `module` whose value is a tensor."""
     module: fx.GraphModule
+    original: nn.Module
+    """The module that was traced, on meta: how it computes, without its weights."""
     constants: Mapping[str, Tensor]
     out_spec: TreeSpec
     signature: str
@@ -104,11 +107,12 @@ def build_graph(module: nn.Module, arguments: Mapping[str, Any]) -> Graph:
 def graph_of_trace(exported: ExportedProgram, module: nn.Module) -> Graph:
     """The graph of a traced forward pass of `module`, which is changed; ValueError for an op without annotation."""
     normalise(exported.graph_module)
-    return graph_of(exported, _aliases(module))
+    return graph_of(exported, module)
 
 
-def graph_of(exported: ExportedProgram, aliases: Mapping[str, str]) -> Graph:
-    """The graph of an exported program; `aliases` are the further names of tied parameters."""
+def graph_of(exported: ExportedProgram, module: nn.Module) -> Graph:
+    """The graph of a program that `module` was exported to."""
+    aliases = _aliases(module)
     signature = exported.graph_signature
     values: dict[str, Value] = {}
     ops: dict[str, Op] = {}
@@ -147,6 +151,7 @@ def graph_of(exported: ExportedProgram, aliases: Mapping[str, str]) -> Graph:
         aliases=aliases,
         nodes=nodes,
         module=exported.graph_module,
+        original=without_weights(module),
         constants={name: value for name, value in exported.constants.items() if isinstance(value, Tensor)},
         out_spec=exported.call_spec.out_spec,
         signature=_digest(ops, values, with_shapes=False),
@@ -205,6 +210,16 @@ def _enter_op(
         outputs=tuple(f"{key}/{position}" for position, tensor in enumerate(outputs) if isinstance(tensor, Tensor)),
         node=node,
     )
+
+
+def without_weights(module: nn.Module) -> nn.Module:
+    """A copy of `module` on meta; the module itself where all of it is there."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if all(tensor.is_meta for tensor in tensors):
+        return module
+    empty: dict[int, Any] = {id(b): b.to("meta") for b in module.buffers()}
+    empty |= {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()}
+    return copy.deepcopy(module, empty)
 
 
 def module_path(node: fx.Node) -> str:

@@ -11,8 +11,8 @@ import torch
 
 from hybrid_engine.parallel.graph.code import Code
 from hybrid_engine.parallel.graph.graph import Graph, Op
-from hybrid_engine.parallel.lowering.layouts import Edge, edges_of, value_layouts, whole
 from hybrid_engine.parallel.lowering.relaying import Relay
+from hybrid_engine.parallel.planning.layouts import Edge, edges_of, value_layouts, whole
 from hybrid_engine.parallel.planning.moving import Layout, gradient_layout
 from hybrid_engine.parallel.planning.plan import Plan
 

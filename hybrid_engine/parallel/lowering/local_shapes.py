@@ -18,8 +18,8 @@ from hybrid_engine.parallel.graph.library.entries import annotate
 from hybrid_engine.parallel.graph.library.entries import whole as whole_op
 from hybrid_engine.parallel.graph.rules import local_shape
 from hybrid_engine.parallel.lowering.borders import Border
-from hybrid_engine.parallel.lowering.layouts import value_layouts
 from hybrid_engine.parallel.lowering.relaying import Relay
+from hybrid_engine.parallel.planning.layouts import value_layouts
 from hybrid_engine.parallel.planning.plan import Plan
 
 

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from hybrid_engine.parallel.graph.calls import arguments_of, tensors_in
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.graph.rules import Part
-from hybrid_engine.parallel.lowering.layouts import Edge, edges_of, value_layouts, whole
 from hybrid_engine.parallel.lowering.recomputing import Block, blocks_of
 from hybrid_engine.parallel.lowering.relaying import reachable, term_of_sum
+from hybrid_engine.parallel.planning.layouts import Edge, edges_of, value_layouts, whole
 from hybrid_engine.parallel.planning.moving import Layout, gradient_layout
 from hybrid_engine.parallel.planning.plan import Plan
 

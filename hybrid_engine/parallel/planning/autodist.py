@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from math import prod
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, Op
@@ -130,7 +131,7 @@ class _Planner:
 
     def _whole(self, mesh: tuple[int, ...], recompute: tuple[str, ...]) -> Plan | None:
         """The best plan of one stage."""
-        constants = generation_bytes(self.graph, self.setting)
+        constants = generation_bytes(self.graph, self.setting, list(self.graph.ops.values()), prod(mesh))
         space = self._space(mesh, self.setting, recompute)
         try:
             plan = space.plan(solve(space, constants))
@@ -168,12 +169,14 @@ class _Planner:
         biggest = {key: one.largest[n] for one, n in zip(space.classes, assignment, strict=True) for key in one.keys}
         largest = [max(biggest[op.key] for op in ops) for _, ops in self.segments]
         setting = self.setting
+        generating = [generation_bytes(self.graph, setting, ops, prod(space.mesh)) for _, ops in self.segments]
 
         @cache
         def seconds(start: int, end: int, stage: int) -> float | None:
             cost = sum(costs[start:end], ZERO)
             flying = in_flight(self.wanted.schedule, num_stages, stage, setting.num_micro_batches)
-            peak = max(peaks(cost, max(largest[start:end]), replace(setting, in_flight=flying)).values())
+            constants = sum(generating[start:end])
+            peak = max(peaks(cost, max(largest[start:end]), replace(setting, in_flight=flying), constants).values())
             if peak > setting.memory_bytes:
                 self.least.append(peak)
                 return None

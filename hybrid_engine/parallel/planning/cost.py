@@ -17,6 +17,8 @@ class Cost:
     gradient_bytes: float = 0.0
     stepping_bytes: float = 0.0
     """What is there besides while gradients are summed over units and the optimizer steps."""
+    copied_bytes: float = 0.0
+    """Of parts of parameters that generation reads otherwise than they are kept, while it lasts."""
     kept_bytes: float = 0.0
     """Kept from the forward pass of a micro-batch to its backward pass."""
     again_bytes: float = 0.0
@@ -39,7 +41,7 @@ ZERO = Cost()
 
 
 def peaks(cost: Cost, largest: float, setting: Setting, constants: float = 0.0) -> dict[str, float]:
-    """The bytes of one rank at the moments of a step at which they may be most; `constants`: while it generates."""
+    """The bytes of one rank at the moments of a step at which they may be most; `constants`: of generation alone."""
     if not setting.trains:
         return {"forward": cost.resident_bytes + setting.transient_coefficient * largest}
     gradients_too = cost.gradient_bytes if setting.num_micro_batches > 1 else 0.0
@@ -52,5 +54,5 @@ def peaks(cost: Cost, largest: float, setting: Setting, constants: float = 0.0) 
         "step": cost.resident_bytes + cost.gradient_bytes + cost.stepping_bytes,
     }
     if setting.generation is not None:
-        found["generation"] = cost.resident_bytes + constants
+        found["generation"] = cost.resident_bytes + cost.copied_bytes + constants
     return found

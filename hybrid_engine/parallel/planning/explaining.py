@@ -46,6 +46,12 @@ def _summary(costs: PlanCosts, setting: Setting) -> str:
         )
         moments = ", ".join(f"{moment} {_gb(num_bytes)}" for moment, num_bytes in stage.peaks.items())
         lines.append(f"  {name}memory at its peaks: {moments}")
+        if "generation" in stage.peaks:
+            others = stage.peaks["generation"] - cost.resident_bytes - cost.copied_bytes
+            lines.append(
+                f"  {name}generation: {_gb(cost.resident_bytes)} of weights and states + {_gb(cost.copied_bytes)} of "
+                f"copies of other parts of weights + {_gb(others)} of keys, values and gathered weights"
+            )
     if plan.recompute:
         lines.append(f"  recomputed: {', '.join(plan.recompute)}")
     return "\n".join(lines)

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.planning.blocks import recomputed_ops, stage_ops
 from hybrid_engine.parallel.planning.choices import choices_of
 from hybrid_engine.parallel.planning.cost import Cost, peaks
 from hybrid_engine.parallel.planning.generating import generation_bytes
+from hybrid_engine.parallel.planning.layouts import split_order
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.setting import Setting
 from hybrid_engine.parallel.planning.space import Space
@@ -52,11 +54,12 @@ def plan_costs(plan: Plan, setting: Setting) -> PlanCosts:
         flying = in_flight(plan.schedule, len(groups), number, micro)
         inside = replace(setting, in_flight=flying)
         own = {op.key: recomputed[op.key] for op in ops if op.key in recomputed}
-        space = Space(plan.graph, plan.mesh, inside, choices_of(plan), ops=ops, recomputed=own)
+        order = split_order(plan.graph, plan)
+        space = Space(plan.graph, plan.mesh, inside, choices_of(plan), ops=ops, recomputed=own, order=order)
         assignment = [0] * len(space.classes)
         cost, largest = space.evaluate(assignment)
         arriving = transfer_seconds(plan.graph, setting, ops, space.gradients) if number else 0.0
-        constants = generation_bytes(plan.graph, setting)
+        constants = generation_bytes(plan.graph, setting, ops, prod(plan.mesh))
         stages.append(
             StageCosts(
                 cost,

@@ -32,8 +32,8 @@ class Infeasible(ValueError):
 def solve(space: Space, constants: float = 0.0, excluded: Sequence[Mapping[int, int]] = ()) -> list[int]:
     """A choice for each class, of all plans within `memory_bytes` the fastest; Infeasible where there is none.
 
-    `constants` are the bytes that generation needs besides what is resident. Plans that make all choices of one of
-    `excluded` (by class) are left out.
+    `constants` are the bytes that generation needs besides what is resident and copied. Plans that make all choices
+    of one of `excluded` (by class) are left out.
     """
     programme, chosen, memory = _build(space, constants)
     for choices in excluded:

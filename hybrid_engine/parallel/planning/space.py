@@ -5,6 +5,7 @@ A class of ops is split in one way; a tensor that several ops want in the same l
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from torch.distributed.tensor import Replicate
 
@@ -12,6 +13,7 @@ from hybrid_engine.parallel.graph.code import END, FREE, SHARED, Code
 from hybrid_engine.parallel.graph.graph import Graph, Op, Value
 from hybrid_engine.parallel.planning.choices import choices_of
 from hybrid_engine.parallel.planning.classes import OpClass, Reader, State, TensorClass, kind_of, reused_parameters
+from hybrid_engine.parallel.planning.copies import Copies
 from hybrid_engine.parallel.planning.cost import ZERO, Cost
 from hybrid_engine.parallel.planning.following import Names
 from hybrid_engine.parallel.planning.moving import Layout, kept_layout, local_elements
@@ -25,7 +27,8 @@ class Space:
     """The plans of one mesh; `choices(op)` gives the splits of an op that are considered.
 
     `ops` are those of one stage, all of them by default; what comes from other stages and goes there is whole.
-    `recomputed` says to which recomputed module an op belongs, if to any.
+    `recomputed` says to which recomputed module an op belongs, if to any. `order`: the axes of the mesh, that one first
+    over which most is split; the last one by default, as the first splits samples.
     """
 
     def __init__(
@@ -38,11 +41,12 @@ class Space:
         ops: Sequence[Op] | None = None,
         shares: bool = True,
         recomputed: Mapping[str, str] | None = None,
+        order: Sequence[int] | None = None,
     ):
         self.graph, self.mesh, self.setting = graph, tuple(mesh), setting
         self.recomputed = dict(recomputed or {})
         self.num_recomputed = max(len(set(self.recomputed.values())), 1)
-        self.costs = TensorCosts(self.mesh, setting, self.num_recomputed)
+        self.costs = TensorCosts(self.mesh, setting, self.num_recomputed, self._copies(order))
         self.whole: Layout = (Replicate(),) * len(self.mesh)
         self.ops = list(graph.ops.values()) if ops is None else list(ops)
         self.code = Code.of(graph) if setting.is_eager else None
@@ -51,6 +55,13 @@ class Space:
         self.class_of: dict[str, int] = {}
         self._make_classes(shares, choices)
         self.tensors = self._make_tensors()
+
+    def _copies(self, order: Sequence[int] | None) -> Copies | None:
+        """What generation copies of parameters; None where it is not from the parts that are trained."""
+        num_parts, generation = prod(self.mesh), self.setting.generation
+        if generation is None or num_parts == 1 or generation.tensor_parallel != num_parts:
+            return None
+        return Copies(self.graph, self.mesh, tuple(reversed(range(len(self.mesh)))) if order is None else order)
 
     def _make_classes(self, shares: bool, choices: Callable[[Op], Iterable[Names]]) -> None:
         numbers: dict[object, int] = {}

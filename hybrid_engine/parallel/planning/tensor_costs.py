@@ -4,16 +4,20 @@ from collections.abc import Sequence
 from math import prod
 
 from hybrid_engine.parallel.planning.classes import State, TensorClass
+from hybrid_engine.parallel.planning.copies import Copies
 from hybrid_engine.parallel.planning.cost import Cost
 from hybrid_engine.parallel.planning.moving import Layout, gradient_layout, local_elements
 from hybrid_engine.parallel.planning.setting import Setting
 
 
 class TensorCosts:
-    """The costs of the tensors of a class, on a mesh of these sizes; `num_recomputed` modules are recomputed."""
+    """The costs of the tensors of a class, on a mesh of these sizes; `num_recomputed` modules are recomputed.
 
-    def __init__(self, mesh: Sequence[int], setting: Setting, num_recomputed: int):
-        self.mesh, self.setting, self.num_recomputed = tuple(mesh), setting, num_recomputed
+    `copies` are those of generation; None: there are none.
+    """
+
+    def __init__(self, mesh: Sequence[int], setting: Setting, num_recomputed: int, copies: Copies | None = None):
+        self.mesh, self.setting, self.num_recomputed, self.copies = tuple(mesh), setting, num_recomputed, copies
 
     def move(self, tensor: TensorClass, source: Layout, state: State) -> Cost:
         """The time of bringing a tensor that lies in `source` to one that wants it so, and its gradient back."""
@@ -45,15 +49,16 @@ class TensorCosts:
         return layout == source and (is_given or (again and tensor.enters))
 
     def parameter(self, tensor: TensorClass, layout: Layout) -> Cost:
-        """The bytes of a parameter that is kept in `layout`, of its gradient and its optimizer's state."""
+        """The bytes of a parameter that is kept in `layout`, its gradient, its optimizer's state, and copies of it."""
         setting, dtype = self.setting, tensor.value.dtype
         size = setting.weights.itemsize(dtype)
         local = local_elements(tensor.value.shape, layout, self.mesh) * tensor.count
         is_sharded = setting.use_zero and setting.num_units > 1
         shard = local / setting.num_units if is_sharded else local
         resident = local * size + (shard * size if is_sharded else 0)
+        copied = self._copied_elements(tensor, layout) * size
         if not tensor.has_gradient:
-            return Cost(resident_bytes=local * size)
+            return Cost(resident_bytes=local * size, copied_bytes=copied)
         state = shard * setting.weights.state_bytes(dtype)
         gradients = local * size * (1 if setting.num_units == 1 else 2) if not is_sharded else (local + shard) * size
         is_at_once = setting.machine.device.kind == "cuda"  # where torch.optim steps all parameters together
@@ -61,8 +66,14 @@ class TensorCosts:
         if is_sharded and not setting.is_eager:  # FSDP2 copies the gradients of a graph, one unit, to sum them at once
             stepping = max(stepping, local * size)
         return Cost(
+            copied_bytes=copied,
             resident_bytes=resident + state,
             gradient_bytes=gradients,
             stepping_bytes=stepping,
             reduction_s=setting.reduction_seconds(local * size),
         )
+
+    def _copied_elements(self, tensor: TensorClass, layout: Layout) -> int:
+        if self.copies is None:
+            return 0
+        return tensor.count * self.copies.num_elements(tensor.value.key, tensor.value.shape, layout)

@@ -1,6 +1,7 @@
 """Which layout each tensor of a planned graph has, and which one each op that reads it wants."""
 
 from dataclasses import dataclass
+from math import prod
 
 from torch.distributed.tensor import Replicate
 
@@ -38,6 +39,19 @@ def parameter_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:
             if edge.key in wanted:
                 wanted[edge.key].append(edge.wanted)
     return {key: kept_layout(layouts, whole(plan)) for key, layouts in wanted.items()}
+
+
+def split_order(graph: Graph, plan: Plan) -> tuple[int, ...]:
+    """The plan's axes, that one first over which most of the parameters is split.
+
+    Of a dimension that several axes cut, the first of them counts.
+    """
+    values, elements = graph.of_kind("parameter"), [0] * len(plan.mesh)
+    for name, layout in parameter_layouts(graph, plan).items():
+        for axis in range(len(elements)):
+            if layout[axis].is_shard() and layout[axis] not in layout[:axis]:
+                elements[axis] += prod(values[name].shape)
+    return tuple(sorted(range(len(elements)), key=lambda axis: -elements[axis]))
 
 
 def value_layouts(graph: Graph, plan: Plan) -> dict[str, Layout]:
