@@ -85,6 +85,8 @@ def cycles(engine, unit=0, num_units=1, num_cycles=CYCLES):
     """Several times generated and trained; what the prompts of this unit came to, and the weights in the end."""
     ids, mask = (tensor.chunk(num_units)[unit] for tensor in padded_prompts())
     found = {"native": engine.generator.fallback_reason, "rollouts": [], "norms": []}
+    parts = engine.generator.group.parts
+    copied = [] if parts is None else counted_copies(parts)
     for cycle in range(num_cycles):
         engine.eval()
         options = (GREEDY, SAMPLED)[cycle % 2]
@@ -101,10 +103,21 @@ def cycles(engine, unit=0, num_units=1, num_cycles=CYCLES):
         engine.step()
         found["norms"].append(engine.get_global_grad_norm())
     found["gathered"] = engine.latency_stats()["gathered_bytes"]
-    parts = engine.generator.group.parts
-    found["copied"] = None if parts is None else (parts.num_bytes, planned_copies(engine.module))
+    found["copied"] = None if parts is None else (max(copied), planned_copies(engine.module))
     engine.sharding.settle()
     found["weights"] = {name: full_tensor(p).clone() for name, p in engine.module.named_parameters()}
+    return found
+
+
+def counted_copies(parts):
+    """A list to which the bytes of copies are added whenever they are given back."""
+    found, release = [], parts.release
+
+    def counting():
+        found.append(parts.num_bytes)
+        release()
+
+    parts.release = counting
     return found
 
 
