@@ -139,7 +139,7 @@ class PartReader:
 
 def places_of_ranks(sizes: Sequence[int], order: Sequence[int]) -> list[int]:
     """By tensor-parallel rank, its place in a mesh of these sizes; `order`: its axes, outermost first."""
-    return torch.arange(prod(sizes)).view(*sizes).permute(*order).flatten().tolist()
+    return torch.arange(prod(sizes)).view(tuple(sizes)).permute(tuple(order)).flatten().tolist()
 
 
 def _local(parameter: DTensor) -> torch.Tensor:
