@@ -7,11 +7,12 @@ Which library and which order of memory is faster depends on the maker of the pr
             the few rows as its inner dimension. For 32 rows of 384 and 1024 outputs 69 GFLOP/s, where `x W` reaches
             47 and oneDNN 41; for 1024 inputs 60, 44 and 38. A weight stored [in, out] is better off with `x W`: 57,
             32 by columns and 39 (one core of a Xeon with AVX-512 beside other programs, torch 2.13).
-    others  From 5 to 128 rows the compiled product: 0.65 to 0.9 of oneDNN's time, 0.57 for an LM head of 8192 rows
-            (two Zen 5 cores, torch 2.13); else, and where nothing can be compiled, oneDNN by the operator that
-            `torch.compile` emits for linears, which for the linears of a 16M-parameter Llama at 32 rows takes 4.1 ms
-            where `torch.mm` (MKL) takes 8.0. A call costs it some 9 us more, which one or two rows and a small
-            weight do not win back.
+    others  Up to 128 rows the compiled product, up to 4 only of weights that fit a cache: 0.7 of oneDNN's time from 16
+            to 32 rows, 0.9 at 8 and 64 (two Zen 5 cores, torch 2.13), and it costs a call less, with which a decode
+            step of a 16M-parameter Llama takes 4.2 ms instead of 6.5 at one row. Else, and where nothing can be
+            compiled, oneDNN by the operator that `torch.compile` emits for linears: for that model's linears at 32
+            rows it takes 4.1 ms where `torch.mm` (MKL) takes 8.0. A call costs it some 9 us more, which one or two
+            rows and a small weight do not win back.
 
 The values are the same to rounding either way, and elementwise operations keep the order of memory they are given.
 N rows.
@@ -27,9 +28,10 @@ import torch
 from hybrid_engine.ops.cpu_kernels import by_rows
 from hybrid_engine.ops.cpu_products import Linear, can_multiply, products
 
-# Rows whose products are compiled ones: beyond them MKL, or oneDNN, is as fast or faster. One row reads the weights as
-# fast as the memory gives them anyway.
-INTEL_ROWS, OTHER_ROWS = range(2, 33), range(5, 129)
+# Rows whose products are compiled ones: beyond them MKL, or oneDNN, is as fast or faster.
+INTEL_ROWS, OTHER_ROWS = range(2, 33), range(1, 129)
+# Up to so many rows of a larger weight oneDNN reads the weight faster, if not on Intel's processors.
+ONEDNN_ROWS, CACHED_ELEMENTS = 4, 2**20
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 # Up to so many rows and elements of the weight MKL is as fast as oneDNN or faster: 8 against 16 us for 384 x 384 and
 # one row, 21 against 29 for 1024 x 384, 220 against 197 for 2048 x 2048 (one Zen 5 core, torch 2.13).
@@ -79,8 +81,12 @@ def use_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def is_compiled(input: torch.Tensor, linears: Sequence[Linear], residual: torch.Tensor | None = None) -> bool:
     """True where the products are those of `cpu_products.py`."""
-    rows = INTEL_ROWS if is_intel() else OTHER_ROWS
-    return len(input) in rows and can_multiply(input, linears, residual)
+    if len(input) not in (INTEL_ROWS if is_intel() else OTHER_ROWS):
+        return False
+    is_large = any(weight.numel() > CACHED_ELEMENTS for weight, _ in linears)
+    if is_large and len(input) <= ONEDNN_ROWS and prefers_onednn(input):
+        return False
+    return can_multiply(input, linears, residual)
 
 
 def linears_transposed(input: torch.Tensor, linears: Sequence[Linear]) -> list[torch.Tensor]:

@@ -122,7 +122,7 @@ int products(const Matrix *input, const Product *all, int64_t count, int64_t num
              int64_t threads) {
     int64_t in_vectors = (num_rows + LANES - 1) / LANES * LANES, num_blocks = 0;
     /* Where rows lie by columns, a last vector goes on into the next column; the last columns' would leave the memory. */
-    int64_t num_last = input->row == 1 ? (in_vectors - num_rows + input->column - 1) / input->column : depth;
+    int64_t num_last = input->row == 1 || num_rows == 1 ? (in_vectors - num_rows + input->column - 1) / input->column : depth;
     if (num_last > depth) num_last = depth;
     float *last = calloc(num_last * in_vectors + 1, sizeof(float));
     if (!last) return NO_MEMORY;
