@@ -67,7 +67,7 @@ def test_the_kv_workspace_is_what_a_rollout_takes():
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe", "gpt-oss"])
 def test_a_pass_counted_on_shapes_has_the_bytes_of_a_real_one(family, accumulates):
     shape = PassShape(8, 24, 40)
     model = build_model(family).train()

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.ops.linear_log_prob import PieceBytes, piece_bytes
+from hybrid_engine.training.shape_ops import GroupedProducts
 
 
 class PassShape(NamedTuple):
@@ -58,7 +59,7 @@ def count_pass(
         accumulates: whether gradients are there already.
         device: its type; of a GPU the head's kernels keep nothing.
     """
-    with FakeTensorMode(), torch.device("cpu"):
+    with FakeTensorMode(), GroupedProducts(), torch.device("cpu"):
         _give_shapes(model, accumulates)
         input_ids = torch.zeros(shape.rows, shape.prompt + shape.response, dtype=torch.int64)
         # Sequences in one row are kept apart without a mask, of which transformers takes four dims for complete.
