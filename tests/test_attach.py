@@ -5,6 +5,7 @@ What it gives is compared with the `generate()` of a copy of the model that was 
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -214,6 +215,16 @@ def test_equal_rows_run_in_as_few_blocks_as_samples_of_a_prompt_do():
     found = model.generate(rows, attention_mask=row_mask, **GREEDY)
     attached.detach()
     assert torch.equal(found, theirs(model, rows, row_mask))
+
+
+def test_threads_wait_for_each_other():
+    model, (ids, mask) = build_model("llama"), padded_prompts()
+    hybrid_engine.attach(model)
+    expected = theirs(model, ids, mask)
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(model.generate, ids, attention_mask=mask, **GREEDY) for _ in range(6)]
+        for call in calls:
+            torch.testing.assert_close(call.result(), expected)
 
 
 def test_embeddings_and_no_prompt_at_all_go_to_the_models_own():

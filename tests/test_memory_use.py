@@ -64,13 +64,14 @@ def test_the_longest_answers_are_planned_where_they_meet_and_not_all_at_once(sou
     assert memory["measured_bytes"] == pytest.approx(memory["planned_bytes"], rel=0.15)
 
 
-def _run_sharded(rank, world_size, folder, out):
-    sft.run(sft_config(Path(folder), out, zero_stage=3))
+def _run_sharded(rank, world_size, folder, out, stage):
+    sft.run(sft_config(Path(folder), out, zero_stage=stage))
     return memory_of(out)
 
 
-def test_two_processes_take_the_memory_that_was_planned_under_zero_3(sources, tmp_path):
-    for memory in run_distributed(_run_sharded, 2, str(sources), str(tmp_path)):
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_processes_take_the_memory_that_was_planned(sources, tmp_path, stage):
+    for memory in run_distributed(_run_sharded, 2, str(sources), str(tmp_path), stage):
         assert memory["measured_bytes"] == pytest.approx(memory["planned_bytes"], rel=0.15)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import PAD, build_model, padded_prompts
 from small_actors import save_small_actor, save_sums
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig
 
 import hybrid_engine
 from hybrid_engine.command import cli
@@ -17,7 +17,7 @@ from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
-from hybrid_engine.recipes import sft
+from hybrid_engine.recipes import dpo, sft
 from hybrid_engine.recipes.data.sequences import Sequences, response_logprobs
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.widest import widest_pass
@@ -87,6 +87,17 @@ def test_a_pass_counted_on_shapes_has_the_bytes_of_a_real_one(family, accumulate
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gptj", "bloom", "falcon-alibi-sequential"])
+def test_a_pass_over_one_row_is_counted_of_every_kind_of_attention(family):
+    counted = []
+    for shape in (PassShape(1, 24, 40), PassShape(8, 24, 40)):
+        with torch.device("meta"):
+            model = build_model(family).train()
+        ends = model, model.base_model, model.get_output_embeddings()
+        counted.append(count_pass(*ends, shape, is_language=True, accumulates=True, device="cpu").activations)
+    assert counted[0] == pytest.approx(counted[1] / 8, rel=0.15)  # rotary angles and masks are not per row
+
+
 def test_the_largest_packed_pass_need_not_be_of_the_largest_step():
     steps = [[((10, 20),)] * 3, [((10, 20),)] * 4, [((10, 20),)]]  # 90, 120 and 30 tokens
     items = [item for step in steps for item in step]
@@ -94,6 +105,15 @@ def test_the_largest_packed_pass_need_not_be_of_the_largest_step():
     config = sft.Config(tokens_per_micro_batch=100)
     assert widest_pass(read, config, 4, 1) == (PassShape(1, 30, 60), True)
     assert widest_pass(read, sft.Config(tokens_per_micro_batch=120), 4, 1) == (PassShape(1, 40, 80), False)
+
+
+def test_answers_to_one_prompt_are_counted_with_one_of_it_where_they_share_it():
+    pairs = [((10, 5), (10, 7))] * 3
+    read = Read(first=LlamaConfig(), items=pairs, prompt_tokens=10)
+    config = dpo.Config(tokens_per_micro_batch=200)
+    assert widest_pass(read, config, 3, 1) == (PassShape(1, 3 * (20 - 9), 36), False)
+    windowed = Read(first=MistralConfig(sliding_window=8), items=pairs, prompt_tokens=10)
+    assert widest_pass(windowed, config, 3, 1)[0].prompt == 10  # a row for each sequence
 
 
 def test_shards_have_equally_many_rows_and_padding():

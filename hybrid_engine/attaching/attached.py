@@ -11,6 +11,7 @@ device, `fully_shard`. B prompts, P their padded length, G samples of each, T th
 """
 
 import difflib
+import threading
 from contextlib import ExitStack
 from typing import Any
 
@@ -126,6 +127,7 @@ class Attached:
         self.module, self.config = module, config
         self._before = module.__dict__.get("generate")
         self._own = module.generate
+        self._turn = threading.RLock()
         self._is_generating = False
         self._build()
         module.generate = AttachedGenerate(self)  # type: ignore[assignment]
@@ -185,16 +187,22 @@ class Attached:
         Raises:
             ValueError: for any input or option that cannot work, before anything is done.
         """
-        if self._is_generating:
-            raise ValueError("generate() was called inside generate(); wait until that ends")
         if inputs is not None and kwargs.get("input_ids") is not None:
             raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
-        self._is_generating = True
-        try:
-            with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad(), evaluating(self.module):
-                return self._generate(inputs, generation_config, kwargs, held)
-        finally:
-            self._is_generating = False
+        with self._turn:  # other threads wait for theirs
+            if self._is_generating:
+                raise ValueError("generate() was called inside generate(); wait until that ends")
+            self._is_generating = True
+            try:
+                with (
+                    holding_interrupts() as held,
+                    torch.inference_mode(False),
+                    torch.no_grad(),
+                    evaluating(self.module),
+                ):
+                    return self._generate(inputs, generation_config, kwargs, held)
+            finally:
+                self._is_generating = False
 
     def _generate(
         self,

@@ -144,9 +144,8 @@ def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
     trained = _on_one_process(_trained(shapes), sharded)
     size, share = sharded.dtype_bytes, _share(sharded)
     if sharded.stage < 3 and sharded.num_processes > 1 and trained:
-        num_bytes = whole * size + (held * size if sharded.stage else 0)
-        shards = f", whole, and {held:,} of them as shards that the optimizer steps" if sharded.stage else ", whole"
-        parts = [Part("weights", num_bytes, f"{size} bytes x {values:,} parameters{shards}")]
+        shards = f", whole, and {held:,} of them as shards that the optimizer steps"
+        parts = [Part("weights", (whole + held) * size, f"{size} bytes x {values:,} parameters{shards}")]
     else:
         count = held if trained and sharded.num_processes > 1 else whole
         note = share if trained else ""

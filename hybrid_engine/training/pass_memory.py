@@ -7,6 +7,7 @@ stood in for by tensors of their sizes (`ops/linear_log_prob.py`).
 B rows, P and T columns of prompts and responses, N = B T; E hidden size, V vocabulary.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,11 +63,7 @@ def count_pass(
     with FakeTensorMode(), GroupedProducts(), torch.device("cpu"):
         _give_shapes(model, accumulates)
         input_ids = torch.zeros(shape.rows, shape.prompt + shape.response, dtype=torch.int64)
-        # Sequences in one row are kept apart without a mask, of which transformers takes four dims for complete.
-        masks = {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
-        if shape.rows > 1:
-            mask = torch.ones_like(input_ids)
-            masks = {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
+        masks = _masks_of(body, input_ids)
         with LiveBytes() as live:
             hidden = body(input_ids=input_ids, **masks, use_cache=False)[0]
             activations = live.num_bytes
@@ -79,6 +76,18 @@ def count_pass(
                 result, of_head = head(hidden), 0
             result.backward(torch.ones_like(result))
         return PassBytes(activations, of_head, live.peak_bytes)
+
+
+def _masks_of(body: Callable[..., Any], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a pass over `input_ids [B, P+T]` is given beside them."""
+    mask = torch.ones_like(input_ids)
+    masks = {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
+    # Nothing is padded in one row, and sequences in it are kept apart without a mask, of which transformers takes four
+    # dims for complete; attention with ALiBi reads it, and then one sequence is a row.
+    if len(input_ids) == 1 and getattr(body, "_supports_attention_backend", False):
+        masks["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    positions = set(inspect.signature(getattr(body, "forward", body)).parameters) & {"position_ids", "kwargs"}
+    return masks if positions else {"attention_mask": masks["attention_mask"]}
 
 
 def _give_shapes(model: nn.Module, accumulates: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hybrid_engine.recipes.data.micro_batches import fill_evenly
 from hybrid_engine.recipes.data.packable import expected_layout
-from hybrid_engine.recipes.data.packing import Layout
+from hybrid_engine.recipes.data.packing import Layout, Prompt
 from hybrid_engine.recipes.planning.read import Item, Read
 from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
 from hybrid_engine.training.pass_memory import PassShape
@@ -88,8 +88,15 @@ def _laid_out(items: Sequence[Item], layout: Layout) -> PassShape:
     sequences = [sequence for item in items for sequence in item]
     prompts, responses = (sum(lengths) for lengths in zip(*sequences, strict=True))
     if layout.is_one_row:
-        return PassShape(1, prompts, responses)
+        return PassShape(1, prompts - _spared(items, layout), responses)
     width = max(map(sum, sequences))
     rows = layout.num_cells(sorted(map(sum, sequences), reverse=True)) // width
     response = -(-width * responses // (prompts + responses))
     return PassShape(rows, width - response, response)
+
+
+def _spared(items: Sequence[Item], layout: Layout) -> int:
+    """Tokens of prompts that the sequences of an item share, where all begin with one."""
+    if layout is not Layout.SPANS:
+        return 0
+    return sum(Prompt(None, item[0][0]).cells_spared(len(item)) for item in items if len({p for p, _ in item}) == 1)
