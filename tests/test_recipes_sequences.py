@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from distributed import run_distributed
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch
+from hybrid_engine.recipes.data.passes import limit_rows
 from hybrid_engine.recipes.data.sequences import (
     attach_responses,
     batches_of_similar_length,
@@ -167,3 +169,16 @@ def test_without_a_pool_batches_hold_what_comes():
     batches = batches_of_similar_length(lengths, 32, torch.Generator().manual_seed(1), num_pooled=1)
     assert sorted(index for batch in batches for index in batch) == list(range(256))
     assert all({lengths[index] for index in batch} == {1, 50} for batch in batches)
+
+
+def _uneven_rows(rank, world_size):
+    model = LlamaForCausalLM(small_config()).eval()
+    limit_rows(model, 1)
+    batch = build_sequences(PROMPTS[rank:], RESPONSES[rank:], PAD, CPU)  # three rows, and two
+    with torch.no_grad():
+        torch.testing.assert_close(in_parts(response_logprobs, model, batch), response_logprobs(model, batch))
+    return len(batch.input_ids)
+
+
+def test_processes_with_different_numbers_of_rows_make_as_many_passes():
+    assert run_distributed(_uneven_rows, 2, seconds=20) == [3, 2]

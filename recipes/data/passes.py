@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.runs.run_log import say
 
@@ -69,7 +69,7 @@ def in_passes(parts_of: Callable[[int], Sequence[Part]], run: Callable[[Part], R
     Where memory ends on one process, all begin again with half as many rows.
 
     Args:
-        parts_of: as many parts on every process.
+        parts_of: one part at least; a process with fewer than others runs its last once more, whose result is dropped.
         run: a forward pass without gradients. It meets the other processes nowhere but in the model's forward pass, or
             fails on all of them alike; it may run several times on the same rows.
         rows: alike on every process.
@@ -79,7 +79,9 @@ def in_passes(parts_of: Callable[[int], Sequence[Part]], run: Callable[[Part], R
     """
 
     def run_all(rows: int) -> list[Result]:
-        return [agree(partial(run, part)) for part in parts_of(rows)]
+        parts = parts_of(rows)
+        num_turns = max(gather_objects(len(parts)))
+        return [agree(partial(run, parts[min(turn, len(parts) - 1)])) for turn in range(num_turns)][: len(parts)]
 
     return until_it_fits(run_all, rows, half_the_rows, fewer_rows_line)
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.recipes.data.packing import Layout, Packed, Prompt, layout_of, pack, prompts_of
 from hybrid_engine.recipes.data.passes import ROWS_PER_PASS, in_passes, rows_per_pass
 from hybrid_engine.training.head_log_probs import Asked, TokenLogProbs, token_log_probs
@@ -207,7 +206,7 @@ def last_token_scores(model: Callable[[Sequences], torch.Tensor], batch: Sequenc
 def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batch: Sequences) -> torch.Tensor:
     """`compute(model, batch)`, which is `[B, T]` and 0 on padding, of a few rows at a time: all may not fit at once.
 
-    Collective, and every process must have as many rows; an error of one is raised on all. Where memory ends on one of
+    Collective, with one row at least on every process; an error of one is raised on all. Where memory ends on one of
     them, all begin again with half as many rows at a time (`passes.py`).
     """
     num_rows, num_columns = batch.response_mask.shape
@@ -218,17 +217,6 @@ def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batc
         rows_per_pass(model, most),
     )
     return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
-
-
-def in_parts_together(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batch: Sequences) -> torch.Tensor:
-    """`in_parts` of a `compute` that is collective, where processes may have different numbers of rows; collective.
-
-    Those with fewer rows compute their last one again, so that all make as many passes.
-    """
-    num_rows, num_columns = batch.response_mask.shape
-    index = torch.arange(max(gather_objects(num_rows))).clamp(max=num_rows - 1)
-    found = in_parts(compute, model, batch.rows(index))[:num_rows]
-    return pad(found, (0, num_columns - found.shape[1]))
 
 
 def pad_numbers(rows: list[list[float]], num_columns: int, device: torch.device) -> torch.Tensor:

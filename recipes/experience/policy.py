@@ -16,7 +16,7 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import default_device, get_world_size
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.rows import PromptRow
-from hybrid_engine.recipes.data.sequences import Sequences, in_parts, in_parts_together, response_logprobs
+from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs
 from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, global_means
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions
 from hybrid_engine.recipes.rewards.rewards import Rewards
@@ -50,7 +50,7 @@ class Policy:
         compute = partial(response_logprobs, temperature=temperature)
         if self.has_adapter:
             with playing(self.actor.module, None):
-                return in_parts_together(compute, self.actor, sequences)
+                return in_parts(compute, self.actor, sequences)
         assert self.reference is not None, "the run keeps no reference"
         return in_parts(compute, self.reference, sequences)
 
