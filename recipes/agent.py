@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
@@ -153,11 +154,25 @@ def run(config: Config) -> Path:
 
 
 def check_conversations_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError where --max-prompt-tokens are too few for what is said before the last answer."""
+    """Raises ValueError where --max-prompt-tokens are too few for what is said before the last answer.
+
+    Also where the tokenizer of --model has no chat template, or one that refuses such a conversation.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            f"--model={config.model}: its tokenizer has no chat template, by which conversations become tokens; use a "
+            "model with one (their names often end in Instruct or Chat), or set tokenizer.chat_template and save it"
+        )
     messages = [{"role": "user", "content": next(problems(False, 0)).text}]
     for _ in range(MAX_TURNS - 1):
         messages += [{"role": "assistant", "content": ""}, {"role": "tool", "content": LONGEST_RESULT}]
-    said = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    try:
+        said = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"--model={config.model}: its chat template refuses a conversation of user, assistant and tool: "
+            f"{' '.join(str(error).split())}; use a model that was made to call tools"
+        ) from error
     longest = len(said) + (MAX_TURNS - 1) * config.max_new_tokens
     if longest > config.max_prompt_tokens:
         raise ValueError(

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,23 @@ def test_what_leaves_no_room_for_the_conversation_is_refused_before_anything_is_
     for options in ({"max_prompt_tokens": 1}, {"max_prompt_tokens": 1, "model": None}, {"max_new_tokens": 120}):
         with pytest.raises(ValueError, match=r"--max-prompt-tokens=\d+ must be at least \d+"):
             agent.run(replace(tiny, **options))
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        (None, "has no chat template"),
+        ("{{ raise_exception('no tools here') }}", "refuses .* no tools here; use a model"),
+    ],
+)
+def test_a_model_for_no_such_conversations_is_refused_before_it_is_loaded(tiny, tmp_path, monkeypatch, template, word):
+    monkeypatch.setattr(agent, "build_policy", None)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model)
+    tokenizer.chat_template = template
+    shutil.copytree(tiny.model, tmp_path / "other", ignore=shutil.ignore_patterns("chat_template*", "tokenizer*"))
+    tokenizer.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=rf"--model=.*other: its .*{word}"):
+        agent.run(replace(tiny, model=str(tmp_path / "other")))
 
 
 def test_steps_of_the_first_stage_see_those_who_ask_and_those_who_guess(tmp_path):

@@ -133,6 +133,17 @@ def test_adapters_are_followed(is_attached_first):
     assert runs_on_containers(attached)
 
 
+def test_an_adapter_for_each_row_is_pefts_own_business(caplog):
+    ids, mask = padded_prompts()
+    model = get_peft_model(build_model(), LoraConfig(**LORA)).eval()
+    model.add_adapter("other", LoraConfig(**LORA))
+    names = (["default", "other", "__base__"] * len(ids))[: len(ids)]
+    plain = copy.deepcopy(model).generate(input_ids=ids, attention_mask=mask, adapter_names=names, **GREEDY)
+    hybrid_engine.attach(model)
+    answers = model.generate(input_ids=ids, attention_mask=mask, adapter_names=names, **GREEDY)
+    assert torch.equal(answers, plain) and "option adapter_names is not served natively" in caplog.text
+
+
 def test_what_is_returned_is_transformers_class_with_the_samplers_log_probabilities():
     model, (ids, mask) = build_model(), padded_prompts()
     hybrid_engine.attach(model)

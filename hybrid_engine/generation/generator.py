@@ -77,6 +77,8 @@ class Generator:
         functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
         self.accepted_names = [name for function in functions for name in inspect.signature(function).parameters]
         """What transformers' `generate()` and the model's forward take by name, beside GenerationConfig's fields."""
+        if hasattr(module, "peft_config"):
+            self.accepted_names.append("adapter_names")  # an adapter for each row, which peft's own generate() serves
         self._children: list[tuple[nn.Module, tuple[nn.Module | None, ...]]] = []  # when the containers were built
         if sharding.world_size > 1:
             self.partners = Partners(size=sharding.world_size, rank=sharding.rank)
