@@ -7,6 +7,7 @@ Each run is the command that a user gives, on one process or by torchrun on two,
 leaves in its `result.json`: planned for the lengths that answers had, and the most bytes of tensors at once.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -83,7 +84,7 @@ def main() -> None:
     options = common.parse_run(parser, "run_memory")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = [json.dumps({"prompt": row.prompt}) for row in SUMMARIES.load_rows(0)[0]]
+        rows = [json.dumps({"prompt": row.prompt}) for row in itertools.chain(*SUMMARIES.load_rows(0))]
         (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
         for number, job in enumerate(JOBS[:2] if options.small else JOBS):
             if number > 1 and options.only and not any(word in job.command.split() for word in options.only):
