@@ -22,7 +22,7 @@ from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
 
 PACKED = "--tokens-per-micro-batch 2048"
 SAMPLED = "--model {demo}/sft --dataset {prompts} --reward length:target=60 --steps 2 --eval-prompts 16 --eval-every 0"
-GROUPED = f"{SAMPLED} --rollout-size 8"
+GROUPED = f"{SAMPLED} --rollout-size 8 --group-size 8 --minibatch-size 64"
 PREFERRED = "--model {demo}/sft --eval-prompts 16 --eval-rows 32 --eval-every 0"
 SHARDED = "--zero-stage 3"
 
@@ -46,11 +46,11 @@ JOBS = [
     Job(2, f"ppo {SAMPLED} {SHARDED}"),
     Job(2, f"ppo {SAMPLED} {PACKED} {SHARDED}"),
     Job(2, f"ppo {SAMPLED} --lora-rank 8 --shared-base {SHARDED}"),
-    Job(2, f"grpo {GROUPED} --group-size 8 {SHARDED}"),
-    Job(2, f"grpo {GROUPED} --group-size 8 {PACKED} {SHARDED}"),
-    Job(2, f"grpo {GROUPED} --group-size 8 --lora-rank 8 {SHARDED}"),
-    Job(2, f"grpo {GROUPED} --group-size 8 --algorithm rloo {SHARDED}"),
-    Job(2, f"online-dpo {GROUPED} {SHARDED}"),
+    Job(2, f"grpo {GROUPED} {SHARDED}"),
+    Job(2, f"grpo {GROUPED} {PACKED} {SHARDED}"),
+    Job(2, f"grpo {GROUPED} --lora-rank 8 {SHARDED}"),
+    Job(2, f"grpo {GROUPED} --preset rloo {SHARDED}"),
+    Job(2, f"online-dpo {SAMPLED} --rollout-size 64 {SHARDED}"),
     Job(2, f"dpo {PREFERRED} --max-pairs 320 {SHARDED}"),
     Job(2, f"dpo {PREFERRED} --max-pairs 320 --lora-rank 8 {SHARDED}"),
     Job(2, f"kto {PREFERRED} --max-answers 640 {SHARDED}"),
