@@ -258,8 +258,8 @@ def update(
         sums = {name: (total.item(), count.item()) for name, (total, count) in kto_metrics(*of_answers).items()}
         return losses.sum() / num_answers, sums | {"loss": (losses.sum().item(), len(batch))}
 
-    lengths = [(len(row.answer),) for row in rows]
-    figures = step_means(train_in_parts([actor], lengths, budget, [(actor, micro_batch_loss)]))
+    lengths, prompts = [(len(row.answer),) for row in rows], [row.answer.prompt for row in rows]
+    figures = step_means(train_in_parts([actor], lengths, budget, [(actor, micro_batch_loss)], prompts))
     figures["reward_margin"] = figures["chosen_reward"] - figures["rejected_reward"]
     return figures | {"reference_point": point.item(), "grad_norm": actor.get_global_grad_norm()}
 

@@ -1,6 +1,7 @@
 """What a run says of its memory at its end: the plan beside what was measured, by the same definition."""
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from small_actors import save_sums
 from torch import nn
 
 from hybrid_engine.observing.live_bytes import LiveBytes
-from hybrid_engine.recipes import grpo, kto, sft
+from hybrid_engine.recipes import dpo, grpo, kto, sft
+from hybrid_engine.recipes.data import micro_batches
 from hybrid_engine.recipes.experience import policy as policies
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.recipes.tasks.small_llama import build_small_llama
@@ -32,7 +34,8 @@ def sources(tmp_path_factory):
 
 def sft_config(folder, out, **options):
     texts = str(folder / "texts.jsonl")
-    return sft.Config(out=str(out), model=str(folder / "model"), dataset=texts, epochs=1, save_every=0, **options)
+    options = {"dataset": texts, **options}
+    return sft.Config(out=str(out), model=str(folder / "model"), epochs=1, save_every=0, **options)
 
 
 def memory_of(out, log="sft-log"):
@@ -62,6 +65,58 @@ def test_the_longest_answers_are_planned_where_they_meet_and_not_all_at_once(sou
     )  # fmt: skip
     memory = memory_of(tmp_path / "out", "")
     assert memory["measured_bytes"] == pytest.approx(memory["planned_bytes"], rel=0.15)
+
+
+@pytest.mark.parametrize("budget", [0, 256])
+@pytest.mark.parametrize("recipe", [sft, dpo, kto], ids=["sft", "dpo", "kto"])
+def test_passes_are_measured_by_the_tokens_that_the_model_reads(recipe, budget, sources, tmp_path, monkeypatch):
+    with (tmp_path / "rows.jsonl").open("w") as file:  # long prompts before short answers and the other way round
+        for n in range(80):
+            prompt, answer = (f"{n:02}+" * 12, "01") if n % 2 else (f"{n:02}+", "012" * 12)
+            row = {"prompt": prompt}
+            row |= {"chosen": answer, "rejected": answer[1:]} if recipe is dpo else {"completion": answer}
+            file.write(json.dumps(row | ({"label": n % 4 < 2} if recipe is kto else {})) + "\n")
+    passes = []
+
+    @contextmanager
+    def count(engine, num_cells, *, has_gradients):
+        read = []
+        embedding = engine.module.get_input_embeddings()
+        with embedding.register_forward_hook(lambda module, args, output: read.append(args[0].numel())):
+            yield
+        passes.append((num_cells, sum(read)))
+
+    monkeypatch.setattr(micro_batches, "measured_pass", count)
+    config = recipe.Config(
+        out=str(tmp_path / "out"), model=str(sources / "model"), dataset=str(tmp_path / "rows.jsonl"), batch_size=8,
+        micro_batch_size=4, tokens_per_micro_batch=budget, eval_every=0, save_every=0, epochs=1,
+        **({} if recipe is sft else {"max_new_tokens": 4, "eval_prompts": 2}),
+    )  # fmt: skip
+    recipe.run(config)
+    assert len(passes) > 8
+    assert [cells for cells, _ in passes] == [read for _, read in passes]
+
+
+def _run_one_step(rank, world_size, folder, out, long_answer):
+    """SFT on eight texts, all in one step; that of so many is the longest by far."""
+    with (Path(out) / f"texts-{rank}.jsonl").open("w") as file:
+        for n in range(8):
+            completion = "012" * (30 if n == long_answer else 3)
+            file.write(json.dumps({"prompt": f"{n:02}+{n:02}=", "completion": completion}) + "\n")
+    options = {"held_out_share": 0.0, "batch_size": 8, "micro_batch_size": 1, "zero_stage": 3 if world_size > 1 else 0}
+    texts = str(Path(out) / f"texts-{rank}.jsonl")
+    sft.run(sft_config(Path(folder), out, **{"dataset": texts, **options}))
+    return memory_of(out)
+
+
+def test_the_first_step_is_planned_and_measured_before_the_optimizer_has_a_state(sources, tmp_path, capsys):
+    memory = _run_one_step(0, 1, sources, tmp_path, 3)
+    assert memory["measured_bytes"] == pytest.approx(memory["planned_bytes"], rel=0.05)
+
+
+def test_the_process_with_most_is_measured(sources, tmp_path):
+    for memory in run_distributed(_run_one_step, 2, str(sources), str(tmp_path), 3):
+        assert memory["measured_bytes"] == pytest.approx(memory["planned_bytes"], rel=0.15)
 
 
 def _run_sharded(rank, world_size, folder, out, stage):

@@ -14,8 +14,8 @@ STATE_BYTES = 8
 STEP_BYTES = 4
 """Of Adam, for a parameter: the number of its steps, in fp32."""
 MASTER_BYTES = 4
-KV_WORKSPACE = "KV workspace"
-"""The name of that part."""
+KV_WORKSPACE, OPTIMIZER_STATE = "KV workspace", "optimizer state"
+"""The names of those parts."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -72,6 +72,8 @@ class MemoryPlan:
     """Whether a step has several passes, the later of which find gradients."""
     generation: list[Part]
     """What generating takes beside what is kept; empty where nothing is generated."""
+    has_state: bool = True
+    """Whether the optimizer has its state in the largest pass: not in the first step's."""
     fuses_at_once: bool = True
     """Whether a rollout has all its weights ready before it begins, or those of a layer at a time."""
 
@@ -89,6 +91,9 @@ class MemoryPlan:
         else:
             before = [sum(gradients[:index]) for index in range(len(gradients))]
             highest = max(b + role.pass_peak_bytes for b, role in zip(before, self.roles, strict=True))
+        if not self.has_state:
+            kept = (part for role in self.roles for part in role.kept)
+            highest -= sum(part.num_bytes for part in kept if part.name == OPTIMIZER_STATE)
         return self.kept_bytes + max(highest, sum(gradients))
 
     @property
@@ -115,6 +120,7 @@ class MemoryPlan:
             yield "generating, beside what is kept"
             yield from _lines(self.generation)
         how = "gradients are there in every pass but a step's first" if self.accumulates else "one pass a step"
+        how += "" if self.has_state else "; the largest is the first step's, before there is an optimizer state"
         yield f"peak of training:   {format_bytes(self.training_peak_bytes):>10}  ({how})"
         if idle := self.idle_cache_bytes:
             beside = self.training_peak_bytes + idle
@@ -163,7 +169,7 @@ def kept_parts(shapes: Sequence[Shape], sharded: Sharded) -> list[Part]:
     text = (
         f"2 moments x 4 bytes x {trained:,} trained parameters{share}, and a count for each of {len(_trained(shapes))}"
     )
-    return [*parts, Part("optimizer state", state, text)]
+    return [*parts, Part(OPTIMIZER_STATE, state, text)]
 
 
 def gradient_part(shapes: Sequence[Shape], sharded: Sharded) -> Part:

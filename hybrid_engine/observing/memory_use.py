@@ -3,15 +3,16 @@
 On a GPU the measure is the most that PyTorch's allocator had given out at once, from the first training step on. The
 CPU's allocator counts nothing; there it is counted in bytes of tensors: what lies there when a training pass begins,
 and the most at once of what its ops make (`LiveBytes`). That slows a pass down, so that only passes are counted that
-are wider than any before, with gradients there and without, from the second step on, when the optimizer has its state.
+are wider than any before, with gradients there and without, in the first step, when the optimizer has no state yet, and
+in later ones.
 A rollout counts what lies there, its KV workspace, gathered weights and fused adapters; what comes and goes in its
 passes does not.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,21 @@ from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import MemoryPlan
 
 MIB = 2**20
+
+
+class Measured(NamedTuple):
+    """The most that a process had at once so far."""
+
+    total_bytes: int = 0
+    training_bytes: int = 0
+    """0 before a pass was measured."""
+    generation_bytes: int = 0
+    cache_bytes: int = 0
+    """Of the KV workspace, where it stayed while training."""
+    num_tokens: int = 0
+    """Of the pass that took most."""
+    has_state: bool = True
+    """Whether the optimizer had its state in that pass, which it has from the second step on."""
 
 
 class MemoryUse:
@@ -30,7 +46,7 @@ class MemoryUse:
         device: torch.device,
         held: Callable[[], int],
         resized: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
-        plan_of_pass: Callable[[int], MemoryPlan] | None = None,
+        plan_of_pass: Callable[[int, bool], MemoryPlan] | None = None,
     ) -> None:
         """A run on `device`.
 
@@ -39,90 +55,98 @@ class MemoryUse:
             device: where it computes.
             held: bytes of all models of the run, with what training keeps of them, on this process now.
             resized: storages that weights are gathered into, which `held` leaves out.
-            plan_of_pass: the plan of a run whose largest pass has so many tokens; None where the lengths of what is
-                learned were known before.
+            plan_of_pass: the plan of a run whose largest pass has so many tokens, when the optimizer has its state or
+                not; None where the lengths of what is learned were known before.
         """
         self.plan, self._device, self._held, self._resized = plan, device, held, resized
         self._plan_of_pass = plan_of_pass
-        self._cache_bytes = 0
-        self._widest: dict[bool, int] = {}
-        self._num_tokens = 0  # of the pass that took most
-        self.training_bytes = 0
-        """0 before a pass was measured."""
-        self.generation_bytes = 0
+        self._widest: dict[tuple[bool, bool], int] = {}
+        self._measured = Measured()
 
     @property
     def planned_bytes(self) -> int:
         """The plan's peak, with the KV workspace beside training where that stayed."""
-        return self._peak_of(self.plan)
+        idle = self.plan.idle_cache_bytes if self._measured.cache_bytes else 0
+        return max(self.plan.training_peak_bytes + idle, self.plan.generation_peak_bytes)
 
     def planned_for_lengths(self) -> int | None:
         """The plan's peak for answers as long as they came to be; None where that is known before, or not yet.
 
         The peak of training where no rollout was measured, as on a CPU where answers are served.
         """
-        if self._plan_of_pass is None or not self._num_tokens:
+        measured = self._measured
+        if self._plan_of_pass is None or not measured.num_tokens:
             return None
-        plan = self._plan_of_pass(self._num_tokens)
-        return self._peak_of(plan) if self.generation_bytes else self._training_peak_of(plan)
+        plan = self._plan_of_pass(measured.num_tokens, measured.has_state)
+        training = plan.training_peak_bytes + measured.cache_bytes  # its blocks are as long as the answers were
+        return max(training, plan.generation_peak_bytes) if measured.generation_bytes else training
 
-    def _peak_of(self, plan: MemoryPlan) -> int:
-        return max(self._training_peak_of(plan), plan.generation_peak_bytes)
-
-    def _training_peak_of(self, plan: MemoryPlan) -> int:
-        return plan.training_peak_bytes + (plan.idle_cache_bytes if self._cache_bytes else 0)
-
-    @property
-    def measured_bytes(self) -> int:
-        """The most at once so far; 0 where nothing was measured yet."""
+    def measured(self) -> Measured:
+        """The most at once so far, of this process or of that which `take_largest` has taken."""
+        found = self._measured
+        if found.total_bytes:
+            return found
         if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        return max(self.training_bytes, self.generation_bytes) if self.training_bytes else 0
+            return found._replace(total_bytes=torch.cuda.max_memory_allocated(self._device))
+        most = max(found.training_bytes, found.generation_bytes) if found.training_bytes else 0
+        return found._replace(total_bytes=most)
+
+    def take_largest(self, measured: Sequence[Measured]) -> None:
+        """Says from now on what the process with the most had; `measured` are those of all processes at the end."""
+        self._measured = max(measured, key=lambda found: found.total_bytes)
 
     @contextmanager
-    def training_pass(self, num_cells: int, has_gradients: bool, cache_bytes: int) -> Iterator[None]:
-        """Around the forward and backward passes over `num_cells` tokens of a run that has stepped before.
+    def training_pass(
+        self, num_cells: int, *, has_gradients: bool, has_state: bool, cache_bytes: int
+    ) -> Iterator[None]:
+        """Around the forward and backward passes over `num_cells` tokens.
 
         Args:
             num_cells: tokens, padding included.
             has_gradients: whether gradients of earlier passes are there.
+            has_state: whether the optimizer has stepped before.
             cache_bytes: of the KV workspace, where it stayed.
         """
-        self._cache_bytes = max(self._cache_bytes, cache_bytes)
-        if self._device.type != "cpu" or num_cells <= self._widest.get(has_gradients, 0):
+        self._measured = self._measured._replace(cache_bytes=max(self._measured.cache_bytes, cache_bytes))
+        widest = self._widest.get((has_gradients, has_state), 0)
+        if self._device.type != "cpu" or num_cells <= widest:
             yield
             return
         held = self._held() + cache_bytes
         with LiveBytes(self._resized()) as live:
             yield
-        self._widest[has_gradients] = num_cells
-        if held + live.peak_bytes > self.training_bytes:
-            self.training_bytes, self._num_tokens = held + live.peak_bytes, num_cells
+        self._widest[has_gradients, has_state] = num_cells
+        taken = held + live.peak_bytes
+        if taken > self._measured.training_bytes:
+            self._measured = self._measured._replace(training_bytes=taken, num_tokens=num_cells, has_state=has_state)
 
     def note_rollout(self, num_bytes: int) -> None:
         """At the end of a rollout that has taken `num_bytes` for workspace, gathered weights and fused adapters."""
-        self.generation_bytes = max(self.generation_bytes, self._held() + num_bytes)
+        most = max(self._measured.generation_bytes, self._held() + num_bytes)
+        self._measured = self._measured._replace(generation_bytes=most)
 
     def describe(self) -> str:
         """Both in one line."""
         text, planned = f"memory: planned {self.planned_bytes / MIB:.1f} MiB", self.planned_bytes
-        if not self.measured_bytes:
-            return f"{text}, not measured before the second step"
+        measured = self.measured().total_bytes
+        if not measured:
+            return f"{text}, not measured before the first step"
         for_lengths = self.planned_for_lengths()
         if for_lengths is not None:
             text, planned = f"{text}, {for_lengths / MIB:.1f} MiB for answers as long as they were", for_lengths
-        return f"{text}, measured {self.measured_bytes / MIB:.1f} MiB ({planned / self.measured_bytes:.2f})"
+        return f"{text}, measured {measured / MIB:.1f} MiB ({planned / measured:.2f})"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, of this process."""
+        """Plain values."""
+        measured = self.measured()
         return {
             "planned_bytes": self.planned_bytes,
             "planned_for_lengths_bytes": self.planned_for_lengths(),
-            "measured_bytes": self.measured_bytes or None,
+            "measured_bytes": measured.total_bytes or None,
             "planned_training_bytes": self.plan.training_peak_bytes,
             "planned_generation_bytes": self.plan.generation_peak_bytes,
-            "measured_training_bytes": self.training_bytes or None,
-            "measured_generation_bytes": self.generation_bytes or None,
+            "measured_training_bytes": measured.training_bytes or None,
+            "measured_generation_bytes": measured.generation_bytes or None,
             "process_peak_bytes": process_peak_bytes(),
         }
 

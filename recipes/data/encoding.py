@@ -44,6 +44,11 @@ class Encoded:
     """True on the response tokens that are learned; None: on all."""
 
     @property
+    def prompt(self) -> Prompt:
+        """What the sequence begins with."""
+        return Prompt(tuple(self.prompt_ids), len(self.prompt_ids))
+
+    @property
     def num_learned(self) -> int:
         """Response tokens that are learned."""
         return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from hybrid_engine.distributed.processes import default_device, get_world_size
+from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
 from hybrid_engine.generation.memory.usage import count_bytes, num_bytes
 from hybrid_engine.observing.memory_plan import MemoryPlan
 from hybrid_engine.observing.memory_use import MemoryUse
@@ -107,8 +107,8 @@ def follow_memory(
             if not engine.sharding.stays_whole:
                 yield from gathered_storages(engine.sharding.fsdp_modules())
 
-    def of_pass(num_tokens: int) -> MemoryPlan:
-        return plan_memory(read, replace(setting, pass_tokens=num_tokens))
+    def of_pass(num_tokens: int, has_state: bool) -> MemoryPlan:
+        return plan_memory(read, replace(setting, pass_tokens=num_tokens, has_state=has_state))
 
     use = MemoryUse(plan, device, held, resized, plan_of_pass=None if read.items else of_pass)
     for engine in engines:
@@ -116,9 +116,13 @@ def follow_memory(
 
 
 def write_result(path: Path, result: dict[str, Any], engine: Any) -> None:
-    """Writes `result` with the memory that the run of `engine` took, planned and measured, and says that; rank 0."""
+    """Writes `result` with the memory that the run of `engine` took, planned and measured, and says that; collective.
+
+    What is measured is that of the process that had most.
+    """
     use: MemoryUse | None = engine.memory_use
     if use is not None:
+        use.take_largest(gather_objects(use.measured()))
         say(use.describe())
         result = result | {"memory": use.to_json()}
     write_json(path, result)

@@ -27,7 +27,7 @@ from hybrid_engine.observing.memory_plan import (
 from hybrid_engine.recipes.data.sequences import ValueModel
 from hybrid_engine.recipes.planning.packed import packed_bytes
 from hybrid_engine.recipes.planning.read import Read
-from hybrid_engine.recipes.planning.widest import of_so_many, widest_pass
+from hybrid_engine.recipes.planning.widest import Widest, of_so_many, widest_passes
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
@@ -50,6 +50,8 @@ class Setting:
     """Type of the devices."""
     pass_tokens: int | None = None
     """Of the largest training pass, where that has run; None: as the lengths that are known before the run make it."""
+    has_state: bool = True
+    """Whether the optimizer had its state in that pass."""
 
 
 def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
@@ -60,12 +62,19 @@ def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
         "batch_size" if hasattr(config, "batch_size") else "minibatch_size", batch_size, setting.num_processes
     )
     per_process = batch_size // setting.num_processes
-    shape, accumulates = widest_pass(read, config, per_process, setting.num_processes)
+    passes = widest_passes(read, config, per_process, setting.num_processes)
     if setting.pass_tokens is not None:
-        shape = of_so_many(shape, setting.pass_tokens)
+        of_tokens = of_so_many(passes[0].shape, setting.pass_tokens)
+        passes = [Widest(of_tokens, passes[0].accumulates, setting.has_state)]
+    return max((_plan_of(read, setting, widest) for widest in passes), key=lambda plan: plan.peak_bytes)
+
+
+def _plan_of(read: Read, setting: Setting, widest: Widest) -> MemoryPlan:
+    """The plan of a run whose largest training pass is `widest`."""
+    config = setting.config
     with torch.device("meta"):
-        roles, actor = _roles(read, setting, shape, accumulates)
-        plan = MemoryPlan(roles=roles, accumulates=accumulates, generation=[])
+        roles, actor = _roles(read, setting, widest.shape, widest.accumulates)
+        plan = MemoryPlan(roles=roles, accumulates=widest.accumulates, generation=[], has_state=widest.has_state)
         if not read.prompt_tokens:
             return plan
         at_once = _generation(actor, read, setting, is_streamed=False)

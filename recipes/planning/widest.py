@@ -4,7 +4,8 @@ P and T: tokens of a prompt and of a response.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from hybrid_engine.recipes.data.micro_batches import fill_evenly
 from hybrid_engine.recipes.data.packable import expected_layout
@@ -12,6 +13,29 @@ from hybrid_engine.recipes.data.packing import Layout, Prompt
 from hybrid_engine.recipes.planning.read import Item, Read
 from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
 from hybrid_engine.training.pass_memory import PassShape
+
+
+class Widest(NamedTuple):
+    """The largest pass of some steps."""
+
+    shape: PassShape
+    accumulates: bool
+    """Whether a step has several."""
+    has_state: bool = True
+    """Whether the optimizer has its state then: not in the first step."""
+
+
+def widest_passes(read: Read, config: Any, per_process: int, num_processes: int) -> list[Widest]:
+    """The largest pass behind the first step, and the first step's, where that is known and larger still.
+
+    Args: as of `widest_pass`.
+    """
+    if not read.batches:
+        return [Widest(*widest_pass(read, config, per_process, num_processes))]
+    parts = [replace(read, batches=batches) for batches in (read.batches[:1], read.batches[1:]) if batches]
+    first, *later = (Widest(*widest_pass(part, config, per_process, num_processes)) for part in parts)
+    is_largest = all(_cells(first.shape) > _cells(other.shape) for other in later)
+    return [*later, *([first._replace(has_state=False)] if is_largest else [])]
 
 
 def widest_pass(read: Read, config: Any, per_process: int, num_processes: int) -> tuple[PassShape, bool]:
