@@ -31,6 +31,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 import hybrid_engine
 from hybrid_engine.attaching.attached import Attached
+from hybrid_engine.config.notices import say_once
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -111,6 +112,45 @@ def test_weights_that_are_loaded_replaced_or_cast_are_followed():
     model.to(torch.bfloat16)
     model.generate(ids, attention_mask=mask, **GREEDY)
     assert runs_on_containers(attached) and attached.generator.model.dtype == torch.bfloat16
+
+
+def hook_a_layer(model):
+    return model.model.layers[0].register_forward_hook(lambda layer, given, output: output * 1.5).remove
+
+
+def hook_what_an_mlp_is_given(model):
+    return model.model.layers[1].mlp.register_forward_pre_hook(lambda mlp, given: (given[0] * 0.2,)).remove
+
+
+def patch_a_forward(model):
+    mlp = model.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: own(hidden) * 0.1
+    return lambda: delattr(mlp, "forward")
+
+
+@pytest.mark.parametrize("change", [hook_a_layer, hook_what_an_mlp_is_given, patch_a_forward])
+def test_a_layer_that_is_made_to_compute_something_else_is_followed(change):
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    plain = model.generate(ids, attention_mask=mask, **GREEDY)
+    undo = change(model)
+    expected = type(model).generate(model, ids, attention_mask=mask, **GREEDY)
+    assert not torch.equal(expected, plain)
+    assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
+    assert not runs_on_containers(attached)
+    undo()
+    assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), plain) and runs_on_containers(attached)
+
+
+def test_a_compiled_model_is_the_model_in_it():
+    model, (ids, mask) = build_model(), padded_prompts()
+    compiled = torch.compile(model, backend="eager")
+    attached = hybrid_engine.attach(compiled)
+    assert torch.equal(compiled.generate(ids, attention_mask=mask, **GREEDY), theirs(model, ids, mask))
+    assert runs_on_containers(attached) and attached.module is model
+    model.model.layers[0].compile(backend="eager")
+    assert torch.equal(compiled.generate(ids, attention_mask=mask, **GREEDY), theirs(model, ids, mask))
 
 
 @pytest.mark.parametrize("is_attached_first", [True, False])
@@ -238,13 +278,35 @@ def test_threads_wait_for_each_other():
             torch.testing.assert_close(call.result(), expected)
 
 
-def test_embeddings_and_no_prompt_at_all_go_to_the_models_own():
+def test_embeddings_and_no_prompt_at_all_go_to_the_models_own(caplog):
+    say_once.cache_clear()  # another test may have read the line
     model, (ids, _) = build_model(), padded_prompts(num_prompts=2)
     embeddings = model.get_input_embeddings()(ids).detach()
     expected = [model.generate(inputs_embeds=embeddings, **GREEDY), model.generate(bos_token_id=3, **GREEDY)]
     hybrid_engine.attach(model)
     torch.testing.assert_close(model.generate(inputs_embeds=embeddings, **GREEDY), expected[0])
+    assert "there are no input_ids to begin from" in caplog.text
     torch.testing.assert_close(model.generate(bos_token_id=3, **GREEDY), expected[1])
+
+
+@pytest.mark.parametrize(
+    ("given", "is_native"),
+    [
+        ({"trust_remote_code": False}, True),
+        ({"assistant_tokenizer": None, "tokenizer": None}, True),
+        ({"custom_generate": lambda model, input_ids, shift, **others: input_ids + shift, "shift": 2}, False),
+    ],
+)
+def test_names_that_only_transformers_generate_reads_are_taken(given, is_native, monkeypatch):
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    own, calls = attached._own, []
+    monkeypatch.setattr(attached, "_own", lambda *args, **kwargs: calls.append(0) or own(*args, **kwargs))
+    assert torch.equal(
+        model.generate(ids, attention_mask=mask, **GREEDY, **given),
+        copy.deepcopy(model).generate(ids, attention_mask=mask, **GREEDY, **given),
+    )
+    assert bool(calls) != is_native
 
 
 def test_detach_puts_back_what_was_there_and_copies_are_their_own():

@@ -1,6 +1,7 @@
 """The `hybrid-engine` command itself: what it says quickly, and how it ends."""
 
 import gc
+import logging
 import subprocess
 import sys
 import traceback
@@ -13,6 +14,7 @@ import pytest
 
 from hybrid_engine.command import cli
 from hybrid_engine.command.field_meanings import field_meanings
+from hybrid_engine.command.option_names import in_options
 from hybrid_engine.command.recipe_options import read_recipe_help
 from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
 
@@ -207,3 +209,44 @@ def test_an_option_given_twice_is_refused(capsys):
         cli.main(["serve", "--model", "m", "--model", "b"])
     assert ended.value.code == 2
     assert "--model: takes one value, and there are 'm' and 'b'" in capsys.readouterr().err
+
+
+NAMES = ("exact", "max_new_tokens", "max_running", "tp", "pp", "dtype", "zero_stage", "seed")
+
+
+@pytest.mark.parametrize(
+    ("said", "typed"),
+    [
+        ("hybrid_engine.exact: ALiBi; leave hybrid_engine.exact out", "--exact: ALiBi; leave --exact out"),
+        ("max_new_tokens=5 is too many", "--max-new-tokens=5 is too many"),
+        ("tensor_parallel.tp_size=3 must divide num_heads=4; use 1", "--tp=3 must divide num_heads=4; use 1"),
+        ("goes on with 4: hybrid_engine.max_running=4, or", "goes on with 4: --max-running=4, or"),
+        ("set zero_optimization.stage to 3", "set --zero-stage to 3"),
+        # What is called so already, and what is somebody else's.
+        ("--max-new-tokens=5 and --dtype=x", "--max-new-tokens=5 and --dtype=x"),
+        (
+            "torch.dtype=3, 'seed=3', length:seed=3, group_size=2",
+            "torch.dtype=3, 'seed=3', length:seed=3, group_size=2",
+        ),
+        ("hybrid_engine.max_kv_blocks=2", "hybrid_engine.max_kv_blocks=2"),
+    ],
+)
+def test_what_the_engine_says_names_options_as_they_were_typed(said, typed):
+    assert in_options(said, NAMES) == typed
+
+
+@pytest.mark.parametrize("is_error", [True, False])
+def test_a_command_speaks_of_its_options_in_errors_and_notices(is_error, monkeypatch, capsys, caplog):
+    line = "hybrid_engine.exact: ALiBi; leave hybrid_engine.exact out"
+
+    def act(*_):
+        if is_error:
+            raise ValueError(line)
+        logging.getLogger("hybrid_engine").warning("%s", line)
+        return 0
+
+    monkeypatch.setattr(cli, "is_ours", lambda error: True)
+    assert cli.run(["grpo", "--exact"], act) == (2 if is_error else 0)
+    assert "--exact: ALiBi; leave --exact out" in (capsys.readouterr().err if is_error else caplog.text)
+    logging.getLogger("hybrid_engine").warning("%s", line)
+    assert line in caplog.text, "elsewhere the key is called what it is"

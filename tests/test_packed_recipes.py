@@ -1,13 +1,17 @@
-"""Every recipe under `--tokens-per-micro-batch`: the training of padded rows."""
+"""Every recipe under `--tokens-per-micro-batch` and `--activation-checkpointing`: the training of padded rows."""
 
+import contextlib
+import io
 import json
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from small_actors import save_small_actor, save_sums
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hybrid_engine.recipes import dpo, kto, online_dpo, ppo, reward, sft
+from hybrid_engine.recipes import dpo, grpo, kto, online_dpo, ppo, reward, sft
 from hybrid_engine.recipes.experience.own_tasks import stage_options
 from hybrid_engine.recipes.tasks import arithmetic
 
@@ -20,8 +24,9 @@ DPO = {
     "eval_prompts": 2,
     "eval_rows": 4,
 }
-LOOP = {"steps": 3, "rollout_size": 8, "max_prompt_tokens": 24, "max_new_tokens": 16, "eval_prompts": 2}
-RECIPES = {
+LOOP: dict[str, Any] = {"steps": 3, "rollout_size": 8, "max_prompt_tokens": 24, "max_new_tokens": 16, "eval_prompts": 2}
+GROUPS = {**LOOP, "rollout_size": 4, "learning_rate": 1e-3, "group_size": 4, "reward": ("regex:[0-4]",)}
+RECIPES: dict[str, Any] = {
     "sft": (sft, "labelled", {"epochs": 1, "batch_size": 8, "max_examples": 24}, 40),
     "reward": (reward, "pairs", {"epochs": 1, "batch_size": 4}, 60),
     "dpo": (dpo, "pairs", {**DPO, "epochs": 1, "max_pairs": 16}, 60),
@@ -39,14 +44,23 @@ RECIPES = {
         },
         40,
     ),
-    "online-dpo": (
-        online_dpo,
-        "prompts",
-        {**LOOP, "learning_rate": 1e-3, "minibatch_size": 4, "group_size": 4, "reward": ("regex:[0-4]",)},
-        80,
-    ),
+    "grpo": (grpo, "prompts", {**GROUPS, "minibatch_size": 16, "eval_samples": 1}, 80),
+    "online-dpo": (online_dpo, "prompts", {**GROUPS, "minibatch_size": 4}, 80),
 }
 """The recipe, its data, its options and a budget that holds a few sequences."""
+ON_ONE_BASE = {**RECIPES["ppo"][2], "lora_rank": 2, "shared_base": True, "actor_lr": 1e-2, "critic_lr": 1e-2}
+RECIPES["ppo on one base"] = (ppo, "prompts", ON_ONE_BASE, 40)
+
+
+class Run(NamedTuple):
+    """What a run left, and its passes over layers."""
+
+    weights: dict[str, torch.Tensor]
+    said: str
+    num_kept: int
+    """Forward passes of layers that a backward pass follows."""
+    num_recomputed: int
+    """Those of layers within a backward pass."""
 
 
 @pytest.fixture(scope="module")
@@ -64,22 +78,56 @@ def sources(tmp_path_factory):
     return {**files, "model": save_small_actor(folder / "model", arithmetic.build_tokenizer())}
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_packed_rows_train_the_weights_that_padded_rows_do(name, sources, tmp_path, capsys):
-    recipe, data, options, budget = RECIPES[name]
-    weights = []
-    for packs in (False, True):
-        given = {"model": sources["model"], "dataset": sources[data], "out": str(tmp_path / str(packs))}
-        way = {"tokens_per_micro_batch": budget, "activation_checkpointing": True} if packs else {"micro_batch_size": 2}
-        folder = recipe.run(recipe.Config(**{**COMMON, **options, **given, **way}))
-        kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
-        weights.append(kind.from_pretrained(folder).state_dict())
-    assert "padded, not packed" not in capsys.readouterr().out
-    padded, packed = weights
+@pytest.fixture(scope="module", params=RECIPES)
+def runs(request, sources, tmp_path_factory):
+    """A recipe's run on padded rows, and one on packed rows whose activations are computed again."""
+    recipe, data, options, budget = RECIPES[request.param]
+    folder = tmp_path_factory.mktemp("runs")
+    ways = {"padded": {"micro_batch_size": 2}}
+    ways["packed"] = {"tokens_per_micro_batch": budget, "activation_checkpointing": True}
+    kind = AutoModelForSequenceClassification if request.param == "reward" else AutoModelForCausalLM
+    return [
+        run(
+            recipe,
+            recipe.Config(
+                **{**COMMON, **options, **way}, model=sources["model"], dataset=sources[data], out=str(folder / name)
+            ),
+            kind,
+        )
+        for name, way in ways.items()
+    ]
+
+
+def run(recipe, config, kind):
+    # Not of the layers, whose own forward is what recomputes them.
+    forward, within_backward = LlamaAttention.forward, []
+
+    def counted(attention, *args, **kwargs):
+        if torch.is_grad_enabled():
+            within_backward.append(torch._C._current_graph_task_id() != -1)
+        return forward(attention, *args, **kwargs)
+
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(LlamaAttention, "forward", counted)
+        folder = recipe.run(config)
+    weights = kind.from_pretrained(folder).state_dict()
+    return Run(weights, said.getvalue(), within_backward.count(False), within_backward.count(True))
+
+
+def test_packed_rows_train_the_weights_that_padded_rows_do(runs, sources):
+    padded, packed = runs
+    assert "padded, not packed" not in packed.said
     start = AutoModelForCausalLM.from_pretrained(sources["model"]).state_dict()
-    assert any(not torch.equal(value, start[name]) for name, value in padded.items() if name in start)
-    for name, value in padded.items():
-        torch.testing.assert_close(packed[name], value, rtol=1e-4, atol=2e-5)
+    assert any(not torch.equal(value, start[name]) for name, value in padded.weights.items() if name in start)
+    for name, value in padded.weights.items():
+        torch.testing.assert_close(packed.weights[name], value, rtol=1e-4, atol=2e-5)
+
+
+def test_every_trained_layer_is_computed_again_under_activation_checkpointing_and_without_it_none(runs):
+    kept, recomputed = runs
+    assert kept.num_recomputed == 0 < kept.num_kept
+    assert recomputed.num_recomputed == recomputed.num_kept > 0
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "dpo", "kto"])

@@ -55,7 +55,7 @@ def attach(model: nn.Module, **options: Any) -> "Attached":
     shards the model every call is collective, as it was; otherwise each process generates alone.
 
     Args:
-        model: a causal model of transformers or a peft model, plain, within DDP, or sharded by FSDP2.
+        model: a causal model of transformers or a peft model, plain, compiled, within DDP, or sharded by FSDP2.
         **options: keys of the config's `hybrid_engine` block: `max_out_tokens` (as many as the model has positions),
             `max_running`, `max_kv_blocks`, `kv_block_size`, `pin_parameters`, `enable_cuda_graph`,
             `release_inference_cache` (true here).
@@ -76,9 +76,10 @@ def _generating_module(model: nn.Module) -> nn.Module:
             f"attach(): {type(model).__name__} is an engine; set hybrid_engine.enabled in the config of initialize(), "
             "and it generates on containers"
         )
-    inner = getattr(model, "module", None)
-    if not hasattr(type(model), "generate") and isinstance(inner, nn.Module):  # DistributedDataParallel
-        model = inner
+    for name in ("_orig_mod", "module"):  # within torch.compile's OptimizedModule, DistributedDataParallel
+        inner = getattr(model, name, None)
+        if not hasattr(type(model), "generate") and isinstance(inner, nn.Module):
+            model = inner
     config = getattr(model, "config", None)
     if not hasattr(type(model), "generate") or getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"attach(): {type(model).__name__} is no decoder-only language model with generate()")
@@ -215,7 +216,9 @@ class Attached:
             self._build()
         kwargs = dict(kwargs)
         prompts = inputs if inputs is not None else kwargs.pop("input_ids", None)
-        if self.generator is None or prompts is None:  # without prompts there are embeddings, or a first token
+        if self.generator is None or prompts is None:
+            if self.generator is not None and self.generator.model is not None:  # embeddings, or a first token
+                say_once("generate() uses the model's own implementation: there are no input_ids to begin from")
             with held.allowed():
                 return self._own(prompts, generation_config, **kwargs)
         with as_found(self.generator.sharding), own_forward(self.module):

@@ -13,10 +13,12 @@ them (`--help`, an unknown option) is read from their source.
 import argparse
 import errno
 import importlib
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +30,7 @@ import hybrid_engine.command.measure_links as measure_links
 import hybrid_engine.command.plan as plan
 from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.freed_memory import keep_freed_memory
+from hybrid_engine.command.option_names import InOptions, in_options
 from hybrid_engine.command.recipe_options import Option, read_recipe_help
 from hybrid_engine.recipes.reports import difference, page
 from hybrid_engine.recipes.runs.run_folder import has_checkpoint, left_behind, results_of
@@ -73,11 +76,12 @@ def run(arguments: Sequence[str], act: Callable[..., int] | None = None) -> int:
     try:
         if (path := given.pop("config", None)) is not None:
             given = read_config_file(path, options) | given
-        return (act or run_recipe)(name, options, given)
+        with speaking_of(options):
+            return (act or run_recipe)(name, options, given)
     except ValueError as error:
         if not is_ours(error):
             raise
-        print(f"hybrid-engine: {error}", file=sys.stderr)
+        print(f"hybrid-engine: {in_options(str(error), names_of(options))}", file=sys.stderr)
         return REFUSED
     except OSError as error:
         if error.errno not in NO_PLACE or not is_ours(error):
@@ -89,6 +93,22 @@ def run(arguments: Sequence[str], act: Callable[..., int] | None = None) -> int:
             settled = {option.name: option.default for option in options} | given
             print("; ".join(["hybrid-engine: interrupted", *how_to_go_on(name, settled)]), file=sys.stderr)
         return INTERRUPTED
+
+
+def names_of(options: Sequence[Option]) -> list[str]:
+    """The names of a recipe's options."""
+    return [option.name for option in options]
+
+
+@contextmanager
+def speaking_of(options: Sequence[Option]) -> Iterator[None]:
+    """Inside, notices call what the user gave as it was given."""
+    logger, words = logging.getLogger("hybrid_engine"), InOptions(names_of(options))
+    logger.addFilter(words)
+    try:
+        yield
+    finally:
+        logger.removeFilter(words)
 
 
 def run_other(name: str, arguments: Sequence[str]) -> int:

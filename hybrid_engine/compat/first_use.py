@@ -22,6 +22,7 @@ WITHOUT_TORCH = frozenset(
         "hybrid_engine.command.freed_memory",
         "hybrid_engine.command.launcher",
         "hybrid_engine.command.measure_links",
+        "hybrid_engine.command.option_names",
         "hybrid_engine.command.plan",
         "hybrid_engine.command.recipe_options",
         "hybrid_engine.command.source_tree",

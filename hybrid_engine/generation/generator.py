@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from hybrid_engine.generation.output import GenerateOutput, add_prompt_scores
 from hybrid_engine.generation.pipeline.rollouts import StageRollouts
 from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
+from hybrid_engine.generation.probing.computing import computes_by
 from hybrid_engine.generation.probing.container_probe import ContainerProbe
 from hybrid_engine.generation.request import Request, Wishes
 from hybrid_engine.generation.sampling.in_step import InStep
@@ -79,7 +81,7 @@ class Generator:
         """What transformers' `generate()` and the model's forward take by name, beside GenerationConfig's fields."""
         if hasattr(module, "peft_config"):
             self.accepted_names.append("adapter_names")  # an adapter for each row, which peft's own generate() serves
-        self._children: list[tuple[nn.Module, tuple[nn.Module | None, ...]]] = []  # when the containers were built
+        self._found: list[tuple[nn.Module, tuple[Any, ...]]] = []  # when the containers were built
         if sharding.world_size > 1:
             self.partners = Partners(size=sharding.world_size, rank=sharding.rank)
         else:
@@ -88,7 +90,7 @@ class Generator:
 
     def build_containers(self) -> None:
         """Builds containers and measures them against the module; if there are none, the reason is kept. Collective."""
-        self._children = [(module, tuple(module._modules.values())) for module in self.module.modules()]
+        self._found = [(module, computes_by(module)) for module in self.module.modules()]
         try:
             if self.config.exact:
                 self._check_threads()
@@ -103,7 +105,7 @@ class Generator:
                 self.probe_widely()
         except (UnsupportedModelError, NotExactError) as error:
             if self.config.exact:
-                raise ValueError(f"hybrid_engine.exact: {error}; leave exact out of the config") from error
+                raise ValueError(f"hybrid_engine.exact: {error}; leave hybrid_engine.exact out") from error
             self.drop_containers(str(error))
         self.gatherer.count_bytes()  # no rollout's
 
@@ -164,7 +166,7 @@ class Generator:
         if self.gatherer.is_streamed and self.config.exact:
             raise ValueError(
                 "hybrid_engine.exact: the whole weights do not fit into the free memory, and layers that are gathered "
-                "one by one run on containers; leave exact out of the config"
+                "one by one run on containers; leave hybrid_engine.exact out"
             )
         if self.gatherer.is_streamed and self.gatherer.is_pinned:
             say_once("the whole weights do not fit into the free memory: layers are gathered one by one on every pass")
@@ -186,9 +188,9 @@ class Generator:
         return pass_over_layers(self.model, self.gatherer)
 
     def has_other_modules(self) -> bool:
-        """Whether modules were put into the module, taken out or exchanged since `build_containers()`."""
+        """Whether modules were put into the module, taken out, exchanged or hooked since `build_containers()`."""
         # Walking the tree by `modules()` takes three times as long, before every rollout.
-        return any(tuple(module._modules.values()) != children for module, children in self._children)
+        return any(computes_by(module) != found for module, found in self._found)
 
     def use_containers(self, model: InferenceModel, difference: LogprobDifference | None) -> None:
         """Generates on `model` from now on, found to be so far from the trainer; its weights must have been bound."""

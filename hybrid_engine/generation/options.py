@@ -33,8 +33,10 @@ NATIVE_DEFAULTS: dict[str, Any] = {
     "return_dict_in_generate": False,
     **RULE_DEFAULTS,
 }
-# Of no consequence here: caching, compiling and batching are the engine's own business.
+# Of no consequence here: caching, compiling and batching are the engine's own business; some say more of another
+# option, which is not served natively.
 WITHOUT_EFFECT = {
+    "assistant_tokenizer",
     "bos_token_id",
     "cache_config",
     "cache_implementation",
@@ -49,6 +51,7 @@ WITHOUT_EFFECT = {
     "synced_gpus",
     "tokenizer",
     "transformers_version",
+    "trust_remote_code",
     "use_cache",
     "use_model_defaults",
 }
@@ -156,7 +159,12 @@ def override(options: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_names(kwargs: dict[str, Any], accepted: Iterable[str]) -> None:
-    """Raises ValueError for the first keyword that neither `generate()` nor the model knows."""
+    """Raises ValueError for the first keyword that neither `generate()` nor the model knows.
+
+    Beside a `custom_generate` every name may be one of that function's own.
+    """
+    if kwargs.get("custom_generate") is not None:
+        return
     known = {*transformers_options(), *WITHOUT_EFFECT, *OWN_OPTIONS, *accepted}
     for name in kwargs:
         if name not in known:

@@ -30,7 +30,7 @@ def check_parts(model: nn.Module, is_exact: bool, tp_size: int) -> None:
             "unit, by its plan; leave it out"
         )
     if is_exact:
-        raise ValueError("hybrid_engine.exact: a model that a plan splits sums in parts; leave exact out of the config")
+        raise ValueError("hybrid_engine.exact: a model that a plan splits sums in parts; leave hybrid_engine.exact out")
     agree(lambda: _check_containers(model, size // num_stages_of(model)))
 
 

@@ -61,13 +61,15 @@ def share_linears(model: nn.Module, config: InferenceConfig, parallel: TensorPar
         if is_adapted(module):
             raise ValueError(
                 f"tensor_parallel.tp_size={parallel.size}: {name} carries an adapter, and {type(model).__name__} has "
-                "no policy that says how to share one; merge the adapters first (merge_and_unload()) or use tp_size=1"
+                "no policy that says how to share one; merge the adapters first (merge_and_unload()) or use "
+                "tensor_parallel.tp_size=1"
             )
     plans = [(layer, plan) for layer, plan in plan_layers(model, config) if plan is not None]
     if not plans:
         raise ValueError(
             f"tensor_parallel.tp_size={parallel.size}: no linears of {type(model).__name__} are known by their names; "
-            "pass injection_policy={LayerClass: names of the linears whose outputs are added up}, or tp_size=1"
+            "pass injection_policy={LayerClass: names of the linears whose outputs are added up}, or "
+            "tensor_parallel.tp_size=1"
         )
     for layer, plan in plans:
         check_layer(layer, plan, getattr(model, "config", None), parallel)

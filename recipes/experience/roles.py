@@ -59,4 +59,5 @@ def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float
         config=engine_config_of(config, critic_rate, config.num_updates, generates=False),
     )
     pack_where_exact(critic, config)
+    critic.train()  # loaded for evaluation, in which transformers recomputes no activations
     return Roles(policy=policy, critic=critic, rewards=start.rewards)

@@ -124,8 +124,9 @@ class Stopper:
         started = time.monotonic()
         process = self._start(folder / "whole")
         code = process.wait(PATIENCE)
-        assert code == 0, process.said()
+        assert code == 0, f"status {code}, None: it hung; {process.said()}"
         self.seconds = time.monotonic() - started
+        """Of a whole run; stops lie within it."""
         self.expected = left_by(recipe, folder / "whole")
 
     def run_once(self, max_stops: int) -> None:
@@ -133,8 +134,11 @@ class Stopper:
         self.outcome.num_runs += 1
         out = self.folder / f"run-{self.outcome.num_runs}"
         for _ in range(max_stops):
+            started = time.monotonic()
             process = self._start(out)
             code = process.wait(self.random.uniform(0, self.seconds))
+            if code == 0:  # a machine that others use too was busier when the first run was timed
+                self.seconds = min(self.seconds, time.monotonic() - started)
             if code is None:
                 self.outcome.num_stops += 1
                 code = process.stop(self.random.choice(SIGNALS))
