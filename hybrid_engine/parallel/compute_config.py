@@ -1,9 +1,11 @@
 """What `parallelize` is asked for: how many processes, and what of earlier runs is used again."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
+
+from hybrid_engine.distributed.processes import get_world_size
 
 TRACE_STRATEGIES = ("cpu", "cuda", "meta", "cuda_run_cpu_offload", "reuse_cache")
 LOWERINGS = ("graph", "eager")
@@ -44,14 +46,15 @@ class BroadcastGenFilesStrategy(Enum):
     """Files but for the graph, which each process traces; weights as with NO_WEIGHTS."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ComputeConfig:
     """How a module is run. A *unit* is `plan_ngpus` processes that hold the module together and take the same input."""
 
     plan_ngpus: int
     """Processes of a unit."""
-    runtime_ngpus: int
-    """Processes of all units, which take different inputs; a multiple of `plan_ngpus`."""
+    runtime_ngpus: int = field(default_factory=get_world_size)
+    """Processes of all units, which take different inputs; a multiple of `plan_ngpus`. Default: all that there are."""
+    _: KW_ONLY
     constant_folding: bool = False
     """True is refused: no op is computed ahead."""
     trace_strategy: str = "cuda_run_cpu_offload"

@@ -127,9 +127,10 @@ def _check_processes(config: ComputeConfig, load_module: bool, strategy: Broadca
             "or pass 'none'"
         )
     if load_module and config.runtime_ngpus != world_size:
+        remedy = "start as many" if dist.is_initialized() else "call init_distributed() first in each of as many"
         raise ValueError(
-            f"runtime_ngpus={config.runtime_ngpus} must be the number of processes, {world_size}; start as many, or "
-            "pass load_module=False to make the plan alone"
+            f"runtime_ngpus={config.runtime_ngpus} must be the number of processes, {world_size}; {remedy}, or pass "
+            "load_module=False to make the plan alone"
         )
 
 

@@ -18,6 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from hybrid_engine.parallel.graph.decomposing import open_composites
+
+OF_VALUES = ("DataDependent", "DynamicOutputShape", "Unbacked")
+"""In the names of errors of PyTorch's that a forward pass makes whose ops depend on values."""
 NO_GRADIENT_REGION = "wrap_with_set_grad_enabled"
 
 
@@ -38,7 +42,7 @@ def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
             raise ValueError(_untraceable(module, error)) from error
         _open_regions(exported.graph_module)
         exported.graph_module.recompile()
-        return exported.run_decompositions({}) if _writes(exported.graph_module) else exported
+        return open_composites(exported.run_decompositions({}) if _writes(exported.graph_module) else exported)
 
 
 def _writes(graph_module: fx.GraphModule) -> bool:
@@ -126,10 +130,12 @@ def _untraceable(module: nn.Module, error: Exception) -> str:
     lines = [f"{file}:{line}" for file, line in frames if file in own and "/torch/" not in file]
     where = f" at {lines[-1]}" if lines else ""
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return (
-        f"{type(module).__name__} cannot be traced{where}: {reason}\n"
-        "What is computed must not depend on the values of tensors; use torch.where or a mask in place of an if"
-    )
+    advice = "Check first that the module runs by itself on arguments of these shapes and types"
+    if any(word in type(error).__name__ for word in OF_VALUES):
+        advice = (
+            "What is computed must not depend on the values of tensors; use torch.where or a mask in place of an if"
+        )
+    return f"{type(module).__name__} cannot be traced{where}: {reason}\n{advice}"
 
 
 def _open_regions(graph_module: fx.GraphModule) -> None:

@@ -21,15 +21,25 @@ LIBRARY: dict[str, Rule] = {}
 
 def rule_for(call: Call) -> OpRule:
     """How `call` can be split; ValueError for an op that nobody annotated."""
-    name = op_name(call.op)
-    rule = LIBRARY.get(name) or LIBRARY.get(name.split("::")[-1])
+    rule = _entry(call.op)
     if rule is None:
         operands = ", ".join(" ".join(letters(len(shape), "^")) for shape in call.shapes)
         raise ValueError(
-            f"op {name} has no annotation, so that nobody knows how to split it; write "
-            f'register_op("{operands} -> ...")({name.replace("::", ".")}) with the names of its dimensions'
+            f"op {op_name(call.op)} has no annotation, so that nobody knows how to split it; write "
+            f'register_op("{operands} -> ...")(torch.ops.{call.op}) with the names of its dimensions'
         )
-    return rule(call)
+    # Collectives do not carry complex numbers everywhere: each rank computes all of them.
+    return whole(call) if any(t.is_complex() for t in (*call.tensors, *call.outputs)) else rule(call)
+
+
+def is_annotated(op: torch._ops.OpOverload) -> bool:
+    """Whether somebody said how `op` can be split."""
+    return _entry(op) is not None
+
+
+def _entry(op: torch._ops.OpOverload) -> Rule | None:
+    name = op_name(op)
+    return LIBRARY.get(name) or LIBRARY.get(name.split("::")[-1])
 
 
 def op_name(op: torch._ops.OpOverload) -> str:

@@ -1,7 +1,9 @@
 """Norms, softmax, dropout, embeddings, losses, convolutions and pooling."""
 
+from dataclasses import replace
 from string import ascii_lowercase
 
+from hybrid_engine.parallel.graph.annotations import TensorPattern
 from hybrid_engine.parallel.graph.calls import Call
 from hybrid_engine.parallel.graph.library.entries import annotate, letters, of_text, op_name, whole
 from hybrid_engine.parallel.graph.library.vocabulary import CROSS_ENTROPY, EMBEDDING, LOG_SOFTMAX, NLL
@@ -26,18 +28,21 @@ def batch_norm(call: Call) -> OpRule:
     return whole(call)
 
 
-@annotate("_native_batch_norm_legit_functional")
+@annotate("_native_batch_norm_legit_functional", "_native_batch_norm_legit")
 def batch_norm_in_training(call: Call) -> OpRule:
     """Statistics are of all samples, so that channels alone can be split: result, mean, deviation, running two."""
     rest = " ".join(f"{letter}^" for letter in ascii_lowercase[3 : 1 + len(call.shapes[0])])
-    results = ["c" if tensor.numel() else "?" for tensor in call.outputs[1:]]
-    return of_text(call, f"n^ c {rest}{', c' * (len(call.tensors) - 1)} -> n^ c {rest}, {', '.join(results)}")
+    results = ", c" * (len(call.outputs) - 1)
+    return of_text(call, f"n^ c {rest}{', c' * (len(call.tensors) - 1)} -> n^ c {rest}{results}")
 
 
 @annotate("_native_batch_norm_legit_no_training")
 def batch_norm_in_evaluation(call: Call) -> OpRule:
+    """Each element by itself; the second and third result are empty."""
     rest = " ".join(ascii_lowercase[3 : 1 + len(call.shapes[0])])
-    return of_text(call, f"n^ c {rest}{', c' * (len(call.tensors) - 1)} -> n^ c {rest}, ?, ?")
+    rule = of_text(call, f"n c {rest}{', c' * (len(call.tensors) - 1)} -> n c {rest}")
+    outputs = (*rule.annotation.outputs, *[TensorPattern(None)] * (len(call.outputs) - 1))
+    return replace(rule, annotation=replace(rule.annotation, outputs=outputs))
 
 
 @annotate("log_softmax")
@@ -50,7 +55,7 @@ def log_softmax(call: Call) -> OpRule:
 
 
 @annotate("softmax", "_softmax", "_log_softmax", "cumsum", "flip", "sort", "argsort", "topk", "cumprod")
-@annotate("glu", "logcumsumexp", "roll", "tril", "triu")
+@annotate("glu", "logcumsumexp", "cummax", "cummin", "roll", "tril", "triu")
 def along_one_dim(call: Call) -> OpRule:
     """Works along one dimension (of `tril`: the last two; of `flip` and `roll`: several), the others being batch."""
     num_dims = len(call.shapes[0])
@@ -62,13 +67,20 @@ def along_one_dim(call: Call) -> OpRule:
     return of_text(call, f"{side} -> {', '.join([side] * len(call.outputs))}")
 
 
-@annotate("native_dropout", "dropout")
+@annotate("native_dropout", "dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 def dropout(call: Call) -> OpRule:
     """Not split where it draws, so that all ranks draw the same noise whatever the plan."""
     if call["train"] and call["p"]:
         return whole(call)
     side = " ".join(letters(len(call.shapes[0])))
     return of_text(call, f"{side} -> {', '.join([side] * len(call.outputs))}")
+
+
+@annotate("prelu")
+def prelu(call: Call) -> OpRule:
+    names = letters(len(call.shapes[0]))
+    slopes = names[1] if call.shapes[1] != [1] else "1"
+    return of_text(call, f"{' '.join(names)}, {slopes} -> {' '.join(names)}")
 
 
 @annotate("embedding")
@@ -98,6 +110,7 @@ def cross_entropy(call: Call) -> OpRule:
 
 
 @annotate("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "kl_div")
+@annotate("binary_cross_entropy", "soft_margin_loss")
 def pointwise_loss(call: Call) -> OpRule:
     names = letters(len(call.shapes[0]), "+" if call["reduction"] == 2 else "")
     if call["reduction"] == 1 or any(shape != call.shapes[0] for shape in call.shapes):
@@ -119,8 +132,22 @@ def convolution(call: Call) -> OpRule:
     return of_text(call, f"n {channels[0]} {images}, {channels[1]} {inner} {kernel}{bias} -> n {channels[1]} {images}")
 
 
+@annotate("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(call: Call) -> OpRule:
+    """Samples, channels out and (as a sum) channels in; with groups samples alone."""
+    num_dims = len(call["weight"].shape)
+    if len(call.shapes[0]) != num_dims:
+        return whole(call)
+    images, kernel = (" ".join(f"{letter}{position}^" for position in range(num_dims - 2)) for letter in "xy")
+    into, out = ("c+", "o") if call["groups"] == 1 else ("c^", "o^")
+    part, bias = (out, f"{out} +") if call["groups"] == 1 else ("i^", "o^")
+    bias = f", {bias}" if call["bias"] is not None else ""
+    return of_text(call, f"n {into} {images}, {into} {part} {kernel}{bias} -> n {out} {images}")
+
+
 @annotate("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d")
 @annotate("adaptive_avg_pool2d", "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d")
+@annotate("adaptive_avg_pool3d", "adaptive_max_pool1d", "upsample_nearest1d", "upsample_linear1d")
 def pooled(call: Call) -> OpRule:
     num_images = {"1": 1, "2": 2, "3": 3}[op_name(call.op).rstrip("d")[-1]]
     lead = len(call.shapes[0]) - num_images

@@ -32,7 +32,7 @@ def summed(call: Call) -> OpRule:
 
 
 @annotate("mean", "amax", "amin", "max", "min", "argmax", "argmin", "prod", "logsumexp", "var", "std", "all", "any")
-@annotate("norm", "linalg_vector_norm", "var_mean", "median")
+@annotate("norm", "linalg_vector_norm", "var_mean", "std_mean", "median", "nanmedian", "mode", "nansum", "kthvalue")
 def reduced(call: Call) -> OpRule:
     return elementwise(call) if len(call.tensors) == 2 else _reduced(call, "^")
 
@@ -59,20 +59,18 @@ def _drops_all_it_names(call: Call) -> bool:
     return all(call.shapes[0][dim] == 1 for dim in (dims if isinstance(dims, list | tuple) else [dims]))
 
 
-@annotate("transpose", "permute", "t", "numpy_T", "movedim", "swapaxes")
+@annotate("transpose", "permute", "t")
 def permuted(call: Call) -> OpRule:
     num_dims = len(call.shapes[0])
     name = op_name(call.op)
     order = list(range(num_dims))
     if name == "permute":
         order = [dim % num_dims for dim in call["dims"]]
-    elif name in ("transpose", "swapaxes"):
+    elif name == "transpose":
         first, second = (call[argument] % num_dims for argument in ("dim0", "dim1"))
         order[first], order[second] = second, first
-    elif name == "t":
-        order.reverse()
     else:
-        return whole(call)
+        order.reverse()
     names = letters(num_dims)
     term = " +" if call.outputs[0].is_floating_point() else ""
     return of_text(call, f"{' '.join(names)}{term} -> {' '.join(names[dim] for dim in order)}{term}")
@@ -121,8 +119,9 @@ def _cut_along(call: Call, dims: Iterable[int], drops: bool = False) -> OpRule:
 
 
 @annotate(
-    "slice", "split", "split_with_sizes", "chunk", "cat", "narrow", "select", "unbind", "tensor_split", "index_select"
-)
+    "slice", "split", "split_with_sizes", "chunk", "cat", "narrow", "select", "unbind", "tensor_split", "index_select",
+    "unsafe_split", "unsafe_chunk",
+)  # fmt: skip
 def pieces(call: Call) -> OpRule:
     name = op_name(call.op)
     if name == "cat" and any(len(shape) != len(call.shapes[0]) for shape in call.shapes):
@@ -184,7 +183,8 @@ def padded(call: Call) -> OpRule:
 
 
 @annotate(
-    "index", "index_put", "masked_scatter", "index_add", "masked_select", "repeat", "repeat_interleave", "index_copy"
-)
+    "index", "index_put", "masked_scatter", "index_add", "masked_select", "repeat", "repeat_interleave", "index_copy",
+    "index_fill", "index_reduce", "scatter_reduce",
+)  # fmt: skip
 def indexed(call: Call) -> OpRule:
     return whole(call)
