@@ -1,5 +1,6 @@
 """What a user's module is made of can be traced, split and computed: layers and functions of PyTorch, one by one."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -133,7 +134,7 @@ def test_a_batch_norm_is_evaluated_as_it_was_trained(tmp_path):
     leave_process_group()
     torch.manual_seed(0)
     plain, x = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)), torch.randn(4, 8)
-    module = parallelize(plain, {"input": x}, "dp", ComputeConfig(1), gen_savedir=tmp_path)
+    module = parallelize(copy.deepcopy(plain), {"input": x}, "dp", ComputeConfig(1), gen_savedir=tmp_path)
     optimizer = build_optimizer(module, torch.optim.SGD, lr=0.1)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     for one, its in ((module, optimizer), (plain, theirs)):
