@@ -198,11 +198,14 @@ class Plan:
 DECISIONS = ("mesh", "splits", "stages", "recompute", "num_micro_batches", "schedule", "notes")
 
 
-def _uses_of_weights(graph: Graph) -> dict[str, list[tuple[str, Sequence[int]]]]:
-    """By op, the names and shapes of the parameters that it reads."""
+def _uses_of_weights(graph: Graph) -> dict[str, set[tuple[str, Sequence[int]]]]:
+    """By module, the names and shapes of the parameters that its ops read: in evaluation these may be other ops."""
     parameters = graph.of_kind("parameter")
-    reads = {op.key: [key for key in op.inputs if key in parameters] for op in graph.ops.values()}
-    return {op: [(key, tuple(parameters[key].shape)) for key in keys] for op, keys in reads.items() if keys}
+    found: dict[str, set[tuple[str, Sequence[int]]]] = {}
+    for op in graph.ops.values():
+        for key in parameters.keys() & set(op.inputs):
+            found.setdefault(op.path, set()).add((key, tuple(parameters[key].shape)))
+    return found
 
 
 def _around(path: str) -> list[str]:
