@@ -106,7 +106,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     """passes over each rollout"""
     temperature: float = 0.8
     actor_lr: float | None = None
-    """peak learning rate of the actor; default: 2e-4, with --model 1e-6, of an adapter on it 1e-5"""
+    """peak learning rate of the actor; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5"""
     critic_lr: float | None = None
     """peak learning rate of the critic; default: 5e-4, with --model 1e-5"""
     kl_coef: float = 0.07
@@ -156,7 +156,7 @@ def run(config: Config) -> Path:
     hybrid_engine.init_distributed()
     start = prepare(config, SUMMARIES, has_critic=True)
     seed_everything(config.seed)
-    actor_rate = config.actor_lr or suitable_rate(config, small=2e-4)
+    actor_rate = config.actor_lr or suitable_rate(config, small=1e-4)
     critic_rate = config.critic_lr or (1e-5 if config.model else 5e-4)
     roles = build_roles(config, start, actor_rate, critic_rate)
     follow_answers("ppo", config, start, roles.policy, roles.critic)

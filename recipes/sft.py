@@ -99,7 +99,7 @@ class Config(DataOptions, ResumeOptions):
     num_layers: int = 5
     """transformer layers, without --model"""
     epochs: int | None = None
-    """passes over the training examples; default: 5, with --model 1"""
+    """passes over the training examples; default: 2, with --model 1"""
     batch_size: int = 16
     """examples of an optimizer step over all processes"""
     micro_batch_size: int = 16
@@ -136,7 +136,7 @@ class Config(DataOptions, ResumeOptions):
     @property
     def num_epochs(self) -> int:
         """Passes over the training examples."""
-        return self.epochs or (1 if self.model else 5)
+        return self.epochs or (1 if self.model else 2)
 
     @property
     def peak_learning_rate(self) -> float:
