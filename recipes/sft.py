@@ -53,7 +53,7 @@ from hybrid_engine.recipes.runs.stages import (
     save_stage,
     seed_everything,
 )
-from hybrid_engine.recipes.tasks.small_llama import build_small_llama, check_size
+from hybrid_engine.recipes.tasks.small_llama import FOR_TEXT, USUAL, build_small_llama, check_size
 from hybrid_engine.rl.aggregation import token_mean
 
 
@@ -249,7 +249,8 @@ def held_out_loss(engine: Any, corpus: Corpus) -> float:
 def load_or_build_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
     """The model of `--model`, with an adapter where one is asked for, or a small one from nothing."""
     if not config.model:
-        return build_small_llama(tokenizer, config.hidden_size, config.num_layers)
+        first = FOR_TEXT if config.task == "docs" else USUAL
+        return build_small_llama(tokenizer, config.hidden_size, config.num_layers, first)
     check_adapter(config.lora_rank, load_config(config.model), config.model)
     return add_adapter(load_model(AutoModelForCausalLM, config.model), config.lora_rank)
 

@@ -1,6 +1,7 @@
 """A tokenizer and a small Llama from nothing, for tasks that need no model of the hub."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -9,11 +10,25 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 MAX_POSITIONS = 512
 """Enough for any of the standard library's examples, and for two summaries behind a prompt, if a byte is a token."""
 
-LINEAR_STD, EMBEDDING_STD = 0.05, 0.5
-"""Of the first weights. transformers' 0.02 suits wide models: two epochs from these reach what five from it do."""
-
 LARGEST_SIZE = 10**9
 """Parameters; with their gradients and Adam's moments 16 GB."""
+
+
+class FirstWeights(NamedTuple):
+    """How the weights of a model begin."""
+
+    linear_std: float
+    embedding_std: float
+    scales_residual: bool
+    """Whether what a layer adds to the residual stream begins smaller the more layers there are, as in GPT-2 (Radford
+    et al. 2019, section 2.3)."""
+
+
+USUAL = FirstWeights(0.02, 0.02, scales_residual=False)
+"""As transformers begins them."""
+FOR_TEXT = FirstWeights(0.05, 0.5, scales_residual=True)
+"""For words and a narrow model: two epochs of summaries from these reach what five from the usual ones do. Not for
+models of characters, which learn sums from both, but less from rewards: online DPO brought 57% right instead of 99%."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -44,16 +59,16 @@ def check_size(vocab_size: int, hidden_size: int, num_layers: int) -> None:
         )
 
 
-def build_small_llama(tokenizer: PreTrainedTokenizerBase, hidden_size: int, num_layers: int) -> LlamaForCausalLM:
+def build_small_llama(
+    tokenizer: PreTrainedTokenizerBase, hidden_size: int, num_layers: int, first: FirstWeights = USUAL
+) -> LlamaForCausalLM:
     """A Llama with grouped-query attention, heads of width 32 and no dropout, freshly initialised.
-
-    What a layer adds to the residual stream begins smaller the more layers there are, as in GPT-2 (Radford et al. 2019,
-    section 2.3).
 
     Args:
         tokenizer: its vocabulary is the model's.
         hidden_size: a multiple of 64, two heads.
         num_layers: transformer layers.
+        first: the spread of its weights.
     """
     num_heads = hidden_size // 32
     model = LlamaForCausalLM(
@@ -69,12 +84,12 @@ def build_small_llama(tokenizer: PreTrainedTokenizerBase, hidden_size: int, num_
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
             tie_word_embeddings=False,
-            initializer_range=LINEAR_STD,
+            initializer_range=first.linear_std,
         )
     )
     with torch.no_grad():
-        model.model.embed_tokens.weight *= EMBEDDING_STD / LINEAR_STD
-        for layer in model.model.layers:
+        model.model.embed_tokens.weight *= first.embedding_std / first.linear_std
+        for layer in model.model.layers if first.scales_residual else ():
             layer.self_attn.o_proj.weight *= (2 * num_layers) ** -0.5
             layer.mlp.down_proj.weight *= (2 * num_layers) ** -0.5
     return model
