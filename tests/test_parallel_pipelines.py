@@ -181,7 +181,7 @@ def test_stages_that_cannot_be_run_are_refused(tmp_path, policy, options, pas_co
     ("stages", "match"),
     [
         ((("blocks", "norm", "head"), ("embed",)), "blocks.0.up:linear:0 of stage 0 reads what stage 1 makes"),
-        ((("embed",), ("blox",)), "stage 1, .'blox'., has no op of the model"),
+        ((("embed",), ("blox",)), "stages.1. has 'blox', which is no module"),
     ],
 )
 def test_stages_that_do_not_follow_each_other_are_refused(stages, match):

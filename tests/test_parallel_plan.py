@@ -128,6 +128,19 @@ def test_an_edit_that_does_not_divide_is_refused_and_changes_nothing(graph):
         (lambda c: c["splits"].update({"layers.0.up": {"linear:0": ["k", "n"]}}), "one entry for each axis"),
         (lambda c: c["splits"].update({"layers.0.up": {"linear:0": ["z"]}}), "cannot be split along 'z'"),
         (lambda c: c["splits"].update({"layers.9": {"linear:0": ["n"]}}), "the model has no such op"),
+        (
+            lambda c: c["splits"].update({"layers.0.up": ["linear:0"]}),
+            r"splits\['layers.0.up'\]=.* must map ops to lists",
+        ),
+        (lambda c: c["splits"].update({"layers.0.up": {"linear:0": [3]}}), r"splits\['layers.0.up'\]=.* must map ops"),
+        (
+            lambda c: c["parameters"].update({"head.weight": [16, 8]}),
+            "parameter head.weight has shape",
+        ),
+        (lambda c: c.update(version=True), "has version=True, this is version 1"),
+        (lambda c: c.update(stages=["embed"]), "stages=.* must be a list of module paths"),
+        (lambda c: c.update(recompute=[3]), "recompute=.* must be a list of globs"),
+        (lambda c: c.update(num_micro_batches=True), "num_micro_batches=True must be a number"),
     ],
 )
 def test_a_wrong_plan_file_is_refused_by_what_is_wrong(graph, tmp_path, change, match):
@@ -137,6 +150,19 @@ def test_a_wrong_plan_file_is_refused_by_what_is_wrong(graph, tmp_path, change, 
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=match):
         Plan.load(path, graph)
+
+
+@pytest.mark.parametrize(
+    ("stages", "match"),
+    [
+        ([["embed", "layers.0"], ["layers.1", "layers.7"]], r"stages\[1\] has 'layers.7', which is no module"),
+        ([["embed", "layers.0"], ["layers.0", "layers.1"]], "stages 0 and 1 have 'layers.0'; leave it in one"),
+    ],
+)
+def test_stages_of_a_plan_file_name_modules_once_each(graph, stages, match):
+    content = Plan(graph=graph, mesh=(1,)).to_json() | {"stages": stages, "num_micro_batches": 2}
+    with pytest.raises(ValueError, match=match):
+        Plan.from_json(content, graph).check_runs()
 
 
 def test_a_plan_of_another_model_is_refused_by_what_differs(graph, tmp_path):

@@ -9,7 +9,13 @@ from distributed import leave_process_group, run_to_the_end
 from parallel_nets import Stack, build, sample
 from torch import nn
 
-from hybrid_engine import ComputeConfig, build_optimizer, parallelize
+from hybrid_engine import (
+    ComputeConfig,
+    build_optimizer,
+    deduped_state_dict,
+    load_deduped_state_dict,
+    parallelize,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,7 +85,35 @@ def stages(micros, **options):
     return {"policy": "pp", "plan_ngpus": 2, "pas_config": {"pipeline_nmicros": micros}} | options
 
 
+def apart(folder, **options):
+    """Rank 1 is given something else."""
+    make(folder, nn.Linear(8, 8), arguments={"input": X["x"]}, **options if dist.get_rank() else {"use_end2end": False})
+
+
+def swapped_checkpoints(folder):
+    """Each process loads what the other one saved, of which the shapes are the same."""
+    module = make(folder, build(), "tp", plan_ngpus=2)
+    mine = deduped_state_dict(module)[0]
+    torch.save(mine, folder / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    load_deduped_state_dict(module, mine)
+    load_deduped_state_dict(module, torch.load(folder / f"{1 - dist.get_rank()}.pt", weights_only=False))
+
+
 REFUSED = {
+    "another config on rank 1": (
+        lambda folder: apart(folder, use_zero=True, use_end2end=False),
+        "use_zero=False on rank 0 and True on rank 1; pass the same on all processes",
+    ),
+    "another model on rank 1": (
+        lambda folder: make(folder, nn.Linear(8, 8 + dist.get_rank()), arguments={"input": X["x"]}, use_end2end=False),
+        "is for another model: parameter weight has shape",
+    ),
+    "a wrong value on rank 1": (
+        lambda folder: make(folder, build(), policy=["dp", 3][dist.get_rank()]),
+        "pas_policy=3 must be one of",
+    ),
+    "checkpoints of the other process": (swapped_checkpoints, "module_state_dict"),
     "a parallel module in one": (nested, "'first' of the module is parallel already; parallelize the parts, or"),
     "parts of different units": (parts_of_different_units, r"have plan_ngpus of \[1, 2\]; all must have the same"),
     "a first result that is no loss": (

@@ -1,14 +1,16 @@
 """What `parallelize` is asked for: how many processes, and what of earlier runs is used again."""
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 from hybrid_engine.distributed.processes import get_world_size
+from hybrid_engine.parallel.values import COUNT, SWITCH, Rule, check, has_names
 
 TRACE_STRATEGIES = ("cpu", "cuda", "meta", "cuda_run_cpu_offload", "reuse_cache")
 LOWERINGS = ("graph", "eager")
+OPTIONS_BY_NAME = Rule(has_names, "a dict whose keys are texts")
 WITHOUT_EFFECT: Mapping[str, Any] = {
     "constant_folding": False,
     "use_async_reducer": False,
@@ -83,9 +85,7 @@ class ComputeConfig:
 
     def __post_init__(self) -> None:
         """ValueError names the option, its value and the rule."""
-        for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a number of at least 1")
+        self._check_kinds()
         if self.runtime_ngpus % self.plan_ngpus:
             raise ValueError(
                 f"runtime_ngpus={self.runtime_ngpus} must be a multiple of plan_ngpus={self.plan_ngpus}; change either"
@@ -108,10 +108,20 @@ class ComputeConfig:
                 raise ValueError(f"{name}={getattr(self, name)} needs use_zero=True; set it, or leave {name} out")
         self._check_effects()
 
+    def _check_kinds(self) -> None:
+        """ValueError for values of another kind than their options'."""
+        for name in ("plan_ngpus", "runtime_ngpus", "zero_ngroups"):
+            check(name, getattr(self, name), COUNT)
+        for one in fields(self):
+            if one.type is bool:
+                check(one.name, getattr(self, one.name), SWITCH)
+        for name in ("pas_config", "user_config"):
+            check(name, getattr(self, name), OPTIONS_BY_NAME)
+
     def _check_effects(self) -> None:
         """ValueError for what would change nothing."""
         for name, without in WITHOUT_EFFECT.items():
-            if (value := getattr(self, name)) != without:
+            if (value := getattr(self, name)) is not without:
                 raise ValueError(f"{name}={value!r} is not supported, it would change nothing; leave it out")
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.parallel.compute_config import ReuseType
+from hybrid_engine.parallel.planning.plan_contents import read_content
 
 PLAN_FILE, MADE_FOR_FILE = "plan.json", "made_for.json"
 TRACE_FILE, TRACE_KEY_FILE = "graph.pt2", "graph.sha256"
@@ -31,14 +32,15 @@ def kept_plan(
     make: Callable[[], dict[str, Any]],
 ) -> Kept:
     """The plan of the folder where `reuse` says so and it fits, checked by `check(content, file)`, else what `make`
-    gives, which is kept. What was there is removed before. ValueError where it must fit and does not.
+    gives, which is kept. What was there is removed before. ValueError where it must fit and does not, and for the file
+    of a plan that somebody made unreadable.
     """
     made_for = json.loads(json.dumps(made_for, default=str))
-    stored = _stored(folder)
-    if stored is not None and reuse in (ReuseType.MATCH, ReuseType.MOO):
-        content, before = stored
+    before = _made_for(folder) if reuse in (ReuseType.MATCH, ReuseType.MOO) else None
+    if before is not None:
         differing = [key for key in made_for if before.get(key) != made_for[key]]
         if not differing:
+            content = read_content(folder / PLAN_FILE)
             return Kept(check(content, str(folder / PLAN_FILE)), made_for, is_new=False)
         if reuse is ReuseType.MATCH:
             raise ValueError(
@@ -53,19 +55,20 @@ def kept_plan(
 
 
 def write_plan(folder: Path, kept: Kept) -> None:
-    """Writes the files of a plan."""
+    """Writes the files of a plan; what it was made for last, so that a plan that was cut off counts for nothing."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MADE_FOR_FILE).unlink(missing_ok=True)
     (folder / PLAN_FILE).write_text(json.dumps(kept.content, indent=1) + "\n")
     (folder / MADE_FOR_FILE).write_text(json.dumps(kept.made_for, indent=1) + "\n")
 
 
-def _stored(folder: Path) -> tuple[Any, dict[str, Any]] | None:
-    """The plan in the folder and what it was made for, None where there is none that is complete."""
+def _made_for(folder: Path) -> dict[str, Any] | None:
+    """What the plan in the folder was made for, None where there is none that is complete."""
     try:
-        plan, made_for = (json.loads((folder / name).read_text()) for name in (PLAN_FILE, MADE_FOR_FILE))
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = json.loads((folder / MADE_FOR_FILE).read_text())
+    except (FileNotFoundError, ValueError):
         return None
-    return plan, made_for
+    return found if isinstance(found, dict) and (folder / PLAN_FILE).exists() else None
 
 
 def stored_trace(folder: Path, key: str) -> bytes | None:

@@ -18,6 +18,7 @@ from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Hook, Reducer
 from hybrid_engine.parallel.staged_module import StagedModule
+from hybrid_engine.parallel.values import CALLABLE, Rule, check, is_list_of, is_number, shown
 from hybrid_engine.zero.layer_groups import find_groups
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -36,12 +37,16 @@ def build_optimizer(
     `sync_shard_grad()`, which sums gradients over units (`step()` does when nobody did), `scale_grads(factor)` and
     `clip_gnorm(max_norm)`, which need that first, and `register_reducer_pre_hook` and `register_reducer_post_hook`.
     Where the config says `use_zero`, the module is sharded over units here. ValueError for modules without a parallel
-    part, of different configs, or for inference.
+    part, of different configs, or for inference, and for groups that are none.
     """
+    check("module", module, Rule(lambda value: isinstance(value, nn.Module), "a torch.nn.Module"))
+    check("optimizer_fn", optimizer_fn, CALLABLE)
+    if param_groups is not None:
+        check("param_groups", param_groups, CALLABLE)
     parts = [part for part in module.modules() if isinstance(part, ParallelModule)]
     _check_parts(parts)
     for part in parts:
-        if part.compute_config.use_zero and part.meshes.zero is not None:
+        if part.compute_config.use_zero and part.meshes.zero is not None and not isinstance(part, FSDPModule):
             _shard(part)
     inside = {id(p) for part in parts if isinstance(part, FSDPModule) for p in part.parameters()}
     parallel = {id(p) for part in parts for p in part.parameters()}
@@ -51,9 +56,14 @@ def build_optimizer(
         Reducer([p for _, p in trained if id(p) in parallel and id(p) not in inside], group),
         Reducer([p for _, p in trained if id(p) not in parallel], group),
     ]
-    groups = param_groups(trained) if param_groups is not None else [{"params": [p for _, p in trained]}]
-    groups, described = _of_one_kind(groups, _places(module, trained))
+    places = _places(module, trained)
+    given = [{"params": [p for _, p in trained]}] if param_groups is None else _checked(param_groups(trained), places)
+    groups, described = _of_one_kind(given, places)
     optimizer = optimizer_fn(groups, *args, **kwargs)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer_fn={shown(optimizer_fn)} gave {shown(optimizer)}; it must give an optimizer of torch"
+        )
     for live, description in zip(optimizer.param_groups, described, strict=True):
         live.update(description)
     additions = _Additions(optimizer, reducers, [p for _, p in trained])
@@ -73,6 +83,31 @@ def _check_parts(parts: list[ParallelModule]) -> None:
         values = sorted({getattr(part.compute_config, name) for part in parts})
         if len(values) > 1:
             raise ValueError(f"the parallel parts have {name} of {values}; all must have the same")
+
+
+def _checked(groups: Any, places: Mapping[int, Any]) -> list[dict[str, Any]]:
+    """The groups that `param_groups` gave, with lists of parameters; ValueError for what is none, and for others'."""
+    rule = Rule(
+        lambda value: is_list_of(value, lambda group: isinstance(group, dict) and "params" in group) and len(value) > 0,
+        "a list of dicts with 'params'",
+    )
+    check("param_groups' result", groups, rule)
+    seen: set[int] = set()
+    found = []
+    for number, group in enumerate(groups):
+        params = group["params"]
+        listed = [params] if isinstance(params, Tensor) else list(params)
+        for parameter in listed:
+            if id(parameter) not in places:
+                raise ValueError(
+                    f"param_groups: params of group {number} have {shown(parameter)}, which is no trained parameter of "
+                    "the module; take them from what param_groups is given"
+                )
+            if id(parameter) in seen:
+                raise ValueError(f"param_groups: {places[id(parameter)][0]!r} is there twice; put it into one group")
+            seen.add(id(parameter))
+        found.append({**group, "params": listed})
+    return found
 
 
 def _shard(part: ParallelModule) -> None:
@@ -138,6 +173,9 @@ def _of_one_kind(
     return divided, described
 
 
+AT_LEAST_0 = "a number of at least 0, or None"
+
+
 class _Additions:
     """What `build_optimizer` adds to an optimizer."""
 
@@ -178,6 +216,7 @@ class _Additions:
         self._summed = []
 
     def _register(self, which: str, hook: Hook) -> None:
+        check("hook", hook, CALLABLE)
         for reducer in self.reducers:
             getattr(reducer, which).append(hook)
 
@@ -191,6 +230,7 @@ class _Additions:
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies all gradients; ValueError before they are synced, when units would sum what was scaled apart."""
+        check("factor", factor, Rule(lambda v: is_number(v) or (isinstance(v, Tensor) and v.numel() == 1), "a number"))
         if not self.is_synced:
             raise ValueError("scale_grads before the gradients are synced; call sync_shard_grad() first")
         for parameter in self.parameters:
@@ -199,7 +239,14 @@ class _Additions:
 
     @torch.no_grad()
     def clip_gnorm(self, max_norm: float | None = None) -> Tensor:
-        """The norm of all gradients over all axes, which are scaled down to `max_norm` if it is greater; collective."""
+        """The norm of all gradients over all axes, which are scaled down to `max_norm` if it is greater; collective.
+
+        0 and None leave them as they are.
+        """
+        rule = Rule(
+            lambda value: value is None or value == float("inf") or (is_number(value) and value >= 0), AT_LEAST_0
+        )
+        check("max_norm", max_norm, rule)
         self.sync_shard_grad()
         # Of parameters that several stages hold, the first counts.
         counted = {id(p) for reducer in self.after if dist.get_rank(reducer.group) for p in reducer.parameters}

@@ -19,13 +19,14 @@ from torch.utils import _pytree as pytree
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, build_graph, without_weights
-from hybrid_engine.parallel.graph.tracing import arguments_by_name
+from hybrid_engine.parallel.graph.tracing import arguments_by_name, check_takes_sample
 from hybrid_engine.parallel.held_parts import leave_out, moved_to, part_of
 from hybrid_engine.parallel.joint_passes import JointPasses
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
 from hybrid_engine.parallel.planning.layouts import parameter_layouts, split_order
 from hybrid_engine.parallel.planning.plan import Plan
+from hybrid_engine.parallel.samples import check_samples, loss_of, scaled
 
 
 class ParallelModule(nn.Module):
@@ -214,12 +215,12 @@ class ParallelModule(nn.Module):
         self._check_end_to_end("train_step")
         if self.compute_config.inference_only:
             raise ValueError("inference_only=True: train_step needs a plan for training; change the config")
-        self._check_samples(samples, is_dummy_batch)
+        check_samples(samples, is_dummy_batch, scale_fn)
         self.zero_grad()
 
         def backward_from(result: Any, position: int) -> Tensor:
-            loss = _loss_of(result)
-            loss = loss if scale_fn is None else scale_fn(loss)
+            loss = loss_of(result)
+            loss = loss if scale_fn is None else scaled(loss, scale_fn)
             return loss * 0 if is_dummy_batch and is_dummy_batch[position] else loss
 
         return self._run_samples(samples, backward_from)
@@ -227,6 +228,7 @@ class ParallelModule(nn.Module):
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """The results of the forward pass of each sample."""
         self._check_end_to_end("infer_step")
+        check_samples(samples)
         return self._run_samples(samples, None)
 
     def _run_samples(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor] | None) -> list[Any]:
@@ -259,25 +261,10 @@ class ParallelModule(nn.Module):
     def _check_end_to_end(self, name: str) -> None:
         if not self.compute_config.use_end2end:
             raise ValueError(f"{name} needs use_end2end=True; call the module, or set it in the compute config")
-
-    def _check_samples(self, samples: Sequence[Any], is_dummy_batch: Sequence[bool] | None) -> None:
-        if not samples:
-            raise ValueError("samples=[] must have at least one; give a dummy batch where a process has none")
-        if is_dummy_batch is not None and len(is_dummy_batch) != len(samples):
-            raise ValueError(
-                f"is_dummy_batch has {len(is_dummy_batch)} entries, samples {len(samples)}; give one for each"
-            )
+        check_takes_sample(type(self._original if self.runs_graph else self))
 
 
 def inputs_of(graph: Graph, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors among the arguments of a forward pass by the names of their values."""
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     return dict(zip(graph.of_kind("input"), tensors, strict=True))
-
-
-def _loss_of(result: Any) -> Tensor:
-    """The first result of an end-to-end module."""
-    loss = next((leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)), None)
-    if loss is None or loss.dim():
-        raise ValueError("the first result of an end-to-end module must be its loss, a tensor without dimensions")
-    return loss

@@ -1,23 +1,32 @@
 """`parallelize`: from a module, a sample and a policy to a module that runs on any number of processes."""
 
+import copy
 import os
 from collections.abc import Callable, Mapping
-from enum import Enum
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from hybrid_engine.distributed.processes import (
     broadcast_module,
+    default_device,
     gather_objects,
     get_rank,
-    get_world_size,
     on_rank_zero,
 )
 from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.parallel.arguments import (
+    built_by,
+    check_arguments,
+    check_folder,
+    check_not_nested,
+    check_processes,
+    check_same,
+    member,
+)
 from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.eager_module import Carried, EagerModule, class_of, lower_eagerly
 from hybrid_engine.parallel.graph.graph import Graph, build_graph, graph_of_trace
@@ -26,11 +35,9 @@ from hybrid_engine.parallel.graph.tracing import trace
 from hybrid_engine.parallel.kept_files import Kept, kept_plan, stored_trace, write_plan, write_trace
 from hybrid_engine.parallel.meshes import build_meshes
 from hybrid_engine.parallel.parallel_module import ParallelModule
-from hybrid_engine.parallel.planning.named_policies import Policy, check_runs, plan_by
+from hybrid_engine.parallel.planning.named_policies import Policy, check_policy, check_runs, plan_by
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.staged_module import StagedModule
-
-Option = TypeVar("Option", bound=Enum)
 
 SENDS_GRAPH = (BroadcastGenFilesStrategy.ALL, BroadcastGenFilesStrategy.NO_WEIGHTS)
 SENDS_WEIGHTS = (BroadcastGenFilesStrategy.NONE, BroadcastGenFilesStrategy.ALL)
@@ -62,42 +69,64 @@ def parallelize(
         isinstance(module_or_module_class, type) and issubclass(module_or_module_class, ParallelModule)
     ):
         return module_or_module_class
-    reuse = _member(ReuseType, "reuse", reuse)
-    strategy = _member(BroadcastGenFilesStrategy, "broadcast_strategy", broadcast_strategy)
-    _check_processes(compute_config, load_module, strategy)
+    given = {
+        "module_or_module_class": module_or_module_class,
+        "dummy_forward_args": dummy_forward_args,
+        "pas_policy": pas_policy,
+        "compute_config": compute_config,
+        "gen_savedir": gen_savedir,
+        "instance_name": instance_name,
+        "load_module": load_module,
+        "module_dtype": module_dtype,
+        "module_fn": module_fn,
+        "init_module_params": init_module_params,
+    }
+    agree(lambda: check_arguments(given))
+    reuse, strategy = agree(
+        lambda: (
+            member(ReuseType, "reuse", reuse),
+            member(BroadcastGenFilesStrategy, "broadcast_strategy", broadcast_strategy),
+        )
+    )
+    agree(lambda: check_processes(compute_config, load_module, strategy))
+    alike = {"reuse": reuse.value, "broadcast_strategy": strategy.value}
+    check_same(compute_config, {**alike, "load_module": load_module, "module_dtype": module_dtype})
+    on_rank_zero(lambda: (check_policy(pas_policy, compute_config), check_folder(gen_savedir)))
     init_module_params = init_module_params and strategy in SENDS_WEIGHTS
     is_class = isinstance(module_or_module_class, type)
-    if module_fn is not None and not is_class:
-        raise ValueError(f"module_fn={module_fn} builds a class's modules, and a module is given; leave it out")
-    build = (module_fn or module_or_module_class) if is_class else (lambda: module_or_module_class)
-    traced = _on_meta(build) if is_class else module_or_module_class
-    _check_not_nested(traced)
-    if module_dtype is not None:
-        traced = traced.to(module_dtype)
+
+    def build() -> nn.Module:
+        if not is_class:
+            return module_or_module_class
+        name = "module_or_module_class" if module_fn is None else "module_fn"
+        return built_by(module_fn or module_or_module_class, module_or_module_class, name)
+
+    traced = agree(lambda: _traced(build, is_class, module_dtype))
+    if load_module and not is_class:
+        agree(lambda: _check_initialised(traced, init_module_params))
     folder = Path(gen_savedir) / f"{_full_name(traced)}" / (instance_name or "_")
     content = None
     if reuse is ReuseType.GRAPH or strategy in SENDS_GRAPH:
         content = on_rank_zero(lambda: _trace_of(traced, dummy_forward_args, compute_config, folder, reuse))
-        graph = graph_of_trace(load_trace(content), traced)
+        graph = agree(lambda: graph_of_trace(load_trace(content), traced))
     else:
-        graph = build_graph(traced, dummy_forward_args)
+        graph = agree(lambda: build_graph(traced, dummy_forward_args))
     kept = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
     agree(
         lambda: _send_to_nodes(
             strategy, folder, kept, trace_key(traced, dummy_forward_args, compute_config.user_config), content
         )
     )
-    plan = Plan.from_json(kept.content, graph)
-    check_runs(plan, compute_config)  # what lies in the folder may have been edited
+    plan = agree(lambda: Plan.from_json(kept.content, graph))  # of another model on one process it is refused on all
     is_eager = compute_config.lowering == "eager"
-    carried = Carried(traced, dummy_forward_args, plan) if is_eager else None
+    carried = agree(lambda: Carried(traced, dummy_forward_args, plan)) if is_eager else None
     if not load_module:
         return None
 
     def built() -> nn.Module:
         module = build() if is_class else traced
-        _initialise(module if module_dtype is None else module.to(module_dtype), init_module_params)
-        return module
+        _check_initialised(module, init_module_params)
+        return _initialised(module if module_dtype is None else module.to(module_dtype), init_module_params)
 
     if is_class:
         return _subclass(module_or_module_class, built, plan, compute_config, carried, dummy_forward_args)
@@ -111,38 +140,12 @@ def _class_for(plan: Plan) -> type[ParallelModule]:
     return StagedModule if plan.stages else ParallelModule
 
 
-def _member(kind: type[Option], name: str, value: Option | str) -> Option:
-    """`value` as one of an option's values; ValueError where it is none."""
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise ValueError(f"{name}={value!r} must be one of {[member.value for member in kind]}") from error
-
-
-def _check_processes(config: ComputeConfig, load_module: bool, strategy: BroadcastGenFilesStrategy) -> None:
-    world_size = get_world_size()
-    if strategy is not BroadcastGenFilesStrategy.NONE and not dist.is_initialized():
-        raise ValueError(
-            f"broadcast_strategy={strategy.value!r} needs a process group to send over; call init_process_group first, "
-            "or pass 'none'"
-        )
-    if load_module and config.runtime_ngpus != world_size:
-        remedy = "start as many" if dist.is_initialized() else "call init_distributed() first in each of as many"
-        raise ValueError(
-            f"runtime_ngpus={config.runtime_ngpus} must be the number of processes, {world_size}; {remedy}, or pass "
-            "load_module=False to make the plan alone"
-        )
-
-
-def _check_not_nested(module: nn.Module) -> None:
-    inner = [name for name, part in module.named_modules() if isinstance(part, ParallelModule)]
-    if inner:
-        raise ValueError(f"{inner[0]!r} of the module is parallel already; parallelize the parts, or the whole")
-
-
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return build()
+def _traced(build: Callable[[], nn.Module], is_class: bool, dtype: torch.dtype | None) -> nn.Module:
+    """The module whose forward pass is traced: the object itself, one of a class on meta."""
+    with torch.device("meta") if is_class else nullcontext():
+        module = build()
+    check_not_nested(module)
+    return module if dtype is None else module.to(dtype)
 
 
 def _full_name(module: nn.Module) -> str:
@@ -156,9 +159,19 @@ def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: 
         folder,
         {"graph": graph.hash, "policy": name, **config.to_json()},
         reuse,
-        lambda content, file: Plan.from_json(content, graph, file).to_json(),
+        lambda content, file: _edited(content, graph, config, file).to_json(),
         lambda: plan_by(policy, graph, config).to_json(),
     )
+
+
+def _edited(content: Any, graph: Graph, config: ComputeConfig, file: str) -> Plan:
+    """The plan that lies in the folder, where somebody may have changed it."""
+    plan = Plan.from_json(content, graph, file)
+    try:
+        check_runs(plan, config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    return plan
 
 
 def _trace_of(
@@ -185,10 +198,30 @@ def _send_to_nodes(
             write_trace(folder, key, content)
 
 
-def _initialise(module: nn.Module, init_module_params: bool) -> None:
-    """Gives all processes rank 0's values where all want such; else each unit's first process gives its own."""
+def _check_initialised(module: nn.Module, init_module_params: bool) -> None:
+    """ValueError for parameters without values, where these are wanted."""
+    missing = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if missing and init_module_params:
+        raise ValueError(
+            f"parameters {missing[:3]} are on meta and have no values; pass init_module_params=False and load a state "
+            "dict, or load_module=False to make the plan alone"
+        )
+
+
+def _initialised(module: nn.Module, init_module_params: bool) -> nn.Module:
+    """The module with rank 0's values where all want such; else each unit's first process gives its own.
+
+    Parameters on meta become empty ones, of a copy.
+    """
     if all(gather_objects(init_module_params)):
         broadcast_module(module)
+        return module
+    empty: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device=default_device()), p.requires_grad)
+        for p in module.parameters()
+        if p.is_meta
+    }
+    return copy.deepcopy(module, empty) if empty else module
 
 
 def _subclass(

@@ -9,12 +9,21 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.parallel.checkpoints.merging import StateDict, check_pair, shards_of, tensors_of
+from hybrid_engine.parallel.checkpoints.merging import (
+    MODULE,
+    OPTIMIZER,
+    StateDict,
+    check_given,
+    shards_of,
+    tensors_of,
+)
 from hybrid_engine.parallel.checkpoints.optimizer_states import NAMES, named_state_dict
-from hybrid_engine.parallel.checkpoints.parts import local_part
+from hybrid_engine.parallel.checkpoints.parts import extent_of, local_part
 from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.values import COUNT, Rule, check, shown
 
 
 class Copies(NamedTuple):
@@ -31,8 +40,12 @@ def deduped_state_dict(
     """What this process has of the module's and the optimizer's state that no process before it has; local.
 
     Those of all processes together are whole: `merge_state_dicts` takes them, `load_deduped_state_dict` each one's.
-    Of the optimizer's state, None stands where another process has the tensor.
+    Of the optimizer's state, None stands where another process has the tensor. ValueError for what is no module, and
+    for an optimizer of somebody else.
     """
+    check("module", module, MODULE)
+    if optimizer is not None:
+        check("optimizer", optimizer, OPTIMIZER)
     with shards_of(module):
         live = tensors_of(module, optimizer)
         copies = {name: list(_copies(module, tensor)) for name, tensor in live.items()}
@@ -59,13 +72,19 @@ def load_deduped_state_dict(
 ) -> None:
     """Loads what `deduped_state_dict` gave on this process under the same plan; the others send the rest. Collective.
 
-    `device` is where the module is moved before. ValueError where the optimizer's groups are others.
+    `device` is where the module is moved before. ValueError, on all processes and before anything is loaded, where one
+    is given what another process, or another plan, saved.
     """
-    check_pair(optimizer, optimizer_state_dict)
+    agree(lambda: check_given(module, module_state_dict, optimizer, optimizer_state_dict, device))
     if device is not None:
         module.to(device)
     with shards_of(module):
-        for name, tensor in tensors_of(module, optimizer).items():
+        live = tensors_of(module, optimizer)
+        agree(lambda: _check_own(module, live, module_state_dict))
+        if optimizer is not None and optimizer_state_dict is not None:
+            agree(lambda: _check_groups(module, optimizer, optimizer_state_dict))
+            _check_entries(optimizer_state_dict)
+        for name, tensor in live.items():
             if name in module_state_dict:
                 local_part(tensor).copy_(local_part(module_state_dict[name]))
             _send(module, tensor, tensor)
@@ -75,7 +94,36 @@ def load_deduped_state_dict(
             optimizer.masters.write_back()
 
 
-def _load_optimizer(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+def _check_own(module: Any, live: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+    """ValueError unless `given` is what `deduped_state_dict` gives of the module on this process; local."""
+    instead = (
+        "give each process what deduped_state_dict gave on it under this plan; merge_state_dicts goes between plans"
+    )
+    own = {name for name, tensor in live.items() if all(copies.is_first for copies in _copies(module, tensor))}
+    for name in sorted(own ^ given.keys()):
+        word = "has no" if name in own else "has"
+        raise ValueError(f"module_state_dict {word} {name!r}, which this process does not save so; {instead}")
+    for name in own:
+        _check_part(f"module_state_dict: {name!r}", given[name], live[name], instead)
+
+
+def _check_part(what: str, given: Any, tensor: Tensor, instead: str) -> None:
+    """ValueError unless `given` is the part of a tensor of this shape that this process has of `tensor`."""
+    found, wanted = (_place(value) if isinstance(value, Tensor) else shown(value) for value in (given, tensor))
+    if found != wanted:
+        raise ValueError(f"{what} is {found}, and this process has {wanted}; {instead}")
+
+
+def _place(tensor: Tensor) -> str:
+    """The shape of a tensor and which part of it this process has, in words."""
+    if not isinstance(tensor, DTensor):
+        return f"all of {list(tensor.shape)}"
+    ranges = ", ".join(f"{part.start}:{part.stop}" for part in extent_of(tensor))
+    return f"[{ranges}] of {list(tensor.shape)}"
+
+
+def _check_groups(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    """ValueError unless `given` has the optimizer's groups, and states of parts that this process has; local."""
     own = [group[NAMES] for group in named_state_dict(optimizer)["param_groups"]]
     saved = [group.get(NAMES) for group in given["param_groups"]]
     if own != saved:
@@ -83,6 +131,34 @@ def _load_optimizer(module: Any, optimizer: torch.optim.Optimizer, given: Mappin
             "optimizer_state_dict has other groups of parameters than the optimizer; merge_state_dicts and "
             "load_merged_state_dicts go between plans"
         )
+    instead = "give each process what deduped_state_dict gave on it"
+    for key, parameter in _parameters(optimizer, given):
+        is_first = all(copies.is_first for copies in _copies(module, parameter))
+        for entry, value in given["state"].get(key, {}).items():
+            if is_first and value is None:
+                raise ValueError(f"optimizer_state_dict: {entry} of parameter {key} is another process's; {instead}")
+            if is_first and isinstance(value, Tensor) and value.dim():
+                _check_part(f"optimizer_state_dict: {entry} of parameter {key}", value, parameter, instead)
+
+
+def _check_entries(given: Mapping[str, Any]) -> None:
+    """ValueError where processes have other states of a parameter, which they send to each other; collective."""
+    names = {
+        name: key for group in given["param_groups"] for name, key in zip(group[NAMES], group["params"], strict=True)
+    }
+    everyone = gather_objects({name: sorted(given["state"].get(key, {})) for name, key in names.items()})
+    first: dict[str, tuple[int, list[str]]] = {}
+    for rank, found in enumerate(everyone):
+        for name, entries in found.items():
+            other, expected = first.setdefault(name, (rank, entries))
+            if entries != expected:
+                raise ValueError(
+                    f"optimizer_state_dict has {expected} of {name!r} on rank {other} and {entries} on rank {rank}; "
+                    "give each process what deduped_state_dict gave on it in the same call"
+                )
+
+
+def _load_optimizer(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
     entries = {}
     for key, parameter in _parameters(optimizer, given):
         values = given["state"].get(key, {})
@@ -101,16 +177,22 @@ def broadcast_weights(module: nn.Module, stride: int) -> None:
     """Gives all units the weights and buffers of the first; `stride` is `plan_ngpus`. Collective.
 
     For modules built with `init_module_params=rank < plan_ngpus`, before `build_optimizer`, which may shard them over
-    units. ValueError for another stride, and afterwards.
+    units. ValueError for another stride, a module without parallel parts, and afterwards.
     """
+    check("module", module, Rule(lambda value: isinstance(value, nn.Module), "a torch.nn.Module"))
+    check("stride", stride, COUNT)
+    if not _parallel_parts(module):
+        raise ValueError("module has no parallel part, and no units; call parallelize before")
     for part in _parallel_parts(module):
         if part.compute_config.plan_ngpus != stride:
-            raise ValueError(f"stride={stride} must be plan_ngpus={part.compute_config.plan_ngpus}")
+            raise ValueError(f"stride={stride} must be plan_ngpus={part.compute_config.plan_ngpus}; pass that")
         if isinstance(part, FSDPModule):
             raise ValueError("broadcast_weights after build_optimizer, which sharded the weights; call it before")
     if get_world_size() == 1:
         return
     for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.is_meta:
+            continue  # a buffer that nobody filled, which forward refuses
         holder = _part_of(module, tensor)
         if holder is None or holder.meshes.data is not None:
             group = None if holder is None or holder.meshes.data is None else holder.meshes.data.get_group()

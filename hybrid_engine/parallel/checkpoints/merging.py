@@ -6,10 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.parallel.checkpoints.optimizer_states import load_optimizer_state, merge_optimizer_states
+from hybrid_engine.parallel.checkpoints.optimizer_states import (
+    check_merged_state,
+    load_optimizer_state,
+    merge_optimizer_states,
+)
 from hybrid_engine.parallel.checkpoints.parts import part_like, whole_of
+from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.values import Rule, check, has_names, is_list_of, shown
 
 StateDict = dict[str, Any]
 
@@ -22,12 +29,24 @@ def merge_state_dicts(
     What `state_dict()` or `deduped_state_dict` gave on each process, also in files, in any order. Tensors are on the
     CPU. The optimizer's loads into one of the original module with the same groups. ValueError where parts are missing.
     """
+    check("module_state_dicts", module_state_dicts, STATE_DICTS)
+    if optimizer_state_dicts is not None:
+        check("optimizer_state_dicts", optimizer_state_dicts, OPTIMIZER_STATE_DICTS)
     parts: dict[str, list[Any]] = {}
     for state in module_state_dicts:
         for name, value in state.items():
             parts.setdefault(name, []).append(value)
-    merged = {name: whole_of(values) if isinstance(values[0], Tensor) else values[0] for name, values in parts.items()}
+    merged = {
+        name: _whole(name, values) if isinstance(values[0], Tensor) else values[0] for name, values in parts.items()
+    }
     return merged, None if optimizer_state_dicts is None else merge_optimizer_states(optimizer_state_dicts)
+
+
+def _whole(name: str, parts: Sequence[Any]) -> Tensor:
+    try:
+        return whole_of(parts)
+    except ValueError as error:
+        raise ValueError(f"module_state_dicts: {name}: {error}") from error
 
 
 @torch.no_grad()
@@ -42,18 +61,18 @@ def load_merged_state_dicts(
     """Loads whole state dicts into a module under any plan, or an engine; each process takes its part.
 
     `module` holds parallel modules, or is what `initialize` gave; `device` is where the module is moved before.
-    ValueError where a name is missing or a shape is another.
+    ValueError where a name is missing or too many, or a shape is another; nothing is loaded then.
     """
-    check_pair(optimizer, optimizer_state_dict)
+    check_given(module, module_state_dict, optimizer, optimizer_state_dict, device)
     if device is not None:
         module.to(device)
     with shards_of(module):
         live = tensors_of(module, optimizer)
-        missing = [name for name in live if name not in module_state_dict]
-        if missing:
-            raise ValueError(f"module_state_dict has no {missing[0]!r}; it is of another model")
+        _check_names(module, live, module_state_dict)
         for name, tensor in live.items():
-            _check_shape(name, module_state_dict[name], tensor)
+            _check_whole(name, module_state_dict[name], tensor)
+        if optimizer is not None and optimizer_state_dict is not None:
+            check_merged_state(optimizer, optimizer_state_dict)
         for name, tensor in live.items():
             _load(module, name, tensor, module_state_dict[name])
         if optimizer is not None and optimizer_state_dict is not None:
@@ -62,10 +81,52 @@ def load_merged_state_dicts(
             optimizer.masters.write_back()
 
 
-def check_pair(optimizer: torch.optim.Optimizer | None, optimizer_state_dict: Mapping[str, Any] | None) -> None:
-    """ValueError where one of the two is given without the other."""
+def check_given(
+    module: Any,
+    module_state_dict: Any,
+    optimizer: Any,
+    optimizer_state_dict: Any,
+    device: torch.device | str | None,
+) -> None:
+    """ValueError for what is no module, state dict, optimizer or device, and for one of a pair without the other."""
+    check("module", module, MODULE)
+    check("module_state_dict", module_state_dict, STATE_DICT)
     if (optimizer is None) != (optimizer_state_dict is None):
         raise ValueError("optimizer and optimizer_state_dict go together; give both, or neither")
+    if optimizer is not None:
+        check("optimizer", optimizer, OPTIMIZER)
+        check("optimizer_state_dict", optimizer_state_dict, OPTIMIZER_STATE_DICT)
+    if device is not None:
+        check("device", device, DEVICE)
+
+
+def _is_device(value: Any) -> bool:
+    try:
+        return isinstance(value, str | torch.device) and bool(torch.device(value))
+    except RuntimeError:
+        return False
+
+
+def _is_optimizer_state(value: Any) -> bool:
+    if not has_names(value) or not {"state", "param_groups"} <= set(value) or not isinstance(value["state"], Mapping):
+        return False
+    return is_list_of(value["param_groups"], lambda group: has_names(group) and isinstance(group.get("params"), list))
+
+
+MODULE = Rule(lambda value: isinstance(value, nn.Module) or hasattr(value, "sharding"), "a module, or an engine")
+STATE_DICT = Rule(has_names, "a state dict of a module")
+OPTIMIZER = Rule(
+    lambda value: isinstance(value, torch.optim.Optimizer), "an optimizer of build_optimizer or initialize"
+)
+OPTIMIZER_STATE_DICT = Rule(_is_optimizer_state, "a state dict of an optimizer, with 'state' and 'param_groups'")
+STATE_DICTS = Rule(
+    lambda value: is_list_of(value, has_names) and len(value) > 0, "a list of the modules' state dicts of all processes"
+)
+OPTIMIZER_STATE_DICTS = Rule(
+    lambda value: is_list_of(value, _is_optimizer_state) and len(value) > 0,
+    "a list of the optimizers' state dicts of all processes, each with 'state' and 'param_groups'",
+)
+DEVICE = Rule(_is_device, "a device of torch, as 'cpu' or 'cuda:0'")
 
 
 @contextmanager
@@ -85,7 +146,23 @@ def tensors_of(module: Any, optimizer: torch.optim.Optimizer | None) -> dict[str
     return tensors
 
 
-def _check_shape(name: str, given: Tensor, tensor: Tensor) -> None:
+def _check_names(module: Any, live: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+    """ValueError for names that one side lacks; a process with a stage has some of the checkpoint's alone."""
+    missing = [name for name in live if name not in given]
+    if missing:
+        raise ValueError(f"module_state_dict has no {missing[0]!r}; it is of another model")
+    inner: nn.Module = module.module if hasattr(module, "sharding") else module
+    has_all = not any(isinstance(part, ParallelModule) and part.plan.stages for part in inner.modules())
+    known = inner.state_dict().keys() if has_all else given.keys()
+    if more := [name for name in given if name not in known]:
+        raise ValueError(f"module_state_dict has {more[0]!r}, which the module lacks; it is of another model")
+
+
+def _check_whole(name: str, given: Any, tensor: Tensor) -> None:
+    if not isinstance(given, Tensor):
+        raise ValueError(f"module_state_dict has {shown(given)} for {name!r}; it must be a tensor")
+    if isinstance(given, DTensor):
+        raise ValueError(f"module_state_dict has a part of {name!r}; give what merge_state_dicts made of all parts")
     if given.shape != tensor.shape:
         raise ValueError(
             f"{name!r} has shape {list(given.shape)} in module_state_dict and {list(tensor.shape)} in the module"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.parallel.checkpoints.parts import part_like, whole_of
@@ -45,8 +46,10 @@ def named_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One state dict, for `optimizer_fn` of the original module's parameters, from those of all processes.
 
-    Its groups have `param_names`; their parameters are in the module's order.
+    Its groups have `param_names`; their parameters are in the module's order. ValueError for groups without names.
     """
+    for state in states:
+        _check_group_names(state["param_groups"], "optimizer_state_dicts", "what optimizers of build_optimizer gave")
     groups: dict[int, Group] = {}
     found: dict[str, dict[str, list[Any]]] = {}
     for state in states:
@@ -66,7 +69,8 @@ def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any
         keys = [numbered[name] for name in group.names]
         merged_groups.append({**group.options, "params": keys, NAMES: group.names})
     merged_state = {
-        numbered[name]: {entry: _merged(values) for entry, values in entries.items()} for name, entries in found.items()
+        numbered[name]: {entry: _merged(name, entry, values) for entry, values in entries.items()}
+        for name, entries in found.items()
     }
     return {"state": merged_state, "param_groups": merged_groups}
 
@@ -75,35 +79,67 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", NAMES, NUMBERS, GROUP)}
 
 
-def _merged(values: Sequence[Any]) -> Any:
-    return whole_of(values) if isinstance(values[0], Tensor) else values[0]
+def _merged(name: str, entry: str, values: Sequence[Any]) -> Any:
+    try:
+        return whole_of(values) if isinstance(values[0], Tensor) else values[0]
+    except ValueError as error:
+        raise ValueError(f"optimizer_state_dicts: {entry} of {name}: {error}") from error
+
+
+def _check_group_names(groups: Sequence[Mapping[str, Any]], option: str, instead: str) -> None:
+    """ValueError unless each group names its parameters."""
+    for number, group in enumerate(groups):
+        names = group.get(NAMES)
+        if not isinstance(names, list | tuple):
+            raise ValueError(f"{option} has groups without param_names, as number {number}; give {instead}")
+        if len(names) != len(group["params"]):
+            raise ValueError(
+                f"{option}: group {number} has {len(names)} param_names for {len(group['params'])} params; give "
+                f"{instead}"
+            )
+
+
+def check_merged_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any]) -> None:
+    """ValueError for a state dict without names, one that is not whole, or one of another optimizer or model.
+
+    Also where a parameter is in none of its groups, or where parameters of one group here are in several there.
+    """
+    _check_group_names(merged["param_groups"], "optimizer_state_dict", "what merge_state_dicts made")
+    found = {name: group for group in merged["param_groups"] for name in group[NAMES]}
+    keys = _keys_by_name(merged)
+    for group, own in zip(named_state_dict(optimizer)["param_groups"], _live(optimizer).param_groups, strict=True):
+        _source_of(group, found)
+        for name, parameter in zip(group[NAMES], own["params"], strict=True):
+            for entry, value in merged["state"].get(keys[name], {}).items():
+                _check_state(name, entry, value, parameter)
+
+
+def _keys_by_name(merged: Mapping[str, Any]) -> dict[str, int]:
+    return {
+        name: key for group in merged["param_groups"] for name, key in zip(group[NAMES], group["params"], strict=True)
+    }
+
+
+def _live(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any]) -> None:
-    """Takes over a merged state dict: options of groups, and this process's parts of the state.
-
-    ValueError for one without names, where a parameter is in none of its groups, or where parameters of one group here
-    are in several there.
-    """
-    if not all(NAMES in group for group in merged["param_groups"]):
-        raise ValueError("optimizer_state_dict has groups without param_names; give what merge_state_dicts made")
-    state = named_state_dict(optimizer)
+    """Takes over a merged state dict, which `check_merged_state` let pass: options of groups, this process's parts."""
+    state, live, keys = named_state_dict(optimizer), _live(optimizer), _keys_by_name(merged)
     found = {name: group for group in merged["param_groups"] for name in group[NAMES]}
-    keys: dict[str, int] = {}
-    for group in merged["param_groups"]:
-        keys.update(zip(group[NAMES], group["params"], strict=True))
-    live = optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer
     entries: dict[int, dict[str, Any]] = {}
     for group, own in zip(state["param_groups"], live.param_groups, strict=True):
-        _take_options(group, found)
+        group.update(_options(_source_of(group, found)))
         for key, name, parameter in zip(group["params"], group[NAMES], own["params"], strict=True):
             values = merged["state"].get(keys[name], {})
             if values:
-                entries[key] = {entry: _own_part(name, entry, value, parameter) for entry, value in values.items()}
+                entries[key] = {entry: _own_part(value, parameter) for entry, value in values.items()}
     live.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
 
 
-def _take_options(group: dict[str, Any], found: Mapping[str, Mapping[str, Any]]) -> None:
+def _source_of(group: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The group there that has the parameters of one here."""
     missing = [name for name in group[NAMES] if name not in found]
     if missing:
         raise ValueError(f"optimizer_state_dict has nothing of parameter {missing[0]!r}; it is of another model")
@@ -113,16 +149,22 @@ def _take_options(group: dict[str, Any], found: Mapping[str, Mapping[str, Any]])
             f"parameters of one group, {group[NAMES][:3]}, are in {len(sources)} groups of optimizer_state_dict; "
             "build the optimizer with the same groups"
         )
-    for source in sources.values():
-        group.update(_options(source))
+    return next(iter(sources.values()), {})
 
 
-def _own_part(name: str, entry: str, value: Any, parameter: nn.Parameter) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value.clone() if isinstance(value, Tensor) else value
-    if value.shape != parameter.shape:
+def _check_state(name: str, entry: str, value: Any, parameter: nn.Parameter) -> None:
+    if isinstance(value, DTensor):
+        raise ValueError(
+            f"optimizer_state_dict has a part of {entry} of {name!r}; give what merge_state_dicts made of all parts"
+        )
+    if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
         raise ValueError(
             f"{entry} of parameter {name!r} has shape {list(value.shape)}, not the parameter's "
             f"{list(parameter.shape)}: which part of it a process needs is not known"
         )
+
+
+def _own_part(value: Any, parameter: nn.Parameter) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value.clone() if isinstance(value, Tensor) else value
     return part_like(value, parameter)

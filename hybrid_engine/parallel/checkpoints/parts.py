@@ -35,7 +35,7 @@ def extent_of(tensor: DTensor) -> tuple[slice, ...]:
 def whole_of(parts: Iterable[Tensor]) -> Tensor:
     """The whole tensor, on the CPU, from what each process has of it; tensors that are no DTensors are whole.
 
-    ValueError where a part is missing.
+    ValueError where a part is missing, or where they are of tensors of different shapes.
     """
     whole: Tensor | None = None
     covered: Tensor | None = None
@@ -45,6 +45,8 @@ def whole_of(parts: Iterable[Tensor]) -> Tensor:
         if whole is None or covered is None:
             whole = torch.empty(part.shape, dtype=part.dtype)
             covered = torch.zeros(part.shape, dtype=torch.bool)
+        if part.shape != whole.shape:
+            raise ValueError(f"parts are of shapes {list(whole.shape)} and {list(part.shape)}; they are of two models")
         where = extent_of(part)
         whole[where] = part.to_local().detach().cpu()
         covered[where] = True

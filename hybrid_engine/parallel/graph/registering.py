@@ -14,6 +14,7 @@ from hybrid_engine.parallel.graph.annotations import Annotation, parse
 from hybrid_engine.parallel.graph.calls import Call
 from hybrid_engine.parallel.graph.library import LIBRARY, Rule, op_name
 from hybrid_engine.parallel.graph.rules import OpRule
+from hybrid_engine.parallel.values import CALLABLE, TEXT, check
 
 NAMESPACE = "hybrid_engine_ops"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -27,9 +28,11 @@ def register_op(annotation: str) -> Callable[[Callable[..., Any]], Callable[...,
     as it is. For the tokens see `hybrid_engine.parallel.graph.annotations`. ValueError for an annotation that says
     nothing sensible, for a function without type hints, and for one whose name is registered for another function.
     """
+    check("annotation", annotation, TEXT)
     _check_text(annotation)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        check("register_op: function", function, CALLABLE)
         overload = overload_of(function)
         if overload is not None:
             LIBRARY[op_name(overload)] = annotated_by_text(annotation)
@@ -71,7 +74,14 @@ def _define(name: str, function: Callable[..., Any]) -> None:
     missing = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty]
     if missing:
         raise ValueError(f"register_op: {function.__qualname__} has no type hints for {missing}; write `x: Tensor`")
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    try:
+        schema = torch.library.infer_schema(function, mutates_args=())
+    except Exception as error:
+        raise ValueError(
+            f"register_op: {function.__qualname__} has type hints that PyTorch's ops cannot have ({error}); take "
+            "Tensor, int, float, bool and str"
+        ) from error
+    _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, function, "CompositeImplicitAutograd")
 
 

@@ -67,11 +67,27 @@ def check_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         ) from error
 
 
+def check_takes_sample(module_class: type[nn.Module]) -> None:
+    """ValueError unless the class's forward can be called with a sample alone."""
+    signature = inspect.signature(module_class.forward)
+    try:
+        signature.bind(None, None)  # itself and the sample
+    except TypeError as error:
+        raise ValueError(
+            f"{module_class.__name__}.forward{signature} must take a sample as its first argument, and have defaults "
+            f"for all others, for train_step and infer_step (use_end2end=True): {error}"
+        ) from error
+
+
 def arguments_by_name(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of the module's forward by name, those of **kwargs beside the others; ValueError."""
     signature = inspect.signature(module.forward)
     flat: dict[str, Any] = {}
-    for name, value in signature.bind(*args, **kwargs).arguments.items():
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise ValueError(f"{type(module).__name__}.forward{signature} does not take what is given: {error}") from error
+    for name, value in bound.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             raise ValueError(f"forward(*{name}) of a parallel module takes arguments by name alone")

@@ -14,6 +14,19 @@ from hybrid_engine.parallel.graph.calls import Call, arguments_of, tensors_in
 from hybrid_engine.parallel.graph.library import rule_for
 from hybrid_engine.parallel.graph.registering import overload_of
 from hybrid_engine.parallel.graph.rules import OpRule, Part
+from hybrid_engine.parallel.values import Rule, check, is_count, is_list_of, is_number
+
+SHAPES = Rule(
+    lambda value: is_list_of(
+        value, lambda shape: shape is None or isinstance(shape, Tensor) or is_list_of(shape, is_size)
+    ),
+    "a list with a shape, a tensor or None for each operand",
+)
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value can be the size of a dimension."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def verify_op(
@@ -34,11 +47,19 @@ def verify_op(
     overload = overload_of(op)
     if overload is None:
         raise ValueError(f"verify_op: {op} is no registered op; decorate it with register_op")
+    check("shapes", shapes, SHAPES)
+    check("num_parts", num_parts, Rule(lambda value: is_count(value) and value > 1, "a number of at least 2"))
+    check("tolerance", tolerance, Rule(lambda value: is_number(value) and value >= 0, "a number of at least 0"))
     generator = torch.Generator().manual_seed(0)
     operands = [_operand(shape, generator) for shape in shapes]
-    arguments = arguments_of(overload, (*operands, *args), kwargs)
+    try:
+        overload(*operands, *args, **kwargs)
+        arguments = arguments_of(overload, (*operands, *args), kwargs)
+        whole = _run(overload, arguments)
+    except Exception as error:
+        given = [list(s.shape) if isinstance(s, Tensor) else s for s in shapes]
+        raise ValueError(f"verify_op: {overload} cannot be called with operands of shapes={given}: {error}") from error
     rule = rule_of_arguments(overload, arguments)
-    whole = _run(overload, arguments)
     names = [n for n in rule.splits(num_parts) if n not in rule.on_part or not rule.on_part[n].num_reductions]
     for name in names:
         parts = _run_split(overload, arguments, rule, name, num_parts, [tuple(t.shape) for t in whole])

@@ -12,12 +12,17 @@ REFUSED = {"1f1b_plus": "1f1b", "chimera_direct": "1f1b_interleaved"}
 """What PyTorch does not have, and what to take instead."""
 
 
-def check_schedule(name: str, num_stages: int, num_micro_batches: int) -> None:
-    """ValueError for a schedule that there is not, and for numbers that it does not take."""
-    if name in REFUSED:
+def check_name(name: Any) -> None:
+    """ValueError for a schedule that there is not."""
+    if isinstance(name, str) and name in REFUSED:
         raise ValueError(f"pipeline_scheduler={name!r} is not one of PyTorch's; take {REFUSED[name]!r}")
     if name not in SCHEDULES:
         raise ValueError(f"pipeline_scheduler={name!r} must be one of {list(SCHEDULES)}")
+
+
+def check_schedule(name: str, num_stages: int, num_micro_batches: int) -> None:
+    """ValueError for a schedule that there is not, and for numbers that it does not take."""
+    check_name(name)
     if name == "1f1b" and num_micro_batches < num_stages:
         raise ValueError(
             f"pipeline_nmicros={num_micro_batches} must be at least the number of stages, {num_stages}, for '1f1b'; "

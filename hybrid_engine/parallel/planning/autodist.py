@@ -39,18 +39,26 @@ class Wanted:
 def autodist(graph: Graph, config: ComputeConfig) -> Plan:
     """The plan of the policy `autodist`, made or loaded; ValueError for wrong options, or where nothing fits."""
     options = Options.of(config.pas_config)
+    options.check_folder()
     machine = options.machine()
     if options.re_profile:
         machine = replace(machine, name=f"{machine.name}, device measured", device=measure_device())
     setting = options.setting(config, machine)
     if options.load_plan_path is not None:
-        plan = Plan.load(options.load_plan_path, graph)
+        plan = _loaded(options.load_plan_path, graph)
     else:
         plan = best_plan(graph, setting, _wanted(graph, options, config.plan_ngpus))
         plan.notes |= {"task": options.task_name} if options.task_name else {}
     if options.save_plan_path is not None:
         plan.save(options.save_plan_path)
     return plan
+
+
+def _loaded(path: str, graph: Graph) -> Plan:
+    try:
+        return Plan.load(path, graph)
+    except ValueError as error:
+        raise ValueError(f"load_plan_path={path!r}: {error}") from error
 
 
 def _wanted(graph: Graph, options: Options, plan_ngpus: int) -> Wanted:

@@ -91,5 +91,7 @@ def recomputed_ops(graph: Graph, patterns: Sequence[str]) -> dict[str, str]:
                 found[key] = path
                 break
     if unused:
-        raise ValueError(f"recompute: no module of the graph matches {sorted(unused)}; see the paths of graph.ops")
+        raise ValueError(
+            f"recompute_modules={sorted(unused)}: no module of the graph matches; see the paths of graph.ops"
+        )
     return found

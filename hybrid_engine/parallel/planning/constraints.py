@@ -43,7 +43,7 @@ def read_constraints(path: str | Path, graph: Graph) -> list[Constraint]:
     """The constraints of a YAML file; ValueError for what is none, and for one that no op of the graph matches."""
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"partition_constraints_path={str(path)!r} cannot be read: {error}") from error
     if not isinstance(content, list):
         raise ValueError(f"{path} must be a list of entries with the keys {sorted(KEYS)}")

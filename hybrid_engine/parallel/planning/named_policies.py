@@ -8,20 +8,37 @@ from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph
 from hybrid_engine.parallel.planning.autodist import autodist
 from hybrid_engine.parallel.planning.explaining import explain
-from hybrid_engine.parallel.planning.options import OPTION_NAMES
+from hybrid_engine.parallel.planning.options import OPTION_NAMES, Options
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.policies import batch_plan, random_plan, replicated_plan
-from hybrid_engine.parallel.planning.stage_policies import STAGE_OPTIONS, stages_and_batch, stages_of_equal_size
+from hybrid_engine.parallel.planning.stage_policies import (
+    STAGE_OPTIONS,
+    check_pipeline,
+    check_pipeline_and_batch,
+    stages_and_batch,
+    stages_of_equal_size,
+)
+from hybrid_engine.parallel.values import Rule, check
 
+SEED = Rule(lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number")
 Policy = Callable[[Graph, ComputeConfig], Plan | None]
 
 
-def data_parallel(graph: Graph, config: ComputeConfig) -> Plan:
-    """`dp`: every process has the whole module; ValueError unless a unit is one process."""
+def check_one_process(config: ComputeConfig) -> None:
+    """ValueError unless a unit is one process."""
     if config.plan_ngpus != 1:
         raise ValueError(
             f"policy 'dp' needs plan_ngpus=1, not {config.plan_ngpus}; use 'data' or 'tp' for larger units"
         )
+
+
+def check_seed(config: ComputeConfig) -> None:
+    """ValueError for a seed that is no number."""
+    check("seed", config.pas_config.get("seed", 1), SEED)
+
+
+def data_parallel(graph: Graph, config: ComputeConfig) -> Plan:
+    """`dp`: every process has the whole module."""
     return replicated_plan(graph, (1,))
 
 
@@ -43,6 +60,15 @@ POLICIES: Mapping[str, Policy] = {
     "hybrid": stages_and_batch,
     "autodist": autodist,
 }
+CHECKS: Mapping[str, Callable[[ComputeConfig], Any]] = {
+    "dp": check_one_process,
+    "tp": check_seed,
+    "data": lambda config: None,
+    "pp": check_pipeline,
+    "hybrid": check_pipeline_and_batch,
+    "autodist": lambda config: Options.of(config.pas_config),
+}
+"""Of the values of each policy's options, before a module is traced."""
 OPTIONS: Mapping[str, frozenset[str]] = {
     "dp": frozenset(),
     "tp": frozenset({"seed"}),
@@ -61,15 +87,15 @@ def plan_by(policy: str | Policy, graph: Graph, config: ComputeConfig) -> Plan:
     if not isinstance(policy, str):
         plan = policy(graph, config)
         if not isinstance(plan, Plan):
-            raise ValueError(f"pas_policy {policy} returned {type(plan).__name__}; return a hybrid_engine Plan")
+            raise ValueError(f"pas_policy={policy} returned {type(plan).__name__}; return a hybrid_engine Plan")
+        if not isinstance(plan.graph, Graph) or plan.graph.signature != graph.signature:
+            raise ValueError(f"pas_policy={policy} returned a plan of another graph; make it for the one it is given")
     else:
-        check_options(policy, config.pas_config)
+        check_policy(policy, config)
         plan = POLICIES[policy](graph, config)
         if policy == "autodist" and plan is not None and config.pas_config.get("verbose"):
             print(explain(plan, config))
         assert plan is not None, f"{policy=}"
-    if plan.plan_ngpus != config.plan_ngpus:
-        raise ValueError(f"the plan is for {plan.plan_ngpus} processes, plan_ngpus={config.plan_ngpus}; change either")
     plan.check()
     check_runs(plan, config)
     return plan
@@ -77,6 +103,8 @@ def plan_by(policy: str | Policy, graph: Graph, config: ComputeConfig) -> Plan:
 
 def check_runs(plan: Plan, config: ComputeConfig) -> None:
     """ValueError for a plan that cannot be run under this config."""
+    if plan.plan_ngpus != config.plan_ngpus:
+        raise ValueError(f"the plan is for {plan.plan_ngpus} processes, plan_ngpus={config.plan_ngpus}; change either")
     plan.check_runs()
     if not plan.stages:
         return
@@ -91,8 +119,14 @@ def check_runs(plan: Plan, config: ComputeConfig) -> None:
         raise ValueError("use_zero=True does not go with '1f1b_interleaved'; take '1f1b', or leave use_zero out")
 
 
-def check_options(policy: str, options: Mapping[str, Any]) -> None:
-    """ValueError for a policy that does not exist and for an option that it does not have."""
+def check_policy(policy: str | Policy, config: ComputeConfig) -> None:
+    """ValueError for a policy that does not exist, and for wrong options of one that does; reads no file."""
+    if isinstance(policy, str):
+        _check_names(policy, config.pas_config)
+        CHECKS[policy](config)
+
+
+def _check_names(policy: str, options: Mapping[str, Any]) -> None:
     if policy not in POLICIES:
         raise ValueError(f"pas_policy={policy!r} must be one of {sorted(POLICIES)}, or a callable")
     for name in options:

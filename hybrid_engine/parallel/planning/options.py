@@ -9,9 +9,23 @@ from typing import Any
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.planning.machine import TABLES, Machine
 from hybrid_engine.parallel.planning.setting import Generation, Setting, Weights
+from hybrid_engine.parallel.values import COUNT, SWITCH, TEXT, Rule, check, is_count, is_number
 
 SCHEDULERS = ("1f1b", "gpipe")
 """Those whose time and memory are known to the planner: the fill and drain of a pipeline."""
+ABOVE_ZERO = Rule(lambda value: is_number(value) and value > 0, "a number above 0")
+KINDS: Mapping[Any, Rule] = {
+    int: COUNT,
+    int | None: COUNT,
+    float: ABOVE_ZERO,
+    float | None: ABOVE_ZERO,
+    bool: SWITCH,
+    str: TEXT,
+    str | None: TEXT,
+}
+"""By the type of an option what its value must be; None is allowed where it is the default."""
+MAKES_A_PLAN = ("explore_pipeline", "partition_constraints_path", "recompute_modules", "max_partition_degree")
+"""What a plan that is loaded does not read."""
 SIXTEEN_BITS = ("use_fp16", "use_bf16", "use_memory_efficient_fp16", "use_memory_efficient_bf16")
 DEFAULT_TABLE = "h100"
 
@@ -69,20 +83,10 @@ class Options:
 
     def __post_init__(self) -> None:
         """ValueError names the option, its value, the rule and the remedy."""
-        for name in ("update_freq", "max_partition_degree"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a number of at least 1")
-        for name in ("mem_constraint", "transient_mem_coef"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | float) or not value > 0):
-                raise ValueError(f"{name}={value!r} must be a number above 0")
         for one in fields(self):
             value = getattr(self, one.name)
-            if one.type is bool and not isinstance(value, bool):
-                raise ValueError(f"{one.name}={value!r} must be True or False")
-            if one.type in (str, str | None) and value is not None and not isinstance(value, str):
-                raise ValueError(f"{one.name}={value!r} must be a text")
+            if one.type in KINDS and not (value is None and one.default is None):
+                check(one.name, value, KINDS[one.type])
         self._check_together()
 
     def _check_together(self) -> None:
@@ -99,14 +103,17 @@ class Options:
             raise ValueError(f"pipeline_scheduler={self.pipeline_scheduler!r} must be one of {list(SCHEDULERS)}")
         if self.pipeline_pivots and not self.explore_pipeline:
             raise ValueError("pipeline_pivots needs explore_pipeline=True; set it, or leave the pivots out")
-        if self.load_plan_path is not None and self.explore_pipeline:
-            raise ValueError("load_plan_path takes the plan as it is, explore_pipeline makes one; leave either out")
+        for name in MAKES_A_PLAN if self.load_plan_path is not None else ():
+            if value := getattr(self, name):
+                raise ValueError(
+                    f"load_plan_path takes the plan as it is, {name}={value!r} makes one; leave either out"
+                )
         if self.generation is not None:
             self._check_generation(self.generation)
 
     def _check_generation(self, generation: Mapping[str, int]) -> None:
         is_complete = isinstance(generation, Mapping) and set(generation) == {"num_tokens", "tensor_parallel"}
-        if not is_complete or not all(isinstance(value, int) and value > 0 for value in generation.values()):
+        if not is_complete or not all(is_count(value) for value in generation.values()):
             raise ValueError(
                 f"generation={generation!r} must have num_tokens and tensor_parallel, each a number of at least 1"
             )
@@ -124,6 +131,12 @@ class Options:
             has_masters=self.use_fp16 or self.use_bf16,
             keeps_remainders=self.use_apex_fused_adam_v2,
         )
+
+    def check_folder(self) -> None:
+        """ValueError where the plan could not be written in the end."""
+        path = None if self.save_plan_path is None else Path(self.save_plan_path)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"save_plan_path={self.save_plan_path!r} must be a file in a folder that there is")
 
     def machine(self) -> Machine:
         """The costs that the options name."""

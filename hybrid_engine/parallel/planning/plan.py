@@ -20,7 +20,14 @@ from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.pipelining.schedules import check_schedule, stages_each
 from hybrid_engine.parallel.pipelining.stage_ops import divide
 from hybrid_engine.parallel.planning.following import Names, follow
-from hybrid_engine.parallel.planning.plan_contents import VERSION, check_content, difference, shapes_of
+from hybrid_engine.parallel.planning.plan_contents import (
+    VERSION,
+    check_content,
+    check_decisions,
+    difference,
+    read_content,
+    shapes_of,
+)
 
 
 @dataclass(kw_only=True)
@@ -94,10 +101,7 @@ class Plan:
 
     def check(self) -> None:
         """ValueError where the plan does not fit its graph: it names the op and what is wrong."""
-        if any(size < 1 for size in self.mesh):
-            raise ValueError(f"mesh={list(self.mesh)} must be numbers of processes, at least 1 each")
-        if self.num_micro_batches < 1:
-            raise ValueError(f"num_micro_batches={self.num_micro_batches} must be at least 1")
+        check_decisions({name: getattr(self, name) for name in DECISIONS}, "the plan")
         for key, names in self.splits.items():
             if key not in self.graph.ops:
                 raise ValueError(f"the plan splits {key!r}, but the model has no such op; remove the line")
@@ -107,12 +111,27 @@ class Plan:
         """ValueError for stages, schedules and micro-batches that cannot be run, and for what would have no effect."""
         if self.stages:
             check_schedule(self.schedule, len(self.stages), self.num_micro_batches)
+            self._check_stages()
             divide(self.graph, self.stages)
         elif self.schedule != "1f1b":
             raise ValueError(f"the plan has schedule={self.schedule!r} and no stages; name them, or leave it at '1f1b'")
         for path in self.recompute:
             if not any(fnmatchcase(around, path) for op in self.graph.ops.values() for around in _around(op.path)):
                 raise ValueError(f"recompute={path!r} is no module of the graph; {nearest_paths(self.graph, path)}")
+
+    def _check_stages(self) -> None:
+        """ValueError for a path of a stage that is no module, or that two stages have."""
+        known = {path for path, _ in self.graph.original.named_modules()}
+        known |= {around for op in self.graph.ops.values() for around in _around(op.path)}
+        stage_of: dict[str, int] = {}
+        for number, paths in enumerate(self.stages):
+            for path in paths:
+                if path not in known:
+                    raise ValueError(
+                        f"stages[{number}] has {path!r}, which is no module; {nearest_paths(self.graph, path)}"
+                    )
+                if stage_of.setdefault(path, number) != number:
+                    raise ValueError(f"stages {stage_of[path]} and {number} have {path!r}; leave it in one of them")
 
     def diff(self, other: "Plan") -> str:
         """What differs between this plan and another, one line each; empty if nothing does."""
@@ -170,16 +189,13 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path, graph: Graph) -> "Plan":
         """The plan of a file, for `graph`; ValueError for another model's, another version's or a wrong one."""
-        try:
-            content = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the plan file {path} is no JSON: {error}") from error
-        return cls.from_json(content, graph, str(path))
+        return cls.from_json(read_content(Path(path)), graph, str(path))
 
     @classmethod
     def from_json(cls, content: Any, graph: Graph, source: str = "the plan") -> "Plan":
         """The plan that `to_json` gave."""
         check_content(content, graph, source)
+        check_decisions({name: content[name] for name in DECISIONS if name != "splits"}, source)
         splits = {f"{p}:{op}": tuple(names) for p, ops in content["splits"].items() for op, names in ops.items()}
         plan = cls(
             graph=graph,

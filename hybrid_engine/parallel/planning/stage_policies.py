@@ -4,42 +4,54 @@ from collections.abc import Sequence
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, Op
-from hybrid_engine.parallel.pipelining.schedules import check_schedule, stages_each
+from hybrid_engine.parallel.pipelining.schedules import check_name, check_schedule, stages_each
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.policies import batch_plan, replicated_plan
+from hybrid_engine.parallel.values import COUNT, check
 
 STAGE_OPTIONS = frozenset({"pipeline_nmicros", "pipeline_scheduler", "pipeline_nstages"})
 
 
 def stages_of_equal_size(graph: Graph, config: ComputeConfig) -> Plan:
     """`pp`: as many stages as processes (two each with 1f1b_interleaved) of about as many parameters."""
-    schedule = _schedule(config)
+    schedule = check_pipeline(config)
     plan = replicated_plan(graph, (1,))
     return _with_stages(plan, config, schedule, config.plan_ngpus * stages_each(schedule))
 
 
 def stages_and_batch(graph: Graph, config: ComputeConfig) -> Plan:
     """`hybrid`: `pipeline_nstages` stages, in which dimension 0 is split over the processes of each."""
-    schedule = _schedule(config)
-    num_stages = config.pas_config.get("pipeline_nstages", config.plan_ngpus * stages_each(schedule))
+    schedule, num_stages = check_pipeline_and_batch(config)
     num_groups = num_stages // stages_each(schedule)
-    if not isinstance(num_stages, int) or num_groups < 1 or config.plan_ngpus % num_groups:
+    return _with_stages(batch_plan(graph, (config.plan_ngpus // num_groups,)), config, schedule, num_stages)
+
+
+def check_pipeline(config: ComputeConfig) -> str:
+    """The schedule; ValueError for one that there is not, and for a number of micro-batches that is none."""
+    schedule: str = config.pas_config.get("pipeline_scheduler", "infer_pipe" if config.inference_only else "1f1b")
+    check_name(schedule)
+    if "pipeline_nmicros" in config.pas_config:
+        check("pipeline_nmicros", config.pas_config["pipeline_nmicros"], COUNT)
+    return schedule
+
+
+def check_pipeline_and_batch(config: ComputeConfig) -> tuple[str, int]:
+    """The schedule and the number of stages; ValueError where processes cannot be shared out to them evenly."""
+    schedule = check_pipeline(config)
+    num_stages = config.pas_config.get("pipeline_nstages", config.plan_ngpus * stages_each(schedule))
+    check("pipeline_nstages", num_stages, COUNT)
+    num_groups = num_stages // stages_each(schedule)
+    if num_groups < 1 or num_stages % stages_each(schedule) or config.plan_ngpus % num_groups:
         raise ValueError(
             f"pipeline_nstages={num_stages!r} must share plan_ngpus={config.plan_ngpus} out evenly; take a divisor"
         )
     if "pipeline_nmicros" not in config.pas_config:
         raise ValueError("policy 'hybrid' needs pas_config['pipeline_nmicros'], the number of micro-batches; give it")
-    return _with_stages(batch_plan(graph, (config.plan_ngpus // num_groups,)), config, schedule, num_stages)
-
-
-def _schedule(config: ComputeConfig) -> str:
-    return config.pas_config.get("pipeline_scheduler", "infer_pipe" if config.inference_only else "1f1b")
+    return schedule, num_stages
 
 
 def _with_stages(plan: Plan, config: ComputeConfig, schedule: str, num_stages: int) -> Plan:
     plan.num_micro_batches = config.pas_config.get("pipeline_nmicros", num_stages)
-    if not isinstance(plan.num_micro_batches, int) or plan.num_micro_batches < 1:
-        raise ValueError(f"pipeline_nmicros={plan.num_micro_batches!r} must be a number of at least 1")
     if num_stages > 1:
         check_schedule(schedule, num_stages, plan.num_micro_batches)
         plan.schedule, plan.stages = schedule, equal_stages(plan.graph, num_stages)
