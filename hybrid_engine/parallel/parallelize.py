@@ -91,7 +91,8 @@ def parallelize(
     agree(lambda: check_processes(compute_config, load_module, strategy))
     alike = {"reuse": reuse.value, "broadcast_strategy": strategy.value}
     check_same(compute_config, {**alike, "load_module": load_module, "module_dtype": module_dtype})
-    on_rank_zero(lambda: (check_policy(pas_policy, compute_config), check_folder(gen_savedir)))
+    on_rank_zero(lambda: check_policy(pas_policy, compute_config))
+    on_rank_zero(lambda: check_folder(gen_savedir))
     init_module_params = init_module_params and strategy in SENDS_WEIGHTS
     is_class = isinstance(module_or_module_class, type)
 
