@@ -144,7 +144,7 @@ def test_answers_that_end_early_are_planned_again_as_long_as_they_were(sources, 
         grpo.Config(
             out=str(tmp_path), model=str(sources / "model"), dataset=str(sources / "prompts.jsonl"), reward=("exact",),
             steps=2, rollout_size=4, group_size=4, minibatch_size=16, micro_batch_size=8, eval_prompts=2,
-            eval_samples=1, eval_every=0, save_every=0, max_new_tokens=24,
+            eval_samples=1, eval_every=0, save_every=0, max_new_tokens=24, max_running=8,
         )
     )  # fmt: skip
     memory = memory_of(tmp_path, "")
@@ -152,6 +152,7 @@ def test_answers_that_end_early_are_planned_again_as_long_as_they_were(sources, 
     assert memory["measured_bytes"] == pytest.approx(memory["planned_for_lengths_bytes"], rel=0.15)
     assert memory["measured_generation_bytes"] <= memory["planned_generation_bytes"]
     report = reports[0].report()
+    assert ", 8 sequences at once" in report
     assert "peak of training:" in report and "KV workspace" in report and "memory: planned" in report
     assert "answers as long as they were" in capsys.readouterr().out
 

@@ -48,6 +48,7 @@ def three_steps(rank, world_size, folder):
         count = module.plan.num_micro_batches
         longer = module.infer_step([sample(number, 9) for number in range(count)])
         outcomes[name] = norms, merged, [(loss, logits) for loss, logits in longer], names
+        outcomes[name, "shown"] = repr(module)
         if name in ERRORS:
             outcomes[name, "errors"] = [error_where(module, *case) for case in ERRORS[name]]
     outcomes["error"] = error_of_one(module)
@@ -126,6 +127,14 @@ def test_a_process_holds_the_parameters_of_its_stages_alone(outcomes):
     }
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_modules_in_stages_are_shown_whole(outcomes, name):
+    lines = repr(build()).splitlines()
+    for outcome in outcomes:
+        found = outcome[name, "shown"].splitlines()
+        assert [line.partition("(")[0] for line in found[1:]] == [line.partition("(")[0] for line in lines[1:]]
+
+
 def test_a_checkpoint_of_stages_goes_on_in_others(outcomes):
     assert outcomes[0]["back"] == pytest.approx(plain_training("adam", 5)[1][3:], rel=1e-5)
 
@@ -153,6 +162,24 @@ def test_stages_are_about_equal_and_in_the_order_in_which_modules_run():
     stages = equal_stages(graph_of_stack(), 2)
     assert [path for stage in stages for path in stage] == ["embed", "blocks.0", "blocks.1", "norm", "head"]
     assert stages[0] == ("embed", "blocks.0")
+
+
+class Turns(torch.nn.Module):
+    """Runs its first layers in turns, and another one behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.there, self.back, self.last = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.last(self.back(self.there(self.back(self.there(x)))).tanh()).sum()
+
+
+def test_modules_that_run_in_turns_stay_in_one_stage():
+    graph = build_graph(Turns(), {"x": torch.randn(2, 4)})
+    assert equal_stages(graph, 2) == (("there", "back"), ("last",))
+    with pytest.raises(ValueError, match=r"has 2 modules that .*\['there with back', 'last'\], for 3 stages"):
+        equal_stages(graph, 3)
 
 
 @pytest.mark.parametrize(

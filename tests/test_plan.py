@@ -166,6 +166,17 @@ def test_a_machine_too_small_is_told_by_how_much_and_what_to_change(command, cap
     assert json.loads(capsys.readouterr().out)["training_peak_bytes"] == changes[f"{option} {value}"]
 
 
+def test_rollouts_too_large_for_a_machine_are_to_decode_fewer_rows(command, capsys):
+    wide = [*command, "--eval-samples", "512", "--micro-batch-size", "1"]
+    assert cli.main(["plan", "--memory", "2MB", "--json", *wide]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["generation_peak_bytes"] > plan["training_peak_bytes"]
+    change = next(remedy for remedy in plan["remedies"] if remedy["change"].startswith("--max-running"))
+    cli.main(["plan", "--json", *wide, *change["change"].split()])
+    planned = json.loads(capsys.readouterr().out)
+    assert change["peak_bytes"] == max(planned["training_peak_bytes"], planned["generation_peak_bytes"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -10,12 +10,12 @@ from hybrid_engine.parallel.planning.moving import Layout
 
 
 def leave_out(held: nn.Module, names: Collection[str], canonical: Callable[[str], str]) -> None:
-    """Takes from a module the parameters and buffers whose name in the graph is none of `names`."""
+    """Puts None in the place of the parameters and buffers of a module whose name in the graph is none of `names`."""
     for path, owner in held.named_modules():
         for tensors in (owner._parameters, owner._buffers):
-            for name in list(tensors):
-                if tensors[name] is not None and canonical(f"{path}.{name}".lstrip(".")) not in names:
-                    del tensors[name]
+            for name, tensor in tensors.items():
+                if tensor is not None and canonical(f"{path}.{name}".lstrip(".")) not in names:
+                    tensors[name] = None
 
 
 def part_of(parameter: nn.Parameter, unit: DeviceMesh | None, layout: Layout | None) -> nn.Parameter:

@@ -113,9 +113,9 @@ class ParallelModule(nn.Module):
         original: nn.Module = self._with_parts
         for path, module in original.named_modules():
             held = self.get_submodule(path)
-            if held._parameters.keys() == module._parameters.keys():
+            if all(p is None or held._parameters[name] is not None for name, p in module._parameters.items()):
                 module._parameters = held._parameters
-            module._buffers.update(held._buffers)
+            module._buffers.update((name, buffer) for name, buffer in held._buffers.items() if buffer is not None)
         return original.train(self.training)
 
     def train(self, mode: bool = True) -> "ParallelModule":

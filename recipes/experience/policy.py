@@ -120,4 +120,5 @@ def engine_config_of(config: Any, learning_rate: float, num_updates: int, *, gen
         zero_stage=config.zero_stage,
         max_out_tokens=config.max_prompt_tokens + config.max_new_tokens if generates else None,
         exact=config.exact,
+        max_running=config.max_running,
     )

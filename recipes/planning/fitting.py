@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.generation.batching.demand import MAX_RUNNING
 from hybrid_engine.generation.memory.usage import free_and_total_bytes
 from hybrid_engine.observing.memory_plan import MemoryPlan, format_bytes, read_bytes
 from hybrid_engine.recipes.planning.read import Read
@@ -89,29 +90,34 @@ def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
     setting = Setting(recipe=recipe, config=config, num_processes=wishes.processes, device=device.type)
     found = plan_memory(read, setting)
     title = f"{recipe} on {wishes.processes} process{'es' * (wishes.processes > 1)}, a {device.type} each, fp32"
-    remedies = [] if found.peak_bytes <= memory else _remedies(read, setting, found.peak_bytes, memory)
+    remedies = [] if found.peak_bytes <= memory else _remedies(read, setting, found, memory)
     return Fitted(title=title, plan=found, memory_bytes=memory, memory_text=text, remedies=remedies)
 
 
-def _remedies(read: Read, setting: Setting, peak_bytes: int, memory_bytes: int) -> list[Remedy]:
+def _remedies(read: Read, setting: Setting, plan: MemoryPlan, memory_bytes: int) -> list[Remedy]:
     """What helps, those that suffice first, in the order of `_changes`."""
     found: dict[str, Remedy] = {}
-    for kind, change, changed in _changes(setting):
+    generates_most = plan.generation_peak_bytes > plan.training_peak_bytes
+    for kind, change, changed in _changes(setting, generates_most):
         if any(remedy.peak_bytes <= memory_bytes for name, remedy in found.items() if kind in (name, TOGETHER)):
             continue
         peak = plan_memory(read, changed).peak_bytes
-        if peak < (found[kind].peak_bytes if kind in found else peak_bytes):
+        if peak < (found[kind].peak_bytes if kind in found else plan.peak_bytes):
             found[kind] = Remedy(change=change, peak_bytes=peak)
     return sorted(found.values(), key=lambda remedy: remedy.peak_bytes > memory_bytes)
 
 
-def _changes(setting: Setting) -> Iterator[tuple[str, str, Setting]]:
+def _changes(setting: Setting, generates_most: bool) -> Iterator[tuple[str, str, Setting]]:
     """Kinds of changes from the cheapest on, and of each kind more and more of it."""
     config = setting.config
 
     def changed(**options: Any) -> Setting:
         return replace(setting, config=replace(config, **options))
 
+    rows = (config.max_running or MAX_RUNNING[setting.device]) if generates_most else 1
+    while rows > 1:
+        rows //= 2
+        yield "rows", f"--max-running {rows}", changed(max_running=rows)
     size = config.micro_batch_size
     while not config.tokens_per_micro_batch and size > 1:
         size //= 2

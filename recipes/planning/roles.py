@@ -248,7 +248,7 @@ def _generation(actor: nn.Module, read: Read, setting: Setting, *, is_streamed: 
     ready before it begins, or layer by layer."""
     config = setting.config
     longest = read.prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed
-    options = HybridEngineConfig(enabled=True)
+    options = HybridEngineConfig(enabled=True, max_running=config.max_running)
     rollouts = [(config.eval_prompts, getattr(config, "eval_samples", 1))] if hasattr(config, "eval_prompts") else []
     if hasattr(config, "rollout_size"):
         group = getattr(config, "group_size", 2 if hasattr(config, "loss") else 1)

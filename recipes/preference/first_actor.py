@@ -81,6 +81,7 @@ def build_actor(config: PreferenceOptions, source: str, num_steps: int) -> Any:
         warmup_steps=min(10, num_steps),
         zero_stage=config.zero_stage,
         max_out_tokens=config.max_prompt_tokens + config.max_new_tokens,
+        max_running=config.max_running,
     )
     actor = hybrid_engine.initialize(model=model, config=engine_config)[0]
     pack_where_exact(actor, config)

@@ -17,6 +17,7 @@ def build_engine_config(
     weight_decay: float = 0.0,
     max_out_tokens: int | None = None,
     exact: bool = False,
+    max_running: int = 0,
 ) -> dict[str, Any]:
     """A config for `hybrid_engine.initialize`: AdamW, gradients clipped to norm 1, linear warmup and decay to 0.
 
@@ -31,6 +32,7 @@ def build_engine_config(
         max_out_tokens: prompt and response tokens of the longest sequence that the role generates; None for a role
             that does not generate.
         exact: whether a role that generates does so, and trains, in exact mode (docs/exact.md).
+        max_running: sequences that such a role decodes at once; 0 leaves it to the engine.
     """
     config: dict[str, Any] = {
         "train_batch_size": batch_size,
@@ -54,7 +56,7 @@ def build_engine_config(
     if max_out_tokens is not None:
         # The recipe shows the times itself, in the line of the step they belong to.
         block = {"enabled": True, "max_out_tokens": max_out_tokens, "print_latency": False, "exact": exact}
-        config["hybrid_engine"] = block
+        config["hybrid_engine"] = block | {"max_running": max_running}
     return config
 
 

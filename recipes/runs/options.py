@@ -99,10 +99,13 @@ class AnswerOptions:
     """of sampling and of every log-probability alike"""
     eval_prompts: int = 256
     """held-out prompts that are answered before, after and, with --eval-every, between"""
+    max_running: int = 0
+    """answers that are decoded at once on a process, for which there is a KV workspace; 0: what suits the device"""
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_tokens", "max_new_tokens", "eval_prompts"):
             check_count(name, getattr(self, name), 1)
+        check_count("max_running", self.max_running, 0)
         check_above("temperature", self.temperature, 0)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, Op
 from hybrid_engine.parallel.pipelining.schedules import check_name, check_schedule, stages_each
+from hybrid_engine.parallel.pipelining.stage_ops import stage_of_path
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.planning.policies import batch_plan, replicated_plan
 from hybrid_engine.parallel.values import COUNT, check
@@ -61,14 +62,41 @@ def _with_stages(plan: Plan, config: ComputeConfig, schedule: str, num_stages: i
 def equal_stages(graph: Graph, num_stages: int) -> tuple[tuple[str, ...], ...]:
     """The modules in the order in which they run, in stages of about as many parameters; the largest is the smallest.
 
-    A module is a layer of a list (`layers.3`) or one that is in none. ValueError where there are fewer than stages.
+    A module is a layer of a list (`layers.3`) or one that is in none; those that run in turns stay together. ValueError
+    where there are fewer than stages.
     """
     sizes = _sizes(graph)
-    if len(sizes) < num_stages:
-        raise ValueError(f"the model has {len(sizes)} modules, {list(sizes)}, for {num_stages} stages; ask for fewer")
-    ends = _smallest_largest(list(sizes.values()), num_stages)
-    paths = list(sizes)
-    return tuple(tuple(paths[start:end]) for start, end in zip([0, *ends], ends, strict=False))
+    groups = _apart(graph, list(sizes))
+    if len(groups) < num_stages:
+        raise ValueError(
+            f"the model has {len(groups)} modules that run one after the other, {[' with '.join(g) for g in groups]}, "
+            f"for {num_stages} stages; ask for fewer"
+        )
+    ends = _smallest_largest([sum(sizes[path] for path in group) for group in groups], num_stages)
+    return tuple(
+        tuple(path for group in groups[start:end] for path in group)
+        for start, end in zip([0, *ends], ends, strict=False)
+    )
+
+
+def _apart(graph: Graph, paths: Sequence[str]) -> list[list[str]]:
+    """The modules, those in one group that cannot be in different stages: one reads what a later one made."""
+    single = tuple((path,) for path in paths)
+    latest: dict[str, int] = {}  # by tensor, the last module that was needed to make it
+    with_next = set[int]()
+    for op in graph.ops.values():
+        read = max((latest.get(key, -1) for key in op.inputs), default=-1)
+        place = stage_of_path(op.path, single)
+        if place is not None:
+            with_next.update(range(place, read))
+        latest |= dict.fromkeys(op.outputs, read if place is None else max(read, place))
+    groups: list[list[str]] = []
+    for number, path in enumerate(paths):
+        if number - 1 in with_next:
+            groups[-1].append(path)
+        else:
+            groups.append([path])
+    return groups
 
 
 def _sizes(graph: Graph) -> dict[str, int]:
