@@ -129,10 +129,8 @@ def test_a_process_holds_the_parameters_of_its_stages_alone(outcomes):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_modules_in_stages_are_shown_whole(outcomes, name):
-    lines = repr(build()).splitlines()
     for outcome in outcomes:
-        found = outcome[name, "shown"].splitlines()
-        assert [line.partition("(")[0] for line in found[1:]] == [line.partition("(")[0] for line in lines[1:]]
+        assert all(f"({child}): " in outcome[name, "shown"] for child, _ in build().named_children())
 
 
 def test_a_checkpoint_of_stages_goes_on_in_others(outcomes):
@@ -194,7 +192,7 @@ def test_modules_that_run_in_turns_stay_in_one_stage():
         ("pp", {"use_end2end": False}, {}, "needs use_end2end=True"),
         ("pp", {"inference_only": True}, {"pipeline_scheduler": "1f1b"}, "inference_only=True does not go with"),
         ("pp", {}, {"pipeline_scheduler": "infer_pipe"}, "inference_only=False does not go with"),
-        ("pp", {"plan_ngpus": 8}, {}, "has 5 modules, .* for 8 stages"),
+        ("pp", {"plan_ngpus": 8}, {}, "has 5 modules .* for 8 stages"),
     ],
 )
 def test_stages_that_cannot_be_run_are_refused(tmp_path, policy, options, pas_config, match):

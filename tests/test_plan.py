@@ -167,7 +167,8 @@ def test_a_machine_too_small_is_told_by_how_much_and_what_to_change(command, cap
 
 
 def test_rollouts_too_large_for_a_machine_are_to_decode_fewer_rows(command, capsys):
-    wide = [*command, "--eval-samples", "512", "--micro-batch-size", "1"]
+    wide = [*command, "--eval-samples", "512"]
+    wide[wide.index("--micro-batch-size") + 1] = "1"
     assert cli.main(["plan", "--memory", "2MB", "--json", *wide]) == 1
     plan = json.loads(capsys.readouterr().out)
     assert plan["generation_peak_bytes"] > plan["training_peak_bytes"]
