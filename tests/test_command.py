@@ -250,3 +250,14 @@ def test_a_command_speaks_of_its_options_in_errors_and_notices(is_error, monkeyp
     assert "--exact: ALiBi; leave --exact out" in (capsys.readouterr().err if is_error else caplog.text)
     logging.getLogger("hybrid_engine").warning("%s", line)
     assert line in caplog.text, "elsewhere the key is called what it is"
+
+
+def test_an_import_that_swallows_ctrl_c_does_not_go_on():
+    lines = ["import importlib, os, signal, time", "from hybrid_engine.command import cli", "def swallow(name):"]
+    lines += [
+        "    try: os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
+        "    except BaseException: print('went on')",
+    ]
+    lines += ["importlib.import_module = swallow", "cli.import_recipe('sft')"]
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "hybrid-engine: interrupted\n")

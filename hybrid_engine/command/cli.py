@@ -15,7 +15,9 @@ import errno
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,12 +141,32 @@ def plan_recipe(wishes: plan.Wishes, name: str, options: Sequence[Option], given
 
 def import_recipe(name: str) -> Any:
     """The module of a recipe; with `plan_recipe` the one place where an import goes up."""
-    recipe = importlib.import_module(f"hybrid_engine.recipes.{name.replace('-', '_')}")
+    with _interrupted_at_once():
+        recipe = importlib.import_module(f"hybrid_engine.recipes.{name.replace('-', '_')}")
     transformers_logging = importlib.import_module("transformers.utils.logging")
     # A classifier's new head and every saved file would each interrupt the progress bar with lines of their own.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     return recipe
+
+
+@contextmanager
+def _interrupted_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process: a module that is being imported may swallow a KeyboardInterrupt, and go on."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        print("hybrid-engine: interrupted", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def build_config(config_class: Any, options: Sequence[Option], given: Mapping[str, Any]) -> Any:
