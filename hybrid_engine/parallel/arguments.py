@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybrid_engine.distributed.processes import gather_objects, get_world_size
-from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig
+from hybrid_engine.distributed.processes import gather_objects, get_world_size, on_rank_zero
+from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.parallel_module import ParallelModule
-from hybrid_engine.parallel.planning.named_policies import POLICIES
+from hybrid_engine.parallel.planning.named_policies import POLICIES, check_policy
 from hybrid_engine.parallel.values import SWITCH, Rule, check, has_names, shown
 
 Option = TypeVar("Option", bound=Enum)
@@ -67,6 +68,29 @@ RULES: Mapping[str, Rule] = {
     ),
     "init_module_params": SWITCH,
 }
+
+
+def agree_on(
+    given: Mapping[str, Any], reuse: Any, broadcast_strategy: Any
+) -> tuple[ReuseType, BroadcastGenFilesStrategy]:
+    """The last two as what they name, when all processes have found all that is `given` by name right; collective.
+
+    ValueError, on all of them, for what is not what its rule says, does not go together, or differs between processes.
+    """
+    agree(lambda: check_arguments(given))
+    kinds = agree(
+        lambda: (
+            member(ReuseType, "reuse", reuse),
+            member(BroadcastGenFilesStrategy, "broadcast_strategy", broadcast_strategy),
+        )
+    )
+    config, load_module = given["compute_config"], given["load_module"]
+    agree(lambda: check_processes(config, load_module, kinds[1]))
+    alike = {"reuse": kinds[0].value, "broadcast_strategy": kinds[1].value}
+    check_same(config, {**alike, "load_module": load_module, "module_dtype": given["module_dtype"]})
+    on_rank_zero(lambda: check_policy(given["pas_policy"], config))
+    on_rank_zero(lambda: check_folder(given["gen_savedir"]))
+    return kinds
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:

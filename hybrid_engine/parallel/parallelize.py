@@ -18,15 +18,7 @@ from hybrid_engine.distributed.processes import (
     on_rank_zero,
 )
 from hybrid_engine.distributed.verdict import agree
-from hybrid_engine.parallel.arguments import (
-    built_by,
-    check_arguments,
-    check_folder,
-    check_not_nested,
-    check_processes,
-    check_same,
-    member,
-)
+from hybrid_engine.parallel.arguments import agree_on, built_by, check_not_nested
 from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.eager_module import Carried, EagerModule, class_of, lower_eagerly
 from hybrid_engine.parallel.graph.graph import Graph, build_graph, graph_of_trace
@@ -35,7 +27,7 @@ from hybrid_engine.parallel.graph.tracing import trace
 from hybrid_engine.parallel.kept_files import Kept, kept_plan, stored_trace, write_plan, write_trace
 from hybrid_engine.parallel.meshes import build_meshes
 from hybrid_engine.parallel.parallel_module import ParallelModule
-from hybrid_engine.parallel.planning.named_policies import Policy, check_policy, check_runs, plan_by
+from hybrid_engine.parallel.planning.named_policies import Policy, check_runs, plan_by
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.staged_module import StagedModule
 
@@ -81,18 +73,7 @@ def parallelize(
         "module_fn": module_fn,
         "init_module_params": init_module_params,
     }
-    agree(lambda: check_arguments(given))
-    reuse, strategy = agree(
-        lambda: (
-            member(ReuseType, "reuse", reuse),
-            member(BroadcastGenFilesStrategy, "broadcast_strategy", broadcast_strategy),
-        )
-    )
-    agree(lambda: check_processes(compute_config, load_module, strategy))
-    alike = {"reuse": reuse.value, "broadcast_strategy": strategy.value}
-    check_same(compute_config, {**alike, "load_module": load_module, "module_dtype": module_dtype})
-    on_rank_zero(lambda: check_policy(pas_policy, compute_config))
-    on_rank_zero(lambda: check_folder(gen_savedir))
+    reuse, strategy = agree_on(given, reuse, broadcast_strategy)
     init_module_params = init_module_params and strategy in SENDS_WEIGHTS
     is_class = isinstance(module_or_module_class, type)
 

@@ -114,7 +114,7 @@ def _changes(setting: Setting, generates_most: bool) -> Iterator[tuple[str, str,
     def changed(**options: Any) -> Setting:
         return replace(setting, config=replace(config, **options))
 
-    rows = (config.max_running or MAX_RUNNING[setting.device]) if generates_most else 1
+    rows = (config.max_running or MAX_RUNNING.get(setting.device, 256)) if generates_most else 1
     while rows > 1:
         rows //= 2
         yield "rows", f"--max-running {rows}", changed(max_running=rows)
