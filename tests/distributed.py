@@ -1,8 +1,10 @@
 """Runs a function on several gloo processes of this machine, for tests of what happens between ranks."""
 
+import contextlib
 import gc
 import multiprocessing
 import os
+import secrets
 import socket
 import tempfile
 from collections.abc import Callable
@@ -87,6 +89,9 @@ def leave_process_group() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    """One that nothing has, and below those that systems give to connections, which could take it meanwhile."""
+    while True:
+        port = secrets.randbelow(12000) + 20000
+        with socket.socket() as server, contextlib.suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return port

@@ -266,6 +266,38 @@ def test_modules_exchanged_after_initialize_are_those_that_generate(change):
     assert engine.generator.fallback_reason is None and not torch.equal(before, expected)
 
 
+def hook_after_training(rank, world_size, stage, pinned):
+    """What an engine and a plain model generate with a hook, and the engine again without it: answers, reasons."""
+    input_ids, mask = padded_prompts()
+    engine = build_engine(stage=stage, pinned=pinned)
+    train_step(engine, input_ids, mask)
+    engine.eval()
+    plain = build_model()
+    plain.load_state_dict(weights(engine))
+    outcomes = []
+    hooks = [model.model.layers[0].mlp.register_forward_hook(scale_output) for model in (engine.module, plain)]
+    for _ in range(2):
+        own = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+        theirs = plain.generate(input_ids, attention_mask=mask, **GREEDY)
+        outcomes.append((own, theirs, engine.generator.fallback_reason))
+        for hook in hooks:
+            hook.remove()
+    return outcomes
+
+
+def scale_output(module, given, output):
+    return output * -3
+
+
+@pytest.mark.parametrize(("stage", "pinned", "world_size"), [(0, True, 1), (3, True, 2), (3, False, 2)])
+def test_a_hook_put_on_a_layer_after_training_is_followed_as_long_as_it_is_there(stage, pinned, world_size):
+    outcomes = run_distributed(hook_after_training, world_size, stage, pinned)
+    for hooked, free in outcomes:
+        assert torch.equal(hooked[0], hooked[1]) and hooked[2] is not None
+        assert torch.equal(free[0], free[1]) and free[2] is None
+        assert not torch.equal(hooked[0], free[0])
+
+
 def test_another_module_than_the_engine_was_built_for_is_refused_in_generate():
     input_ids, mask = padded_prompts()
     engine = build_engine().eval()
