@@ -4,7 +4,7 @@ An error in a stage's forward or backward pass, or in making the loss, does not 
 it sends zeros on, and once the step is over all processes raise it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -67,7 +67,7 @@ class StageRunner(nn.Module):
                 return self._run(sample, received)
         except Exception as error:
             self.error = self.error or error
-            return self._zeros()
+            return self._zeros(received)
 
     def _run(self, sample: Inputs, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         held = self.held()
@@ -87,17 +87,16 @@ class StageRunner(nn.Module):
             self.outputs.append([None if output is None else output.detach().clone() for output in outputs])
         return tuple(output for output in outputs if output is not None)
 
-    def _zeros(self) -> tuple[Tensor, ...]:
+    def _zeros(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """What has the shapes of results, after an error."""
-        device = default_device()
+        device, nothing = default_device(), _nothing_of((*self.held().values(), *received))
         if not self.stage.is_last:
-            return tuple(
-                torch.zeros_like(t, device=device, requires_grad=t.requires_grad) for t in self.like(self.stage.sent)
-            )
+            zeros = [torch.zeros_like(tensor, device=device) for tensor in self.like(self.stage.sent)]
+            return tuple(zero + nothing if zero.is_floating_point() else zero for zero in zeros)
         shown = [self.graph.values[key] for key in self.graph.outputs if key is not None]
         zeros = [torch.zeros(v.shape, dtype=v.dtype, device=device) for v in shown]
         self.outputs.append([None if key is None else zeros[0] for key in self.graph.outputs])
-        return tuple(zero.requires_grad_() if zero.is_floating_point() else zero for zero in zeros)
+        return tuple(zero + nothing if zero.is_floating_point() else zero for zero in zeros)
 
     def like(self, keys: Sequence[str]) -> tuple[Tensor, ...]:
         """Empty tensors with the shapes of this process's parts of what crosses a boundary."""
@@ -108,6 +107,15 @@ class StageRunner(nn.Module):
             is_float = value.dtype.is_floating_point
             found.append(torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=is_float))
         return tuple(found)
+
+
+def _nothing_of(tensors: Iterable[Tensor]) -> Tensor:
+    """A zero whose gradients reach all of `tensors`, as zeros.
+
+    FSDP2 then reduces them where other units wait for it, and the stage before is sent those of what it sent.
+    """
+    trained = [local_part(tensor) for tensor in tensors if tensor.requires_grad]
+    return torch.zeros((), device=default_device(), requires_grad=True) + sum(t.sum() * 0 for t in trained)
 
 
 def _local_shape(shape: Sequence[int], sizes: Sequence[int], layout: Layout) -> list[int]:
@@ -134,10 +142,7 @@ class _Stage(PipelineStage):
             # PyTorch's own words around it are of shapes.
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             self.runner.error = self.runner.error or cause
-        # Through all parameters, so that FSDP2 reduces where other units wait for it.
-        nothing = torch.zeros((), device=self.device, requires_grad=True)
-        for parameter in self.submod.parameters():
-            nothing = nothing + local_part(parameter).sum() * 0
+        nothing = _nothing_of((*self.submod.parameters(), *bwd_kwargs["input_values"]))
         zeros = {"stage_output": nothing, "output_grads": None, "input_values": bwd_kwargs["input_values"]}
         return super().backward_maybe_with_nosync(backward_type, zeros, last_backward)
 
