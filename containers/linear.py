@@ -21,6 +21,7 @@ from hybrid_engine.containers.lasting import LastingBuffer
 from hybrid_engine.containers.policy import UnsupportedModelError
 from hybrid_engine.containers.quantised import Quantised, read_quantised
 from hybrid_engine.containers.tensor_parallel import ALONE, Ranges, TensorParallel, cut
+from hybrid_engine.containers.views import class_name
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def active_adapters(module: nn.Module, name: str) -> list[LoraAdapter] | list[Ow
     if module.disable_adapters or module.merged:
         return []
     if not hasattr(module, "lora_A"):
-        raise UnsupportedModelError(f"{name} carries a {type(module).__name__}, which is not LoRA on a linear")
+        raise UnsupportedModelError(f"{name} carries a {class_name(module)}, which is not LoRA on a linear")
     names = [adapter for adapter in module.active_adapters if adapter in module.lora_A]
     for adapter in names:
         parts = module.lora_A[adapter], module.lora_B[adapter]

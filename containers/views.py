@@ -43,9 +43,17 @@ def config_value(config: Any, name: str) -> Any:
     return getattr(config, name)
 
 
+def class_name(module: nn.Module) -> str:
+    """The class of `module` with where it comes from: adapters are called as what they adapt."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
 def norm_eps(norm: nn.Module) -> float:
-    """eps under either of the names that transformers' norms use."""
-    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    """eps under either of the names that transformers' norms use; UnsupportedModelError for what has neither."""
+    found = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if found is None:
+        raise UnsupportedModelError(f"{class_name(norm)} in the place of a norm: it has no eps")
+    return found
 
 
 class NormView:
@@ -119,7 +127,7 @@ class EmbeddingView:
 
     def __init__(self, module: nn.Module, parallel: TensorParallel = ALONE, is_cut: bool = False):
         if not isinstance(module, nn.Embedding):
-            raise UnsupportedModelError(f"{type(module).__name__} in the place of an embedding")
+            raise UnsupportedModelError(f"{class_name(module)} in the place of an embedding")
         self.module, self.parallel = module, parallel
         self.ranges = parallel.chunks(module.num_embeddings) if is_cut else None
         # Gemma's embedding multiplies what it looks up.

@@ -5,6 +5,8 @@ What it gives is compared with the `generate()` of a copy of the model that was 
 
 import copy
 import io
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from distributed import run_distributed
 from models import build_model, padded_prompts
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LNTuningConfig, LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training_reference import tiny_llama
@@ -173,6 +175,32 @@ def test_adapters_are_followed(is_attached_first):
     assert runs_on_containers(attached)
 
 
+OTHER_ADAPTERS = {
+    "IA3": (IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]), "ia3.layer.Linear"),
+    "norms": (LNTuningConfig(target_modules=["input_layernorm"]), "LNTuningLayer in the place of a norm"),
+    "prefix": (PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "disagree"),
+    "prompt": (PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"), "16 positions for 12 tokens"),
+    "DoRA": (LoraConfig(**LORA, use_dora=True), "DoraLinearVariant"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ADAPTERS)
+def test_adapters_that_are_not_plain_lora_generate_by_the_models_own_and_it_is_said_why(name, caplog):
+    say_once.cache_clear()
+    (config, reason), (ids, mask) = OTHER_ADAPTERS[name], padded_prompts()
+    model = get_peft_model(build_model(), config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    expected = copy.deepcopy(model).eval().generate(input_ids=ids, attention_mask=mask, **GREEDY)
+    attached = hybrid_engine.attach(model)
+    assert torch.equal(model.train().generate(input_ids=ids, attention_mask=mask, **GREEDY), expected)
+    assert not runs_on_containers(attached)
+    first = next(line for line in caplog.messages if reason in line)
+    assert "generates by its own generate()" in first
+
+
 def test_an_adapter_for_each_row_is_pefts_own_business(caplog):
     ids, mask = padded_prompts()
     model = get_peft_model(build_model(), LoraConfig(**LORA)).eval()
@@ -276,6 +304,47 @@ def test_threads_wait_for_each_other():
         calls = [threads.submit(model.generate, ids, attention_mask=mask, **GREEDY) for _ in range(6)]
         for call in calls:
             torch.testing.assert_close(call.result(), expected)
+
+
+def test_detach_waits_for_the_rollout_of_another_thread_and_those_that_come_later_are_the_models_own(monkeypatch):
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    expected, generate, run = theirs(model, ids, mask), model.generate, attached.generator.native.run
+    begun, is_told = threading.Event(), threading.Event()
+
+    def late(*arguments):
+        begun.set()
+        assert is_told.wait(60)
+        time.sleep(0.2)  # for a detach() that would not wait
+        return run(*arguments)
+
+    def detach():
+        assert begun.wait(60)
+        is_told.set()
+        attached.detach()
+
+    monkeypatch.setattr(attached.generator.native, "run", late)
+    with ThreadPoolExecutor(2) as threads:
+        call, detached = threads.submit(generate, ids, attention_mask=mask, **GREEDY), threads.submit(detach)
+        assert torch.equal(call.result(), expected)
+        detached.result()
+    assert "generate" not in vars(model) and "it was detached" in attached.report()
+    model.to(torch.float64)  # containers are not built anew
+    assert torch.equal(generate(ids, attention_mask=mask, **GREEDY), theirs(model, ids, mask))
+    assert attached.generator is None
+
+
+def test_detach_inside_generate_is_refused():
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+
+    def detach(tokens, scores):
+        with pytest.raises(ValueError, match=r"detach\(\) was called inside generate"):
+            attached.detach()
+        return scores
+
+    found = model.generate(ids, attention_mask=mask, logits_processor=[detach], **GREEDY)
+    assert torch.equal(found, theirs(model, ids, mask)) and runs_on_containers(attached)
 
 
 def test_embeddings_and_no_prompt_at_all_go_to_the_models_own(caplog):

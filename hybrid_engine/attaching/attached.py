@@ -129,7 +129,7 @@ class Attached:
         self._before = module.__dict__.get("generate")
         self._own = module.generate
         self._turn = threading.RLock()
-        self._is_generating = False
+        self._is_generating = self._is_detached = False
         self._build()
         module.generate = AttachedGenerate(self)  # type: ignore[assignment]
 
@@ -157,22 +157,31 @@ class Attached:
         return None if self.generator is None else self.generator.logprob_difference
 
     def detach(self) -> None:
-        """Gives the model its own `generate()` back, and the memory of containers; once is enough."""
-        generate = self.module.__dict__.get("generate")
-        if not isinstance(generate, AttachedGenerate) or generate.attached is not self:
-            return
-        if self._before is None:
-            del self.module.generate
-        else:
-            self.module.generate = self._before  # type: ignore[assignment]
-        if self.generator is not None:
-            self.generator.release_workspace()
-            self.generator = None
+        """Gives the model its own `generate()` back, and the memory of containers; once is enough.
+
+        Raises:
+            ValueError: inside `generate()` of the same thread; one of another thread ends first.
+        """
+        with self._turn:
+            if self._is_generating:
+                raise ValueError("detach() was called inside generate(); wait until that ends")
+            self._is_detached = True
+            generate = self.module.__dict__.get("generate")
+            if not isinstance(generate, AttachedGenerate) or generate.attached is not self:
+                return
+            if self._before is None:
+                del self.module.generate
+            else:
+                self.module.generate = self._before  # type: ignore[assignment]
+            if self.generator is not None:
+                self.generator.release_workspace()
+                self.generator = None
 
     def report(self) -> str:
         """How the model generates, and why so."""
         if self.generator is None:
-            return f"{type(self.module).__name__} generates by its own generate(): {reason_unreadable(self.module)}"
+            reason = "it was detached" if self._is_detached else reason_unreadable(self.module)
+            return f"{type(self.module).__name__} generates by its own generate(): {reason}"
         return describe_generation(self.generator)
 
     @naming_who_left("generate()")
@@ -191,6 +200,8 @@ class Attached:
         if inputs is not None and kwargs.get("input_ids") is not None:
             raise ValueError("generate(): inputs and input_ids are two names of the prompts; pass one of them")
         with self._turn:  # other threads wait for theirs
+            if self._is_detached:  # by a thread that came first, or called by somebody who kept it
+                return self._own(inputs, generation_config, **kwargs)
             if self._is_generating:
                 raise ValueError("generate() was called inside generate(); wait until that ends")
             self._is_generating = True
