@@ -7,6 +7,7 @@ agree; where the inputs of a product are rounded too, as bitsandbytes' LLM.int8 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ class Quantised:
         return torch.empty(self.shape[1], 0, dtype=self.dtype, device=self.device)
 
 
-def is_quantised(parameter: torch.Tensor) -> bool:
+def is_quantised(parameter: object) -> bool:
     """Whether a parameter holds packed values of bitsandbytes or torchao."""
     kind = type(parameter)
     return kind.__name__ in ("Params4bit", "Int8Params") or kind.__module__.partition(".")[0] == "torchao"
@@ -95,12 +96,24 @@ def values_dtype(weight: torch.Tensor) -> torch.dtype:
     return weight.dtype if state is None else state.dtype
 
 
+def dequantise_weight_of(module: Any) -> torch.Tensor:
+    """The values `[out, in]` of the quantised weight of a linear, of whatever kind; as `dequantise`.
+
+    The first forward pass of bitsandbytes' LLM.int8 takes the scales from the weight to the module's state.
+    """
+    weight = module.weight
+    if type(weight).__name__ != "Int8Params":
+        return dequantise(weight)
+    scales = module.state.SCB if weight.SCB is None else weight.SCB
+    return weight.detach().float() * (scales.float().view(-1, 1) / 127)
+
+
 def dequantise(weight: torch.Tensor) -> torch.Tensor:
-    """The values `[out, in]` of a quantised weight, in a new tensor; the weight stays as it is."""
-    kind = type(weight).__name__
-    if kind == "Int8Params":
-        return weight.detach().float() * (weight.SCB.float().view(-1, 1) / 127)  # type: ignore[attr-defined]
-    if kind != "Params4bit":
+    """The values `[out, in]` of a quantised weight, in a new tensor; the weight stays as it is.
+
+    Not of LLM.int8, whose products are others than by these values.
+    """
+    if type(weight).__name__ != "Params4bit":
         return weight.detach().dequantize()
     # Here, not at the top: an optional package, of which the weight is.
     from bitsandbytes.functional import dequantize_4bit

@@ -8,7 +8,14 @@ import torch
 from distributed import run_distributed
 from peft import LoraConfig, get_peft_model
 from torchao.quantization import Int8WeightOnlyConfig
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TorchAoConfig,
+)
 
 import hybrid_engine
 from hybrid_engine.containers.quantised import dequantise, is_quantised, stored_tensors
@@ -16,6 +23,7 @@ from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.observing.memory_plan import Sharded, kept_parts
 from hybrid_engine.recipes.data.sequences import build_sequences, response_logprobs
 from hybrid_engine.recipes.planning import roles
+from hybrid_engine.recipes.planning.packed import check_one_process
 
 FORMATS = {
     "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
@@ -160,6 +168,31 @@ def test_checkpoints_hold_the_adapter_and_exports_are_in_full_precision(source, 
     step(resumed)
     for ours, theirs in zip(resumed.module.parameters(), engine.module.parameters(), strict=True):
         assert not ours.requires_grad or torch.equal(ours, theirs)
+
+
+def test_a_base_whose_scales_have_moved_in_a_forward_pass_is_exported_as_before(source, tmp_path):
+    engine = build_engine(load(source, LLM_INT8)).eval()
+    folders = [tmp_path / name for name in ("before", "after")]
+    for folder in folders:
+        engine.save_16bit_model(folder)
+        with torch.no_grad():
+            logits = engine(input_ids=PROMPTS).logits
+    linear = engine.module.get_base_model().model.layers[0].mlp.up_proj.base_layer
+    assert linear.weight.SCB is None
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in folders)
+    assert all(map(torch.equal, before.parameters(), after.parameters()))
+    with torch.no_grad():  # inputs are rounded to 8 bits on one side
+        torch.testing.assert_close(after(input_ids=PROMPTS).logits, logits, atol=0.1, rtol=0.1)
+
+
+def test_a_plan_for_several_processes_refuses_a_quantised_base(source):
+    config = AutoModelForCausalLM.from_pretrained(source, quantization_config=FORMATS["nf4"]).config
+    check_one_process([config], 1)
+    check_one_process([AutoConfig.from_pretrained(source)], 2)
+    with pytest.raises(
+        ValueError, match=r"--processes=2: --model is quantised: .* --processes 1, or give the model in"
+    ):
+        check_one_process([config], 2)
 
 
 def test_what_is_dequantised_is_what_the_libraries_multiply_by(source):

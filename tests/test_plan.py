@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import PAD, build_model, padded_prompts
 from small_actors import save_small_actor, save_sums
-from transformers import LlamaConfig, MistralConfig
+from transformers import LlamaConfig, MistralConfig, T5Config
 
 import hybrid_engine
 from hybrid_engine.command import cli
@@ -183,6 +183,8 @@ def test_rollouts_too_large_for_a_machine_are_to_decode_fewer_rows(command, caps
     [
         (["serve", "--model", "nowhere"], "plan serve: there are plans of sft, reward, ppo"),
         (["grpo", "--model", "/no/such/folder"], "--model='/no/such/folder' must be a Hugging Face folder"),
+        (["doctor"], "plan doctor: only recipes are planned; name one"),
+        (["plan"], "plan plan: only recipes are planned; name one"),
         (["--memory", "much", "sft"], "--memory='much' must be a size"),
         (["--processes", "3", "sft"], "--batch-size=16 must"),
     ],
@@ -191,6 +193,17 @@ def test_what_cannot_be_planned_is_refused(arguments, words, capsys, tmp_path):
     out = [] if "serve" in arguments else ["--out", str(tmp_path / "out")]
     assert cli.main(["plan", *arguments, *out]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_model_that_is_no_causal_one_is_refused_in_one_short_line(tmp_path, capsys):
+    T5Config(vocab_size=32, d_model=16, num_layers=1, num_heads=2).save_pretrained(tmp_path / "model")
+    arithmetic.build_tokenizer().save_pretrained(tmp_path / "model")
+    given = f"--model {tmp_path / 'model'} --dataset {save_sums(tmp_path)} --reward exact --out {tmp_path / 'run'}"
+    assert cli.main(["plan", "grpo", *given.split()]) == 2
+    assert "--model is a t5, of which AutoModelForCausalLM makes no model" in capsys.readouterr().err
+    assert cli.main(["grpo", *given.split()]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert line.startswith(f"hybrid-engine: --model='{tmp_path / 'model'}' must be") and len(line) < 600
 
 
 def test_its_help_needs_no_torch():

@@ -19,7 +19,7 @@ from hybrid_engine.checkpoint.names import check_file_name, check_folder
 from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
 from hybrid_engine.checkpoint.work_folder import save_state_dict, writing_files
 from hybrid_engine.containers.linear import active_adapters, carries_lora, stores_transposed
-from hybrid_engine.containers.quantised import dequantise, is_quantised
+from hybrid_engine.containers.quantised import dequantise_weight_of, is_quantised
 from hybrid_engine.distributed.processes import get_rank, on_rank_zero
 from hybrid_engine.zero.sharding import full_tensor
 from hybrid_engine.zero.split_module import is_split_class
@@ -76,11 +76,13 @@ def gather_weights(module: nn.Module, left_out: Collection[str]) -> dict[str, to
     """
     copies: dict[int, torch.Tensor] = {}
     weights = {}
+    quantised = {id(part.weight): part for part in module.modules() if is_quantised(getattr(part, "weight", None))}
     for name, tensor in [*_named_parameters(module), *module.named_buffers(remove_duplicate=False)]:
         if name in left_out:
             continue
         if id(tensor) not in copies:
-            whole = dequantise(tensor) if is_quantised(tensor) else full_tensor(tensor)
+            holder = quantised.get(id(tensor))
+            whole = full_tensor(tensor) if holder is None else dequantise_weight_of(holder)
             copies[id(tensor)] = whole.to("cpu", copy=True) if get_rank() == 0 else whole.new_empty(0)
         if get_rank() == 0:
             weights[name] = copies[id(tensor)]

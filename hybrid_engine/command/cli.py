@@ -63,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] == PLAN:
             wishes, command = plan.read_wishes(arguments[1:])
+            if command and command[0] in (*OTHERS, PLAN):
+                print(f"hybrid-engine: plan {command[0]}: only recipes are planned; name one", file=sys.stderr)
+                return REFUSED
             return run(command, partial(plan_recipe, wishes))
         return run_other(arguments[0], arguments[1:]) if arguments and arguments[0] in OTHERS else run(arguments)
     except KeyboardInterrupt:  # in a command that is no recipe, or before a recipe began

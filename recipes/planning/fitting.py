@@ -8,6 +8,7 @@ from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.generation.batching.demand import MAX_RUNNING
 from hybrid_engine.generation.memory.usage import free_and_total_bytes
 from hybrid_engine.observing.memory_plan import MemoryPlan, format_bytes, read_bytes
+from hybrid_engine.recipes.planning.packed import check_one_process
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.reading import read_run
 from hybrid_engine.recipes.planning.roles import Setting, plan_memory
@@ -87,6 +88,7 @@ def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
     else:
         memory, text = read_bytes(wishes.memory, "memory"), f"--memory {wishes.memory}"
     read = read_run(recipe, config)
+    check_one_process((read.first, read.critic), wishes.processes)
     setting = Setting(recipe=recipe, config=config, num_processes=wishes.processes, device=device.type)
     found = plan_memory(read, setting)
     title = f"{recipe} on {wishes.processes} process{'es' * (wishes.processes > 1)}, a {device.type} each, fp32"

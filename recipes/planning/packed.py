@@ -1,5 +1,6 @@
-"""Bytes of weights that a model's config says are quantised, as bitsandbytes and torchao keep them."""
+"""Weights that a model's config says are quantised, as bitsandbytes and torchao keep them: their bytes, and where."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,16 @@ BLOCK, OUTER_BLOCK = 64, 256
 """Values with one scale, and scales with one scale of their own (bitsandbytes 0.50, `functional.quantize_4bit`)."""
 CODE_4_BITS, CODE_8_BITS = 16 * 4, 256 * 4
 """Bytes of the values that codes stand for."""
+
+
+def check_one_process(trained: Iterable[Any], num_processes: int) -> None:
+    """ValueError for several processes where one of the configs of the models that are `trained` is quantised."""
+    if num_processes > 1 and any(getattr(config, "quantization_config", None) is not None for config in trained):
+        raise ValueError(
+            f"--processes={num_processes}: --model is quantised: packed values whose scales lie beside them, of which "
+            "FSDP2 can neither shard nor gather a part; plan and train with --processes 1, or give the model in full "
+            "precision"
+        )
 
 
 def packed_bytes(quantisation: dict[str, Any], linear: nn.Linear) -> int:

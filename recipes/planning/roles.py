@@ -148,7 +148,13 @@ def _build(auto_class: Any, config: PretrainedConfig, **options: Any) -> Any:
     """In full precision; which of its weights are quantised is noted in it for `_shapes`."""
     made = type(config).from_dict(config.to_dict() | options)
     quantisation = made.__dict__.pop("quantization_config", None)
-    model = auto_class.from_config(without_dropout(made), dtype=WEIGHT).train()
+    try:
+        model = auto_class.from_config(without_dropout(made), dtype=WEIGHT).train()
+    except ValueError as error:  # of transformers, which names all that there are
+        raise ValueError(
+            f"--model is a {made.model_type}, of which {auto_class.__name__} makes no model; name a causal language "
+            "model"
+        ) from error
     if quantisation is not None:
         head = model.get_output_embeddings()
         linears = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)

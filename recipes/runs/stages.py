@@ -107,7 +107,7 @@ def explained(option: str, source: str | Path) -> Iterator[None]:
         yield
     # By the model's family and by what is missing or damaged it is any of these.
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()).partition(" Model type should be one of ")[0]  # of hundreds
         raise ValueError(
             f"{flag(option)}={str(source)!r} must be a Hugging Face folder or name that loads: {reason}"
         ) from error
