@@ -249,6 +249,7 @@ def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_log
         ("--dataset prompts.jsonl", "has prompts of its own"),
         ("--reward-weights 1 2", "--reward-weights weigh rewards; give as many --reward"),
         ("--reward exact --reward-weights 1 2", "must be 1 numbers, one for each --reward"),
+        ("--reward exact --reward-weights nan", "--reward-weights='nan' must be finite and not all 0"),
         ("--reward number:column=solution", "reads the column 'solution'"),
         ("--learning-rate 0", "--learning-rate=0.0 must be above 0"),
         ("--pass-score nan", "--pass-score=nan must be finite"),

@@ -18,6 +18,7 @@ from hybrid_engine.recipes.rewards.built_in import BUILT_IN
 from hybrid_engine.recipes.rewards.functions import call_function, columns_needed, find_function
 from hybrid_engine.recipes.rewards.learned import LearnedReward, names_model
 from hybrid_engine.recipes.rewards.rewards import TIME_LIMIT_SECONDS, Rewards
+from hybrid_engine.recipes.runs.checks import check_weights
 
 
 def load_rewards(
@@ -48,18 +49,6 @@ def load_rewards(
         for spec, name, weight in zip(specs, names_of(specs), weights, strict=True)
     )
     return Rewards(rewards=rewards, time_limit_seconds=time_limit_seconds)
-
-
-def check_weights(num_rewards: int, weights: Sequence[float] | None) -> Sequence[float]:
-    """A weight for each reward; ValueError where some are missing, not finite, or all are 0."""
-    if weights is None:
-        return [1.0] * num_rewards
-    shown = " ".join(f"{weight:g}" for weight in weights)
-    if len(weights) != num_rewards:
-        raise ValueError(f"--reward-weights={shown!r} must be {num_rewards} numbers, one for each --reward")
-    if not all(map(math.isfinite, weights)) or not any(weights):
-        raise ValueError(f"--reward-weights={shown!r} must be finite and not all 0; give other numbers")
-    return weights
 
 
 def names_of(specs: Sequence[str]) -> list[str]:

@@ -107,3 +107,15 @@ def check_one_of(name: str, value: str, choices: Sequence[str]) -> None:
     """ValueError unless `value` of option `name` is one of `choices`."""
     if value not in choices:
         raise ValueError(f"{flag(name)}={value} must be one of {', '.join(choices)}; choose one of them")
+
+
+def check_weights(num_rewards: int, weights: Sequence[float] | None) -> Sequence[float]:
+    """A weight for each reward; ValueError where some are missing, not finite, or all are 0."""
+    if weights is None:
+        return [1.0] * num_rewards
+    shown = " ".join(f"{weight:g}" for weight in weights)
+    if len(weights) != num_rewards:
+        raise ValueError(f"--reward-weights={shown!r} must be {num_rewards} numbers, one for each --reward")
+    if not all(map(math.isfinite, weights)) or not any(weights):
+        raise ValueError(f"--reward-weights={shown!r} must be finite and not all 0; give other numbers")
+    return weights

@@ -6,7 +6,15 @@ A recipe that declares a field again gives it another default; what it means sta
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_common, check_count, check_one_of, flag
+from hybrid_engine.recipes.runs.checks import (
+    check_above,
+    check_at_least,
+    check_common,
+    check_count,
+    check_one_of,
+    check_weights,
+    flag,
+)
 from hybrid_engine.recipes.runs.metric_names import FRAMEWORKS
 from hybrid_engine.recipes.runs.trackers import check_trackers
 
@@ -176,6 +184,7 @@ class RewardOptions:
         check_above("reward_time_limit", self.reward_time_limit, 0)
         if self.reward_weights and not self.reward:
             raise ValueError("--reward-weights weigh rewards; give as many --reward")
+        check_weights(len(self.reward), self.reward_weights or None)
 
 
 def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: float = 1e-5) -> float:
