@@ -225,7 +225,7 @@ def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[Cr
     rewards = reward_tokens(scores, kl_k1(logprobs_old, logprobs_ref), mask, config.kl_coef)
     rewards = torch.where(learned, rewards, 0.0)
     advantages, returns = gae(rewards, values, learned, config.gamma, config.lam)
-    explained = explained_variance(values, returns, learned).item()
+    explained = explained_variance(values, returns, learned, all_processes()).item()
     experience = CriticExperience(
         sequences=replace(sequences, response_mask=learned),
         logprobs=rollout.logprobs,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from distributed import run_distributed
 from goldens import assert_golden, load_golden
 
 from hybrid_engine.rl.losses import clipped_value_loss, explained_variance, policy_metrics, ppo_policy_loss
@@ -110,6 +111,24 @@ def test_explained_variance_reads_only_the_mask():
     padded = [torch.cat([golden[name], torch.tensor([NAN])]) for name in ("v", "ret")]
     mask = torch.tensor([1, 1, 1, 0]).bool()
     assert_golden(explained_variance(*padded, mask), golden["explained_variance_biased"])
+
+
+def explain_a_share(rank, world_size):
+    """Of the processes' returns, which lie around means of their own."""
+    part = slice(rank, None, world_size)
+    values, returns, mask = explained_data()
+    return explained_variance(values[part], returns[part], mask[part], torch.distributed.group.WORLD)
+
+
+def explained_data():
+    chance = torch.Generator().manual_seed(5)
+    returns = torch.randn(6, 7, generator=chance) + torch.arange(6)[:, None] % 2 * 4
+    return returns + torch.randn(6, 7, generator=chance), returns, torch.rand(6, 7, generator=chance) < 0.8
+
+
+def test_explained_variance_is_that_of_the_tokens_of_all_processes():
+    found, whole = run_distributed(explain_a_share, 2), explained_variance(*explained_data())
+    torch.testing.assert_close(torch.stack(found), whole.expand(2))
 
 
 def test_tensors_of_different_shapes_are_not_broadcast():

@@ -5,8 +5,10 @@ all the same (0 by convention), because 0 * inf in the backward pass is nan.
 """
 
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.rl.advantages import masked_mean
+from hybrid_engine.rl.batch_statistics import moments
 
 
 def ppo_policy_loss(
@@ -107,7 +109,9 @@ def clipped_value_loss(
 
 
 @torch.no_grad()
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def explained_variance(
+    values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """The share of the returns' variance that the values explain: 1 - Var(returns - values) / Var(returns).
 
     1 is a perfect value function, 0 no better than a constant; not finite where the returns do not vary.
@@ -116,13 +120,10 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
         values: `[B, T]`.
         returns: `[B, T]`.
         mask: `[B, T]` bool, True on response tokens.
+        group: the processes whose tokens count too, each of which must call; None: this process's alone.
     """
     check_same_shape(values, returns)
-    return 1 - _masked_variance(returns - values, mask) / _masked_variance(returns, mask)
-
-
-def _masked_variance(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return masked_mean((values - masked_mean(values, mask)).square(), mask)
+    return 1 - moments(returns - values, mask, group).squares / moments(returns, mask, group).squares
 
 
 def check_same_shape(first: torch.Tensor, *others: torch.Tensor) -> None:
