@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
+from hybrid_engine.recipes.batch.model import build_answering
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.reading import read_prompt_rows
@@ -123,7 +124,7 @@ def run(config: Config) -> Path:
     check_rows(config, tokenizer, rows, rewards)
     rows = fit_prompts(rows, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     model = load_model(AutoModelForCausalLM, str(config.model))
-    engine = hybrid_engine.init_inference(model.eval(), dtype=config.dtype)
+    engine = build_answering(model, config.dtype)
     say(engine.report())
 
     num_samples = config.num_samples or config.k

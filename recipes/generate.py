@@ -27,7 +27,7 @@ from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions, end_token_ids, read_options
 from hybrid_engine.recipes.batch.journal import Journal
-from hybrid_engine.recipes.batch.model import ModelOptions, load_answering
+from hybrid_engine.recipes.batch.model import ModelOptions, load_answering, most_tokens
 from hybrid_engine.recipes.batch.shared import join, load_shared, telling
 from hybrid_engine.recipes.batch.terminal import TERMINAL, opened, read_rows, write_answer
 from hybrid_engine.recipes.data.encoding import encode_prompt
@@ -175,6 +175,8 @@ def build_sequences(
     """The answers of each row to come; which noise they get does not depend on what is answered already."""
     options = read_sampling(config, engine, tokenizer)
     prompts = [encode_prompt(tokenizer, row) for row in rows]
+    for row, tokens in zip(rows, prompts, strict=True):
+        check_fits(tokens, options, most_tokens(engine), row.place)
     keys = sample_keys(config.seed, [prompt_digest(tokens) for tokens in prompts], [], config.num_samples)
     sequences = []
     for number, tokens in enumerate(prompts):
@@ -218,7 +220,7 @@ def answer_in_terminal(config: Config) -> None:
     """Reads or writes the terminal, or both: one prompt after the other, text as it comes."""
     engine, tokenizer = load_answering(config)
     options = read_sampling(config, engine, tokenizer)
-    with opened(str(config.out)) as out, live_batch(engine.generator, None, config.max_running) as batch:
+    with opened(str(config.out)) as out, live_batch(engine.generator, None, max_running=1) as batch:
         for number, row in enumerate(read_rows(str(config.prompts), config.split, config.dataset_config)):
             tokens = encode_prompt(tokenizer, row)
             check_fits(tokens, options, batch.longest, row.place)

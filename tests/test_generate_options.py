@@ -218,9 +218,19 @@ def test_a_sequence_that_fits_no_workspace_says_how_many_blocks_it_needs():
     engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
     engine.eval()
     input_ids, mask = padded_prompts()
-    with pytest.raises(ValueError, match=r"needs 5 KV blocks of 4 tokens .* there are 4"):
+    with pytest.raises(ValueError, match=r"needs 5 KV blocks of 4 tokens .* there are 4 .* raise hybrid_engine.max_kv"):
         engine.generate(input_ids, attention_mask=mask, max_new_tokens=9)
     assert engine.generate(input_ids, attention_mask=mask, max_new_tokens=8, eos_token_id=None).shape == (6, 17)
+
+
+def test_where_memory_and_no_option_is_what_lacks_for_a_sequence_no_option_is_named(engine, monkeypatch):
+    input_ids, mask = padded_prompts()
+    monkeypatch.setattr(engine.generator.memory, "spare_bytes", lambda model: 1000)
+    with pytest.raises(
+        ValueError, match=r"max_new_tokens=9: .* \(1,000 bytes are free\); lower it or free memory"
+    ) as told:
+        engine.generate(input_ids, attention_mask=mask, max_new_tokens=9)
+    assert "max_kv_blocks" not in str(told.value)
 
 
 def test_modes_are_refused_where_they_make_no_sense(engine):

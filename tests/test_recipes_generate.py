@@ -17,7 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine.command.cli import main
+from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.recipes import generate, serve
+from hybrid_engine.recipes.batch.model import load_answering
 
 NUM_ROWS = 12
 
@@ -237,7 +239,7 @@ def test_the_terminal_gets_answers_as_they_come(model, monkeypatch, capsys):
         ({"prompts": "nothing.jsonl"}, "nothing.jsonl"),
         ({"num_samples": 0}, "--num-samples"),
         ({"max_new_tokens": 0}, "--max-new-tokens"),
-        ({"max_new_tokens": 10**7}, "max_new_tokens|longest"),
+        ({"max_new_tokens": 10**7}, r"--max-new-tokens=10000000 exceed the 2048 that the model takes"),
         ({"temperature": -1.0}, "--temperature"),
         ({"top_p": 2.0}, "top_p"),
         ({"top_k": -1}, "--top-k"),
@@ -251,6 +253,21 @@ def test_wrong_options_are_refused_and_nothing_is_written(model, prompts, tmp_pa
     with pytest.raises(ValueError, match=word):
         generate.run(generate.Config(**given))
     assert not (tmp_path / "x" / "out.jsonl").exists()
+
+
+def test_prompt_and_answer_may_be_as_long_as_the_model_takes_and_memory_holds(model, monkeypatch):
+    engine, _ = load_answering(generate.Config(model=str(model), prompts="-", out="-"))
+    with live_batch(engine.generator, max_running=1) as batch:
+        assert batch.longest == 2048
+    of_a_token = 4 * torch.Size(engine.generator.model.kv_shape(1, 1)).numel()
+    monkeypatch.setattr(engine.generator.memory, "spare_bytes", lambda model: 9 * 64 * of_a_token)
+    with live_batch(engine.generator, max_running=4) as batch:
+        assert batch.longest == 64 * 8
+    with (
+        pytest.raises(ValueError, match=r"longest=513: .* hold 512 tokens; lower it"),
+        live_batch(engine.generator, 513),
+    ):
+        pass
 
 
 def test_an_earlier_result_stays_and_a_journal_of_other_options_is_refused(model, prompts, tmp_path):

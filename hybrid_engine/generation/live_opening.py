@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.batching.demand import BLOCK_SIZE, MAX_RUNNING
@@ -41,7 +43,8 @@ def live_batch(
 
     Args:
         generator: whose module is in eval mode.
-        longest: tokens of prompt and answer together; None: as many as the model and `max_out_tokens` allow.
+        longest: tokens of prompt and answer together; None: as many as the model and `max_out_tokens` allow and memory
+            holds.
         max_running: sequences that decode at once; None: as many as in a rollout.
         link: of the processes that share the model.
         adapters: of a peft model, each with a batch of its own beside that of the base model; empty: the active one is
@@ -157,6 +160,7 @@ def _plan(
             "adapters; use more processes, or serve one adapter"
         )
     limit = min(config.max_out_tokens, (model.max_positions or config.max_out_tokens) + 1)
+    is_free = longest is None
     longest = limit if longest is None else longest
     check_integer("longest", longest, 2, limit)
     rows = config.max_running or MAX_RUNNING.get(generator.device.type, 256) if max_running is None else max_running
@@ -166,8 +170,27 @@ def _plan(
         # The next turn of a conversation goes on from the blocks of the last. On a CPU, where a rollout gives each
         # sequence one block that is its own, small ones took 0.97 to 1.03 of the seconds of CPU.
         config = replace(config, kv_block_size=config.kv_block_size or BLOCK_SIZE)
+    num_held = _most_tokens(model, config, spare, native.num_reserved_blocks)
+    longest = max(2, min(longest, num_held)) if is_free else longest
+    if longest > num_held:
+        raise ValueError(
+            f"longest={longest}: a prompt and its answer of so many tokens do not fit into {spare:,} bytes, which hold "
+            f"{num_held} tokens; lower it, ask for shorter answers (max_new_tokens) or free memory"
+        )
     options = GenerationOptions(max_new_tokens=longest - 1)
     shapes = [Sequence(Prompt([0]), row, options) for row in range(rows)]
     plan = plan_rollout(model, shapes, options, config, spare, native.num_reserved_blocks, training)
     num_blocks = max(plan.num_blocks, plan.num_columns + 1)  # samples of a prompt as long as may be fork into one more
     return replace(plan, sequences=[], own=slice(0), longest_later=plan.longest, num_blocks=num_blocks)
+
+
+def _most_tokens(model: InferenceModel, config: HybridEngineConfig, spare_bytes: int, num_reserved: int) -> int:
+    """Tokens of the longest sequence that there is memory for, beside the blocks that are reserved and a fork's."""
+
+    def num_blocks(block_size: int) -> int:
+        return spare_bytes // (torch.Size(model.kv_shape(1, block_size)).numel() * model.dtype.itemsize)
+
+    if config.kv_block_size == 0 and model.device.type == "cpu":  # a block holds a whole sequence
+        return num_blocks(1) // (num_reserved + 2)
+    block_size = config.kv_block_size or BLOCK_SIZE
+    return max(0, num_blocks(block_size) - num_reserved - 1) * block_size

@@ -6,8 +6,13 @@ from typing import Any, NamedTuple
 
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-import hybrid_engine
-from hybrid_engine.recipes.batch.model import BaseModelOptions, choose_dtype, load_answering_tokenizer, with_adapter
+from hybrid_engine.recipes.batch.model import (
+    BaseModelOptions,
+    build_answering,
+    choose_dtype,
+    load_answering_tokenizer,
+    with_adapter,
+)
 from hybrid_engine.recipes.runs.stages import load_model
 
 
@@ -76,4 +81,4 @@ def load_with_adapters(
     names = peft_names(adapters)
     for adapter in adapters:
         model = with_adapter(model, adapter.folder, names[adapter.name])
-    return hybrid_engine.init_inference(model.eval(), dtype=choose_dtype(config)), tokenizer, names
+    return build_answering(model, choose_dtype(config)), tokenizer, names

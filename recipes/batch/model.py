@@ -15,6 +15,8 @@ from hybrid_engine.recipes.runs.checks import check_one_of
 from hybrid_engine.recipes.runs.stages import explained, load_model, load_tokenizer
 
 DTYPES = ("auto", "fp32", "bf16", "fp16")
+MOST_TOKENS_WITHOUT_LIMIT = 32768
+"""Of a prompt and its answer, for a model whose config names no most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,17 @@ def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:
     model = load_model(AutoModelForCausalLM, str(config.model))
     if config.adapter is not None:
         model = with_adapter(model, config.adapter)
-    return hybrid_engine.init_inference(model.eval(), dtype=choose_dtype(config)), tokenizer
+    return build_answering(model, choose_dtype(config)), tokenizer
+
+
+def build_answering(model: nn.Module, dtype: str, **options: Any) -> Any:
+    """An InferenceEngine for prompts and answers as long as `model` takes them; `options` of `init_inference`."""
+    return hybrid_engine.init_inference(model.eval(), dtype=dtype, max_out_tokens=most_tokens(model), **options)
+
+
+def most_tokens(model: Any) -> int:
+    """The tokens of a prompt and its answer together that `model` takes."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS_WITHOUT_LIMIT
 
 
 def load_answering_tokenizer(config: BaseModelOptions) -> PreTrainedTokenizerBase:

@@ -10,11 +10,16 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.inference.empty import build_empty_model
-from hybrid_engine.recipes.batch.model import BaseModelOptions, choose_dtype, load_answering_tokenizer, with_adapter
+from hybrid_engine.recipes.batch.model import (
+    BaseModelOptions,
+    build_answering,
+    choose_dtype,
+    load_answering_tokenizer,
+    with_adapter,
+)
 from hybrid_engine.recipes.runs.stages import explained
 
 
@@ -42,7 +47,7 @@ def load_shared(
     for name, adapter in adapters.items():
         model = with_adapter(model, adapter, name)
     layout: dict[str, Any] = {"tensor_parallel": {"tp_size": tp}, "pipeline_parallel_size": pp}
-    return hybrid_engine.init_inference(model, checkpoint=folder, dtype=choose_dtype(config), **layout), tokenizer
+    return build_answering(model, choose_dtype(config), checkpoint=folder, **layout), tokenizer
 
 
 def _local_folder(source: str) -> str:

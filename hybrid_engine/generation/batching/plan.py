@@ -93,15 +93,15 @@ def check_lengths(
     pairs = zip(map(len, prompts), (of_prompt.max_new_tokens for of_prompt in options), strict=True)
     longest, max_new_tokens = max(pairs, key=sum, default=(0, 1))
     total = longest + max_new_tokens
-    if total > config.max_out_tokens:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens} with a prompt of {longest} tokens makes {total}, more than "
-            f"max_out_tokens={config.max_out_tokens}; lower it or raise hybrid_engine.max_out_tokens"
-        )
     if max_positions is not None and total - 1 > max_positions:  # the last token drawn is never fed
         raise ValueError(
             f"max_new_tokens={max_new_tokens} with a prompt of {longest} tokens needs {total - 1} positions, "
             f"more than the model's max_position_embeddings={max_positions}; lower it or shorten the prompt"
+        )
+    if total > config.max_out_tokens:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} with a prompt of {longest} tokens makes {total}, more than "
+            f"max_out_tokens={config.max_out_tokens}; lower it or raise max_out_tokens"
         )
 
 
@@ -157,10 +157,11 @@ def plan_rollout(
     num_blocks = min(wanted, affordable, config.max_kv_blocks or affordable)
     if num_blocks < needed:
         most_new = max((sequence.options.max_new_tokens for sequence in sequences), default=options.max_new_tokens)
+        is_capped = 0 < config.max_kv_blocks < min(wanted, affordable)
         raise ValueError(
             f"max_new_tokens={most_new}: {f'{len(lengths)} sequences in step' if is_in_step else 'a sequence'} of "
             f"{longest} tokens needs {needed} KV blocks of "
             f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks} ({spare_bytes:,} bytes "
-            "are free); lower it, free memory or raise hybrid_engine.max_kv_blocks"
+            f"are free); lower it or {'raise hybrid_engine.max_kv_blocks' if is_capped else 'free memory'}"
         )
     return Plan(sequences, own, options, num_blocks, block_size, demand.max_running)
