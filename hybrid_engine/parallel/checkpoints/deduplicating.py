@@ -20,8 +20,9 @@ from hybrid_engine.parallel.checkpoints.merging import (
     shards_of,
     tensors_of,
 )
-from hybrid_engine.parallel.checkpoints.optimizer_states import NAMES, named_state_dict
-from hybrid_engine.parallel.checkpoints.parts import extent_of, local_part
+from hybrid_engine.parallel.checkpoints.optimizer_states import NAMES, check_group_names, named_state_dict
+from hybrid_engine.parallel.checkpoints.parts import check_values, local_part, place_of
+from hybrid_engine.parallel.checkpoints.state_checks import Given, check_keys, check_same_optimizer, check_states
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.values import COUNT, Rule, check, shown
 
@@ -58,7 +59,7 @@ def deduped_state_dict(
             is_first = all(c.is_first for c in _copies(module, parameter))
             values = optimizer_state["state"].get(key, {})
             entries[key] = {e: v if is_first or not _is_like(v, parameter) else None for e, v in values.items()}
-        return state, {**optimizer_state, "state": {key: values for key, values in entries.items() if values}}
+        return state, {**optimizer_state, "state": entries if any(entries.values()) else {}}
 
 
 @torch.no_grad()
@@ -81,15 +82,16 @@ def load_deduped_state_dict(
     with shards_of(module):
         live = tensors_of(module, optimizer)
         agree(lambda: _check_own(module, live, module_state_dict))
+        dtypes = {}
         if optimizer is not None and optimizer_state_dict is not None:
             agree(lambda: _check_groups(module, optimizer, optimizer_state_dict))
-            _check_entries(optimizer_state_dict)
+            dtypes = _dtypes(optimizer_state_dict)
         for name, tensor in live.items():
             if name in module_state_dict:
                 local_part(tensor).copy_(local_part(module_state_dict[name]))
             _send(module, tensor, tensor)
         if optimizer is not None and optimizer_state_dict is not None:
-            _load_optimizer(module, optimizer, optimizer_state_dict)
+            _load_optimizer(module, optimizer, optimizer_state_dict, dtypes)
         if isinstance(optimizer, ZeroOptimizer):
             optimizer.masters.write_back()
 
@@ -109,29 +111,28 @@ def _check_own(module: Any, live: Mapping[str, Tensor], given: Mapping[str, Any]
 
 def _check_part(what: str, given: Any, tensor: Tensor, instead: str) -> None:
     """ValueError unless `given` is the part of a tensor of this shape that this process has of `tensor`."""
-    found, wanted = (_place(value) if isinstance(value, Tensor) else shown(value) for value in (given, tensor))
+    found, wanted = (place_of(value) if isinstance(value, Tensor) else shown(value) for value in (given, tensor))
     if found != wanted:
         raise ValueError(f"{what} is {found}, and this process has {wanted}; {instead}")
-
-
-def _place(tensor: Tensor) -> str:
-    """The shape of a tensor and which part of it this process has, in words."""
-    if not isinstance(tensor, DTensor):
-        return f"all of {list(tensor.shape)}"
-    ranges = ", ".join(f"{part.start}:{part.stop}" for part in extent_of(tensor))
-    return f"[{ranges}] of {list(tensor.shape)}"
+    check_values(what, given, tensor)
 
 
 def _check_groups(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
     """ValueError unless `given` has the optimizer's groups, and states of parts that this process has; local."""
-    own = [group[NAMES] for group in named_state_dict(optimizer)["param_groups"]]
+    check_group_names(given["param_groups"], "optimizer_state_dict", "what deduped_state_dict gave")
+    check_keys(given, NAMES)
+    own_groups = named_state_dict(optimizer)["param_groups"]
+    own = [group[NAMES] for group in own_groups]
     saved = [group.get(NAMES) for group in given["param_groups"]]
     if own != saved:
         raise ValueError(
             "optimizer_state_dict has other groups of parameters than the optimizer; merge_state_dicts and "
             "load_merged_state_dicts go between plans"
         )
+    for ours, theirs in zip(own_groups, given["param_groups"], strict=True):
+        check_same_optimizer(ours, theirs, "options")
     instead = "give each process what deduped_state_dict gave on it"
+    _check_all_states(optimizer, given)
     for key, parameter in _parameters(optimizer, given):
         is_first = all(copies.is_first for copies in _copies(module, parameter))
         for entry, value in given["state"].get(key, {}).items():
@@ -141,29 +142,59 @@ def _check_groups(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[
                 _check_part(f"optimizer_state_dict: {entry} of parameter {key}", value, parameter, instead)
 
 
-def _check_entries(given: Mapping[str, Any]) -> None:
-    """ValueError where processes have other states of a parameter, which they send to each other; collective."""
+def _check_all_states(optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+    """ValueError where a parameter lacks what others of its group have; local."""
+    names = [(number, name) for number, group in enumerate(given["param_groups"]) for name in group[NAMES]]
+    found = zip(names, _parameters(optimizer, given), strict=True)
+    check_states(
+        [Given(name, key, p, given["state"].get(key), number) for (number, name), (key, p) in found],
+        parts_elsewhere=True,
+    )
+
+
+def _dtypes(given: Mapping[str, Any]) -> dict[tuple[str, str], torch.dtype]:
+    """By parameter and entry the dtype of what a process has of it; ValueError where they have others; collective."""
     names = {
         name: key for group in given["param_groups"] for name, key in zip(group[NAMES], group["params"], strict=True)
     }
-    everyone = gather_objects({name: sorted(given["state"].get(key, {})) for name, key in names.items()})
+    own = {
+        name: {entry: getattr(v, "dtype", None) for entry, v in given["state"].get(k, {}).items()}
+        for name, k in names.items()
+    }
+    instead = "give each process what deduped_state_dict gave on it in the same call"
     first: dict[str, tuple[int, list[str]]] = {}
-    for rank, found in enumerate(everyone):
+    dtypes: dict[tuple[str, str], torch.dtype] = {}
+    for rank, found in enumerate(gather_objects(own)):
         for name, entries in found.items():
-            other, expected = first.setdefault(name, (rank, entries))
-            if entries != expected:
+            other, expected = first.setdefault(name, (rank, sorted(entries)))
+            if sorted(entries) != expected:
                 raise ValueError(
-                    f"optimizer_state_dict has {expected} of {name!r} on rank {other} and {entries} on rank {rank}; "
-                    "give each process what deduped_state_dict gave on it in the same call"
+                    f"optimizer_state_dict has {expected} of {name!r} on rank {other} and {sorted(entries)} on rank "
+                    f"{rank}; {instead}"
                 )
+            for entry, dtype in entries.items():
+                if dtype is not None and dtypes.setdefault((name, entry), dtype) != dtype:
+                    raise ValueError(
+                        f"optimizer_state_dict: {entry} of {name!r} has dtype {dtypes[name, entry]} on one process and "
+                        f"{dtype} on rank {rank}; {instead}"
+                    )
+    return dtypes
 
 
-def _load_optimizer(module: Any, optimizer: torch.optim.Optimizer, given: Mapping[str, Any]) -> None:
+def _load_optimizer(
+    module: Any,
+    optimizer: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    dtypes: Mapping[tuple[str, str], torch.dtype],
+) -> None:
+    """Takes over a state dict; what another process has of it is of the dtype that `dtypes` says; collective."""
+    names = [name for group in given["param_groups"] for name in group[NAMES]]
     entries = {}
-    for key, parameter in _parameters(optimizer, given):
+    for name, (key, parameter) in zip(names, _parameters(optimizer, given), strict=True):
         values = given["state"].get(key, {})
         entries[key] = {
-            entry: torch.zeros_like(parameter) if value is None else value for entry, value in values.items()
+            entry: torch.zeros_like(parameter, dtype=dtypes[name, entry]) if value is None else value
+            for entry, value in values.items()
         }
         for value in entries[key].values():
             if _is_like(value, parameter):

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.parallel.checkpoints.optimizer_states import (
     check_merged_state,
     load_optimizer_state,
     merge_optimizer_states,
 )
-from hybrid_engine.parallel.checkpoints.parts import part_like, whole_of
+from hybrid_engine.parallel.checkpoints.parts import check_values, part_like, whole_of
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.values import Rule, check, has_names, is_list_of, shown
 
@@ -32,6 +33,11 @@ def merge_state_dicts(
     check("module_state_dicts", module_state_dicts, STATE_DICTS)
     if optimizer_state_dicts is not None:
         check("optimizer_state_dicts", optimizer_state_dicts, OPTIMIZER_STATE_DICTS)
+        if len(optimizer_state_dicts) != len(module_state_dicts):
+            raise ValueError(
+                f"optimizer_state_dicts are {len(optimizer_state_dicts)}, module_state_dicts "
+                f"{len(module_state_dicts)}; give both of all processes"
+            )
     parts: dict[str, list[Any]] = {}
     for state in module_state_dicts:
         for name, value in state.items():
@@ -61,18 +67,15 @@ def load_merged_state_dicts(
     """Loads whole state dicts into a module under any plan, or an engine; each process takes its part.
 
     `module` holds parallel modules, or is what `initialize` gave; `device` is where the module is moved before.
-    ValueError where a name is missing or too many, or a shape is another; nothing is loaded then.
+    Collective. ValueError, on all processes, where a name is missing or too many, a shape or a kind of numbers is
+    another, or the state of a parameter is missing; nothing is loaded then.
     """
-    check_given(module, module_state_dict, optimizer, optimizer_state_dict, device)
+    agree(lambda: check_given(module, module_state_dict, optimizer, optimizer_state_dict, device))
     if device is not None:
         module.to(device)
     with shards_of(module):
         live = tensors_of(module, optimizer)
-        _check_names(module, live, module_state_dict)
-        for name, tensor in live.items():
-            _check_whole(name, module_state_dict[name], tensor)
-        if optimizer is not None and optimizer_state_dict is not None:
-            check_merged_state(optimizer, optimizer_state_dict)
+        agree(lambda: _check_merged(module, live, module_state_dict, optimizer, optimizer_state_dict))
         for name, tensor in live.items():
             _load(module, name, tensor, module_state_dict[name])
         if optimizer is not None and optimizer_state_dict is not None:
@@ -110,6 +113,8 @@ def _is_device(value: Any) -> bool:
 def _is_optimizer_state(value: Any) -> bool:
     if not has_names(value) or not {"state", "param_groups"} <= set(value) or not isinstance(value["state"], Mapping):
         return False
+    if not all(has_names(entries) for entries in value["state"].values()):
+        return False
     return is_list_of(value["param_groups"], lambda group: has_names(group) and isinstance(group.get("params"), list))
 
 
@@ -146,16 +151,26 @@ def tensors_of(module: Any, optimizer: torch.optim.Optimizer | None) -> dict[str
     return tensors
 
 
-def _check_names(module: Any, live: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
-    """ValueError for names that one side lacks; a process with a stage has some of the checkpoint's alone."""
+def _check_merged(
+    module: Any,
+    live: Mapping[str, Tensor],
+    given: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    optimizer_state: Mapping[str, Any] | None,
+) -> None:
+    """ValueError unless all is there, and whole; a process with a stage needs some of the checkpoint alone; local."""
+    inner: nn.Module = module.module if hasattr(module, "sharding") else module
+    has_all = not any(isinstance(part, ParallelModule) and part.plan.stages for part in inner.modules())
     missing = [name for name in live if name not in given]
     if missing:
         raise ValueError(f"module_state_dict has no {missing[0]!r}; it is of another model")
-    inner: nn.Module = module.module if hasattr(module, "sharding") else module
-    has_all = not any(isinstance(part, ParallelModule) and part.plan.stages for part in inner.modules())
     known = inner.state_dict().keys() if has_all else given.keys()
     if more := [name for name in given if name not in known]:
         raise ValueError(f"module_state_dict has {more[0]!r}, which the module lacks; it is of another model")
+    for name, tensor in live.items():
+        _check_whole(name, given[name], tensor)
+    if optimizer is not None and optimizer_state is not None:
+        check_merged_state(optimizer, optimizer_state, () if has_all else given.keys())
 
 
 def _check_whole(name: str, given: Any, tensor: Tensor) -> None:
@@ -167,6 +182,7 @@ def _check_whole(name: str, given: Any, tensor: Tensor) -> None:
         raise ValueError(
             f"{name!r} has shape {list(given.shape)} in module_state_dict and {list(tensor.shape)} in the module"
         )
+    check_values(f"module_state_dict: {name!r}", given, tensor)
 
 
 def _load(module: nn.Module, name: str, tensor: Tensor, whole: Tensor) -> None:

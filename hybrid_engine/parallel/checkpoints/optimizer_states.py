@@ -1,6 +1,6 @@
 """An optimizer's state by the names of parameters, from its state dict and back into any optimizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.parallel.checkpoints.parts import part_like, whole_of
+from hybrid_engine.parallel.checkpoints.state_checks import Given, check_keys, check_same_optimizer, check_states
 
 NAMES, NUMBERS, GROUP = "param_names", "param_numbers", "group_number"
 """What `build_optimizer` adds to groups: names of parameters, their places in the module, the user's number of it."""
@@ -49,7 +50,7 @@ def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any
     Its groups have `param_names`; their parameters are in the module's order. ValueError for groups without names.
     """
     for state in states:
-        _check_group_names(state["param_groups"], "optimizer_state_dicts", "what optimizers of build_optimizer gave")
+        check_group_names(state["param_groups"], "optimizer_state_dicts", "what optimizers of build_optimizer gave")
     groups: dict[int, Group] = {}
     found: dict[str, dict[str, list[Any]]] = {}
     for state in states:
@@ -69,8 +70,9 @@ def merge_optimizer_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any
         keys = [numbered[name] for name in group.names]
         merged_groups.append({**group.options, "params": keys, NAMES: group.names})
     merged_state = {
-        numbered[name]: {entry: _merged(name, entry, values) for entry, values in entries.items()}
-        for name, entries in found.items()
+        key: {entry: _merged(name, entry, values) for entry, values in found.get(name, {}).items()}
+        for name, key in numbered.items()
+        if found  # then what was never stepped has an empty state, as what is lost has none
     }
     return {"state": merged_state, "param_groups": merged_groups}
 
@@ -80,14 +82,19 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(name: str, entry: str, values: Sequence[Any]) -> Any:
+    if entry == "step" and len(moments := sorted({float(value) for value in values})) > 1:
+        raise ValueError(
+            f"optimizer_state_dicts: {name} is after {moments[0]:g} steps in one of them and after {moments[-1]:g} in "
+            "another; give those that all processes saved at once"
+        )
     try:
         return whole_of(values) if isinstance(values[0], Tensor) else values[0]
     except ValueError as error:
         raise ValueError(f"optimizer_state_dicts: {entry} of {name}: {error}") from error
 
 
-def _check_group_names(groups: Sequence[Mapping[str, Any]], option: str, instead: str) -> None:
-    """ValueError unless each group names its parameters."""
+def check_group_names(groups: Sequence[Mapping[str, Any]], option: str, instead: str) -> None:
+    """ValueError unless each group names its parameters, once each, and says their places where it says any."""
     for number, group in enumerate(groups):
         names = group.get(NAMES)
         if not isinstance(names, list | tuple):
@@ -97,21 +104,40 @@ def _check_group_names(groups: Sequence[Mapping[str, Any]], option: str, instead
                 f"{option}: group {number} has {len(names)} param_names for {len(group['params'])} params; give "
                 f"{instead}"
             )
+        if len(group.get(NUMBERS, names)) != len(names):
+            raise ValueError(
+                f"{option}: group {number} has {len(group[NUMBERS])} {NUMBERS} for {len(names)} {NAMES}; give {instead}"
+            )
 
 
-def check_merged_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any]) -> None:
+def check_merged_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, Any], elsewhere: Collection[str]) -> None:
     """ValueError for a state dict without names, one that is not whole, or one of another optimizer or model.
 
     Also where a parameter is in none of its groups, or where parameters of one group here are in several there.
+    `elsewhere` are names of parameters that other processes may train.
     """
-    _check_group_names(merged["param_groups"], "optimizer_state_dict", "what merge_state_dicts made")
+    check_group_names(merged["param_groups"], "optimizer_state_dict", "what merge_state_dicts made")
+    check_keys(merged, NAMES)
     found = {name: group for group in merged["param_groups"] for name in group[NAMES]}
-    keys = _keys_by_name(merged)
-    for group, own in zip(named_state_dict(optimizer)["param_groups"], _live(optimizer).param_groups, strict=True):
-        _source_of(group, found)
-        for name, parameter in zip(group[NAMES], own["params"], strict=True):
-            for entry, value in merged["state"].get(keys[name], {}).items():
+    keys, live, own = _keys_by_name(merged), _live(optimizer), named_state_dict(optimizer)["param_groups"]
+    trained = {name for group in own for name in group[NAMES]}
+    if more := [name for name in found if name not in trained and name not in elsewhere]:
+        raise ValueError(
+            f"optimizer_state_dict has parameter {more[0]!r}, which this optimizer does not train; build it for the "
+            "parameters that were trained"
+        )
+    listed = []
+    for group, live_group in zip(own, live.param_groups, strict=True):
+        source = _source_of(group, found)
+        check_same_optimizer(_options(group), _options(source), "options")
+        for name, parameter in zip(group[NAMES], live_group["params"], strict=True):
+            entries = merged["state"].get(keys[name])
+            listed.append(Given(name, keys[name], parameter, entries, id(source)))
+            for entry, value in (entries or {}).items():
                 _check_state(name, entry, value, parameter)
+            if entries and live.state.get(parameter):
+                check_same_optimizer(live.state[parameter], entries, "states")
+    check_states(listed, parts_elsewhere=False)
 
 
 def _keys_by_name(merged: Mapping[str, Any]) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """A tensor and its parts: which part of the whole a process holds, and the whole from all parts."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 # So that `torch.load` reads each rank's own `state_dict()` under torch 2.11 too; 2.12 and later know it by themselves.
 torch.serialization.add_safe_globals([_StridedShard])
+
+from hybrid_engine.parallel.values import shown
 
 
 def extent(
@@ -36,25 +39,54 @@ def extent_of(tensor: DTensor) -> tuple[slice, ...]:
     return extent(tensor.shape, mesh.shape, coordinate, tensor.placements)
 
 
-def whole_of(parts: Iterable[Tensor]) -> Tensor:
+def place_of(tensor: Tensor) -> str:
+    """The shape of a tensor and which part of it this process has, in words."""
+    if not isinstance(tensor, DTensor):
+        return f"all of {list(tensor.shape)}"
+    ranges = ", ".join(f"{part.start}:{part.stop}" for part in extent_of(tensor))
+    return f"[{ranges}] of {list(tensor.shape)}"
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Which numbers a tensor of the dtype has."""
+    if dtype == torch.bool:
+        return "logical"
+    return "complex" if dtype.is_complex else "floating-point" if dtype.is_floating_point else "whole"
+
+
+def check_values(what: str, given: Tensor, live: Tensor) -> None:
+    """ValueError unless `given` has values, of the kind that `live` has: others would be lost or rounded."""
+    if given.is_meta or given.layout is not torch.strided:
+        raise ValueError(f"{what} must be a dense tensor with values, not one on {given.device} of {given.layout}")
+    if kind_of(given.dtype) != kind_of(live.dtype):
+        raise ValueError(
+            f"{what} has dtype {given.dtype} and the module has {live.dtype}: {kind_of(given.dtype)} numbers are not "
+            f"{kind_of(live.dtype)} ones; give what was saved, or convert it before"
+        )
+
+
+def whole_of(parts: Iterable[Any]) -> Tensor:
     """The whole tensor, on the CPU, from what each process has of it; tensors that are no DTensors are whole.
 
-    ValueError where a part is missing, or where they are of tensors of different shapes.
+    ValueError where a part is missing, or where they are of tensors of different shapes or dtypes.
     """
-    whole: Tensor | None = None
-    covered: Tensor | None = None
-    for part in parts:
-        if not isinstance(part, DTensor):
-            return part.detach().cpu().clone()
-        if whole is None or covered is None:
-            whole = torch.empty(part.shape, dtype=part.dtype)
-            covered = torch.zeros(part.shape, dtype=torch.bool)
-        if part.shape != whole.shape:
-            raise ValueError(f"parts are of shapes {list(whole.shape)} and {list(part.shape)}; they are of two models")
+    listed = list(parts)
+    for part in listed:
+        if not isinstance(part, Tensor):
+            raise ValueError(f"a process has {shown(part)} in the place of a tensor; they are of two models")
+        if (part.shape, part.dtype) != (listed[0].shape, listed[0].dtype):
+            found = [f"{one.dtype} of shape {list(one.shape)}" for one in (listed[0], part)]
+            raise ValueError(f"parts are {found[0]} and {found[1]}; they are of two models")
+    whole = next((part for part in listed if not isinstance(part, DTensor)), None)
+    if whole is not None:
+        return whole.detach().cpu().clone()
+    whole = torch.empty(listed[0].shape, dtype=listed[0].dtype)
+    covered = torch.zeros(whole.shape, dtype=torch.bool)
+    for part in listed:
         where = extent_of(part)
         whole[where] = part.to_local().detach().cpu()
         covered[where] = True
-    if whole is None or covered is None or not covered.all():
+    if not covered.all():
         raise ValueError("a process's part of a tensor is missing; give the state dicts of all processes")
     return whole
 
