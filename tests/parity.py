@@ -130,8 +130,9 @@ def planned_training(
     """The same under a plan; results of this process's unit, gradients and weights of what it holds."""
     options = dict(layout.pas_config)
     if layout.policy == "autodist":
-        MACHINE.save(folder / f"costs-{rank}.json")
-        options = {"costs": str(folder / f"costs-{rank}.json"), "_at": rank} | options
+        if rank == 0:  # which makes the plan
+            MACHINE.save(folder / "costs.json")
+        options = {"costs": str(folder / "costs.json")} | options
     config = ComputeConfig(
         plan_ngpus=layout.plan_ngpus,
         runtime_ngpus=num_processes,

@@ -11,9 +11,11 @@ from torch import nn
 
 from hybrid_engine import (
     ComputeConfig,
+    Plan,
     build_optimizer,
     deduped_state_dict,
     load_deduped_state_dict,
+    load_merged_state_dicts,
     parallelize,
 )
 
@@ -100,7 +102,80 @@ def swapped_checkpoints(folder):
     load_deduped_state_dict(module, torch.load(folder / f"{1 - dist.get_rank()}.pt", weights_only=False))
 
 
+def with_two_names(graph, config):
+    return Plan(graph=graph, mesh=(1,), notes={"second": True})
+
+
+def with_one_name(graph, config):
+    return Plan(graph=graph, mesh=(1,))
+
+
+def linear(folder, policy="dp", arguments=None, **options):
+    given = {"input": X["x"]} if arguments is None else arguments
+    return make(folder, nn.Linear(8, 8), policy, given, use_end2end=False, **options)
+
+
+def optimizer_of(folder, **kwargs):
+    return build_optimizer(linear(folder), torch.optim.SGD, **kwargs)
+
+
+def of_rank(*values):
+    return values[dist.get_rank()]
+
+
 REFUSED = {
+    "another policy on rank 1": (
+        lambda folder: linear(folder, of_rank("dp", "data")),
+        "pas_policy='dp' on rank 0 and 'data' on rank 1; pass the same on all processes",
+    ),
+    "another callable on rank 1": (
+        lambda folder: linear(folder, of_rank(with_one_name, with_two_names)),
+        "pas_policy=.*with_one_name on rank 0 and .*with_two_names on rank 1",
+    ),
+    "another option of the policy on rank 1": (
+        lambda folder: linear(folder, "tp", plan_ngpus=2, pas_config={"seed": of_rank(1, 2)}),
+        r"pas_config\['seed'\]=1 on rank 0 and 2 on rank 1",
+    ),
+    "one option more on rank 1": (
+        lambda folder: linear(folder, "tp", plan_ngpus=2, pas_config=of_rank({}, {"seed": 1})),
+        r"pas_config=a dict of \[\] on rank 0 and a dict of \['seed'\] on rank 1",
+    ),
+    "another user_config on rank 1": (
+        lambda folder: linear(folder, user_config={"long": "a" * 200 + of_rank("b", "c")}),
+        r"user_config\['long'\]=\.\.\.a+b'\.\.\. on rank 0 and \.\.\.a+c'\.\.\. on rank 1",
+    ),
+    "a longer sample on rank 1": (
+        lambda folder: linear(folder, arguments={"input": torch.ones(4 + dist.get_rank(), 8)}),
+        r"dummy_forward_args\['input'\]=\[4, 8\] torch.float32 on rank 0 and \[5, 8\] torch.float32 on rank 1",
+    ),
+    "a class on rank 1": (
+        lambda folder: make(folder, of_rank(Outer(), Outer), arguments=X, use_end2end=False),
+        "module_or_module_class=an object of .*Outer on rank 0 and the class .*Outer on rank 1",
+    ),
+    "a module in evaluation on rank 1": (
+        lambda folder: make(folder, of_rank(Outer(), Outer().eval()), arguments=X, use_end2end=False),
+        "the module's training=True on rank 0 and False on rank 1",
+    ),
+    "an option that the optimizer lacks on rank 1": (
+        lambda folder: optimizer_of(folder, **of_rank({"lr": 0.1}, {"lrr": 0.1})),
+        "lrr=0.1 is no option of optimizer_fn=torch.optim.sgd.SGD; did you mean 'lr'",
+    ),
+    "another learning rate on rank 1": (
+        lambda folder: optimizer_of(folder, lr=of_rank(0.1, 0.2)),
+        "group 0 of the optimizer: lr=0.1 on rank 0 and 0.2 on rank 1",
+    ),
+    "a scale of two arguments on rank 1": (
+        lambda folder: make(folder, build()).train_step([sample(0)], scale_fn=of_rank(None, lambda a, b: a)),
+        "scale_fn=.* must be a callable of one argument, the loss",
+    ),
+    "a scale of two arguments in a unit": (
+        lambda folder: make(folder, build(), "data", plan_ngpus=2).train_step([sample(0)], scale_fn=lambda a, b: a),
+        "scale_fn=.* must be a callable of one argument, the loss",
+    ),
+    "a checkpoint of another model on rank 1": (
+        lambda folder: load_merged_state_dicts(linear(folder), nn.Linear(8, of_rank(8, 9)).state_dict()),
+        r"'weight' has shape \[9, 8\] in module_state_dict and \[8, 8\] in the module",
+    ),
     "another config on rank 1": (
         lambda folder: apart(folder, use_zero=True, use_end2end=False),
         "use_zero=False on rank 0 and True on rank 1; pass the same on all processes",
@@ -191,7 +266,7 @@ def outcomes(tmp_path_factory):
 def test_what_is_wrong_is_refused_on_every_process(outcomes, name):
     for found, _, _ in outcomes[0]:
         assert found[name] is not None
-        assert re.match(f"ValueError: .*{REFUSED[name][1]}", found[name])
+        assert re.match(f"ValueError: .*{REFUSED[name][1]}", found[name]), found[name]
 
 
 def test_an_error_of_one_process_under_dp_is_raised_on_all_which_go_on(outcomes):

@@ -1,5 +1,6 @@
 """Wrong values of the options of `parallelize` and its company: the error says which and what it must be."""
 
+import copy
 import json
 
 import pytest
@@ -192,6 +193,8 @@ def test_a_wrong_field_of_the_plan_that_a_callable_returns_is_refused_by_name(tm
         ({"samples": [sample(0)], "is_dummy_batch": True}, "is_dummy_batch=True must be a list"),
         ({"samples": [sample(0)], "is_dummy_batch": ["x"]}, "is_dummy_batch=.* must be a list"),
         ({"samples": [sample(0)], "scale_fn": 3}, "scale_fn=3 must be a callable"),
+        ({"samples": [sample(0)], "scale_fn": lambda: 1}, "scale_fn=.* must be a callable of one argument, the loss"),
+        ({"samples": [sample(0)], "scale_fn": lambda loss, unit: loss}, "scale_fn=.* must be a callable of one arg"),
         ({"samples": [sample(0)], "scale_fn": float}, "scale_fn gave .*; it must give a tensor"),
         ({"samples": [sample(0)], "scale_fn": lambda loss: loss.detach()}, "scale_fn gave .*; it must give a tensor"),
     ],
@@ -232,6 +235,21 @@ def test_a_wrong_argument_of_build_optimizer_is_refused_by_name(tmp_path, option
         build_optimizer(make(tmp_path), **{"optimizer_fn": SGD} | options, lr=0.1)
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "match"),
+    [
+        ((), {"lrr": 0.1}, "lrr=0.1 is no option of optimizer_fn=torch.optim.sgd.SGD; did you mean 'lr'"),
+        ((), {"params": []}, r"params=\[\] is no option of optimizer_fn"),
+        ((0.1,), {"lr": 0.2}, "optimizer_fn=torch.optim.sgd.SGD cannot be called with.*multiple values"),
+        ((), {"lr": "fast"}, "optimizer_fn=torch.optim.sgd.SGD refuses .*lr='fast'.*correct that option"),
+        ((), {"lr": -1.0}, "optimizer_fn=torch.optim.sgd.SGD refuses .*lr=-1.0.*correct that option"),
+    ],
+)
+def test_a_wrong_option_of_the_optimizer_is_refused_by_name(tmp_path, args, kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        build_optimizer(make(tmp_path), SGD, *args, **kwargs)
+
+
 def test_a_wrong_argument_of_what_build_optimizer_adds_is_refused_by_name(tmp_path):
     module = end_to_end(tmp_path)
     optimizer = build_optimizer(module, SGD, lr=0.1)
@@ -248,6 +266,22 @@ def test_a_wrong_argument_of_what_build_optimizer_adds_is_refused_by_name(tmp_pa
             register(None)
     with pytest.raises(ValueError, match="module=3 must be"):
         build_optimizer(3, SGD)
+
+
+def state_of(given):
+    return given["optimizer_state_dict"]["state"]
+
+
+def names_of(given):
+    return given["optimizer_state_dict"]["param_groups"][0]["param_names"]
+
+
+def of_sgd(state):
+    """The same parameters, as SGD steps them."""
+    parameter = nn.Parameter(torch.ones(1))
+    options = SGD([parameter], lr=0.1, momentum=0.9).state_dict()["param_groups"][0]
+    (group,) = state["param_groups"]
+    return {"state": {}, "param_groups": [options | {key: group[key] for key in ("params", "param_names")}]}
 
 
 def trained(folder):
@@ -275,6 +309,38 @@ def trained(folder):
             lambda given: given["optimizer_state_dict"]["state"][0].update(exp_avg=torch.ones(2, 2)),
             "exp_avg of parameter",
         ),
+        (
+            lambda given: given["module_state_dict"].update({"norm.weight": torch.ones(8, dtype=torch.complex64)}),
+            "'norm.weight' has dtype torch.complex64 and the module has torch.float32",
+        ),
+        (
+            lambda given: given["module_state_dict"].update({"norm.weight": torch.ones(8, dtype=torch.int64)}),
+            "'norm.weight' has dtype torch.int64 and the module has torch.float32",
+        ),
+        (
+            lambda given: given["module_state_dict"].update({"norm.weight": torch.ones(8, device="meta")}),
+            "'norm.weight' must be a dense tensor with values",
+        ),
+        (lambda given: state_of(given).pop(2), r"has no state of 'blocks.0.up.bias', state\[2\]; .* is {}"),
+        (lambda given: state_of(given)[2].pop("exp_avg"), "of 'blocks.0.up.bias' and .* which are of one group"),
+        (lambda given: state_of(given)[2].update(exp_avg=None), "exp_avg is None of 'blocks.0.up.bias'"),
+        (lambda given: state_of(given)[2].update(exp_avg="x"), "exp_avg is 'x' of 'blocks.0.up.bias'"),
+        (lambda given: state_of(given)[2].update(exp_avg=torch.ones(())), "exp_avg is one number of 'blocks.0.up.b"),
+        (
+            lambda given: state_of(given)[2].update(exp_avg=torch.ones(16, dtype=torch.complex64)),
+            "exp_avg of 'blocks.0.up.bias' is complex, and the parameter is not",
+        ),
+        (lambda given: state_of(given).update({99: {}}), "state has 99, which is in none of its groups"),
+        (lambda given: state_of(given).update({1: 3}), "optimizer_state_dict=.* must be a state dict of an optimizer"),
+        (lambda given: names_of(given).__setitem__(1, names_of(given)[0]), "parameter 'embed.weight' is in its groups"),
+        (
+            lambda given: given["optimizer_state_dict"]["param_groups"].append({"params": [99], "param_names": ["x"]}),
+            "has parameter 'x', which this optimizer does not train",
+        ),
+        (
+            lambda given: given.update(optimizer_state_dict=of_sgd(given["optimizer_state_dict"])),
+            r"is of another optimizer: it has options \[.*'momentum'.*\], and this one has \[.*'betas'",
+        ),
         (lambda given: given.update(device="nowhere"), "device='nowhere' must be a device"),
     ],
 )
@@ -288,10 +354,31 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_loaded(tmp
         "optimizer_state_dict": optimizer_state,
     }
     change(given)
+    before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=match):
         load_merged_state_dicts(**given)
+    assert str(optimizer.state_dict()) == str(before)
     for name, value in module.state_dict().items():
         assert torch.equal(value, state[name])
+
+
+def test_what_was_never_stepped_has_an_empty_state_in_a_checkpoint_and_none_after_it(tmp_path):
+    module, optimizer = trained(tmp_path)
+    merged = merge_state_dicts([module.state_dict()], [optimizer.state_dict()])
+    for state, load in (
+        (merged, load_merged_state_dicts),
+        (deduped_state_dict(module, optimizer), load_deduped_state_dict),
+    ):
+        state = copy.deepcopy(state)
+        state[1]["state"][2] = {}
+        other = end_to_end(tmp_path)
+        other_optimizer = build_optimizer(other, torch.optim.Adam, lr=0.1)
+        load(other, state[0], other_optimizer, state[1])
+        stepped = [p for name, p in other.named_parameters() if name != "blocks.0.up.bias"]
+        assert {id(p) for p in other_optimizer.state} == {id(p) for p in stepped}
+        again = merge_state_dicts([other.state_dict()], [other_optimizer.state_dict()])[1]
+        assert again["state"].keys() == merged[1]["state"].keys()
+        assert again["state"][2] == {}
 
 
 def test_what_merge_state_dicts_cannot_merge_is_refused_by_name(tmp_path):
@@ -302,6 +389,15 @@ def test_what_merge_state_dicts_cannot_merge_is_refused_by_name(tmp_path):
     for wrong in (3, [], [module.state_dict()], optimizer.state_dict()):
         with pytest.raises(ValueError, match=r"optimizer_state_dicts=.* must be a list"):
             merge_state_dicts([module.state_dict()], wrong)
+    state, earlier = module.state_dict(), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="optimizer_state_dicts are 1, module_state_dicts 2; give both of all"):
+        merge_state_dicts([state, state], [earlier])
+    for wrong in (torch.ones(8, dtype=torch.float64), torch.ones(9), 3):
+        with pytest.raises(ValueError, match=r"module_state_dicts: norm.weight: .* they are of two models"):
+            merge_state_dicts([state, state | {"norm.weight": wrong}])
+    earlier["state"][0]["step"] += 2
+    with pytest.raises(ValueError, match=r"embed\.weight is after 1 steps in one of them and after 3 in another"):
+        merge_state_dicts([state, state], [optimizer.state_dict(), earlier])
     plain = torch.optim.Adam(build().parameters()).state_dict()
     with pytest.raises(ValueError, match="optimizer_state_dicts has groups without param_names"):
         merge_state_dicts([module.state_dict()], [plain])
@@ -314,9 +410,28 @@ def test_a_deduped_checkpoint_of_another_process_or_model_is_refused(tmp_path):
         ({}, "module_state_dict has no 'blocks.0.down.bias'"),
         (state | {"more": torch.ones(1)}, "module_state_dict has 'more'"),
         (state | {"norm.weight": torch.ones(3)}, r"'norm.weight' is all of \[3\], and this process has all of \[8\]"),
+        (state | {"norm.weight": None}, "'norm.weight' is None, and this process has all of"),
+        (state | {"norm.weight": torch.ones(8, dtype=torch.complex64)}, "'norm.weight' has dtype torch.complex64"),
     ):
         with pytest.raises(ValueError, match=match):
             load_deduped_state_dict(module, wrong, optimizer, optimizer_state)
+    for change, match in (
+        (lambda found: found["state"].pop(2), r"has no state of 'blocks.0.up.bias', state\[2\]"),
+        (lambda found: found["state"][2].pop("exp_avg"), "of 'blocks.0.up.bias' and .* which are of one group"),
+        (lambda found: found["state"][2].update(exp_avg=None), "exp_avg of parameter 2 is another process's"),
+        (lambda found: found["state"][2].update(exp_avg=torch.ones(())), "exp_avg is one number of 'blocks.0.up.bias'"),
+        (
+            lambda found: found["state"][2].update(exp_avg=torch.ones(16, dtype=torch.complex64)),
+            "exp_avg of 'blocks.0.up.bias' is complex",
+        ),
+        (lambda found: found["state"].update({99: {}}), "state has 99, which is in none of its groups"),
+        (lambda found: found["param_groups"][0]["params"].pop(), "param_names for"),
+        (lambda found: found.update(of_sgd(found)), "is of another optimizer: it has options"),
+    ):
+        wrong_state = copy.deepcopy(optimizer_state)
+        change(wrong_state)
+        with pytest.raises(ValueError, match=match):
+            load_deduped_state_dict(module, state, optimizer, wrong_state)
     with pytest.raises(ValueError, match="module=None must be"):
         deduped_state_dict(None)
     with pytest.raises(ValueError, match="stride='1' must be a number"):

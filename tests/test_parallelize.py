@@ -1,6 +1,7 @@
 """`parallelize` and `build_optimizer`: one process, and two that train as one."""
 
 import dataclasses
+import functools
 import os
 
 import pytest
@@ -91,6 +92,9 @@ def parallel_training(rank, world_size, folder, policy, plan_ngpus, use_zero):
     options = {"plan_ngpus": plan_ngpus, "runtime_ngpus": world_size, "use_zero": use_zero}
     module = make(folder, policy, config=options)
     optimizer = build_optimizer(module, torch.optim.Adam, lr=0.01)
+    if use_zero:
+        with pytest.raises(ValueError, match=r"hook=.* would never be called: with use_zero=True"):
+            optimizer.register_reducer_pre_hook(print)
     norms = []
     for step in range(5):
         results = module.train_step([sample(100 * step + 2 * unit + i, 6 + step % 2) for i in range(2)])
@@ -104,7 +108,75 @@ def parallel_training(rank, world_size, folder, policy, plan_ngpus, use_zero):
 LAYOUTS = [("tp", 2, False), ("data", 2, False), ("dp", 1, False), ("dp", 1, True)]
 
 
+class Partly(nn.Module):
+    """The first linear is always run, the second where it is asked for, the third never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, both):
+        return self.second(self.first(x)) if both else self.first(x)
+
+
+def train_partly(module, optimizer, *used):
+    for step in range(2):
+        optimizer.zero_grad()
+        for both in used:
+            module(torch.ones(4, 8), both and step == 0).sum().backward()
+        optimizer.step()
+    return [p.detach() for p in module.parameters()]
+
+
+def partly_used(rank, world_size, folder):
+    """Weights after two steps: the second linear has a gradient on one process in the first, then on none."""
+    module = Partly()
+    arguments = {"x": torch.ones(4, 8), "both": True}
+    compute = ComputeConfig(plan_ngpus=1, runtime_ngpus=world_size, lowering="eager")
+    module = parallelize(module, arguments, "dp", compute, gen_savedir=folder)
+    return train_partly(module, build_optimizer(module, torch.optim.AdamW, lr=0.1), rank == 0)
+
+
+def train_groups(module, build, units):
+    """Two groups: the biases of what is parallel, and the rest, of which some is plain."""
+
+    def groups(named):
+        named = list(named)
+        biases = [p for name, p in named if "block" in name and "bias" in name]
+        others = [p for name, p in named if not ("block" in name and "bias" in name)]
+        return [{"params": biases, "lr": 0.02}, {"params": others}]
+
+    optimizer = build(module, groups)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for unit in units:
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + unit))
+            module(x).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
+
+
+def train_with(kind, rank=None, folder=None):
+    """In a unit of two, or the module itself; what torch has no sharded form of is stepped on whole tensors."""
+    torch.manual_seed(0)
+    module = Whole()
+    if rank is None:
+        return train_groups(module, lambda m, groups: kind(groups(m.named_parameters()), lr=0.01), (0,))
+    compute = ComputeConfig(plan_ngpus=2, runtime_ngpus=2)
+    module.block = parallelize(module.block, {"x": torch.ones(4, 8)}, "tp", compute, gen_savedir=folder)
+    return train_groups(module, lambda m, groups: build_optimizer(m, kind, lr=0.01, param_groups=groups), (0,))
+
+
 def all_layouts(rank, world_size, folder):
+    if world_size == 2:
+        plain = Partly()
+        expected = train_partly(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), True, False)
+        torch.testing.assert_close(partly_used(rank, world_size, folder / "partly"), expected)
+        for kind in (torch.optim.Adafactor, torch.optim.Rprop, torch.optim.RMSprop):
+            torch.testing.assert_close(train_with(kind, rank, folder / "kinds"), train_with(kind))
     return [parallel_training(rank, world_size, folder / str(number), *layout) for number, layout in enumerate(LAYOUTS)]
 
 
@@ -159,6 +231,12 @@ def test_a_submodule_may_be_parallel_in_a_plain_module(tmp_path):
         torch.testing.assert_close(p.grad, expected[name])
 
 
+def test_parameters_without_a_gradient_are_left_as_they_are(tmp_path):
+    plain = Partly()
+    expected = train_partly(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), True)
+    torch.testing.assert_close(partly_used(0, 1, tmp_path), expected)
+
+
 def test_gradients_are_scaled_after_they_are_synced_alone(tmp_path):
     optimizer = build_optimizer(make(tmp_path), torch.optim.SGD, lr=0.1)
     seen = []
@@ -207,6 +285,58 @@ def test_a_plan_is_used_again_for_the_same_model_and_config_alone(tmp_path):
     make(tmp_path, policy, config={"user_config": {"a": 1}}, reuse="moo")
     make(tmp_path, policy, config={"user_config": {"a": 1}}, reuse="override")
     assert len(made) == 3
+
+
+class Chosen:
+    """A policy that is an object, another one in each run."""
+
+    def __call__(self, graph, compute_config):
+        return Plan(graph=graph, mesh=(1,))
+
+
+def untraceable(self, sample):
+    return self.head(self.embed(sample["ids"])).sum() if sample["ids"].sum() > 0 else None
+
+
+@pytest.mark.parametrize("reuse", ["override", "moo", "graph"])
+def test_a_plan_that_is_not_to_be_matched_goes_also_where_the_next_one_cannot_be_made(tmp_path, monkeypatch, reuse):
+    make(tmp_path)
+    monkeypatch.setattr(Net, "forward", untraceable)
+    with pytest.raises(ValueError, match="Net cannot be traced at"):
+        make(tmp_path, reuse=reuse)
+    assert not list(tmp_path.glob("**/plan.json"))
+
+
+def test_a_plan_for_another_config_is_not_used_again(tmp_path):
+    make(tmp_path)
+    for changes in ({"inference_only": True}, {"lowering": "eager"}, {"use_end2end": False}):
+        with pytest.raises(ValueError, match=f"holds a plan for another {next(iter(changes))}; pass reuse='moo'"):
+            make(tmp_path, config=changes)
+
+
+def test_a_policy_that_is_made_anew_is_the_same_one(tmp_path):
+    for _ in range(2):
+        make(tmp_path, Chosen())
+        make(tmp_path, functools.partial(Chosen.__call__, Chosen()), instance_name="partial")
+
+
+class Tables(Block):
+    """Two buffers of different sizes that no state dict has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.tensor(2.0), persistent=False)
+        self.register_buffer("table", torch.arange(8.0), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x * self.factor + self.table)
+
+
+def test_a_graph_is_kept_of_a_module_with_several_buffers_that_no_state_dict_has(tmp_path):
+    module, x = Tables(), torch.ones(4, 8)
+    options = {"compute_config": config(use_end2end=False), "gen_savedir": tmp_path, "reuse": "graph"}
+    for _ in range(2):
+        torch.testing.assert_close(parallelize(module, {"x": x}, "dp", **options)(x), module(x))
 
 
 class Traced(Net):

@@ -44,6 +44,21 @@ def step(optimizer: torch.optim.Optimizer) -> None:
                 _step_plain(optimizer, [master], _whole)
     else:
         _step_sharded(optimizer)
+        return
+    if any(not isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
+        _step_others(optimizer)
+
+
+def _step_others(optimizer: torch.optim.Optimizer) -> None:
+    """Steps the parameters that are no DTensors."""
+    kept = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [param for param in group["params"] if not isinstance(param, DTensor)]
+    try:
+        optimizer.step()
+    finally:
+        for group, params in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = params
 
 
 def _steps_shards(optimizer: torch.optim.Optimizer, masters: list[Any]) -> bool:

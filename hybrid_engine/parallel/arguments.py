@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybrid_engine.distributed.processes import gather_objects, get_world_size, on_rank_zero
+from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.parallel.alike import check_alike, name_of, words_by_name, words_of
 from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.planning.named_policies import POLICIES, check_policy
-from hybrid_engine.parallel.values import SWITCH, Rule, check, has_names, shown
+from hybrid_engine.parallel.values import SWITCH, Rule, check, has_names, shown, takes
 
 Option = TypeVar("Option", bound=Enum)
 
@@ -27,19 +28,6 @@ def _is_module(value: Any) -> bool:
 
 def _is_policy(value: Any) -> bool:
     return isinstance(value, str) or (not _is_module(value) and takes(value, 2))
-
-
-def takes(function: Any, num_arguments: int) -> bool:
-    """Whether `function` can be called with so many arguments, as far as it says; local."""
-    if not callable(function):
-        return False
-    try:
-        inspect.signature(function).bind(*[None] * num_arguments)
-    except TypeError:
-        return False
-    except ValueError:
-        return True  # of C, whose signature nobody knows
-    return True
 
 
 def _is_path(value: Any) -> bool:
@@ -86,8 +74,7 @@ def agree_on(
     )
     config, load_module = given["compute_config"], given["load_module"]
     agree(lambda: check_processes(config, load_module, kinds[1]))
-    alike = {"reuse": kinds[0].value, "broadcast_strategy": kinds[1].value}
-    check_same(config, {**alike, "load_module": load_module, "module_dtype": given["module_dtype"]})
+    check_same(given, kinds)
     on_rank_zero(lambda: check_policy(given["pas_policy"], config))
     on_rank_zero(lambda: check_folder(given["gen_savedir"]))
     return kinds
@@ -137,19 +124,22 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def check_same(config: ComputeConfig, others: Mapping[str, Any]) -> None:
+def check_same(given: Mapping[str, Any], kinds: tuple[ReuseType, BroadcastGenFilesStrategy]) -> None:
     """ValueError on all processes unless all were given the same; collective.
 
-    Options of policies may differ: rank 0 makes the plan.
+    Of samples shapes, dtypes and what is no tensor; weights and folders may be others.
     """
-    own = {name: shown(value) for name, value in vars(config).items() if name not in ("pas_config", "user_config")}
-    own |= {name: shown(value) for name, value in others.items()}
-    for rank, found in enumerate(everyone := gather_objects(own)):
-        for name, words in found.items():
-            if words != everyone[0][name]:
-                raise ValueError(
-                    f"{name}={everyone[0][name]} on rank 0 and {words} on rank {rank}; pass the same on all processes"
-                )
+    config, module = given["compute_config"], given["module_or_module_class"]
+    own = {name: words_of(value) for name, value in vars(config).items() if not isinstance(value, Mapping)}
+    own |= words_by_name("pas_config", config.pas_config) | words_by_name("user_config", config.user_config)
+    own |= words_by_name("dummy_forward_args", given["dummy_forward_args"])
+    own |= {name: words_of(given[name]) for name in ("pas_policy", "load_module", "module_dtype", "instance_name")}
+    own |= {"reuse": kinds[0].value, "broadcast_strategy": kinds[1].value}
+    is_class = isinstance(module, type)
+    own["module_or_module_class"] = f"{'the class' if is_class else 'an object of'} {name_of(module)}"
+    if not is_class:
+        own["the module's training"] = str(module.training)
+    check_alike(own)
 
 
 def check_not_nested(module: nn.Module) -> None:

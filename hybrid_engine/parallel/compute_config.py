@@ -131,7 +131,7 @@ class ComputeConfig:
 
     def to_json(self) -> dict[str, Any]:
         """What a plan was made for, in the words of its file."""
-        return {name: _plain(getattr(self, name)) for name in ("plan_ngpus", "pas_config", "user_config")}
+        return {name: _plain(value) for name, value in vars(self).items()}
 
 
 def _plain(value: Any) -> Any:

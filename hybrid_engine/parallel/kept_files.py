@@ -1,11 +1,13 @@
 """What lies in `gen_savedir`: the plan, what it was made for, and the traced graph where somebody asked for it."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybrid_engine.distributed.processes import get_rank
 from hybrid_engine.parallel.compute_config import ReuseType
 from hybrid_engine.parallel.planning.plan_contents import read_content
 
@@ -47,11 +49,26 @@ def kept_plan(
                 f"{folder} holds a plan for another {', '.join(differing)}; pass reuse='moo' to make it anew, or "
                 "another instance_name to keep both"
             )
-    for name in (PLAN_FILE, MADE_FOR_FILE):
-        (folder / name).unlink(missing_ok=True)
+    _remove_plan(folder)
     found = Kept(make(), made_for, is_new=True)
     write_plan(folder, found)
     return found
+
+
+@contextmanager
+def removed_on_error(folder: Path, reuse: ReuseType) -> Iterator[None]:
+    """Around what comes before a plan is made: where it fails, no plan stays that `reuse` does not ask to match."""
+    try:
+        yield
+    except Exception:
+        if reuse is not ReuseType.MATCH and get_rank() == 0:
+            _remove_plan(folder)
+        raise
+
+
+def _remove_plan(folder: Path) -> None:
+    for name in (MADE_FOR_FILE, PLAN_FILE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def write_plan(folder: Path, kept: Kept) -> None:

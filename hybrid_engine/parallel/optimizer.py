@@ -13,12 +13,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.optim import plain_steps
+from hybrid_engine.parallel.alike import check_alike, name_of
 from hybrid_engine.parallel.checkpoints.optimizer_states import GROUP, NAMES, NUMBERS
 from hybrid_engine.parallel.eager_module import EagerModule
+from hybrid_engine.parallel.optimizer_arguments import checked_groups, checked_parts, made_by, options_of
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Hook, Reducer
 from hybrid_engine.parallel.staged_module import StagedModule
-from hybrid_engine.parallel.values import CALLABLE, Rule, check, is_list_of, is_number, shown
+from hybrid_engine.parallel.values import CALLABLE, Rule, check, is_number, shown
 from hybrid_engine.zero.layer_groups import find_groups
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -35,16 +39,14 @@ def build_optimizer(
 
     `param_groups` makes groups from names and parameters; without it there is one. The optimizer gets these besides:
     `sync_shard_grad()`, which sums gradients over units (`step()` does when nobody did), `scale_grads(factor)` and
-    `clip_gnorm(max_norm)`, which need that first, and `register_reducer_pre_hook` and `register_reducer_post_hook`.
-    Where the config says `use_zero`, the module is sharded over units here. ValueError for modules without a parallel
-    part, of different configs, or for inference, and for groups that are none.
+    `clip_gnorm(max_norm)`, which need that first, and `register_reducer_pre_hook` and `register_reducer_post_hook`,
+    which ZeRO has not. What torch has no sharded form of is stepped on whole tensors, as Adafactor is.
+
+    Where the config says `use_zero`, the module is sharded over units here. Collective. ValueError, on every process,
+    for modules without a parallel part, of different configs, or for inference, for groups that are none, for options
+    that the optimizer has not or refuses, and where processes give it different ones.
     """
-    check("module", module, Rule(lambda value: isinstance(value, nn.Module), "a torch.nn.Module"))
-    check("optimizer_fn", optimizer_fn, CALLABLE)
-    if param_groups is not None:
-        check("param_groups", param_groups, CALLABLE)
-    parts = [part for part in module.modules() if isinstance(part, ParallelModule)]
-    _check_parts(parts)
+    parts = agree(lambda: checked_parts(module, optimizer_fn, args, kwargs, param_groups))
     for part in parts:
         if part.compute_config.use_zero and part.meshes.zero is not None and not isinstance(part, FSDPModule):
             _shard(part)
@@ -57,57 +59,26 @@ def build_optimizer(
         Reducer([p for _, p in trained if id(p) not in parallel], group),
     ]
     places = _places(module, trained)
-    given = [{"params": [p for _, p in trained]}] if param_groups is None else _checked(param_groups(trained), places)
-    groups, described = _of_one_kind(given, places)
-    optimizer = optimizer_fn(groups, *args, **kwargs)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(
-            f"optimizer_fn={shown(optimizer_fn)} gave {shown(optimizer)}; it must give an optimizer of torch"
-        )
-    for live, description in zip(optimizer.param_groups, described, strict=True):
-        live.update(description)
+
+    def built() -> torch.optim.Optimizer:
+        whole = [{"params": [p for _, p in trained]}]
+        given = whole if param_groups is None else checked_groups(param_groups(trained), places)
+        groups, described = _of_one_kind(given, places)
+        optimizer = made_by(optimizer_fn, groups, args, kwargs)
+        for live, description in zip(optimizer.param_groups, described, strict=True):
+            live.update(description)
+        return optimizer
+
+    optimizer = agree(built)
+    own = options_of(optimizer.param_groups, GROUP, (NAMES, NUMBERS, GROUP))
+    check_alike({"optimizer_fn": name_of(type(optimizer)), **own})
     additions = _Additions(optimizer, reducers, [p for _, p in trained])
+    additions.is_sharded = any(isinstance(part, FSDPModule) for part in parts)
     for part in parts:
         additions.after.extend(_between_stages(part))
         additions.stages = part.meshes.stages if part.plan.stages else None
     additions.attach()
     return optimizer
-
-
-def _check_parts(parts: list[ParallelModule]) -> None:
-    if not parts:
-        raise ValueError("module has no parallel part; call parallelize, or build the optimizer itself")
-    if any(part.compute_config.inference_only for part in parts):
-        raise ValueError("inference_only=True: the module is never trained; change the compute config")
-    for name in ("plan_ngpus", "runtime_ngpus"):
-        values = sorted({getattr(part.compute_config, name) for part in parts})
-        if len(values) > 1:
-            raise ValueError(f"the parallel parts have {name} of {values}; all must have the same")
-
-
-def _checked(groups: Any, places: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """The groups that `param_groups` gave, with lists of parameters; ValueError for what is none, and for others'."""
-    rule = Rule(
-        lambda value: is_list_of(value, lambda group: isinstance(group, dict) and "params" in group) and len(value) > 0,
-        "a list of dicts with 'params'",
-    )
-    check("param_groups' result", groups, rule)
-    seen: set[int] = set()
-    found = []
-    for number, group in enumerate(groups):
-        params = group["params"]
-        listed = [params] if isinstance(params, Tensor) else list(params)
-        for parameter in listed:
-            if id(parameter) not in places:
-                raise ValueError(
-                    f"param_groups: params of group {number} have {shown(parameter)}, which is no trained parameter of "
-                    "the module; take them from what param_groups is given"
-                )
-            if id(parameter) in seen:
-                raise ValueError(f"param_groups: {places[id(parameter)][0]!r} is there twice; put it into one group")
-            seen.add(id(parameter))
-        found.append({**group, "params": listed})
-    return found
 
 
 def _shard(part: ParallelModule) -> None:
@@ -181,6 +152,7 @@ class _Additions:
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducers: list[Reducer], parameters: list[nn.Parameter]):
         self.optimizer, self.reducers, self.parameters = optimizer, reducers, parameters
+        self.is_sharded = self._is_stepping = False
         self.after: list[Reducer] = []  # of parameters that several stages hold
         self.stages: DeviceMesh | None = None
         self._summed: list[
@@ -202,8 +174,10 @@ class _Additions:
         optimizer.register_reducer_pre_hook = lambda hook: self._register("pre_hooks", hook)
         optimizer.register_reducer_post_hook = lambda hook: self._register("post_hooks", hook)
         optimizer._non_parallel_module_reducer = self.reducers[1]
-        optimizer.register_step_pre_hook(lambda *_: self.sync_shard_grad())
-        optimizer.register_step_post_hook(lambda *_: self._begin())
+        optimizer.register_step_pre_hook(lambda *_: None if self._is_stepping else self.sync_shard_grad())
+        optimizer.register_step_post_hook(lambda *_: None if self._is_stepping else self._begin())
+        if any(isinstance(parameter, DTensor) for parameter in self.parameters):
+            optimizer.step = self._step_with(optimizer.step)
         zero_grad = type(optimizer).zero_grad
 
         def zero_and_begin(self_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
@@ -212,11 +186,35 @@ class _Additions:
 
         optimizer.zero_grad = MethodType(zero_and_begin, optimizer)
 
+    def _step_with(self, step: Callable[..., Any]) -> MethodType:
+        """`step` by `plain_steps`, which calls it several times where torch has no sharded form of what it does."""
+
+        def stepped(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> Any:
+            if closure is not None:
+                return step(closure)
+            if self._is_stepping:
+                return step()
+            self.sync_shard_grad()
+            self._is_stepping = True
+            try:
+                plain_steps.step(optimizer)
+            finally:
+                self._is_stepping = False
+                self._begin()
+            return None
+
+        return MethodType(stepped, self.optimizer)  # schedulers of torch look for a method's function
+
     def _begin(self) -> None:
         self._summed = []
 
     def _register(self, which: str, hook: Hook) -> None:
         check("hook", hook, CALLABLE)
+        if self.is_sharded:
+            raise ValueError(
+                f"hook={shown(hook)} would never be called: with use_zero=True FSDP2 reduces the gradients of parallel "
+                "parts; leave use_zero out, or look at gradients after sync_shard_grad()"
+            )
         for reducer in self.reducers:
             getattr(reducer, which).append(hook)
 

@@ -212,10 +212,8 @@ class ParallelModule(nn.Module):
         `is_dummy_batch` says of each sample whether its loss counts with 0, so that all processes have as many;
         `scale_fn` makes of the loss of a sample what its backward pass starts from.
         """
-        self._check_end_to_end("train_step")
-        if self.compute_config.inference_only:
-            raise ValueError("inference_only=True: train_step needs a plan for training; change the config")
-        check_samples(samples, is_dummy_batch, scale_fn)
+        with self.together():
+            agree(lambda: self._check_train_step(samples, is_dummy_batch, scale_fn))
         self.zero_grad()
 
         def backward_from(result: Any, position: int) -> Tensor:
@@ -224,6 +222,12 @@ class ParallelModule(nn.Module):
             return loss * 0 if is_dummy_batch and is_dummy_batch[position] else loss
 
         return self._run_samples(samples, backward_from)
+
+    def _check_train_step(self, samples: Any, is_dummy_batch: Any, scale_fn: Any) -> None:
+        self._check_end_to_end("train_step")
+        if self.compute_config.inference_only:
+            raise ValueError("inference_only=True: train_step needs a plan for training; change the config")
+        check_samples(samples, is_dummy_batch, scale_fn)
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """The results of the forward pass of each sample."""

@@ -18,13 +18,14 @@ from hybrid_engine.distributed.processes import (
     on_rank_zero,
 )
 from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.parallel.alike import name_of
 from hybrid_engine.parallel.arguments import agree_on, built_by, check_not_nested
 from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.eager_module import Carried, EagerModule, class_of, lower_eagerly
 from hybrid_engine.parallel.graph.graph import Graph, build_graph, graph_of_trace
 from hybrid_engine.parallel.graph.storing import dump_trace, load_trace, trace_key
 from hybrid_engine.parallel.graph.tracing import trace
-from hybrid_engine.parallel.kept_files import Kept, kept_plan, stored_trace, write_plan, write_trace
+from hybrid_engine.parallel.kept_files import Kept, kept_plan, removed_on_error, stored_trace, write_plan, write_trace
 from hybrid_engine.parallel.meshes import build_meshes
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.planning.named_policies import Policy, check_runs, plan_by
@@ -88,11 +89,12 @@ def parallelize(
         agree(lambda: _check_initialised(traced, init_module_params))
     folder = Path(gen_savedir) / f"{_full_name(traced)}" / (instance_name or "_")
     content = None
-    if reuse is ReuseType.GRAPH or strategy in SENDS_GRAPH:
-        content = on_rank_zero(lambda: _trace_of(traced, dummy_forward_args, compute_config, folder, reuse))
-        graph = agree(lambda: graph_of_trace(load_trace(content), traced))
-    else:
-        graph = agree(lambda: build_graph(traced, dummy_forward_args))
+    with removed_on_error(folder, reuse):
+        if reuse is ReuseType.GRAPH or strategy in SENDS_GRAPH:
+            content = on_rank_zero(lambda: _trace_of(traced, dummy_forward_args, compute_config, folder, reuse))
+            graph = agree(lambda: graph_of_trace(load_trace(content), traced))
+        else:
+            graph = agree(lambda: build_graph(traced, dummy_forward_args))
     kept = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
     agree(
         lambda: _send_to_nodes(
@@ -136,7 +138,7 @@ def _full_name(module: nn.Module) -> str:
 
 def _planned(graph: Graph, policy: str | Policy, config: ComputeConfig, folder: Path, reuse: ReuseType) -> Kept:
     """The plan as its file holds it: that of the folder where `reuse` says so and it fits, else a new one."""
-    name = policy if isinstance(policy, str) else f"{policy.__module__}.{getattr(policy, '__qualname__', policy)}"
+    name = policy if isinstance(policy, str) else name_of(policy)
     return kept_plan(
         folder,
         {"graph": graph.hash, "policy": name, **config.to_json()},

@@ -22,21 +22,29 @@ class Reducer:
     def reduce(self) -> None:
         """Sums the gradients in place, those of one dtype in one collective; one that a process lacks counts as 0.
 
-        Hooks get the gradients of a dtype as one flat tensor, before and after.
+        One that all lack stays away: optimizers leave such parameters as they are. Hooks get the gradients of a dtype
+        as one flat tensor, before and after.
         """
+        if self.group is None and not self.pre_hooks and not self.post_hooks:
+            return  # nobody would see the flat copy
         for dtype in sorted({p.dtype for p in self.parameters}, key=str):
-            parts = [local_gradient(p) for p in self.parameters if p.dtype == dtype]
-            if self.group is None and not self.pre_hooks and not self.post_hooks:
-                continue  # nobody would see the flat copy
-            flat = torch.cat([part.flatten() for part in parts]) if parts else torch.empty(0)
+            parameters = [p for p in self.parameters if p.dtype == dtype]
+            is_there = [p.grad is not None for p in parameters]
+            parts = [local_gradient(p) for p in parameters]
+            flags = torch.tensor(is_there, dtype=dtype, device=parts[0].device)
+            flat = torch.cat([*(part.flatten() for part in parts), flags])
+            gradients, counts = flat[: -len(parts)], flat[-len(parts) :]
             for hook in self.pre_hooks:
-                hook(self, flat)
+                hook(self, gradients)
             if self.group is not None:
                 dist.all_reduce(flat, group=self.group)
             for hook in self.post_hooks:
-                hook(self, flat)
-            for part, summed in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                hook(self, gradients)
+            for part, summed in zip(parts, gradients.split([part.numel() for part in parts]), strict=True):
                 part.copy_(summed.view_as(part))
+            for parameter, count in zip(parameters, counts.tolist(), strict=True):
+                if count == 0:
+                    parameter.grad = None
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:

@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from hybrid_engine.parallel.values import CALLABLE, Rule, check, is_list_of, is_switch, shown
+from hybrid_engine.parallel.values import Rule, check, is_list_of, is_switch, shown, takes
 
 SAMPLES = Rule(lambda value: isinstance(value, list | tuple), "a list of samples, each the first argument of forward")
+SCALE = Rule(lambda value: takes(value, 1), "a callable of one argument, the loss, or None")
 DUMMIES = Rule(lambda value: is_list_of(value, is_switch), "a list of True or False")
 
 
@@ -18,7 +19,7 @@ def check_samples(samples: Any, is_dummy_batch: Any = None, scale_fn: Any = None
     if not samples:
         raise ValueError("samples=[] must have at least one; give a dummy batch where a process has none")
     if scale_fn is not None:
-        check("scale_fn", scale_fn, CALLABLE)
+        check("scale_fn", scale_fn, SCALE)
     if is_dummy_batch is not None:
         check("is_dummy_batch", is_dummy_batch, DUMMIES)
         if len(is_dummy_batch) != len(samples):

@@ -1,5 +1,6 @@
 """Rules for values that users give: what each must be, in words, and the error for one that is not."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -44,6 +45,19 @@ def has_names(value: Any) -> bool:
 def is_list_of(value: Any, accepts: Callable[[Any], bool]) -> bool:
     """Whether a value is a list or tuple, each entry of which is accepted."""
     return isinstance(value, list | tuple) and all(accepts(entry) for entry in value)
+
+
+def takes(function: Any, num_arguments: int) -> bool:
+    """Whether `function` can be called with so many arguments, as far as it says."""
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # of C, whose signature nobody knows
+    return True
 
 
 COUNT = Rule(is_count, "a number of at least 1")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
@@ -16,10 +17,12 @@ from torch.utils import _pytree as pytree
 
 def dump_trace(exported: ExportedProgram) -> bytes:
     """What `load_trace` reads; ValueError where arguments or results have types that torch.export cannot write."""
-    kept = exported._state_dict, exported._example_inputs
+    kept = exported._state_dict, exported._example_inputs, exported._constants
     file = io.BytesIO()
     exported._state_dict = {name: _without_data(tensor) for name, tensor in exported.state_dict.items()}
     exported._example_inputs = None  # type: ignore[assignment]
+    # Buffers that no state dict has: of several without data the file would have the first's storage alone.
+    exported._constants = {name: _without_data(v) if _is_empty(v) else v for name, v in exported.constants.items()}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -30,8 +33,12 @@ def dump_trace(exported: ExportedProgram) -> bytes:
             "broadcast_strategy='none' or 'code', and another reuse than 'graph'"
         ) from error
     finally:
-        exported._state_dict, exported._example_inputs = kept
+        exported._state_dict, exported._example_inputs, exported._constants = kept
     return file.getvalue()
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta)
 
 
 def _without_data(tensor: Tensor) -> Tensor:
