@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from hybrid_engine.parallel.values import shown
+
 # So that `torch.load` reads each rank's own `state_dict()` under torch 2.11 too; 2.12 and later know it by themselves.
 torch.serialization.add_safe_globals([_StridedShard])
-
-from hybrid_engine.parallel.values import shown
 
 
 def extent(
