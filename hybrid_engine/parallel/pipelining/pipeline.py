@@ -62,15 +62,16 @@ class StageRunner(nn.Module):
         """What the next stage is sent, or the results of the last one that are tensors."""
         sample = self.samples[self.count]
         self.count += 1
+        held: dict[str, Tensor] = {}
         try:
             with self.together():
-                return self._run(sample, received)
+                held = self.held()
+                return self._run(sample, received, held)
         except Exception as error:
             self.error = self.error or error
-            return self._zeros(received)
+            return self._zeros((*held.values(), *received))
 
-    def _run(self, sample: Inputs, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        held = self.held()
+    def _run(self, sample: Inputs, received: Sequence[Tensor], held: dict[str, Tensor]) -> tuple[Tensor, ...]:
         # A backward pass of an earlier micro-batch may yet read a buffer that this one changes.
         given = held | {name: held[name].clone() for name in self.stage.mutations}
         values = self.steps.values(given, {**sample, **dict(zip(self.stage.received, received, strict=True))})
@@ -87,9 +88,9 @@ class StageRunner(nn.Module):
             self.outputs.append([None if output is None else output.detach().clone() for output in outputs])
         return tuple(output for output in outputs if output is not None)
 
-    def _zeros(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What has the shapes of results, after an error."""
-        device, nothing = default_device(), _nothing_of((*self.held().values(), *received))
+    def _zeros(self, read: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """What has the shapes of results, after an error, with gradients for what this stage reads."""
+        device, nothing = default_device(), _nothing_of(read)
         if not self.stage.is_last:
             zeros = [torch.zeros_like(tensor, device=device) for tensor in self.like(self.stage.sent)]
             return tuple(zero + nothing if zero.is_floating_point() else zero for zero in zeros)
