@@ -181,14 +181,19 @@ class Process:
 
     def __init__(self, action: Callable[[], int], log: Path):
         self.log = log
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         self.pid = os.fork()
         if self.pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             return
         status = 1
         try:
             file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(file, 1)
             os.dup2(file, 2)
+            status = 130  # of a command that is interrupted before it begins
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            status = 1
             status = action()
         except BaseException:
             traceback.print_exc()
