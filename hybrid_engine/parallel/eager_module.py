@@ -7,6 +7,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,8 +29,10 @@ class EagerModule(ParallelModule):
     hooks: Hooks | None
     runs_graph = False
 
+    # torch.compile would keep parameters that hooks exchange as those of the first call.
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The original's forward; an error in it is raised on all processes of the unit."""
+        """The original's forward, never compiled; an error in it is raised on all processes of the unit."""
         with self.together():
             return super().__call__(*args, **kwargs)
 

@@ -1,6 +1,5 @@
 """`build_optimizer`: any optimizer on the parameters that this rank holds, with gradients summed over units."""
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -18,6 +17,7 @@ from hybrid_engine.optim import plain_steps
 from hybrid_engine.parallel.alike import check_alike, name_of
 from hybrid_engine.parallel.checkpoints.optimizer_states import GROUP, NAMES, NUMBERS
 from hybrid_engine.parallel.eager_module import EagerModule
+from hybrid_engine.parallel.gradient_sums import GradientSums
 from hybrid_engine.parallel.optimizer_arguments import checked_groups, checked_parts, made_by, options_of
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Hook, Reducer
@@ -72,7 +72,7 @@ def build_optimizer(
     optimizer = agree(built)
     own = options_of(optimizer.param_groups, GROUP, (NAMES, NUMBERS, GROUP))
     check_alike({"optimizer_fn": name_of(type(optimizer)), **own})
-    additions = _Additions(optimizer, reducers, [p for _, p in trained])
+    additions = _Additions(module, optimizer, reducers, [p for _, p in trained])
     additions.is_sharded = any(isinstance(part, FSDPModule) for part in parts)
     for part in parts:
         additions.after.extend(_between_stages(part))
@@ -150,20 +150,18 @@ AT_LEAST_0 = "a number of at least 0, or None"
 class _Additions:
     """What `build_optimizer` adds to an optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reducers: list[Reducer], parameters: list[nn.Parameter]):
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        reducers: list[Reducer],
+        parameters: list[nn.Parameter],
+    ):
         self.optimizer, self.reducers, self.parameters = optimizer, reducers, parameters
+        self.sums = GradientSums(module, parameters, [p for reducer in reducers for p in reducer.parameters])
         self.is_sharded = self._is_stepping = False
         self.after: list[Reducer] = []  # of parameters that several stages hold
         self.stages: DeviceMesh | None = None
-        self._summed: list[
-            weakref.ref[Tensor] | None
-        ] = []  # gradients of `parameters`; empty: none since the last step
-
-    @property
-    def is_synced(self) -> bool:
-        """Whether the gradients are those that were summed last; one that a later backward pass made is another."""
-        found = [None if ref is None else ref() for ref in self._summed]
-        return bool(found) and all(p.grad is gradient for p, gradient in zip(self.parameters, found, strict=True))
 
     def attach(self) -> None:
         """Gives the optimizer its methods, and has `step` sync first."""
@@ -175,14 +173,14 @@ class _Additions:
         optimizer.register_reducer_post_hook = lambda hook: self._register("post_hooks", hook)
         optimizer._non_parallel_module_reducer = self.reducers[1]
         optimizer.register_step_pre_hook(lambda *_: None if self._is_stepping else self.sync_shard_grad())
-        optimizer.register_step_post_hook(lambda *_: None if self._is_stepping else self._begin())
+        optimizer.register_step_post_hook(lambda *_: None if self._is_stepping else self.sums.end_step())
         if any(isinstance(parameter, DTensor) for parameter in self.parameters):
             optimizer.step = self._step_with(optimizer.step)
         zero_grad = type(optimizer).zero_grad
 
         def zero_and_begin(self_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
             zero_grad(self_, set_to_none)
-            self._begin()
+            self.sums.forget()
 
         optimizer.zero_grad = MethodType(zero_and_begin, optimizer)
 
@@ -200,13 +198,10 @@ class _Additions:
                 plain_steps.step(optimizer)
             finally:
                 self._is_stepping = False
-                self._begin()
+                self.sums.end_step()
             return None
 
         return MethodType(stepped, self.optimizer)  # schedulers of torch look for a method's function
-
-    def _begin(self) -> None:
-        self._summed = []
 
     def _register(self, which: str, hook: Hook) -> None:
         check("hook", hook, CALLABLE)
@@ -219,17 +214,21 @@ class _Additions:
             getattr(reducer, which).append(hook)
 
     def sync_shard_grad(self) -> None:
-        """Sums gradients over units; nothing where that is done since the last step. Collective."""
-        if not self.is_synced:
-            for reducer in (*self.reducers, *self.after):
-                if reducer.parameters:
-                    reducer.reduce()
-            self._summed = [None if p.grad is None else weakref.ref(p.grad) for p in self.parameters]
+        """Sums gradients over units; nothing where that is done since the last step. Collective.
+
+        ValueError where a gradient is a sum already and has grown, or is that of a parameter nobody trains.
+        """
+        if not self.sums.are_there:
+            given = [reducer for reducer in (*self.reducers, *self.after) if reducer.parameters]
+            self.sums.check(any(reducer.group is not None for reducer in given))
+            for reducer in given:
+                reducer.reduce()
+            self.sums.enter()
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies all gradients; ValueError before they are synced, when units would sum what was scaled apart."""
         check("factor", factor, Rule(lambda v: is_number(v) or (isinstance(v, Tensor) and v.numel() == 1), "a number"))
-        if not self.is_synced:
+        if not self.sums.are_there:
             raise ValueError("scale_grads before the gradients are synced; call sync_shard_grad() first")
         for parameter in self.parameters:
             if parameter.grad is not None:

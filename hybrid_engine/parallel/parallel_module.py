@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, build_graph, without_weights
+from hybrid_engine.parallel.graph.trace_state import copy_trace_state, trace_state
 from hybrid_engine.parallel.graph.tracing import arguments_by_name, check_takes_sample
 from hybrid_engine.parallel.held_parts import leave_out, moved_to, part_of
 from hybrid_engine.parallel.joint_passes import JointPasses
@@ -32,8 +33,8 @@ from hybrid_engine.parallel.samples import check_samples, loss_of, scaled
 class ParallelModule(nn.Module):
     """What `parallelize` gives. `plan` and `compute_config` say how it runs; `plan` changes nothing any more.
 
-    A sample with arguments of other shapes than before is traced once more, for which the plan holds too; `sample` are
-    the arguments for which `plan` has the graph.
+    A sample with arguments of other shapes than before is traced once more, for which the plan holds too, as is one
+    after a change of modes or plain attributes of its parts; `sample` are the arguments for which `plan` has the graph.
     """
 
     plan: Plan
@@ -116,7 +117,31 @@ class ParallelModule(nn.Module):
             if all(p is None or held._parameters[name] is not None for name, p in module._parameters.items()):
                 module._parameters = held._parameters
             module._buffers.update((name, buffer) for name, buffer in held._buffers.items() if buffer is not None)
-        return original.train(self.training)
+        copy_trace_state(self, original)
+        return original
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelModule":
+        """A module with parameters and buffers of its own, under the same plan over the same processes."""
+        meshes = [mesh for mesh in vars(self.meshes).values() if mesh is not None]
+        shared = (self.plan, self.meshes, *meshes, self.joint_passes, self.__dict__.get("_original"))
+        memo |= {id(entry): entry for entry in shared if entry is not None}
+        copied: ParallelModule = object.__new__(type(self))
+        memo[id(self)] = copied
+        remade = self._remade_state()
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = remade[name] if name in remade else copy.deepcopy(value, memo)
+        return copied
+
+    def _remade_state(self) -> dict[str, Any]:
+        """Attributes that a copy begins with anew."""
+        return {"_steps": {}, "_with_parts": None, "_graphs": dict(self.__dict__.get("_graphs", {}))}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """ValueError: a pickle of one process's parts means nothing to another run."""
+        raise ValueError(
+            f"a parallel {type(self).__name__} is not pickled; save its state_dict(), or merge_state_dicts of all "
+            "processes, and load that into a module that parallelize gives"
+        )
 
     def train(self, mode: bool = True) -> "ParallelModule":
         """Sets the mode, also of what `original` gave."""
@@ -180,14 +205,13 @@ class ParallelModule(nn.Module):
         """What the graph depends on."""
         leaves, spec = pytree.tree_flatten(arguments)
         words = tuple((t.shape, t.dtype, t.device.type) if isinstance(t, Tensor) else t for t in leaves)
-        return self.training, str(spec), words
+        return trace_state(self), str(spec), words
 
     def _planned(self, arguments: dict[str, Any]) -> tuple[Plan, Graph]:
         key = self._key(arguments)
         if key not in self._graphs:
-            self._original.train(self.training)
-            with torch.enable_grad():  # without, regions without gradients would be others
-                self._graphs[key] = build_graph(self._original, arguments)
+            copy_trace_state(self, self._original)
+            self._graphs[key] = build_graph(self._original, arguments)
         return self.plan.for_graph(self._graphs[key]), self._graphs[key]
 
     def _steps_for(self, arguments: dict[str, Any]) -> tuple[Steps, Graph]:

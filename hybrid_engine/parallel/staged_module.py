@@ -23,6 +23,9 @@ class StagedModule(ParallelModule):
         super().__init__(*parts)
         self.__dict__["_pipelines"], self.__dict__["_runner"] = {}, None
 
+    def _remade_state(self) -> dict[str, Any]:
+        return {**super()._remade_state(), "_pipelines": {}, "_runner": None}
+
     def _names_here(self) -> frozenset[str]:
         return frozenset().union(*(stage.held for stage in self._own_stages(self.plan.graph).values()))
 

@@ -34,7 +34,13 @@ def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
     check_arguments(module, arguments)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = _device_of(module, arguments)
-    with _fake_tensors(module, mode, device), warnings.catch_warnings():
+    # Regions without gradients are seen from one that has them alone.
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _fake_tensors(module, mode, device),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         try:
             exported = torch.export.export(module, (), _fake(dict(arguments), mode, device), strict=False)

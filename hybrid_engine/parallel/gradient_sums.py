@@ -1,0 +1,65 @@
+"""Which gradients are sums over units already, so that none is summed twice, and none that should be is not."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+TRAINED = "_is_trained_by_build_optimizer"
+"""Set on parameters that an optimizer of `build_optimizer` knows."""
+
+
+class GradientSums:
+    """What one optimizer has summed."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], summed: Iterable[nn.Parameter]):
+        """`parameters` are the optimizer's, `summed` those whose gradients processes add up by themselves."""
+        self._module, self._parameters = module, parameters
+        self._since_step: list[weakref.ref[Tensor] | None] = []
+        self._sums: dict[int, weakref.ref[Tensor]] = {}
+        self._is_grown = False
+        for parameter in parameters:
+            setattr(parameter, TRAINED, True)
+        note = weakref.WeakMethod(self._note)
+        for parameter in summed:
+            parameter.register_post_accumulate_grad_hook(lambda p: None if note() is None else note()(p))  # type: ignore[misc]
+
+    @property
+    def are_there(self) -> bool:
+        """Whether the gradients are those that were summed last; one that a later backward pass made is another."""
+        found = [None if ref is None else ref() for ref in self._since_step]
+        same = all(p.grad is gradient for p, gradient in zip(self._parameters, found, strict=bool(found)))
+        return bool(found) and same and not self._is_grown
+
+    def check(self, are_several: bool) -> None:
+        """ValueError where gradients cannot be summed now; `are_several`: units give terms of the sums."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and parameter.grad is not None and not hasattr(parameter, TRAINED):
+                raise ValueError(
+                    f"{name!r} was not trained when build_optimizer was called, and has a gradient now, which would be "
+                    "neither summed nor stepped; call build_optimizer again after requires_grad_()"
+                )
+        if self._is_grown and are_several:
+            raise ValueError(
+                "a backward pass has added to gradients that are summed over units already, which would be summed "
+                "twice; call the optimizer's zero_grad() before it"
+            )
+
+    def enter(self) -> None:
+        """Takes note that all gradients are sums now."""
+        self._since_step = [None if p.grad is None else weakref.ref(p.grad) for p in self._parameters]
+        self._sums = {id(p): weakref.ref(p.grad) for p in self._parameters if p.grad is not None}
+        self._is_grown = False
+
+    def end_step(self) -> None:
+        """Takes note that the gradients have been used."""
+        self._since_step = []
+
+    def forget(self) -> None:
+        """Takes note that the gradients are gone, or zero."""
+        self._since_step, self._sums, self._is_grown = [], {}, False
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        """After a backward pass has added to the gradient of `parameter`."""
+        ref = self._sums.get(id(parameter))
+        self._is_grown = self._is_grown or (ref is not None and ref() is parameter.grad)

@@ -1,0 +1,27 @@
+"""What a trace of a module's forward depends on besides its arguments: modes and plain attributes of its parts.
+
+`module.norm.eval()` or `module.dropout.p = 0.0` make other ops of the same arguments.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import nn
+
+PLAIN = (bool, int, float, str)
+
+
+def trace_state(module: nn.Module) -> Hashable:
+    """The modes, numbers and texts that the parts of `module` hold as attributes, in the order of the parts."""
+    return tuple(tuple(_plain_attributes(part).items()) for part in module.modules())
+
+
+def copy_trace_state(module: nn.Module, to: nn.Module) -> None:
+    """Gives the parts of `to`, which has the tree of `module`, the modes and plain attributes of that one's."""
+    for path, part in module.named_modules():
+        other = vars(to.get_submodule(path))
+        other.update((name, value) for name, value in _plain_attributes(part).items() if name in other)
+
+
+def _plain_attributes(part: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(part).items() if type(value) in PLAIN and name[0] != "_"}
