@@ -20,6 +20,38 @@ def _one_process_alone():
     leave_process_group()
 
 
+class Views(torch.nn.Module):
+    """What goes from its first part to its second, and its result, are views that are not stored row by row."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(4, 6), torch.nn.Linear(3, 5)
+
+    def forward(self, sample):
+        result = self.second(self.first(sample).t().expand(2, 6, 3)).transpose(1, 2)
+        return result.square().mean(), result, result[0].t()
+
+
+def step_of_views(rank, world_size, folder):
+    config = ComputeConfig(2, 2, use_end2end=True, pas_config={"pipeline_nmicros": 2})
+    module = parallelize(Views(), {"sample": torch.zeros(3, 4)}, "pp", config, gen_savedir=folder, reuse="override")
+    samples = [torch.arange(12.0).view(3, 4) / 10, torch.ones(3, 4)]
+    results = module.train_step(samples)
+    return [[t.detach() for t in one] for one in results], {n: p.grad for n, p in module.named_parameters()}
+
+
+def test_views_of_any_strides_go_from_stage_to_stage_and_to_all_processes(tmp_path):
+    module = Views()
+    expected = [module(x) for x in (torch.arange(12.0).view(3, 4) / 10, torch.ones(3, 4))]
+    sum(loss for loss, *_ in expected).backward()
+    gradients = {}
+    for results, found in run_distributed(step_of_views, 2, tmp_path):
+        torch.testing.assert_close(results, [[t.detach() for t in one] for one in expected])
+        gradients |= found
+    torch.testing.assert_close(gradients, {name: p.grad for name, p in module.named_parameters()})
+
+
 LAYOUTS = {
     "pp": ("pp", 4, {}, {"pipeline_nmicros": 4}),
     "pp with ZeRO": ("pp", 2, {"use_zero": True}, {"pipeline_nmicros": 2}),

@@ -82,10 +82,10 @@ class StageRunner(nn.Module):
         if not self.stage.is_last:
             tensors = {key: values.tensors[key] for key in self.stage.sent}
             # What is only passed on must be another tensor than what the gradient of the received one is added to.
-            return tuple(tensor.clone() if key in self.stage.received else tensor for key, tensor in tensors.items())
+            return tuple(_sendable(tensor, key in self.stage.received) for key, tensor in tensors.items())
         outputs = self.steps.outputs(values)
         if self.keeps_outputs:
-            self.outputs.append([None if output is None else output.detach().clone() for output in outputs])
+            self.outputs.append([None if output is None else _sendable(output.detach(), True) for output in outputs])
         return tuple(output for output in outputs if output is not None)
 
     def _zeros(self, read: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -108,6 +108,11 @@ class StageRunner(nn.Module):
             is_float = value.dtype.is_floating_point
             found.append(torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=is_float))
         return tuple(found)
+
+
+def _sendable(tensor: Tensor, must_be_another: bool) -> Tensor:
+    """The tensor as processes are sent it, which read memory from its start to its end: not a view of other strides."""
+    return tensor.clone(memory_format=torch.contiguous_format) if must_be_another else tensor.contiguous()
 
 
 def _nothing_of(tensors: Iterable[Tensor]) -> Tensor:
