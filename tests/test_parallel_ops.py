@@ -143,3 +143,61 @@ def test_a_batch_norm_is_evaluated_as_it_was_trained(tmp_path):
         one.eval()
     torch.testing.assert_close(module(x), plain(x))
     torch.testing.assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
+
+
+class Remembering(nn.Module):
+    """Keeps the last values that it was given: in a buffer that it replaces, or in a plain attribute."""
+
+    def __init__(self, size=8):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(4, size))
+        self.calls = 0
+
+    def forward(self, x):
+        before, self.last = self.last, x.detach()
+        return x + before
+
+
+class Replacing(Remembering):
+    def __init__(self):
+        super().__init__(6)
+
+    def forward(self, x):
+        self.last = x.detach()
+        return x
+
+
+class Counting(Remembering):
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+@pytest.mark.parametrize("make", [Remembering, lambda: Net(Remembering())], ids=["outermost", "inside"])
+def test_a_buffer_that_forward_replaces_is_there_in_the_next_call(make, tmp_path):
+    leave_process_group()
+    plain = make()
+    module = parallelize(make(), {"x": torch.zeros(4, 8)}, "dp", ComputeConfig(1), gen_savedir=tmp_path)
+    for x in (torch.ones(4, 8), torch.full((4, 8), 3.0), torch.zeros(4, 8)):
+        torch.testing.assert_close(module(x), plain(x))
+    torch.testing.assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
+
+
+def test_a_buffer_that_changes_its_shape_is_refused():
+    with pytest.raises(
+        ValueError, match=r"of the buffer 'layer.last', torch.float32 of \(4, 6\), .* of \(4, 8\); it must"
+    ):
+        build_graph(Net(Replacing()), {"x": torch.zeros(4, 8)})
+
+
+def test_a_number_that_forward_counts_is_named():
+    with pytest.warns(UserWarning, match=r"sets the attributes \['layer.calls'\]; .* must be a buffer"):
+        build_graph(Net(Counting()), {"x": torch.zeros(4, 8)})
+
+
+@pytest.mark.parametrize("name", ["graph", "code", "lambda"])
+def test_names_that_a_traced_graph_has_itself_are_refused(name):
+    module = nn.Sequential()
+    module.add_module(name, nn.BatchNorm1d(8))
+    with pytest.raises(ValueError, match=rf"with the names \['{name}'\]; give"):
+        build_graph(module, {"input": torch.zeros(4, 8)})

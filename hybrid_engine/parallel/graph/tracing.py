@@ -7,6 +7,7 @@ changes become results of the graph, and regions without gradients end in `detac
 
 import copy
 import inspect
+import keyword
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.parallel.graph.decomposing import open_composites
+from hybrid_engine.parallel.graph.kept_state import kept_state
 
 OF_VALUES = ("DataDependent", "DynamicOutputShape", "Unbacked")
 """In the names of errors of PyTorch's that a forward pass makes whose ops depend on values."""
@@ -39,16 +41,25 @@ def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
         torch.inference_mode(False),
         torch.enable_grad(),
         _fake_tensors(module, mode, device),
-        warnings.catch_warnings(),
+        _other_warnings_ignored(),
     ):
-        warnings.simplefilter("ignore")
         try:
-            exported = torch.export.export(module, (), _fake(dict(arguments), mode, device), strict=False)
+            with kept_state(module):
+                exported = torch.export.export(module, (), _fake(dict(arguments), mode, device), strict=False)
+            _open_regions(exported.graph_module)
+            exported.graph_module.recompile()
+            return open_composites(exported.run_decompositions({}) if _writes(exported.graph_module) else exported)
         except Exception as error:
             raise ValueError(_untraceable(module, error)) from error
-        _open_regions(exported.graph_module)
-        exported.graph_module.recompile()
-        return open_composites(exported.run_decompositions({}) if _writes(exported.graph_module) else exported)
+
+
+@contextmanager
+def _other_warnings_ignored() -> Iterator[None]:
+    """Lets nothing through but what is said of state that a forward pass keeps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", "forward sets the attributes")
+        yield
 
 
 def _writes(graph_module: fx.GraphModule) -> bool:
@@ -157,7 +168,20 @@ def _untraceable(module: nn.Module, error: Exception) -> str:
         advice = (
             "What is computed must not depend on the values of tensors; use torch.where or a mask in place of an if"
         )
+    elif names := _taken_names(module):
+        advice = f"torch.export cannot write code with the names {names}; give what the module calls so other names"
     return f"{type(module).__name__} cannot be traced{where}: {reason}\n{advice}"
+
+
+def _taken_names(module: nn.Module) -> list[str]:
+    """The names of parts, parameters and buffers that are keywords, or, outermost, a graph's own."""
+    names = {name for part in module.modules() for name in _names_in(part) if keyword.iskeyword(name)}
+    own = {*dir(fx.GraphModule), "meta"} - set(dir(nn.Module))
+    return sorted(names | (own & set(_names_in(module))))
+
+
+def _names_in(module: nn.Module) -> list[str]:
+    return [*module._modules, *module._parameters, *module._buffers]
 
 
 def _open_regions(graph_module: fx.GraphModule) -> None:
