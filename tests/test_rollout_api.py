@@ -150,7 +150,7 @@ def test_an_engine_that_trains_goes_on_training_and_the_next_rollout_sees_the_st
     assert after.input_ids.tolist() != before.input_ids.tolist()
     engine.train()
     too_long = SamplingConfig(max_new_tokens=10_000)
-    with pytest.raises(ValueError, match="max_out_tokens"):
+    with pytest.raises(ValueError, match="more than the model's max_position_embeddings"):
         rollout.generate(request(), too_long)
     assert engine.module.training
     rollout.shutdown()

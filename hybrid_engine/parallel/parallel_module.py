@@ -222,6 +222,18 @@ class ParallelModule(nn.Module):
             self._steps[key] = Steps(graph, plan, self.meshes.unit), graph
         return self._steps[key]
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """A state dict that this rank's `state_dict()` gave; ValueError for one of whole tensors where it has parts."""
+        own = self.state_dict()
+        is_whole = {n for n, t in state_dict.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)}
+        for name in sorted(is_whole):
+            if isinstance(own.get(name), DTensor):
+                raise ValueError(
+                    f"{name} is whole in the state dict, and in parts here; call load_merged_state_dicts(module, "
+                    "state_dict), which divides it"
+                )
+        return super().load_state_dict(state_dict, strict, assign)
+
     def train_step(
         self,
         samples: Sequence[Any],

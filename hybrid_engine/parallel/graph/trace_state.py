@@ -1,19 +1,24 @@
-"""What a trace of a module's forward depends on besides its arguments: modes and plain attributes of its parts.
+"""What a trace of a module's forward depends on besides its arguments: modes and plain attributes, torch.autocast.
 
-`module.norm.eval()` or `module.dropout.p = 0.0` make other ops of the same arguments.
+`module.norm.eval()` or `module.dropout.p = 0.0` make other ops of the same arguments, and so do autocast's dtypes.
 """
 
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import nn
+
+from hybrid_engine.distributed.processes import default_device
 
 PLAIN = (bool, int, float, str)
 
 
 def trace_state(module: nn.Module) -> Hashable:
-    """The modes, numbers and texts that the parts of `module` hold as attributes, in the order of the parts."""
-    return tuple(tuple(_plain_attributes(part).items()) for part in module.modules())
+    """Autocast's dtype, if any, and the modes, numbers and texts that the parts of `module` hold, in their order."""
+    kind = default_device().type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return autocast, tuple(tuple(_plain_attributes(part).items()) for part in module.modules())
 
 
 def copy_trace_state(module: nn.Module, to: nn.Module) -> None:

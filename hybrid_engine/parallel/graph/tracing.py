@@ -46,9 +46,12 @@ def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
         try:
             with kept_state(module):
                 exported = torch.export.export(module, (), _fake(dict(arguments), mode, device), strict=False)
+            _check_autocast(exported.graph_module)
             _open_regions(exported.graph_module)
             exported.graph_module.recompile()
-            return open_composites(exported.run_decompositions({}) if _writes(exported.graph_module) else exported)
+            return open_composites(exported.run_decompositions(WRITTEN) if _writes(exported.graph_module) else exported)
+        except _AutocastInside:
+            raise
         except Exception as error:
             raise ValueError(_untraceable(module, error)) from error
 
@@ -60,6 +63,14 @@ def _other_warnings_ignored() -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("default", "forward sets the attributes")
         yield
+
+
+def _copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return source.to(to.dtype).expand(to.shape)
+
+
+WRITTEN = {torch.ops.aten.copy.default: _copied}
+"""What writing into a part of a tensor becomes: PyTorch's own op for it has no derivative."""
 
 
 def _writes(graph_module: fx.GraphModule) -> bool:
@@ -182,6 +193,19 @@ def _taken_names(module: nn.Module) -> list[str]:
 
 def _names_in(module: nn.Module) -> list[str]:
     return [*module._modules, *module._parameters, *module._buffers]
+
+
+class _AutocastInside(ValueError):
+    """A region of the forward pass has another autocast than the call."""
+
+
+def _check_autocast(graph_module: fx.GraphModule) -> None:
+    graphs = [part.graph for part in graph_module.modules() if isinstance(part, fx.GraphModule)]
+    if any("wrap_with_autocast" in str(node.target) for graph in graphs for node in graph.nodes):
+        raise _AutocastInside(
+            "torch.autocast inside of a forward pass is not traced, nor are parts that switch it off where it is on "
+            "around the call; take lowering='eager', or module_dtype and no autocast"
+        )
 
 
 def _open_regions(graph_module: fx.GraphModule) -> None:
