@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hybrid_engine import Plan
+
 
 class Block(nn.Module):
     def __init__(self):
@@ -32,6 +34,15 @@ class Stack(nn.Module):
         logits = self.head(self.norm(x))
         loss = F.cross_entropy(logits.flatten(0, 1), sample["ids"].roll(1).flatten(), reduction="sum")
         return loss, logits
+
+
+def columns_then_rows(graph, config):
+    """Megatron's layout of linears called `up` and `down`."""
+    plan = Plan(graph=graph, mesh=(config.plan_ngpus,))
+    plan.place("up", out="n")
+    plan.place("down", out="k")
+    plan.follow("*")
+    return plan
 
 
 def sample(seed, length=6):

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed import leave_process_group, run_distributed
+from parallel_nets import columns_then_rows
 from torch import nn
 
-from hybrid_engine import ComputeConfig, Plan, parallelize
+from hybrid_engine import ComputeConfig, parallelize
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -135,19 +136,11 @@ def test_parts_that_switch_autocast_off_are_not_run_under_it(tmp_path):
         module(inputs(0))
 
 
-def megatron(graph, config):
-    plan = Plan(graph=graph, mesh=(config.plan_ngpus,))
-    plan.place("up", out="n")
-    plan.place("down", out="k")
-    plan.follow("*")
-    return plan
-
-
 def in_parts(rank, world_size, folder):
     """What a compiled module in parts gives, and the error for a state dict of whole tensors."""
     outcomes = []
     for lowering in ("graph", "eager"):
-        module = make(net(WithoutNorm), folder, megatron, plan_ngpus=2, lowering=lowering)
+        module = make(net(WithoutNorm), folder, columns_then_rows, plan_ngpus=2, lowering=lowering)
         assert module.up.weight.to_local().shape == (4, 6)
         compiled = torch.compile(module, backend="eager")
         found = [compiled(inputs(1)), compiled(inputs(2, 6))]

@@ -6,10 +6,10 @@ import pickle
 import pytest
 import torch
 from distributed import leave_process_group, run_distributed
-from parallel_nets import Block
+from parallel_nets import Block, columns_then_rows
 from torch import nn
 
-from hybrid_engine import ComputeConfig, Plan, build_optimizer, parallelize
+from hybrid_engine import ComputeConfig, build_optimizer, parallelize
 
 
 class Net(nn.Module):
@@ -142,15 +142,7 @@ def test_a_parallel_module_is_not_pickled(tmp_path, lowering):
         pickle.dumps(make(tmp_path, net(Block), lowering=lowering))
 
 
-def megatron(graph, config):
-    plan = Plan(graph=graph, mesh=(config.plan_ngpus,))
-    plan.place("up", out="n")
-    plan.place("down", out="k")
-    plan.follow("*")
-    return plan
-
-
-LAYOUTS = [("graph", "dp", 1), ("eager", megatron, 2), ("graph", megatron, 2)]
+LAYOUTS = [("graph", "dp", 1), ("eager", columns_then_rows, 2), ("graph", columns_then_rows, 2)]
 
 
 def usage(rank, world_size, folder):

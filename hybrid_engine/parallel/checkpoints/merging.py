@@ -28,7 +28,8 @@ def merge_state_dicts(
     """The whole state dicts of the original module and of its optimizer, from all processes'; local.
 
     What `state_dict()` or `deduped_state_dict` gave on each process, also in files, in any order. Tensors are on the
-    CPU. The optimizer's loads into one of the original module with the same groups. ValueError where parts are missing.
+    CPU. The optimizer's loads into one of the original module's trained parameters with the same groups. ValueError
+    where parts are missing.
     """
     check("module_state_dicts", module_state_dicts, STATE_DICTS)
     if optimizer_state_dicts is not None:
