@@ -86,6 +86,8 @@ class Config(RewardOptions, DataOptions):
     """longest answer"""
     temperature: float = 1.0
     """of sampling"""
+    max_running: int = 0
+    """answers that are decoded at once on a process; 0: what suits the device"""
     rows_per_pass: int = 0
     """answers that a reward model scores at once, at most; 0: 64"""
     dtype: str = "fp32"
@@ -102,7 +104,8 @@ class Config(RewardOptions, DataOptions):
             check_count(name, getattr(self, name), 1)
         check_count("max_prompts", self.max_prompts, 1)
         check_count("num_samples", self.num_samples, self.k)
-        check_count("rows_per_pass", self.rows_per_pass, 0)
+        for name in ("rows_per_pass", "max_running"):
+            check_count(name, getattr(self, name), 0)
         check_above("temperature", self.temperature, 0)
         check_between("seed", self.seed, 0, LARGEST_SEED)
         check_finite("threshold", self.threshold)
@@ -124,7 +127,7 @@ def run(config: Config) -> Path:
     check_rows(config, tokenizer, rows, rewards)
     rows = fit_prompts(rows, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     model = load_model(AutoModelForCausalLM, str(config.model))
-    engine = build_answering(model, config.dtype)
+    engine = build_answering(model, config.dtype, max_running=config.max_running)
     say(engine.report())
 
     num_samples = config.num_samples or config.k

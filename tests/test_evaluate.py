@@ -9,6 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hybrid_engine.command import cli
+from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.recipes import evaluate as recipe
 from hybrid_engine.recipes.experience import evaluation
 from hybrid_engine.recipes.runs.config_files import read_config
@@ -110,6 +111,25 @@ def test_the_command_evaluates_and_keeps_what_an_earlier_evaluation_left(config,
     assert (tmp_path / "out" / "previous-1" / "result.json").exists() and (tmp_path / "out" / "result.json").exists()
 
 
+def test_memory_that_does_not_do_is_answered_in_the_commands_own_options(config, caplog, monkeypatch):
+    run, tried = ContainerRollouts.run, []
+
+    def limited(self, plan, *arguments):
+        tried.append(plan.max_running)
+        if plan.max_running > 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(self, plan, *arguments)
+
+    monkeypatch.setattr(ContainerRollouts, "run", limited)
+    options = f"--model {config.model} --dataset {config.dataset} --max-new-tokens 4 -k 2 --reward rules:is_even"
+    assert cli.main(f"evaluate {options} --out {config.out}".split()) == 0 and tried == [14, 7, 3]
+    assert "goes on with 7: --max-running=7, or" in caplog.text
+    tried.clear()
+    assert cli.main(f"evaluate {options} --out {config.out}-few --max-running 3".split()) == 0 and tried == [3]
+    results = [Path(f"{config.out}{name}/samples.jsonl").read_text() for name in ("", "-few")]
+    assert results[0] == results[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -123,6 +143,7 @@ def test_the_command_evaluates_and_keeps_what_an_earlier_evaluation_left(config,
         ({"temperature": 0.0}, "--temperature=0.0 must be above 0"),
         ({"threshold": float("nan")}, "--threshold=nan must be finite"),
         ({"dtype": "fp8"}, "--dtype='fp8' must be one of fp32, bf16, fp16"),
+        ({"max_running": -1}, "--max-running=-1 must be at least 0"),
         ({"seed": -1}, "--seed=-1 must be from 0"),
     ],
 )

@@ -11,6 +11,7 @@ from test_tensor_parallel import _SIZES, GREEDY, SAMPLED, build_family
 from transformers import BertConfig, BertModel, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
+from hybrid_engine.inference import build as inference_build
 from hybrid_engine.inference.config import read_config
 
 CHECKPOINTS = ["llama", "tied", "gpt-neox", "gemma2", "qwen2-moe"]
@@ -246,6 +247,19 @@ def test_alone_it_gives_the_models_own_answers_and_falls_back_in_the_open(caplog
     assert torch.equal(engine.generate(input_ids, attention_mask=mask, **GREEDY), expected)
     with pytest.raises(ValueError, match="max_out_tokens=64"):
         engine.generate(input_ids, attention_mask=mask, max_new_tokens=64)
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_move(monkeypatch):
+    with torch.device("meta"):
+        model = torch.nn.Linear(1024, 1024, bias=False)
+    monkeypatch.setattr(inference_build, "usable_memory_bytes", lambda device: 2**20)
+    message = (
+        r"pass a dtype of fewer bits, or share the model among 4 processes or more \(tensor_parallel.tp_size, now 1\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        inference_build.check_memory(
+            model, inference_build.Weights(), inference_build.ModelGroup(), torch.device("cpu")
+        )
 
 
 @pytest.mark.parametrize("name", ["bf16", "torch.bfloat16", torch.bfloat16])

@@ -1,6 +1,7 @@
 """The `hybrid_engine` block: how the engine generates."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hybrid_engine.config.checks import check_flag, check_integer, check_number
 
@@ -9,6 +10,8 @@ from hybrid_engine.config.checks import check_flag, check_integer, check_number
 class HybridEngineConfig:
     """`hybrid_engine`: generation inside the training engine."""
 
+    prefix: ClassVar[str] = "hybrid_engine."
+    """What messages of generation put before a key, to name it as its user gives it."""
     enabled: bool = False
     """Whether `initialize` returns a `HybridEngine` instead of a `ZeroEngine`."""
     max_out_tokens: int = 512

@@ -131,7 +131,9 @@ def _reason_to_fall_back(
         return f"option {name} is not served natively where rotary angles depend on how long a sequence becomes"
     max_running = generator.config.max_running
     if 0 < max_running < num_rows:
-        return f"option {name} keeps {num_rows} rows in step, more than hybrid_engine.max_running={max_running}"
+        return (
+            f"option {name} keeps {num_rows} rows in step, more than {generator.config.prefix}max_running={max_running}"
+        )
     return None
 
 

@@ -46,7 +46,7 @@ def _with_half_the_rows(generator: Generator, request: Request, error: torch.Out
     traceback.clear_frames(error.__traceback__)  # they hold tensors of the rollout that failed
     say_once(
         f"generate(): out of memory with {most} rows at once; goes on with {most // 2}: "
-        f"hybrid_engine.max_running={most // 2}, or as many prompts in a call, avoids it"
+        f"{generator.config.prefix}max_running={most // 2}, or as many prompts in a call, avoids it"
     )
     return replace(request, plan=_halved(plan, max(1, plan.max_running // 2)))
 

@@ -226,6 +226,12 @@ def convert_dtype(model: nn.Module, config: InferenceConfig, device: torch.devic
     cast_parameters(model, config.dtype)
 
 
+class _OwnOptions(HybridEngineConfig):
+    """What `init_inference` takes under the same names, outside of any block."""
+
+    prefix = ""
+
+
 def build_layer_config(model: nn.Module, config: InferenceConfig, weights: Weights) -> HybridEngineConfig:
     """The numbers generation runs with. Raises ValueError for more tokens than the model has positions."""
     model_config = _text_config(model) if hasattr(model, "config") else None
@@ -238,8 +244,9 @@ def build_layer_config(model: nn.Module, config: InferenceConfig, weights: Weigh
             "lower it"
         )
     default = min(DEFAULT_MAX_OUT_TOKENS, positions or DEFAULT_MAX_OUT_TOKENS)
-    return HybridEngineConfig(
+    return _OwnOptions(
         enabled=True,
+        max_running=config.max_running,
         max_out_tokens=config.max_out_tokens or default,
         inference_tp_size=config.tensor_parallel.size,
         enable_cuda_graph=config.enable_cuda_graph,
@@ -254,8 +261,8 @@ def check_memory(model: nn.Module, weights: Weights, group: ModelGroup, device: 
     if wanted > free:
         raise ValueError(
             f"init_inference(): this process's weights take {format_bytes(wanted)} on {device}, where "
-            f"{format_bytes(free)} may be taken; share the model by tensor_parallel.tp_size="
-            f"{-(-missing // max(1, free))} or more (now {group.size}), or pass a dtype of fewer bits"
+            f"{format_bytes(free)} may be taken; pass a dtype of fewer bits, or share the model among "
+            f"{-(-missing // max(1, free))} processes or more (tensor_parallel.tp_size, now {group.size})"
         )
 
 

@@ -113,6 +113,8 @@ class InferenceConfig:
     """Stages that the layers are dealt out to, each on `tensor_parallel.tp_size` processes. Not in DeepSpeed."""
     max_out_tokens: int | None = None
     """Tokens of prompt and answer of one sequence; None: 1024, or the model's positions where they are fewer."""
+    max_running: int = 0
+    """Rows that `generate()` decodes at once; 0: what suits the device. Not in DeepSpeed."""
     min_out_tokens: int = 1
     """No effect: the KV workspace is sized by what is asked for."""
     enable_cuda_graph: bool = True
@@ -164,6 +166,7 @@ class InferenceConfig:
     def __post_init__(self) -> None:
         if self.max_out_tokens is not None:
             check_integer("max_out_tokens", self.max_out_tokens, 1)
+        check_integer("max_running", self.max_running, 0)
         check_integer("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         if self.pipeline_parallel_size > 1 and self.tensor_parallel.group is not None:
             raise ValueError(

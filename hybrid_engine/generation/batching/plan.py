@@ -162,6 +162,6 @@ def plan_rollout(
             f"max_new_tokens={most_new}: {f'{len(lengths)} sequences in step' if is_in_step else 'a sequence'} of "
             f"{longest} tokens needs {needed} KV blocks of "
             f"{block_size} tokens ({needed * block_bytes:,} bytes) and there are {num_blocks} ({spare_bytes:,} bytes "
-            f"are free); lower it or {'raise hybrid_engine.max_kv_blocks' if is_capped else 'free memory'}"
+            f"are free); lower it or {f'raise {config.prefix}max_kv_blocks' if is_capped else 'free memory'}"
         )
     return Plan(sequences, own, options, num_blocks, block_size, demand.max_running)
