@@ -38,7 +38,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     masters = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
     if _steps_shards(optimizer, masters):
         _step_plain(optimizer, masters, local_tensor)
-    elif masters and type(optimizer).__name__ in WHOLE_TENSORS:
+    elif masters and keeps_wholes(optimizer):
         for master in masters:
             if master.grad is not None:
                 _step_plain(optimizer, [master], _whole)
@@ -47,6 +47,11 @@ def step(optimizer: torch.optim.Optimizer) -> None:
         return
     if any(not isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
         _step_others(optimizer)
+
+
+def keeps_wholes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what it keeps of a parameter in another shape, as Adafactor of rows, is of the whole on every process."""
+    return type(optimizer).__name__ in WHOLE_TENSORS
 
 
 def _step_others(optimizer: torch.optim.Optimizer) -> None:
@@ -65,7 +70,7 @@ def _steps_shards(optimizer: torch.optim.Optimizer, masters: list[Any]) -> bool:
     """Whether a step on this process's shards is one on the whole, and torch has no sharded form of it."""
     if not masters:
         return False
-    if type(optimizer).__name__ in WHOLE_TENSORS:
+    if keeps_wholes(optimizer):
         return all(_is_whole(master) for master in masters)
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     kinds = (torch.optim.Rprop, torch.optim.SGD, torch.optim.Adagrad) if is_fused else (torch.optim.Rprop,)

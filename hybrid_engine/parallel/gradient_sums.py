@@ -15,7 +15,7 @@ class GradientSums:
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], summed: Iterable[nn.Parameter]):
         """`parameters` are the optimizer's, `summed` those whose gradients processes add up by themselves."""
         self._module, self._parameters = module, parameters
-        self._since_step: list[weakref.ref[Tensor] | None] = []
+        self._since_step: list[weakref.ref[Tensor] | None] | None = None
         self._sums: dict[int, weakref.ref[Tensor]] = {}
         self._is_grown = False
         for parameter in parameters:
@@ -27,9 +27,10 @@ class GradientSums:
     @property
     def are_there(self) -> bool:
         """Whether the gradients are those that were summed last; one that a later backward pass made is another."""
+        if self._since_step is None or self._is_grown:
+            return False
         found = [None if ref is None else ref() for ref in self._since_step]
-        same = all(p.grad is gradient for p, gradient in zip(self._parameters, found, strict=bool(found)))
-        return bool(found) and same and not self._is_grown
+        return all(p.grad is gradient for p, gradient in zip(self._parameters, found, strict=True))
 
     def check(self, are_several: bool) -> None:
         """ValueError where gradients cannot be summed now; `are_several`: units give terms of the sums."""
@@ -53,11 +54,11 @@ class GradientSums:
 
     def end_step(self) -> None:
         """Takes note that the gradients have been used."""
-        self._since_step = []
+        self._since_step = None
 
     def forget(self) -> None:
         """Takes note that the gradients are gone, or zero."""
-        self._since_step, self._sums, self._is_grown = [], {}, False
+        self._since_step, self._sums, self._is_grown = None, {}, False
 
     def _note(self, parameter: nn.Parameter) -> None:
         """After a backward pass has added to the gradient of `parameter`."""

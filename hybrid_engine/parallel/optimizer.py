@@ -11,14 +11,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim import plain_steps
 from hybrid_engine.parallel.alike import check_alike, name_of
 from hybrid_engine.parallel.checkpoints.optimizer_states import GROUP, NAMES, NUMBERS
 from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.gradient_sums import GradientSums
-from hybrid_engine.parallel.optimizer_arguments import checked_groups, checked_parts, made_by, options_of
+from hybrid_engine.parallel.optimizer_arguments import (
+    check_steps_parts,
+    checked_groups,
+    checked_parts,
+    made_by,
+    options_of,
+)
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Hook, Reducer
 from hybrid_engine.parallel.staged_module import StagedModule
@@ -43,8 +49,8 @@ def build_optimizer(
     which ZeRO has not. What torch has no sharded form of is stepped on whole tensors, as Adafactor is.
 
     Where the config says `use_zero`, the module is sharded over units here. Collective. ValueError, on every process,
-    for modules without a parallel part, of different configs, or for inference, for groups that are none, for options
-    that the optimizer has not or refuses, and where processes give it different ones.
+    for modules without a parallel part or a trained parameter, of different configs, or for inference, for groups that
+    are none, for options that the optimizer has not or refuses, and where processes give it different ones.
     """
     parts = agree(lambda: checked_parts(module, optimizer_fn, args, kwargs, param_groups))
     for part in parts:
@@ -53,6 +59,8 @@ def build_optimizer(
     inside = {id(p) for part in parts if isinstance(part, FSDPModule) for p in part.parameters()}
     parallel = {id(p) for part in parts for p in part.parameters()}
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not any(gather_objects(bool(trained))):
+        raise ValueError("module trains no parameter; call requires_grad_() on some before build_optimizer")
     group = parts[0].meshes.data.get_group() if parts[0].meshes.data is not None else None
     reducers = [
         Reducer([p for _, p in trained if id(p) in parallel and id(p) not in inside], group),
@@ -65,6 +73,7 @@ def build_optimizer(
         given = whole if param_groups is None else checked_groups(param_groups(trained), places)
         groups, described = _of_one_kind(given, places)
         optimizer = made_by(optimizer_fn, groups, args, kwargs)
+        check_steps_parts(optimizer, parts)
         for live, description in zip(optimizer.param_groups, described, strict=True):
             live.update(description)
         return optimizer
@@ -130,17 +139,18 @@ def _of_one_kind(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The groups, each divided by what its parameters are sharded over: optimizers step those of one kind at once.
 
-    Beside them what checkpoints say of each group: names of the parameters, their places, the number of the group.
+    Beside them what checkpoints say of each group: names of the parameters, their places, the number of the group. One
+    of which this process trains nothing, as where its stage is frozen, stays as an empty one.
     """
     divided, described = [], []
     for number, group in enumerate(groups):
         kinds: dict[Any, list[nn.Parameter]] = {}
         for parameter in group["params"]:
             kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-        for parameters in kinds.values():
+        for parameters in kinds.values() or [[]]:
             divided.append({**group, "params": parameters})
-            names, numbers = zip(*(places[id(p)] for p in parameters), strict=True)
-            described.append({NAMES: list(names), NUMBERS: list(numbers), GROUP: number})
+            named = [places[id(p)] for p in parameters]
+            described.append({NAMES: [n for n, _ in named], NUMBERS: [at for _, at in named], GROUP: number})
     return divided, described
 
 

@@ -83,6 +83,15 @@ def made_by(
     return optimizer
 
 
+def check_steps_parts(optimizer: torch.optim.Optimizer, parts: Sequence[ParallelModule]) -> None:
+    """ValueError for an optimizer whose step needs the gradients of all parameters, where a process has some; local."""
+    if isinstance(optimizer, torch.optim.LBFGS) and any(part.plan.stages for part in parts):
+        raise ValueError(
+            "optimizer_fn=LBFGS looks along one line for all parameters at once, and with stages no process has all; "
+            "take a plan without stages, or an optimizer such as AdamW"
+        )
+
+
 def checked_groups(groups: Any, places: Mapping[int, Any]) -> list[dict[str, Any]]:
     """The groups that `param_groups` gave, with lists of parameters; ValueError for what is none, and for others'."""
     check("param_groups' result", groups, GROUPS)

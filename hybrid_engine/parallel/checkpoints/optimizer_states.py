@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.optim import plain_steps
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.parallel.checkpoints.parts import part_like, whole_of
 from hybrid_engine.parallel.checkpoints.state_checks import Given, check_keys, check_same_optimizer, check_states
@@ -128,13 +129,13 @@ def check_merged_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, An
         )
     listed = []
     for group, live_group in zip(own, live.param_groups, strict=True):
-        source = _source_of(group, found)
+        source = _source_of(group, found, merged["param_groups"])
         check_same_optimizer(_options(group), _options(source), "options")
         for name, parameter in zip(group[NAMES], live_group["params"], strict=True):
             entries = merged["state"].get(keys[name])
             listed.append(Given(name, keys[name], parameter, entries, id(source)))
             for entry, value in (entries or {}).items():
-                _check_state(name, entry, value, parameter)
+                _check_state(name, entry, value, parameter, plain_steps.keeps_wholes(live))
             if entries and live.state.get(parameter):
                 check_same_optimizer(live.state[parameter], entries, "states")
     check_states(listed, parts_elsewhere=False)
@@ -156,7 +157,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, 
     found = {name: group for group in merged["param_groups"] for name in group[NAMES]}
     entries: dict[int, dict[str, Any]] = {}
     for group, own in zip(state["param_groups"], live.param_groups, strict=True):
-        group.update(_options(_source_of(group, found)))
+        group.update(_options(_source_of(group, found, merged["param_groups"])))
         for key, name, parameter in zip(group["params"], group[NAMES], own["params"], strict=True):
             values = merged["state"].get(keys[name], {})
             if values:
@@ -164,8 +165,15 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, 
     live.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
 
 
-def _source_of(group: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The group there that has the parameters of one here."""
+def _source_of(
+    group: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """The group there, by the name of a parameter or among all, that has the parameters of one here.
+
+    Of one that is empty on this process it is that of the same number, where there is such.
+    """
+    if not group[NAMES]:
+        return next(iter(groups[group[GROUP] : group[GROUP] + 1]), {}) if GROUP in group else {}
     missing = [name for name in group[NAMES] if name not in found]
     if missing:
         raise ValueError(f"optimizer_state_dict has nothing of parameter {missing[0]!r}; it is of another model")
@@ -175,15 +183,15 @@ def _source_of(group: Mapping[str, Any], found: Mapping[str, Mapping[str, Any]])
             f"parameters of one group, {group[NAMES][:3]}, are in {len(sources)} groups of optimizer_state_dict; "
             "build the optimizer with the same groups"
         )
-    return next(iter(sources.values()), {})
+    return next(iter(sources.values()))
 
 
-def _check_state(name: str, entry: str, value: Any, parameter: nn.Parameter) -> None:
+def _check_state(name: str, entry: str, value: Any, parameter: nn.Parameter, has_other_shapes: bool) -> None:
     if isinstance(value, DTensor):
         raise ValueError(
             f"optimizer_state_dict has a part of {entry} of {name!r}; give what merge_state_dicts made of all parts"
         )
-    if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+    if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape and not has_other_shapes:
         raise ValueError(
             f"{entry} of parameter {name!r} has shape {list(value.shape)}, not the parameter's "
             f"{list(parameter.shape)}: which part of it a process needs is not known"
@@ -191,6 +199,6 @@ def _check_state(name: str, entry: str, value: Any, parameter: nn.Parameter) -> 
 
 
 def _own_part(value: Any, parameter: nn.Parameter) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0:
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape:
         return value.clone() if isinstance(value, Tensor) else value
     return part_like(value, parameter)
