@@ -30,6 +30,7 @@ from hybrid_engine.parallel.reducer import Hook, Reducer
 from hybrid_engine.parallel.staged_module import StagedModule
 from hybrid_engine.parallel.values import CALLABLE, Rule, check, is_number, shown
 from hybrid_engine.zero.layer_groups import find_groups
+from hybrid_engine.zero.view_outputs import copy_views_in_outputs
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -97,6 +98,7 @@ def _shard(part: ParallelModule) -> None:
     """
     layers = find_groups(part).modules if isinstance(part, EagerModule) else []
     for group in (*layers, part):
+        copy_views_in_outputs(group)
         sharded = fully_shard(group, mesh=part.meshes.zero, reshard_after_forward=False)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
