@@ -196,7 +196,7 @@ class ParallelModule(nn.Module):
         with torch.no_grad():
             for name, value in mutations.items():
                 held[name].copy_(value)
-        return pytree.tree_unflatten(outputs, graph.out_spec)
+        return graph.result_of(outputs)
 
     def _arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return arguments_by_name(self._original, args, kwargs)

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.graph.graph import Graph
@@ -105,7 +104,7 @@ class StagedModule(ParallelModule):
 
         def loss_of(outputs: Sequence[Tensor | None], position: int) -> Tensor:
             assert loss is not None
-            return loss(pytree.tree_unflatten(outputs, graph.out_spec), position)
+            return loss(graph.result_of(outputs), position)
 
         if len(pipeline.runners) == 1:
             self.__dict__["_runner"] = next(iter(pipeline.runners.values()))
@@ -114,7 +113,7 @@ class StagedModule(ParallelModule):
             results = pipeline.run(inputs, loss_of if loss is not None else None, returns_results)
         finally:
             self.__dict__["_runner"] = None
-        return [pytree.tree_unflatten(outputs, graph.out_spec) for outputs in results]
+        return [graph.result_of(outputs) for outputs in results]
 
     def _prepared(self, arguments: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], Pipeline, Graph]:
         if len(arguments) != self.plan.num_micro_batches:

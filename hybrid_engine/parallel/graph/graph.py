@@ -7,7 +7,7 @@ by these keys how each op is split; it holds for other shapes of the arguments, 
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
 from hybrid_engine.parallel.graph.calls import call_of, tensors_in
@@ -68,6 +69,8 @@ class Graph:
     values: Mapping[str, Value]
     outputs: tuple[str | None, ...]
     """Keys of the results of the module, flattened; None for one that is no tensor."""
+    plain_results: tuple[Any, ...]
+    """In the places of those None the results, as numbers and texts; None in the others."""
     mutations: Mapping[str, str]
     """By the name of a buffer that the forward pass changes, the key of its new value."""
     requires_grad: frozenset[str]
@@ -89,6 +92,11 @@ class Graph:
     def of_kind(self, kind: str) -> dict[str, Value]:
         """The values of one kind, by key."""
         return {key: value for key, value in self.values.items() if value.kind == kind}
+
+    def result_of(self, outputs: Sequence[Tensor | None]) -> Any:
+        """What the module gives, whose tensors are `outputs`."""
+        leaves = [plain if out is None else out for out, plain in zip(outputs, self.plain_results, strict=True)]
+        return pytree.tree_unflatten(leaves, self.out_spec)
 
     def consumers(self) -> dict[str, list[tuple[Op, int]]]:
         """For each value, the ops that read it and which of their operands it is."""
@@ -132,11 +140,8 @@ def graph_of(exported: ExportedProgram, module: nn.Module) -> Graph:
     specs = list(zip(signature.output_specs, results, strict=True))
     changed = [(str(spec.target), node) for spec, node in specs if spec.kind is OutputKind.BUFFER_MUTATION]
     mutations = {aliases.get(name, name): nodes[node] for name, node in changed}
-    outputs = tuple(
-        nodes[node] if isinstance(node, fx.Node) else None
-        for spec, node in specs
-        if spec.kind is OutputKind.USER_OUTPUT
-    )
+    given = [node for spec, node in specs if spec.kind is OutputKind.USER_OUTPUT]
+    outputs = tuple(nodes[node] if isinstance(node, fx.Node) else None for node in given)
     trained = frozenset(
         aliases.get(str(spec.target), str(spec.target))
         for spec in signature.input_specs
@@ -146,6 +151,7 @@ def graph_of(exported: ExportedProgram, module: nn.Module) -> Graph:
         ops=ops,
         values=values,
         outputs=outputs,
+        plain_results=tuple(None if isinstance(node, fx.Node) else node for node in given),
         mutations=mutations,
         requires_grad=trained,
         aliases=aliases,
@@ -193,6 +199,11 @@ def _enter_op(
     path, name = module_path(node), op_name(node.target)
     key = f"{path}:{name}:{ordinals[path, name]}"
     ordinals[path, name] += 1
+    if isinstance(node.meta["val"], torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise ValueError(
+            f"{key} makes a number of the values of a tensor, which a graph has not; compute with the tensor itself, "
+            "without item(), float() and int()"
+        )
     is_single = isinstance(node.meta["val"], Tensor)
     nodes[node] = f"{key}/0" if is_single else key
     outputs = [node.meta["val"]] if is_single else list(node.meta["val"])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -26,6 +26,7 @@ def dump_trace(exported: ExportedProgram) -> bytes:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            _check_results(exported)
             torch.export.save(exported, file)
     except Exception as error:
         raise ValueError(
@@ -35,6 +36,14 @@ def dump_trace(exported: ExportedProgram) -> bytes:
     finally:
         exported._state_dict, exported._example_inputs, exported._constants = kept
     return file.getvalue()
+
+
+def _check_results(exported: ExportedProgram) -> None:
+    """TypeError for results that torch.export writes and cannot read, as texts are."""
+    (results,) = next(iter(reversed(exported.graph.nodes))).args
+    for result in results:
+        if not isinstance(result, fx.Node | bool | int | float | None):
+            raise TypeError(f"{result!r} is among the results, and is no tensor and no number")
 
 
 def _is_empty(value: Any) -> bool:

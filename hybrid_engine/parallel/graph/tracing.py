@@ -8,7 +8,7 @@ changes become results of the graph, and regions without gradients end in `detac
 import copy
 import inspect
 import keyword
-import warnings
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,9 +21,12 @@ from torch.utils import _pytree as pytree
 
 from hybrid_engine.parallel.graph.decomposing import open_composites
 from hybrid_engine.parallel.graph.kept_state import kept_state
+from hybrid_engine.parallel.graph.silence import only_our_words
 
 OF_VALUES = ("DataDependent", "DynamicOutputShape", "Unbacked")
 """In the names of errors of PyTorch's that a forward pass makes whose ops depend on values."""
+UNKNOWN_CONTAINER = re.compile(r"(?:Found|Unsupported input type) <class '([^']+)'>")
+"""In errors of torch.export's about an argument, or a result, that may have tensors in it."""
 NO_GRADIENT_REGION = "wrap_with_set_grad_enabled"
 
 
@@ -41,7 +44,7 @@ def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
         torch.inference_mode(False),
         torch.enable_grad(),
         _fake_tensors(module, mode, device),
-        _other_warnings_ignored(),
+        only_our_words(),
     ):
         try:
             with kept_state(module):
@@ -54,15 +57,6 @@ def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
             raise
         except Exception as error:
             raise ValueError(_untraceable(module, error)) from error
-
-
-@contextmanager
-def _other_warnings_ignored() -> Iterator[None]:
-    """Lets nothing through but what is said of state that a forward pass keeps."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.filterwarnings("default", "forward sets the attributes")
-        yield
 
 
 def _copied(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -179,6 +173,13 @@ def _untraceable(module: nn.Module, error: Exception) -> str:
         advice = (
             "What is computed must not depend on the values of tensors; use torch.where or a mask in place of an if"
         )
+    elif found := UNKNOWN_CONTAINER.search(str(error)):
+        advice = (
+            "Tensors are seen in lists, tuples, dicts and named tuples, and in a dataclass after "
+            f"torch.export.register_dataclass({found[1].rpartition('.')[2]}); give one of these"
+        )
+    elif type(error).__name__ == "UnsupportedOperatorException":
+        advice = "Say what shape and type its result has: torch.library.register_fake"
     elif names := _taken_names(module):
         advice = f"torch.export cannot write code with the names {names}; give what the module calls so other names"
     return f"{type(module).__name__} cannot be traced{where}: {reason}\n{advice}"

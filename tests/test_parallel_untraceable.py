@@ -1,0 +1,116 @@
+"""What is said of a module that cannot be traced: one error with a remedy, and nothing besides."""
+
+import dataclasses
+
+import pytest
+import torch
+from distributed import leave_process_group
+from torch import Tensor, nn
+
+from hybrid_engine import ComputeConfig, parallelize
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_process_alone():
+    leave_process_group()
+
+
+@dataclasses.dataclass
+class Unknown:
+    x: Tensor
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+
+class Average(Base):
+    """Its batch norm divides by how often it was called, a number that is made of a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8, momentum=None)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+class Branch(Base):
+    def forward(self, x):
+        return self.linear(x) if x.sum() > 0 else x
+
+
+class Number(Base):
+    def forward(self, x):
+        return self.linear(x) * x.sum().item()
+
+
+class WrongShape(Base):
+    def forward(self, x):
+        return self.linear(x[:, :5])
+
+
+class ResultOfUnknown(Base):
+    def forward(self, x):
+        return Unknown(self.linear(x))
+
+
+class ArgumentOfUnknown(Base):
+    def forward(self, x):
+        return self.linear(x.x)
+
+
+LIBRARY = torch.library.Library("untraceable", "DEF")
+LIBRARY.define("twice(Tensor x) -> Tensor")
+LIBRARY.impl("twice", lambda x: 2 * x, "CPU")
+LIBRARY.define("thrice(Tensor x) -> Tensor")
+LIBRARY.impl("thrice", lambda x: 3 * x, "CPU")
+LIBRARY.impl("thrice", torch.empty_like, "Meta")
+
+
+class WithoutShape(Base):
+    def forward(self, x):
+        return torch.ops.untraceable.twice(self.linear(x))
+
+
+class WithoutAnnotation(Base):
+    def forward(self, x):
+        return torch.ops.untraceable.thrice(self.linear(x))
+
+
+X = torch.ones(4, 8)
+REGISTERING = r"torch.export.register_dataclass\(Unknown\)"
+REFUSED = {
+    Average: (X, "must not depend on the values of tensors"),
+    Branch: (X, "must not depend on the values of tensors"),
+    Number: (X, "makes a number of the values of a tensor.*without item"),
+    WrongShape: (X, "Check first that the module runs by itself"),
+    ResultOfUnknown: (X, REGISTERING),
+    ArgumentOfUnknown: (Unknown(X), REGISTERING),
+    WithoutShape: (X, "torch.library.register_fake"),
+    WithoutAnnotation: (X, "untraceable::thrice has no annotation.*write register_op"),
+}
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+@pytest.mark.parametrize("lowering", ["graph", "eager"])
+def test_an_error_with_a_remedy_is_all_that_is_said(tmp_path, capfd, kind, lowering):
+    x, words = REFUSED[kind]
+    config = ComputeConfig(1, 1, lowering=lowering)
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        parallelize(kind(), {"x": x}, "dp", config, gen_savedir=tmp_path)
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")
+
+
+class Speaking(Base):
+    def forward(self, x):
+        print("forward of a module")
+        return self.linear(x)
+
+
+def test_what_a_module_prints_itself_is_there(tmp_path, capsys):
+    parallelize(Speaking(), {"x": X}, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path)
+    assert "forward of a module" in capsys.readouterr().out
