@@ -128,11 +128,15 @@ def _stand(optimizer: torch.optim.Optimizer, master: Any, plain: Plain) -> nn.Pa
 
 
 def _keep_state(state: dict[str, Any], key: str, value: Any, master: Any, stand: nn.Parameter) -> None:
-    """Takes over one entry: of the parameter's size it is sharded like that, any other is every process's own."""
-    if not isinstance(value, torch.Tensor) or value.shape != stand.shape:
+    """Takes over one entry: of the parameter's size it is sharded like that, any other is every process's own.
+
+    So is all of a parameter without a dimension, whose size a number of steps has too.
+    """
+    is_sharded = isinstance(state.get(key), DTensor)
+    if not isinstance(value, torch.Tensor) or value.shape != stand.shape or not (master.dim() or is_sharded):
         state[key] = value
         return
-    if not isinstance(state.get(key), DTensor):
+    if not is_sharded:
         state[key] = torch.zeros_like(master, dtype=value.dtype)
     _keep(state[key], value)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.distributed.processes import default_device, gather_objects
@@ -16,7 +16,6 @@ from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim import plain_steps
 from hybrid_engine.parallel.alike import check_alike, name_of
 from hybrid_engine.parallel.checkpoints.optimizer_states import GROUP, NAMES, NUMBERS
-from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.gradient_sums import GradientSums
 from hybrid_engine.parallel.optimizer_arguments import (
     check_steps_parts,
@@ -29,8 +28,7 @@ from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Hook, Reducer
 from hybrid_engine.parallel.staged_module import StagedModule
 from hybrid_engine.parallel.values import CALLABLE, Rule, check, is_number, shown
-from hybrid_engine.zero.layer_groups import find_groups
-from hybrid_engine.zero.view_outputs import copy_views_in_outputs
+from hybrid_engine.parallel.zero_sharding import shard, sharded_parameters
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -55,9 +53,8 @@ def build_optimizer(
     """
     parts = agree(lambda: checked_parts(module, optimizer_fn, args, kwargs, param_groups))
     for part in parts:
-        if part.compute_config.use_zero and part.meshes.zero is not None and not isinstance(part, FSDPModule):
-            _shard(part)
-    inside = {id(p) for part in parts if isinstance(part, FSDPModule) for p in part.parameters()}
+        shard(part)
+    inside = {id(p) for part in parts for p in sharded_parameters(part)}
     parallel = {id(p) for part in parts for p in part.parameters()}
     trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     if not any(gather_objects(bool(trained))):
@@ -89,19 +86,6 @@ def build_optimizer(
         additions.stages = part.meshes.stages if part.plan.stages else None
     additions.attach()
     return optimizer
-
-
-def _shard(part: ParallelModule) -> None:
-    """ZeRO over units: gradients are summed, never averaged, as the backward pass makes them.
-
-    Layers of a module whose own forward runs are gathered and reduced one by one; a graph reads parameters at any time.
-    """
-    layers = find_groups(part).modules if isinstance(part, EagerModule) else []
-    for group in (*layers, part):
-        copy_views_in_outputs(group)
-        sharded = fully_shard(group, mesh=part.meshes.zero, reshard_after_forward=False)
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def _places(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> dict[int, tuple[str, int]]:

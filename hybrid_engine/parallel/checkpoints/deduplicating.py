@@ -259,7 +259,8 @@ def _copies(module: Any, tensor: Tensor) -> Iterator[Copies]:
     elif part.meshes.unit is not None:
         unit = part.meshes.unit
         yield from (Copies(unit.get_group(axis), unit.get_local_rank(axis) == 0) for axis in range(unit.ndim))
-    is_over_units = isinstance(part, FSDPModule) and isinstance(tensor, DTensor)
+    # ZeRO leaves parameters without a dimension to the unit.
+    is_over_units = isinstance(part, FSDPModule) and isinstance(tensor, DTensor) and tensor.dim() > 0
     if part is not None and part.meshes.data is not None and not is_over_units:
         yield Copies(part.meshes.data.get_group(), part.meshes.data.get_local_rank() == 0)
 

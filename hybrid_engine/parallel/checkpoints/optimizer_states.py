@@ -1,6 +1,6 @@
 """An optimizer's state by the names of parameters, from its state dict and back into any optimizer."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from hybrid_engine.parallel.checkpoints.state_checks import Given, check_keys, c
 
 NAMES, NUMBERS, GROUP = "param_names", "param_numbers", "group_number"
 """What `build_optimizer` adds to groups: names of parameters, their places in the module, the user's number of it."""
+COUNTERS = ("step", "eta", "mu", "mu_product")
+"""What optimizers of torch keep as one number of each parameter, however large that is."""
 
 
 @dataclass
@@ -155,13 +157,16 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, merged: Mapping[str, 
     """Takes over a merged state dict, which `check_merged_state` let pass: options of groups, this process's parts."""
     state, live, keys = named_state_dict(optimizer), _live(optimizer), _keys_by_name(merged)
     found = {name: group for group in merged["param_groups"] for name in group[NAMES]}
+    lies_as_parameters = _entries_like_parameters(merged["state"])
     entries: dict[int, dict[str, Any]] = {}
     for group, own in zip(state["param_groups"], live.param_groups, strict=True):
         group.update(_options(_source_of(group, found, merged["param_groups"])))
         for key, name, parameter in zip(group["params"], group[NAMES], own["params"], strict=True):
             values = merged["state"].get(keys[name], {})
             if values:
-                entries[key] = {entry: _own_part(value, parameter) for entry, value in values.items()}
+                entries[key] = {
+                    entry: _own_part(value, parameter, lies_as_parameters(entry)) for entry, value in values.items()
+                }
     live.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
 
 
@@ -198,7 +203,17 @@ def _check_state(name: str, entry: str, value: Any, parameter: nn.Parameter, has
         )
 
 
-def _own_part(value: Any, parameter: nn.Parameter) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape:
-        return value.clone() if isinstance(value, Tensor) else value
-    return part_like(value, parameter)
+def _entries_like_parameters(state: Mapping[Any, Mapping[str, Any]]) -> Callable[[str], bool]:
+    """Says of an entry whether there is one number of it for each of a parameter's, or one for all of them.
+
+    Of a parameter without a dimension both are one number; those of other parameters tell.
+    """
+    sized = {e for entries in state.values() for e, v in entries.items() if isinstance(v, Tensor) and v.dim()}
+    return lambda entry: entry in sized if sized else entry not in COUNTERS
+
+
+def _own_part(value: Any, parameter: nn.Parameter, lies_as_parameters: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    is_divided = value.shape == parameter.shape and (parameter.dim() > 0 or lies_as_parameters)
+    return part_like(value, parameter) if is_divided else value.clone()
