@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.distributed.processes import default_device, gather_objects
@@ -25,10 +24,10 @@ from hybrid_engine.parallel.optimizer_arguments import (
     options_of,
 )
 from hybrid_engine.parallel.parallel_module import ParallelModule
-from hybrid_engine.parallel.reducer import Hook, Reducer
+from hybrid_engine.parallel.reducer import Bucket, Hook, Reducer
 from hybrid_engine.parallel.staged_module import StagedModule
-from hybrid_engine.parallel.values import CALLABLE, Rule, check, is_number, shown
-from hybrid_engine.parallel.zero_sharding import shard, sharded_parameters
+from hybrid_engine.parallel.values import CALLABLE, Rule, check, is_number
+from hybrid_engine.parallel.zero_sharding import shard, sharded_parameters, zero_buckets
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -44,8 +43,17 @@ def build_optimizer(
 
     `param_groups` makes groups from names and parameters; without it there is one. The optimizer gets these besides:
     `sync_shard_grad()`, which sums gradients over units (`step()` does when nobody did), `scale_grads(factor)` and
-    `clip_gnorm(max_norm)`, which need that first, and `register_reducer_pre_hook` and `register_reducer_post_hook`,
-    which ZeRO has not. What torch has no sharded form of is stepped on whole tensors, as Adafactor is.
+    `clip_gnorm(max_norm)`, which need that first. What torch has no sharded form of is stepped on whole tensors, as
+    Adafactor is.
+
+    `register_reducer_pre_hook` and `register_reducer_post_hook` take `hook(reducer, gradient)`, called where processes
+    sum the gradients of `reducer.parameters` over `reducer.group`. Before, `gradient` is flat and has this unit's,
+    after, the sum over all units; with ZeRO the part of it that this process keeps. What a hook changes in place before
+    is a term of the sum, so that scaling by 2 doubles gradients; what it changes after is what is clipped and stepped,
+    and must be the same on all processes that keep that part. A reducer is called once a step for each dtype. With ZeRO
+    one for each part that FSDP2 gathers, a layer where the lowering is eager, is called at the end of `train_step`, and
+    of every backward pass of a loop without it, for what that pass gave: what is not linear means another thing there.
+    Hooks are those of the optimizer that was built last. Copies that several stages have are added up later.
 
     Where the config says `use_zero`, the module is sharded over units here. Collective. ValueError, on every process,
     for modules without a parallel part or a trained parameter, of different configs, or for inference, for groups that
@@ -80,8 +88,8 @@ def build_optimizer(
     own = options_of(optimizer.param_groups, GROUP, (NAMES, NUMBERS, GROUP))
     check_alike({"optimizer_fn": name_of(type(optimizer)), **own})
     additions = _Additions(module, optimizer, reducers, [p for _, p in trained])
-    additions.is_sharded = any(isinstance(part, FSDPModule) for part in parts)
     for part in parts:
+        additions.hooked.extend(zero_buckets(part))
         additions.after.extend(_between_stages(part))
         additions.stages = part.meshes.stages if part.plan.stages else None
     additions.attach()
@@ -155,7 +163,8 @@ class _Additions:
     ):
         self.optimizer, self.reducers, self.parameters = optimizer, reducers, parameters
         self.sums = GradientSums(module, parameters, [p for reducer in reducers for p in reducer.parameters])
-        self.is_sharded = self._is_stepping = False
+        self.hooked: list[Bucket] = list(reducers)  # and what FSDP2 reduces
+        self._is_stepping = False
         self.after: list[Reducer] = []  # of parameters that several stages hold
         self.stages: DeviceMesh | None = None
 
@@ -201,13 +210,8 @@ class _Additions:
 
     def _register(self, which: str, hook: Hook) -> None:
         check("hook", hook, CALLABLE)
-        if self.is_sharded:
-            raise ValueError(
-                f"hook={shown(hook)} would never be called: with use_zero=True FSDP2 reduces the gradients of parallel "
-                "parts; leave use_zero out, or look at gradients after sync_shard_grad()"
-            )
-        for reducer in self.reducers:
-            getattr(reducer, which).append(hook)
+        for bucket in self.hooked:
+            getattr(bucket, which).append(hook)
 
     def sync_shard_grad(self) -> None:
         """Sums gradients over units; nothing where that is done since the last step. Collective.

@@ -7,16 +7,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-Hook = Callable[["Reducer", Tensor], None]
+Hook = Callable[["Bucket", Tensor], None]
 
 
-class Reducer:
-    """The parameters whose gradients are summed over one group of processes, which all have the same parts."""
+class Bucket:
+    """Parameters whose gradients are summed together over one group of processes, and the hooks that see these."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None):
         self.parameters, self.group = list(parameters), group
         self.pre_hooks: list[Hook] = []
         self.post_hooks: list[Hook] = []
+
+    def run_hooks(self, hooks: Sequence[Hook], gradients: Tensor) -> None:
+        """Shows `gradients` to the hooks, which may change them in place."""
+        for hook in hooks:
+            hook(self, gradients)
+
+
+class Reducer(Bucket):
+    """The parameters whose gradients are summed after the backward pass by processes that all have the same parts."""
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -34,12 +43,10 @@ class Reducer:
             flags = torch.tensor(is_there, dtype=dtype, device=parts[0].device)
             flat = torch.cat([*(part.flatten() for part in parts), flags])
             gradients, counts = flat[: -len(parts)], flat[-len(parts) :]
-            for hook in self.pre_hooks:
-                hook(self, gradients)
+            self.run_hooks(self.pre_hooks, gradients)
             if self.group is not None:
                 dist.all_reduce(flat, group=self.group)
-            for hook in self.post_hooks:
-                hook(self, gradients)
+            self.run_hooks(self.post_hooks, gradients)
             for part, summed in zip(parts, gradients.split([part.numel() for part in parts]), strict=True):
                 part.copy_(summed.view_as(part))
             for parameter, count in zip(parameters, counts.tolist(), strict=True):

@@ -1,11 +1,17 @@
-"""ZeRO over units by FSDP2, for all parameters but those without a dimension, which nothing divides."""
+"""ZeRO over units by FSDP2, for all parameters but those without a dimension, and hooks around its reductions."""
 
-from torch import nn
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.reducer import Bucket
 from hybrid_engine.zero.layer_groups import find_groups
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs
 
@@ -33,3 +39,59 @@ def shard(part: ParallelModule) -> None:
 def sharded_parameters(part: ParallelModule) -> list[nn.Parameter]:
     """The parameters of which this process has a part among units, and whose gradients FSDP2 sums."""
     return [p for p in part.parameters() if p.dim()] if isinstance(part, FSDPModule) else []
+
+
+class ZeroBucket(Bucket):
+    """The parameters that FSDP2 reduces together, and the collective by which it does, with hooks around it.
+
+    FSDP2 hands over gradients as the collective takes them: first what goes to the first process of a group, then what
+    goes to the second, with zeros where a parameter is not divided evenly; and of the sum what this process keeps.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, has_groups: bool):
+        """`has_groups`: sums of several groups of units are added up afterwards, and not final before."""
+        super().__init__(parameters, group)
+        self.has_groups = has_groups
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The memory that FSDP2 asks for before the collective."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        """Reduces and scatters for FSDP2, on its stream."""
+        self.run_hooks(self.pre_hooks, input_tensor)
+        work = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        if work is not None:
+            work.wait()
+        if not self.has_groups:
+            self.after(output_tensor)
+        return work
+
+    def after(self, gradients: Tensor) -> None:
+        """Shows hooks the sum over all units, of which `gradients` is what this process keeps."""
+        self.run_hooks(self.post_hooks, gradients)
+
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""By its name since torch 2.13, or the one before."""
+
+
+def zero_buckets(part: ParallelModule) -> list[ZeroBucket]:
+    """What FSDP2 reduces of a part, layers first, without hooks: those of an optimizer before are called no more."""
+    if not isinstance(part, FSDPModule):
+        return []
+    assert part.meshes.data is not None and part.meshes.zero is not None
+    group, has_groups = part.meshes.data.get_group(), part.meshes.zero.ndim > 1
+    left = {p for p in sharded_parameters(part) if p.requires_grad}
+    found = []
+    for module in reversed([module for module in part.modules() if isinstance(module, FSDPModule)]):
+        own = [p for p in module.parameters() if p in left]
+        left -= set(own)
+        bucket = ZeroBucket(own, group, has_groups)
+        module.set_custom_reduce_scatter(bucket)
+        if has_groups:
+            module.set_all_reduce_hook(bucket.after)
+        found.append(bucket)
+    return found
