@@ -66,7 +66,9 @@ class ParallelModule(nn.Module):
         self.training = module.training
         self.__dict__["_steps"], self.__dict__["_with_parts"] = {}, None
         self.__dict__["_is_in_step"] = False
-        self.__dict__["_graphs"] = {self._key(dict(sample)): plan.graph}
+        # A factory may have given another module, or this may be under another autocast, than what was traced.
+        is_of_this = trace_state(module) == plan.graph.trace_state
+        self.__dict__["_graphs"] = {self._key(dict(sample)): plan.graph} if is_of_this else {}
 
     def _names_here(self) -> frozenset[str] | None:
         """The names in the graph of the parameters and buffers that this process has; None: all."""

@@ -7,7 +7,7 @@ by these keys how each op is split; it holds for other shapes of the arguments, 
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -23,6 +23,7 @@ from hybrid_engine.parallel.graph.calls import call_of, tensors_in
 from hybrid_engine.parallel.graph.library import op_name, rule_for
 from hybrid_engine.parallel.graph.normalising import normalise
 from hybrid_engine.parallel.graph.rules import OpRule
+from hybrid_engine.parallel.graph.trace_state import trace_state
 from hybrid_engine.parallel.graph.tracing import trace
 
 
@@ -82,6 +83,8 @@ class Graph:
     module: fx.GraphModule
     original: nn.Module
     """The module that was traced, on meta: how it computes, without its weights."""
+    trace_state: Hashable
+    """What of modes, plain attributes and autocast it was traced for."""
     constants: Mapping[str, Tensor]
     out_spec: TreeSpec
     signature: str
@@ -158,6 +161,7 @@ def graph_of(exported: ExportedProgram, module: nn.Module) -> Graph:
         nodes=nodes,
         module=exported.graph_module,
         original=without_weights(module),
+        trace_state=trace_state(module),
         constants={name: value for name, value in exported.constants.items() if isinstance(value, Tensor)},
         out_spec=exported.call_spec.out_spec,
         signature=_digest(ops, values, with_shapes=False),

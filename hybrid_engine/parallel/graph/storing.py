@@ -14,6 +14,8 @@ from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
+from hybrid_engine.parallel.graph.trace_state import autocast_dtype
+
 
 def dump_trace(exported: ExportedProgram) -> bytes:
     """What `load_trace` reads; ValueError where arguments or results have types that torch.export cannot write."""
@@ -73,10 +75,10 @@ def trace_key(module: nn.Module, arguments: Mapping[str, Any], user_config: Mapp
     """SHA-256 of all that a trace depends on as far as it is known without tracing.
 
     Shapes, dtypes and other arguments, parameters and buffers, numbers and words that modules hold, the source of their
-    classes, the release of torch, `user_config`. Functions that the classes call are not looked into.
+    classes, autocast, the release of torch, `user_config`. Functions that the classes call are not looked into.
     """
     leaves, spec = pytree.tree_flatten(dict(arguments))
-    words = [torch.__version__, str(spec), str(dict(user_config)), str(module.training)]
+    words = [torch.__version__, str(spec), str(dict(user_config)), str(autocast_dtype())]
     words += [_words(leaf) for leaf in leaves]
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}

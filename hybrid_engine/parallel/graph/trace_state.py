@@ -16,9 +16,13 @@ PLAIN = (bool, int, float, str)
 
 def trace_state(module: nn.Module) -> Hashable:
     """Autocast's dtype, if any, and the modes, numbers and texts that the parts of `module` hold, in their order."""
+    return autocast_dtype(), tuple(tuple(_plain_attributes(part).items()) for part in module.modules())
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """That of torch.autocast on this process's device; None where it is off."""
     kind = default_device().type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return autocast, tuple(tuple(_plain_attributes(part).items()) for part in module.modules())
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def copy_trace_state(module: nn.Module, to: nn.Module) -> None:
