@@ -47,6 +47,11 @@ class Number(Base):
         return self.linear(x) * x.sum().item()
 
 
+class Masked(Base):
+    def forward(self, x):
+        return self.linear(x)[x.sum(-1) > 0].square().sum()
+
+
 class WrongShape(Base):
     def forward(self, x):
         return self.linear(x[:, :5])
@@ -86,6 +91,7 @@ REFUSED = {
     Average: (X, "must not depend on the values of tensors"),
     Branch: (X, "must not depend on the values of tensors"),
     Number: (X, "makes a number of the values of a tensor.*without item"),
+    Masked: (X, "square.* reads a tensor whose shape depends on the values of another.*torch.where"),
     WrongShape: (X, "Check first that the module runs by itself"),
     ResultOfUnknown: (X, REGISTERING),
     ArgumentOfUnknown: (Unknown(X), REGISTERING),
@@ -114,3 +120,19 @@ class Speaking(Base):
 def test_what_a_module_prints_itself_is_there(tmp_path, capsys):
     parallelize(Speaking(), {"x": X}, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path)
     assert "forward of a module" in capsys.readouterr().out
+
+
+class Sparse(Base):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 8, sparse=True)
+
+    def forward(self, x):
+        return self.linear(x) + self.table((x > 0).long()).sum(1)
+
+
+def test_sparse_gradients_are_for_one_process(tmp_path):
+    module, arguments = Sparse(), {"x": X}
+    parallelize(module, arguments, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path)(X).sum().backward()
+    with pytest.raises(ValueError, match=r"sparse=True, .* pass sparse=False to the embedding at 'table'"):
+        parallelize(module, arguments, "dp", ComputeConfig(1, 2), gen_savedir=tmp_path / "2", load_module=False)

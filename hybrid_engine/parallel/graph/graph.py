@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
 
-from hybrid_engine.parallel.graph.calls import call_of, tensors_in
+from hybrid_engine.parallel.graph.calls import Call, call_of, tensors_in
 from hybrid_engine.parallel.graph.library import op_name, rule_for
 from hybrid_engine.parallel.graph.normalising import normalise
 from hybrid_engine.parallel.graph.rules import OpRule
@@ -220,11 +221,21 @@ def _enter_op(
         key=key,
         path=path,
         name=name,
-        rule=rule_for(call),
+        rule=_rule_for(call, key),
         inputs=tuple(nodes[operand] for operand in tensors_in(arguments)),
         outputs=tuple(f"{key}/{position}" for position, tensor in enumerate(outputs) if isinstance(tensor, Tensor)),
         node=node,
     )
+
+
+def _rule_for(call: Call, key: str) -> OpRule:
+    try:
+        return rule_for(call)
+    except GuardOnDataDependentSymNode as error:
+        raise ValueError(
+            f"{key} reads a tensor whose shape depends on the values of another, as what nonzero() and x[mask] give; "
+            "keep the shape, and use torch.where or multiply by the mask"
+        ) from error
 
 
 def without_weights(module: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hybrid_engine.parallel.compute_config import ComputeConfig
+from hybrid_engine.parallel.graph.calls import call_of
 from hybrid_engine.parallel.graph.graph import Graph
 from hybrid_engine.parallel.planning.autodist import autodist
 from hybrid_engine.parallel.planning.explaining import explain
@@ -106,6 +107,7 @@ def check_runs(plan: Plan, config: ComputeConfig) -> None:
     if plan.plan_ngpus != config.plan_ngpus:
         raise ValueError(f"the plan is for {plan.plan_ngpus} processes, plan_ngpus={config.plan_ngpus}; change either")
     plan.check_runs()
+    _check_gradients(plan, config)
     if not plan.stages:
         return
     if not config.use_end2end:
@@ -117,6 +119,20 @@ def check_runs(plan: Plan, config: ComputeConfig) -> None:
         )
     if config.use_zero and plan.schedule == "1f1b_interleaved":
         raise ValueError("use_zero=True does not go with '1f1b_interleaved'; take '1f1b', or leave use_zero out")
+
+
+def _check_gradients(plan: Plan, config: ComputeConfig) -> None:
+    """ValueError for sparse gradients that would have to be summed, or lie in parts."""
+    is_alone = plan.plan_ngpus == len(plan.stages) or plan.plan_ngpus == 1
+    if config.inference_only or (config.num_units == 1 and is_alone):
+        return
+    for op in plan.graph.ops.values():
+        is_trained = any(key in plan.graph.requires_grad for key in op.inputs)
+        if is_trained and call_of(op.node).arguments.get("sparse"):
+            raise ValueError(
+                f"{op.key} has sparse=True, and sparse gradients are not added up over processes; pass sparse=False to "
+                f"the embedding at {op.path!r}"
+            )
 
 
 def check_policy(policy: str | Policy, config: ComputeConfig) -> None:
