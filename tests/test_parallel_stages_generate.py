@@ -207,6 +207,7 @@ def refusals(folder):
     interleaved = {"pipeline_nmicros": MICRO_BATCHES, "pipeline_scheduler": "1f1b_interleaved"}
     two_each = parallel("llama", 2, folder / "interleaved", pas_config=interleaved)
     uneven = parallel("gpt2", 2, folder / "uneven")
+    overlapping = parallel("llama", 2, folder / "overlapping", use_async_reducer=True)
     cases = {
         "forward(): the module runs in 2 stages": lambda: engine(**batches[0][0]),
         "backward(): the module runs in 2 stages": lambda: engine.backward(torch.zeros((), requires_grad=True)),
@@ -225,6 +226,7 @@ def refusals(folder):
         "hybrid_engine.exact": build_refused({"hybrid_engine": {"enabled": True, "exact": True}}),
         "schedule='1f1b_interleaved'": build_refused(model=two_each),
         "the 2 layers are of the stages [1, 1]": build_refused(model=uneven),
+        "use_async_reducer=True is for build_optimizer": build_refused(model=overlapping),
     }
     found = {}
     for words, action in cases.items():

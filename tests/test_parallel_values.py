@@ -65,7 +65,7 @@ def end_to_end(folder):
         ("zero_ngroups", (0, "2", 1.0, None, True)),
         *((name, ("yes", 1, 0, None)) for name in ("use_zero", "inference_only", "use_end2end", "constant_folding")),
         *((name, ("yes", 1, 0, None)) for name in ("zero_use_reduce_scatter", "use_async_reducer")),
-        ("reducer_bucket_cap_mb", (0, 25, "25")),
+        ("reducer_bucket_cap_mb", (-1, "25", float("nan"), True)),
         ("trace_strategy", ("gpu", None, ["cpu"])),
         ("lowering", ("hooks", None, ["eager"])),
         *((name, (None, [1], "a=1", {1: 2})) for name in ("pas_config", "user_config")),

@@ -6,17 +6,15 @@ from enum import Enum
 from typing import Any
 
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.parallel.values import COUNT, SWITCH, Rule, check, has_names
+from hybrid_engine.parallel.values import COUNT, SWITCH, Rule, check, has_names, is_number
 
 TRACE_STRATEGIES = ("cpu", "cuda", "meta", "cuda_run_cpu_offload", "reuse_cache")
 LOWERINGS = ("graph", "eager")
 OPTIONS_BY_NAME = Rule(has_names, "a dict whose keys are texts")
-WITHOUT_EFFECT: Mapping[str, Any] = {
-    "constant_folding": False,
-    "use_async_reducer": False,
-    "reducer_bucket_cap_mb": None,
-}
-"""Options of nnScaler's that nothing reads yet, with the one value that each may have."""
+MB = 2**20
+ASYNC_BUCKET_MB = 25.0
+"""Of gradients that are reduced while the backward pass goes on, where nobody says how many."""
+BUCKET_SIZE = Rule(lambda value: value is None or (is_number(value) and value >= 0), "a number of at least 0, or None")
 
 
 class ReuseType(Enum):
@@ -58,7 +56,7 @@ class ComputeConfig:
     """Processes of all units, which take different inputs; a multiple of `plan_ngpus`. Default: all that there are."""
     _: KW_ONLY
     constant_folding: bool = False
-    """True is refused: no op is computed ahead."""
+    """Whether ops that read nothing but constants, as those of a mask, are computed once for all passes of a shape."""
     trace_strategy: str = "cuda_run_cpu_offload"
     """For scripts that give one: tracing never runs the module, so that all strategies are the same."""
     use_zero: bool = False
@@ -72,9 +70,13 @@ class ComputeConfig:
     use_end2end: bool = False
     """Whether `forward` takes a sample and returns the loss: `train_step` and `infer_step` run it."""
     use_async_reducer: bool = False
-    """True is refused: gradients are reduced after the backward pass."""
+    """Whether `train_step` begins to reduce gradients over units within the last backward pass, as ZeRO does in any
+    case; needs `use_end2end`."""
     reducer_bucket_cap_mb: float | None = None
-    """A number is refused: gradients of one dtype are reduced at once."""
+    """MB (2^20 bytes) of gradients that are reduced at once, of one parameter at least; needs `use_end2end`.
+
+    None and 0: 25 with `use_async_reducer`, else all of a dtype. Not with `use_zero`: FSDP2 has buckets of its own.
+    """
     lowering: str = "graph"
     """What a plan becomes: `graph`, the traced ops on parts, or `eager`, hooks on the original module, which stays one
     of its class and generates; plans that change layouts inside a module's code are for `graph` alone."""
@@ -103,10 +105,19 @@ class ComputeConfig:
         for name in ("use_async_reducer", "reducer_bucket_cap_mb"):
             if getattr(self, name) and not self.use_end2end:
                 raise ValueError(f"{name}={getattr(self, name)} needs use_end2end=True; set it, or leave {name} out")
+        if self.reducer_bucket_cap_mb and self.use_zero:
+            raise ValueError(
+                f"reducer_bucket_cap_mb={self.reducer_bucket_cap_mb}: with use_zero=True FSDP2 reduces each layer by "
+                "itself; leave one out"
+            )
+        if self.constant_folding and self.lowering == "eager":
+            raise ValueError(
+                "constant_folding=True needs lowering='graph', since the module's own code runs under 'eager'; leave "
+                "one out"
+            )
         for name, without in {"zero_ngroups": 1, "zero_use_reduce_scatter": False}.items():
             if getattr(self, name) != without and not self.use_zero:
                 raise ValueError(f"{name}={getattr(self, name)} needs use_zero=True; set it, or leave {name} out")
-        self._check_effects()
 
     def _check_kinds(self) -> None:
         """ValueError for values of another kind than their options'."""
@@ -115,19 +126,20 @@ class ComputeConfig:
         for one in fields(self):
             if one.type is bool:
                 check(one.name, getattr(self, one.name), SWITCH)
+        check("reducer_bucket_cap_mb", self.reducer_bucket_cap_mb, BUCKET_SIZE)
         for name in ("pas_config", "user_config"):
             check(name, getattr(self, name), OPTIONS_BY_NAME)
-
-    def _check_effects(self) -> None:
-        """ValueError for what would change nothing."""
-        for name, without in WITHOUT_EFFECT.items():
-            if (value := getattr(self, name)) is not without:
-                raise ValueError(f"{name}={value!r} is not supported, it would change nothing; leave it out")
 
     @property
     def num_units(self) -> int:
         """Groups of processes that take different inputs."""
         return self.runtime_ngpus // self.plan_ngpus
+
+    @property
+    def bucket_bytes(self) -> float:
+        """The most bytes of gradients that are reduced at once."""
+        default = ASYNC_BUCKET_MB if self.use_async_reducer else float("inf")
+        return (self.reducer_bucket_cap_mb or default) * MB
 
     def to_json(self) -> dict[str, Any]:
         """What a plan was made for, in the words of its file."""

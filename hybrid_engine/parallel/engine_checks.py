@@ -35,6 +35,11 @@ def check_parallel(model: nn.Module, engine_config: EngineConfig) -> None:
             raise ValueError("model: use_end2end=True, whose forward is train_step's alone; leave it out")
         if not isinstance(part, EagerModule):
             _check_dtype(part, engine_config)
+        for name in ("use_async_reducer", "reducer_bucket_cap_mb"):
+            if value := getattr(config, name):
+                raise ValueError(
+                    f"model: {name}={value} is for build_optimizer; an engine reduces gradients by itself: leave it out"
+                )
         if config.inference_only:
             raise ValueError("model: inference_only=True, and the engine trains; leave it out")
         check_axes(part.plan)

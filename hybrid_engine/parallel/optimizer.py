@@ -23,6 +23,7 @@ from hybrid_engine.parallel.optimizer_arguments import (
     made_by,
     options_of,
 )
+from hybrid_engine.parallel.overlapping_reducer import OverlappingReducer
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Bucket, Hook, Reducer
 from hybrid_engine.parallel.staged_module import StagedModule
@@ -50,10 +51,11 @@ def build_optimizer(
     sum the gradients of `reducer.parameters` over `reducer.group`. Before, `gradient` is flat and has this unit's,
     after, the sum over all units; with ZeRO the part of it that this process keeps. What a hook changes in place before
     is a term of the sum, so that scaling by 2 doubles gradients; what it changes after is what is clipped and stepped,
-    and must be the same on all processes that keep that part. A reducer is called once a step for each dtype. With ZeRO
-    one for each part that FSDP2 gathers, a layer where the lowering is eager, is called at the end of `train_step`, and
-    of every backward pass of a loop without it, for what that pass gave: what is not linear means another thing there.
-    Hooks are those of the optimizer that was built last. Copies that several stages have are added up later.
+    and must be the same on all processes that keep that part. Hooks are called once a step for each dtype and bucket,
+    before the sum within the backward pass where the config says `use_async_reducer`; with ZeRO once for each part that
+    FSDP2 gathers, a layer where the lowering is eager, at the end of `train_step`, and of every backward pass of a loop
+    without it, for what that pass gave: what is not linear means another thing there. Hooks are those of the optimizer
+    that was built last. Copies that several stages have are added up later.
 
     Where the config says `use_zero`, the module is sharded over units here. Collective. ValueError, on every process,
     for modules without a parallel part or a trained parameter, of different configs, or for inference, for groups that
@@ -69,7 +71,7 @@ def build_optimizer(
         raise ValueError("module trains no parameter; call requires_grad_() on some before build_optimizer")
     group = parts[0].meshes.data.get_group() if parts[0].meshes.data is not None else None
     reducers = [
-        Reducer([p for _, p in trained if id(p) in parallel and id(p) not in inside], group),
+        _reducer_of(parts, [p for _, p in trained if id(p) in parallel and id(p) not in inside], group),
         Reducer([p for _, p in trained if id(p) not in parallel], group),
     ]
     places = _places(module, trained)
@@ -94,6 +96,19 @@ def build_optimizer(
         additions.stages = part.meshes.stages if part.plan.stages else None
     additions.attach()
     return optimizer
+
+
+def _reducer_of(
+    parts: Sequence[ParallelModule], parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None
+) -> Reducer:
+    """What sums the gradients of parallel parts over units: as their config says, where they are one end to end."""
+    config = parts[0].compute_config
+    if not config.use_async_reducer:
+        return Reducer(parameters, group, config.bucket_bytes)
+    reducer = OverlappingReducer(parameters, group, config.bucket_bytes)
+    for part in parts:
+        part.overlapping_reducer = reducer
+    return reducer
 
 
 def _places(module: nn.Module, trained: Sequence[tuple[str, nn.Parameter]]) -> dict[int, tuple[str, int]]:
@@ -186,6 +201,8 @@ class _Additions:
         def zero_and_begin(self_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
             zero_grad(self_, set_to_none)
             self.sums.forget()
+            for reducer in self.reducers:
+                reducer.drop()
 
         optimizer.zero_grad = MethodType(zero_and_begin, optimizer)
 

@@ -25,6 +25,7 @@ from hybrid_engine.parallel.held_parts import leave_out, moved_to, part_of
 from hybrid_engine.parallel.joint_passes import JointPasses
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
+from hybrid_engine.parallel.overlapping_reducer import OverlappingReducer
 from hybrid_engine.parallel.planning.layouts import parameter_layouts, split_order
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.samples import check_samples, loss_of, scaled
@@ -42,6 +43,8 @@ class ParallelModule(nn.Module):
     meshes: Meshes
     joint_passes: JointPasses | None
     """Of the processes over which ops are split; None where each computes them whole."""
+    overlapping_reducer: OverlappingReducer | None = None
+    """What sums gradients of `train_step` within its last backward pass; `build_optimizer` makes it."""
     runs_graph = True
 
     def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes, sample: Mapping[str, Any]):
@@ -136,7 +139,12 @@ class ParallelModule(nn.Module):
 
     def _remade_state(self) -> dict[str, Any]:
         """Attributes that a copy begins with anew."""
-        return {"_steps": {}, "_with_parts": None, "_graphs": dict(self.__dict__.get("_graphs", {}))}
+        return {
+            "_steps": {},
+            "_with_parts": None,
+            "overlapping_reducer": None,
+            "_graphs": dict(self.__dict__.get("_graphs", {})),
+        }
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """ValueError: a pickle of one process's parts means nothing to another run."""
@@ -221,7 +229,7 @@ class ParallelModule(nn.Module):
         key = self._key(arguments)
         if key not in self._steps:
             plan, graph = self._planned(arguments)
-            self._steps[key] = Steps(graph, plan, self.meshes.unit), graph
+            self._steps[key] = Steps(graph, plan, self.meshes.unit, folds=self.compute_config.constant_folding), graph
         return self._steps[key]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -250,6 +258,8 @@ class ParallelModule(nn.Module):
         `is_dummy_batch` says of each sample whether its loss counts with 0, so that all processes have as many;
         `scale_fn` makes of the loss of a sample what its backward pass starts from.
         """
+        if self.overlapping_reducer is not None:
+            self.overlapping_reducer.check()
         with self.together():
             agree(lambda: self._check_train_step(samples, is_dummy_batch, scale_fn))
         self.zero_grad()
@@ -260,6 +270,12 @@ class ParallelModule(nn.Module):
             return loss * 0 if is_dummy_batch and is_dummy_batch[position] else loss
 
         return self._run_samples(samples, backward_from)
+
+    def _overlapping(self, num_samples: int) -> AbstractContextManager[None]:
+        """Around the backward passes of a step."""
+        if self.overlapping_reducer is None:
+            return nullcontext()
+        return self.overlapping_reducer.overlapping(num_samples, fails_on_all=self.meshes.unit is None)
 
     def _check_train_step(self, samples: Any, is_dummy_batch: Any, scale_fn: Any) -> None:
         self._check_end_to_end("train_step")
@@ -284,12 +300,13 @@ class ParallelModule(nn.Module):
 
     def _one_by_one(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor]) -> list[Any]:
         results = []
-        for position, sample in enumerate(samples):
-            if isinstance(self, FSDPModule):
-                self.set_requires_gradient_sync(position == len(samples) - 1)
-            with self.together():
-                results.append(self._call(sample))
-                loss(results[-1], position).backward()
+        with self._overlapping(len(samples)):
+            for position, sample in enumerate(samples):
+                if isinstance(self, FSDPModule):
+                    self.set_requires_gradient_sync(position == len(samples) - 1)
+                with self.together():
+                    results.append(self._call(sample))
+                    loss(results[-1], position).backward()
         return results
 
     def _call(self, sample: Any) -> Any:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from hybrid_engine.parallel.checkpoints.parts import local_part
 
 Hook = Callable[["Bucket", Tensor], None]
 
@@ -27,35 +28,102 @@ class Bucket:
 class Reducer(Bucket):
     """The parameters whose gradients are summed after the backward pass by processes that all have the same parts."""
 
-    @torch.no_grad()
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, bucket_bytes: float = float("inf")
+    ):
+        """Gradients of one dtype and of up to `bucket_bytes`, but of one at least, go into a collective."""
+        super().__init__(parameters, group)
+        self.sums = [FlatSum(bucket) for bucket in in_buckets(self.parameters, bucket_bytes)]
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether anybody sees the flat copies of gradients: other processes, or hooks."""
+        return self.group is not None or bool(self.pre_hooks or self.post_hooks)
+
     def reduce(self) -> None:
-        """Sums the gradients in place, those of one dtype in one collective; one that a process lacks counts as 0.
+        """Sums the gradients in place; one that a process lacks counts as 0.
 
-        One that all lack stays away: optimizers leave such parameters as they are. Hooks get the gradients of a dtype
-        as one flat tensor, before and after.
+        One that all lack stays away: optimizers leave such parameters as they are. Hooks get the gradients of each
+        collective as one flat tensor, before and after.
         """
-        if self.group is None and not self.pre_hooks and not self.post_hooks:
-            return  # nobody would see the flat copy
-        for dtype in sorted({p.dtype for p in self.parameters}, key=str):
-            parameters = [p for p in self.parameters if p.dtype == dtype]
-            is_there = [p.grad is not None for p in parameters]
-            parts = [local_gradient(p) for p in parameters]
-            flags = torch.tensor(is_there, dtype=dtype, device=parts[0].device)
-            flat = torch.cat([*(part.flatten() for part in parts), flags])
-            gradients, counts = flat[: -len(parts)], flat[-len(parts) :]
-            self.run_hooks(self.pre_hooks, gradients)
-            if self.group is not None:
-                dist.all_reduce(flat, group=self.group)
-            self.run_hooks(self.post_hooks, gradients)
-            for part, summed in zip(parts, gradients.split([part.numel() for part in parts]), strict=True):
-                part.copy_(summed.view_as(part))
-            for parameter, count in zip(parameters, counts.tolist(), strict=True):
-                if count == 0:
-                    parameter.grad = None
+        for flat_sum in self.sums if self.is_seen else ():
+            if not flat_sum.is_begun:
+                flat_sum.begin(self)
+            flat_sum.end(self)
+
+    def drop(self) -> None:
+        """Takes back what has begun; here sums begin and end in `reduce`."""
 
 
-def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient; zeros are put in its place where the backward pass made none."""
+class FlatSum:
+    """The sum of the gradients of some parameters of one dtype, by one collective over a flat copy of them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]):
+        self.parameters = list(parameters)
+        self._given: list[Tensor] = []
+        self._flat = torch.empty(0)
+        self._work: dist.Work | None = None
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a sum of gradients has begun and nobody has taken it."""
+        return bool(self._given)
+
+    @torch.no_grad()
+    def begin(self, reducer: Reducer) -> None:
+        """Begins to sum a flat copy of the gradients over the group of `reducer`, after its hooks."""
+        is_there = [p.grad is not None for p in self.parameters]
+        self._given = [gradient_of(p) for p in self.parameters]
+        parts = [local_part(gradient) for gradient in self._given]
+        flags = torch.tensor(is_there, dtype=parts[0].dtype, device=parts[0].device)
+        self._flat = torch.cat([*(part.flatten() for part in parts), flags])
+        reducer.run_hooks(reducer.pre_hooks, self._flat[: -len(parts)])
+        if reducer.group is not None:
+            self._work = dist.all_reduce(self._flat, group=reducer.group, async_op=True)
+
+    def drop(self) -> None:
+        """Waits for the sum, and leaves the gradients as they are."""
+        self._wait()
+        self._given, self._flat = [], torch.empty(0)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    @torch.no_grad()
+    def end(self, reducer: Reducer) -> None:
+        """Puts the sums into the gradients that `begin` found."""
+        self._wait()
+        gradients, counts = self._flat[: -len(self.parameters)], self._flat[-len(self.parameters) :]
+        reducer.run_hooks(reducer.post_hooks, gradients)
+        parts = [local_part(gradient) for gradient in self._given]
+        sums = gradients.split([part.numel() for part in parts])
+        for part, summed in zip(parts, sums, strict=True):
+            part.copy_(summed.view_as(part))
+        for parameter, given, count in zip(self.parameters, self._given, counts.tolist(), strict=True):
+            if count == 0 and parameter.grad is given:
+                parameter.grad = None
+        self._given, self._flat = [], torch.empty(0)
+
+
+def in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
+    """The parameters in buckets of one dtype, in their order; the last, whose gradients come first, in the first."""
+    buckets: list[list[nn.Parameter]] = []
+    filling: dict[torch.dtype, list[nn.Parameter]] = {}
+    num_bytes: dict[torch.dtype, int] = {}
+    for parameter in reversed(parameters):
+        dtype, size = parameter.dtype, local_part(parameter).nbytes
+        if dtype not in filling or num_bytes[dtype] + size > bucket_bytes:
+            filling[dtype], num_bytes[dtype] = [], 0
+            buckets.append(filling[dtype])
+        filling[dtype].append(parameter)
+        num_bytes[dtype] += size
+    return [bucket[::-1] for bucket in buckets]
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """The gradient; zeros are put in its place where the backward pass made none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    return parameter.grad

@@ -1,6 +1,7 @@
 """A module whose plan has stages: this process holds the parameters of its stages, samples run through all of them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ class StagedModule(ParallelModule):
             self.__dict__["_runner"] = next(iter(pipeline.runners.values()))
         try:
             inputs = [inputs_of(graph, entry) for entry in arguments]
-            results = pipeline.run(inputs, loss_of if loss is not None else None, returns_results)
+            with self._overlapping(len(inputs)) if loss is not None else nullcontext():
+                results = pipeline.run(inputs, loss_of if loss is not None else None, returns_results)
         finally:
             self.__dict__["_runner"] = None
         return [graph.result_of(outputs) for outputs in results]
@@ -131,8 +133,9 @@ class StagedModule(ParallelModule):
         key = self._key(arguments)
         if key not in self._pipelines:
             plan, graph = self._planned(arguments)
+            folds = self.compute_config.constant_folding
             runners = {
-                number: StageRunner(graph, plan, self.meshes, stage, self.held, self.together)
+                number: StageRunner(graph, plan, self.meshes, stage, self.held, self.together, folds)
                 for number, stage in self._own_stages(graph).items()
             }
             self._pipelines[key] = Pipeline(graph, plan, self.meshes, runners, self), graph

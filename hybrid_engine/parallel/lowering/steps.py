@@ -70,8 +70,12 @@ class Steps:
         mesh: DeviceMesh | None,
         ops: Sequence[str] | None = None,
         kept: Sequence[str] = (),
+        folds: bool = False,
     ):
-        """`ops` are the keys of those that are run, all by default; `kept` are results that are asked for besides."""
+        """`ops` are the keys of those that are run, all by default; `kept` are results that are asked for besides.
+
+        `folds` says whether ops that read nothing but constants run once, and their results are kept from run to run.
+        """
         self.graph, self.plan, self.mesh = graph, plan, mesh
         self.layouts = value_layouts(graph, plan)
         self.whole = whole(plan)
@@ -79,7 +83,12 @@ class Steps:
         results = {*kept, *graph.mutations.values(), *(key for key in graph.outputs if key is not None)}
         last_used = _last_uses(graph, ops, results)
         self.steps = {key: _step(graph, plan, mesh, graph.ops[key], last_used.get(key, ())) for key in ops}
-        self.blocks = blocks_of(graph, ops, plan.recompute, results)
+        self.constant_ops = constant_ops(graph, ops, results) if folds else []
+        constant = set(self.constant_ops)
+        rest = [key for key in ops if key not in constant]
+        self._kept_constants = {key for op in rest for key in graph.ops[op].inputs if key.rsplit("/", 1)[0] in constant}
+        self.blocks = blocks_of(graph, rest, plan.recompute, results)
+        self._folded: dict[str, Tensor] | None = None
 
     def run(self, held: Mapping[str, Tensor], arguments: Mapping[str, Tensor]) -> tuple[list[Tensor | None], Any]:
         """The results of the forward pass, whole on every rank, and the new values of buffers by name.
@@ -94,12 +103,24 @@ class Steps:
         """All that was made and is asked for."""
         values = Values(self.mesh, self.layouts, {**held, **arguments})
         values.enter({f"constant:{name}": tensor for name, tensor in self.graph.constants.items()})
+        if self.constant_ops:
+            values.enter(self._results_of_constants(values))
         for block in self.blocks:
             if block.is_recomputed and torch.is_grad_enabled():
                 self._run_checkpointed(block, values)
             else:
                 self._run(block, values)
         return values
+
+    def _results_of_constants(self, values: "Values") -> dict[str, Tensor]:
+        """The results of ops that read constants alone, in the layouts of the plan; computed in the first run."""
+        if self._folded is None:
+            inside = Values(self.mesh, self.layouts, dict(values.tensors))
+            with torch.inference_mode(False), torch.no_grad():
+                for key in self.constant_ops:
+                    self._run_step(self.steps[key], inside)
+            self._folded = {key: inside.tensors[key] for key in self._kept_constants}
+        return self._folded
 
     def outputs(self, values: "Values") -> list[Tensor | None]:
         """The results of the forward pass, whole on every rank."""
@@ -114,11 +135,14 @@ class Steps:
 
     def _run(self, block: Block, values: "Values") -> None:
         for step in map(self.steps.__getitem__, block.ops):
-            operands = [values.local(edge) for edge in step.edges]
-            results = step.function(**_filled(step.arguments, operands))
-            values.enter({key: (results if step.is_single else results[index]) for index, key in step.outputs})
+            self._run_step(step, values)
             for key in step.last_used:
                 values.drop(key)
+
+    def _run_step(self, step: Step, values: "Values") -> None:
+        operands = [values.local(edge) for edge in step.edges]
+        results = step.function(**_filled(step.arguments, operands))
+        values.enter({key: (results if step.is_single else results[index]) for index, key in step.outputs})
 
     def _run_checkpointed(self, block: Block, values: "Values") -> None:
         """Keeps of the block what it reads and gives alone; the rest is computed again in the backward pass."""
@@ -229,6 +253,23 @@ def _fill(value: Any, operands: Sequence[Tensor]) -> Any:
     if isinstance(value, Slot):
         return operands[value.position]
     return [_fill(entry, operands) for entry in value] if isinstance(value, list) else value
+
+
+def constant_ops(graph: Graph, ops: Iterable[str], results: Collection[str]) -> list[str]:
+    """The keys of those of `ops` that read constants alone, draw nothing, and make none of `results`.
+
+    Ops that are not PyTorch's may do more than compute, and run each time.
+    """
+    constants = {key for key, value in graph.values.items() if value.kind == "constant"}
+    found = []
+    for op in (graph.ops[key] for key in ops):
+        overload = op.node.target
+        assert isinstance(overload, torch._ops.OpOverload), f"{overload=}"
+        is_pure = overload.namespace in ("aten", "prims") and torch.Tag.nondeterministic_seeded not in overload.tags
+        if is_pure and constants.issuperset(op.inputs) and op.outputs and not set(op.outputs) & set(results):
+            constants.update(op.outputs)
+            found.append(op.key)
+    return found
 
 
 def _last_uses(graph: Graph, ops: Sequence[str], kept: Collection[str]) -> dict[str, list[str]]:

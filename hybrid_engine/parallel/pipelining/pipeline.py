@@ -42,12 +42,16 @@ class StageRunner(nn.Module):
         stage: StageOps,
         held: Callable[[], dict[str, Tensor]],
         together: Callable[[], AbstractContextManager[None]],
+        folds: bool,
     ):
-        """`together` goes around each pass, of which the processes that share this stage have each a part."""
+        """`together` goes around each pass, of which the processes that share this stage have each a part.
+
+        `folds` as in `Steps`.
+        """
         super().__init__()
         self.together = together
         self.graph, self.mesh_sizes, self.stage, self.held = graph, plan.mesh, stage, held
-        self.steps = Steps(graph, plan, meshes.unit, stage.ops, stage.sent)
+        self.steps = Steps(graph, plan, meshes.unit, stage.ops, stage.sent, folds)
         self.samples: Sequence[Inputs] = ()
         self.keeps_outputs = True
         self.outputs: list[Outputs] = []
