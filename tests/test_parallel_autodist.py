@@ -375,7 +375,7 @@ def test_the_command_refuses_a_process_that_is_alone_and_options_that_mean_nothi
         ({"use_fp16": True, "use_bf16": True}, "exclude each other"),
         ({"use_fp16": 1}, "use_fp16=1 must be True or False"),
         ({"use_apex_fused_adam_v2": True}, "needs use_bf16 or use_fp16"),
-        ({"parallel_profile": True}, "parallel_profile=True is not supported"),
+        ({"parallel_profile": 1}, "parallel_profile=1 must be True or False"),
         ({"pipeline_scheduler": "zb"}, "pipeline_scheduler='zb' must be one of"),
         ({"pipeline_pivots": "layers.1"}, "needs explore_pipeline=True"),
         ({"costs": "h1000"}, "costs='h1000' must be one of"),

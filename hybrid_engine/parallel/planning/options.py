@@ -71,7 +71,7 @@ class Options:
     """Whether plans of several stages are considered."""
     pipeline_scheduler: str = "1f1b"
     parallel_profile: bool = False
-    """True is refused."""
+    """For scripts that give one: a profile takes one process seconds."""
     max_partition_degree: int | None = None
     """The most processes over which an op is split."""
     transient_mem_coef: float = 2.0
@@ -97,8 +97,6 @@ class Options:
             raise ValueError(
                 "use_apex_fused_adam_v2=True needs use_bf16 or use_fp16, whose copies it shortens; set one"
             )
-        if self.parallel_profile:
-            raise ValueError("parallel_profile=True is not supported: one process measures in seconds; leave it out")
         if self.pipeline_scheduler not in SCHEDULERS:
             raise ValueError(f"pipeline_scheduler={self.pipeline_scheduler!r} must be one of {list(SCHEDULERS)}")
         if self.pipeline_pivots and not self.explore_pipeline:
