@@ -17,7 +17,8 @@ VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
 VERSION_TESTS := tests/test_every_optimizer.py tests/test_zero_training.py tests/test_zero_init.py \
   tests/test_fsdp2_private.py tests/test_gathered_parameters.py tests/test_external_parameters.py tests/test_changed_models.py \
   tests/test_checkpoint.py tests/test_generate_distributed.py tests/test_parallel_checkpoints.py tests/test_parallel_pipelines.py \
-  tests/test_parallel_generate.py tests/test_parallel_stages_generate.py tests/test_parallel_one_rank_fails.py
+  tests/test_parallel_generate.py tests/test_parallel_stages_generate.py tests/test_parallel_one_rank_fails.py \
+  tests/test_parallel_reducers.py tests/test_parallel_hooks.py tests/test_parallel_scalars.py
 # Short tests of every room, two minutes on two cores.
 QUICK := import_direction readme quick config recipes_refusals lr_schedules zero_loss_scaler optimizers zero_to_fp32 \
   waiting zero_dataloader decode_graph scheduler latency dispatch ops moe_block rotary vocabulary kernels_block_copy \
