@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, irecv, isend, recv, send
 
 from hybrid_engine.compat.distributed import init_distributed
+from hybrid_engine.distributed.single_tensors import all_gather_single, reduce_scatter_single
 
 __all__ = [
     "ReduceOp",
@@ -180,10 +181,10 @@ broadcast = _collective(dist.broadcast)
 broadcast_object_list = _collective(dist.broadcast_object_list)
 all_gather = _collective(dist.all_gather, "tensor_list", "tensor")
 all_gather_object = _collective(dist.all_gather_object, "object_list", "obj")
-all_gather_into_tensor = _collective(dist.all_gather_into_tensor, "output_tensor", "input_tensor")
+all_gather_into_tensor = _collective(all_gather_single, "output_tensor", "input_tensor")
 allgather_fn = all_gather_into_tensor
 reduce_scatter = _collective(dist.reduce_scatter, "output", "input_list")
-reduce_scatter_tensor = _collective(dist.reduce_scatter_tensor, "output", "input")
+reduce_scatter_tensor = _collective(reduce_scatter_single, "output", "input")
 reduce_scatter_fn = reduce_scatter_tensor
 all_to_all = _collective(dist.all_to_all, "output_tensor_list", "input_tensor_list")
 all_to_all_single = _collective(dist.all_to_all_single, "output", "input")

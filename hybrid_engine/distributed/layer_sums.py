@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.distributed.presence import LOST
+from hybrid_engine.distributed.single_tensors import all_gather_single
 from hybrid_engine.distributed.verdict import FollowedError
 
 
@@ -79,5 +80,5 @@ class LayerSums:
         with self._noting_who_left() as group:
             size = dist.get_world_size(group)
             gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-            dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+            all_gather_single(gathered, tensor.contiguous(), group=group)
         return torch.cat(gathered.chunk(size), -1)

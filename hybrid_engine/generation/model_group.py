@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.distributed.layer_sums import LayerSums
 from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.single_tensors import all_gather_single
 from hybrid_engine.distributed.verdict import LostError, Partners
 from hybrid_engine.generation.pipeline.stage import Stage
 from hybrid_engine.zero.sharding import Sharding
@@ -182,7 +183,7 @@ def describe_group(group: dist.ProcessGroup, option: str) -> ModelGroup:
 
     def all_gather(tensor: torch.Tensor) -> torch.Tensor:
         gathered = tensor.new_empty(size * tensor.shape[0], *tensor.shape[1:])
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=group)
+        all_gather_single(gathered, tensor.contiguous(), group=group)
         return torch.cat(gathered.chunk(size), -1)
 
     parallel = TensorParallel(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.distributed.single_tensors import reduce_scatter_single
 from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Bucket
@@ -62,7 +63,7 @@ class ZeroBucket(Bucket):
     ) -> Any:
         """Reduces and scatters for FSDP2, on its stream."""
         self.run_hooks(self.pre_hooks, input_tensor)
-        work = _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        work = reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         if work is not None:
             work.wait()
         if not self.has_groups:
@@ -72,10 +73,6 @@ class ZeroBucket(Bucket):
     def after(self, gradients: Tensor) -> None:
         """Shows hooks the sum over all units, of which `gradients` is what this process keeps."""
         self.run_hooks(self.post_hooks, gradients)
-
-
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""By its name since torch 2.13, or the one before."""
 
 
 def zero_buckets(part: ParallelModule) -> list[ZeroBucket]:

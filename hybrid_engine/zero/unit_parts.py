@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hybrid_engine.containers.lasting import LastingBuffer
 from hybrid_engine.containers.tensor_parallel import Cut, read_whole
+from hybrid_engine.distributed.single_tensors import all_gather_single
 from hybrid_engine.zero.split_module import tensor_axes
 
 Bounds = tuple[tuple[int, int], ...]
@@ -101,7 +102,7 @@ class PartReader:
         sent = torch.cat([_local(one.parameter).flatten() for one in missing])
         received = sent.new_empty(dist.get_world_size(group), len(sent))
         # As bytes: not every backend gathers every dtype.
-        dist.all_gather_into_tensor(received.view(-1).view(torch.uint8), sent.view(torch.uint8), group=group)
+        all_gather_single(received.view(-1).view(torch.uint8), sent.view(torch.uint8), group=group)
         self._bytes_gathered += received.nbytes
         start = 0
         for one in missing:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.distributed.processes import default_device, get_world_size
+from hybrid_engine.distributed.single_tensors import all_gather_single, reduce_scatter_single
 from hybrid_engine.parallel.planning.machine import COLLECTIVES, Device, Link, Machine, rounds, sent_bytes
 
 SMALL_BYTES = 1 << 12
@@ -62,8 +63,8 @@ def _collective(kind: str, num_bytes: int, size: int, group: dist.ProcessGroup |
     whole = torch.ones(part.numel() * size, device=device)
     other = torch.empty_like(whole)
     calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+        "all_gather": lambda: all_gather_single(whole, part, group=group),
+        "reduce_scatter": lambda: reduce_scatter_single(part, whole, group=group),
         "all_reduce": lambda: dist.all_reduce(other, group=group),
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
