@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 # Fresh processes are forks of one that has imported these and done nothing else: importing takes seconds each time.
 multiprocessing.set_forkserver_preload(
@@ -83,9 +85,14 @@ def _run(
 
 
 def leave_process_group() -> None:
-    """Ends a process group that an earlier test of this process may have left, as one of a single process is."""
+    """Ends a process group that an earlier test of this process may have left, as one of a single process is.
+
+    DTensor keeps what it did on a mesh for all meshes that are equal to it, with the groups of the first.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    _gen_transform_infos.cache_clear()
 
 
 def free_port() -> int:
