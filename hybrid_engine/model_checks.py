@@ -7,6 +7,7 @@ from torch import nn
 
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import check_same_architecture, get_world_size, on_rank_zero
+from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
 from hybrid_engine.optim.build import check_choices
 from hybrid_engine.optim.lr_schedules import check_rates
@@ -33,20 +34,25 @@ def check_training(
         lr_scheduler: a scheduler, a function that builds one, or None.
         trains: whether there is an optimizer at all.
     """
-    check_choices(model, optimizer, lr_scheduler, config)
     stepped = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
-    groups = name_groups(stepped, model) if trains else []
-    check_group_options(groups)
-    if config.scheduler is not None and lr_scheduler is None:
-        check_rates(config.scheduler, len(groups))
-    check_packages(config)
+
+    def groups_if_they_do() -> list[NamedGroup]:
+        check_parallel(model, config)
+        check_choices(model, optimizer, lr_scheduler, config)
+        groups = name_groups(stepped, model) if trains else []
+        check_group_options(groups)
+        if config.scheduler is not None and lr_scheduler is None:
+            check_rates(config.scheduler, len(groups))
+        check_packages(config)
+        return groups
+
+    groups = agree(groups_if_they_do)  # processes may hold other parameters, as those of stages do
     on_rank_zero(lambda: prepare_outputs(config))
     check_quantised(model, get_world_size() > 1 or offloads_parameters(config))
     check_same_architecture(model, 1 if num_stages_of(model) == 1 else unit_size_of(model))
     check_callable(model)
     num_units = get_world_size() // unit_size_of(model)
     check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, num_units))
-    check_parallel(model, config)
     return groups
 
 

@@ -9,6 +9,7 @@ from distributed import leave_process_group, run_distributed
 from test_parallel_checkpoints import gathered
 from torch import nn
 
+import hybrid_engine
 from hybrid_engine import (
     ComputeConfig,
     build_optimizer,
@@ -148,6 +149,14 @@ def all_journeys(rank, world_size, folder):
     with pytest.raises(ValueError) as caught:
         build_optimizer(make(folder / "lbfgs", [], "pp"), torch.optim.LBFGS)
     found["lbfgs"] = str(caught.value)
+    engine_config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": MICROS,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    }
+    with pytest.raises(ValueError) as caught:
+        hybrid_engine.initialize(model=make(folder / "engine", ["second"], "pp"), config=engine_config)
+    found["engine"] = str(caught.value)
     return found
 
 
@@ -189,3 +198,4 @@ def test_what_trains_nothing_anywhere_and_what_needs_all_parameters_at_once_are_
         assert "trains no parameter" in outcome["nothing"]
         assert "LBFGS" in outcome["lbfgs"]
         assert "stages" in outcome["lbfgs"]
+        assert "all parameters of stage 1 are frozen" in outcome["engine"]

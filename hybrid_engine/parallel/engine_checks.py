@@ -5,6 +5,7 @@ from torch import nn
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.pipelining.stage_ops import divide
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.staged_module import StagedModule
 
@@ -69,6 +70,13 @@ def _check_stages(module: StagedModule, config: EngineConfig) -> None:
         raise ValueError(
             f"zero_optimization.stage={zero.stage}: with the plan's {len(plan.stages)} stages it must be at most "
             f"{MOST_ZERO_WITH_STAGES}, every micro-batch reads a stage's whole weights; set 0 or 1"
+        )
+    graph = plan.graph
+    trains = [bool(stage.held & graph.requires_grad) for stage in divide(graph, plan.stages)]
+    if any(trains) and not all(trains):
+        raise ValueError(
+            f"model: all parameters of stage {trains.index(False)} are frozen, and an engine trains some on each "
+            "process; leave some of them trained, name other stages, or train by build_optimizer and train_step"
         )
     if config.gradient_accumulation_steps != plan.num_micro_batches:
         num_samples = config.train_micro_batch_size_per_gpu * plan.num_micro_batches * module.compute_config.num_units
