@@ -90,3 +90,23 @@ def test_training_gives_the_same_weights(tmp_path):
         return module.weight
 
     assert torch.equal(run(), run(constant_folding=True))
+
+
+class Shown(nn.Module):
+    """Gives a view of what it makes of nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        mask = torch.arange(8).cos()
+        return (x * self.weight * mask).sum(), mask.view(2, 4)
+
+
+def test_results_that_are_changed_in_place_do_not_change_what_is_kept(tmp_path):
+    config = ComputeConfig(1, 1, constant_folding=True)
+    module = parallelize(Shown(), {"x": torch.ones(8)}, "dp", config, gen_savedir=tmp_path, reuse="override")
+    expected, mask = module(torch.ones(8))
+    mask.mul_(100)
+    assert module(torch.ones(8))[0] == expected

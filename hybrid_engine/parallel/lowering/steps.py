@@ -123,8 +123,10 @@ class Steps:
         return self._folded
 
     def outputs(self, values: "Values") -> list[Tensor | None]:
-        """The results of the forward pass, whole on every rank."""
-        return [self._whole(values, key) if key is not None else None for key in self.graph.outputs]
+        """The results of the forward pass, whole on every rank, and none in memory that is kept from run to run."""
+        kept = {_memory(tensor) for tensor in (self._folded or {}).values()} - {None}
+        found = [self._whole(values, key) if key is not None else None for key in self.graph.outputs]
+        return [out.clone() if out is not None and kept and _memory(out) in kept else out for out in found]
 
     def mutations(self, values: "Values", names: Iterable[str]) -> dict[str, Tensor]:
         """The new values of buffers by name."""
@@ -202,6 +204,11 @@ class Values:
                 # Also where nothing changes: it brings a parameter's gradient into the parameter's layout.
                 found[wanted] = base.redistribute(self.mesh, wanted)
         return found[wanted]
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Where the memory begins that it lies in; None of what stands for several tensors."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) is Tensor else None
 
 
 def _step(graph: Graph, plan: Plan, mesh: DeviceMesh | None, op: Op, last_used: Sequence[str]) -> Step:
