@@ -155,6 +155,125 @@ def test_an_error_in_a_step_is_raised_on_all_and_training_goes_on(tmp_path):
         assert results["nothing left"] and results["same"] and results["copied"]
 
 
+WHERE = ("register_reducer_pre_hook", "register_reducer_post_hook")
+
+
+def two_units_misuse(rank, world_size, folder):
+    """Errors of hooks, changed gradients and a second optimizer, after each of which gradients are the sums."""
+    results = {}
+    plain = build()
+    sum(plain(sample(1, 0, unit)) for unit in range(world_size)).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+
+    def difference(module, optimizer):
+        module.train_step([sample(1, 0, rank)])
+        optimizer.sync_shard_grad()
+        return max((module.get_parameter(name).grad - grad).abs().max().item() for name, grad in expected.items())
+
+    for way in ({}, {"use_async_reducer": True, "reducer_bucket_cap_mb": EACH_ALONE}):
+        for where in WHERE:
+            module, optimizer = make(folder, **way)
+            is_over = []
+
+            def failing(reducer, gradient, is_over=is_over):
+                if not is_over:
+                    raise FailingError("of a hook")
+
+            getattr(optimizer, where)(failing)
+
+            def train_once(module=module, optimizer=optimizer):
+                module.train_step([sample(0, 0, rank)])
+                optimizer.step()
+
+            words = [message(train_once), message(optimizer.step) if where == WHERE[1] else ""]
+            is_over.append(True)
+            optimizer.zero_grad()
+            results["hook", where, len(way)] = words, difference(module, optimizer)
+
+    module, optimizer = make(folder, use_async_reducer=True, reducer_bucket_cap_mb=EACH_ALONE)
+    is_over = []
+
+    def failing_on_one(reducer, gradient):
+        if rank and not is_over:
+            raise FailingError("of one")
+
+    optimizer.register_reducer_pre_hook(failing_on_one)
+    words = message(lambda: module.train_step([sample(0, 0, rank)]))
+    is_over.append(True)
+    results["one"] = words, difference(module, optimizer)
+    for divide in (lambda p: p.grad.div_(2), lambda p: setattr(p, "grad", p.grad / 2)):
+        module.train_step([sample(0, 0, rank)])
+        divide(module.get_parameter("layers.0.weight"))
+        results["changed", len(results)] = message(optimizer.step), difference(module, optimizer)
+    module.train_step([sample(0, 0, rank)])
+    second = build_optimizer(module, torch.optim.SGD, lr=0.1)
+    results["second"] = "", difference(module, second)
+    return results
+
+
+def test_after_errors_of_hooks_and_changed_gradients_nothing_of_them_is_left(tmp_path):
+    for results in run_distributed(two_units_misuse, 2, tmp_path):
+        assert all(difference < 1e-6 for _, difference in results.values()), results
+        for key, (words, _) in results.items():
+            if key[0] == "hook":
+                assert "of a hook" in words[0]
+                assert key[1] == WHERE[0] or "some are sums while others are not" in words[1]
+            elif key[0] == "changed":
+                assert "call sync_shard_grad() before it" in words
+        assert "of one" in results["one"][0]
+
+
+class Shared(nn.Module):
+    """Layers of which two, which are stages of one process, are the same."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(4, 4)
+        self.layers = nn.Sequential(shared, nn.Linear(4, 4), shared, nn.Linear(4, 2))
+
+    def forward(self, sample):
+        return self.layers(sample["x"]).square().mean()
+
+
+def stages_of_one(rank, world_size, folder):
+    options = {"pipeline_nmicros": 2, "pipeline_nstages": 4, "pipeline_scheduler": "1f1b_interleaved"}
+    found = []
+    for way in ({}, {"use_async_reducer": True, "reducer_bucket_cap_mb": EACH_ALONE}):
+        torch.manual_seed(0)
+        config = ComputeConfig(2, use_end2end=True, pas_config=options, **way)
+        module = parallelize(
+            Shared(), {"sample": sample(0, 0, 0)}, "hybrid", config, gen_savedir=folder, reuse="override"
+        )
+        found.append(train(module, build_optimizer(module, torch.optim.SGD, lr=0.1)))
+    return same(*found)
+
+
+def test_a_layer_in_two_stages_of_one_process_is_summed_after_both(tmp_path):
+    assert run_distributed(stages_of_one, 2, tmp_path) == [True, True]
+
+
+def stages_with_a_failing_hook(rank, world_size, folder):
+    """A hook fails in the last backward pass of one stage, as often as it is called; training goes on."""
+    one = {"policy": "pp", "plan_ngpus": 2, "pas_config": {"pipeline_nmicros": NUM_SAMPLES}}
+    expected = train(*make(folder, **one))
+    module, optimizer = make(folder, **one, use_async_reducer=True, reducer_bucket_cap_mb=EACH_ALONE)
+    is_over = []
+
+    def failing(reducer, gradient):
+        if rank == 3 and not is_over:
+            raise FailingError("of a stage")
+
+    optimizer.register_reducer_pre_hook(failing)
+    words = message(lambda: module.train_step([sample(0, 0, 0), sample(0, 1, 0)]))
+    is_over.append(True)
+    return words, same(expected, train(module, optimizer))
+
+
+def test_an_error_of_a_hook_in_a_stage_is_raised_on_all_and_training_goes_on(tmp_path):
+    for words, is_same in run_distributed(stages_with_a_failing_hook, 4, tmp_path):
+        assert "of a stage" in words and is_same
+
+
 def units_of_two(rank, world_size, folder):
     results = {}
     for policy, options in (("data", {}), ("tp", {}), ("pp", {"pipeline_nmicros": NUM_SAMPLES})):

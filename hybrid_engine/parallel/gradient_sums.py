@@ -1,7 +1,8 @@
 """Which gradients are sums over units already, so that none is summed twice, and none that should be is not."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ class GradientSums:
         self._since_step: list[weakref.ref[Tensor] | None] | None = None
         self._sums: dict[int, weakref.ref[Tensor]] = {}
         self._is_grown = False
+        self._half_summed: list[weakref.ref[Tensor] | None] = []
         for parameter in parameters:
             setattr(parameter, TRAINED, True)
         note = weakref.WeakMethod(self._note)
@@ -40,17 +42,32 @@ class GradientSums:
                     f"{name!r} was not trained when build_optimizer was called, and has a gradient now, which would be "
                     "neither summed nor stepped; call build_optimizer again after requires_grad_()"
                 )
+        halves = [None if ref is None else ref() for ref in self._half_summed]
+        if any(p.grad is not None and p.grad is half for p, half in zip(self._parameters, halves, strict=False)):
+            raise ValueError(
+                "an error stopped the sum of gradients over units, and some are sums while others are not; call the "
+                "optimizer's zero_grad(), or train_step, before the next step"
+            )
         if self._is_grown and are_several:
             raise ValueError(
                 "a backward pass has added to gradients that are summed over units already, which would be summed "
                 "twice; call the optimizer's zero_grad() before it"
             )
 
-    def enter(self) -> None:
-        """Takes note that all gradients are sums now."""
-        self._since_step = [None if p.grad is None else weakref.ref(p.grad) for p in self._parameters]
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """Around what makes sums of all gradients; takes note of it, and where an error leaves some that are none."""
+        try:
+            yield
+        except BaseException:
+            self._half_summed = self._gradients()
+            raise
+        self._since_step, self._half_summed = self._gradients(), []
         self._sums = {id(p): weakref.ref(p.grad) for p in self._parameters if p.grad is not None}
         self._is_grown = False
+
+    def _gradients(self) -> list[weakref.ref[Tensor] | None]:
+        return [None if p.grad is None else weakref.ref(p.grad) for p in self._parameters]
 
     def end_step(self) -> None:
         """Takes note that the gradients have been used."""
@@ -58,7 +75,7 @@ class GradientSums:
 
     def forget(self) -> None:
         """Takes note that the gradients are gone, or zero."""
-        self._since_step, self._sums, self._is_grown = None, {}, False
+        self._since_step, self._sums, self._is_grown, self._half_summed = None, {}, False, []
 
     def _note(self, parameter: nn.Parameter) -> None:
         """After a backward pass has added to the gradient of `parameter`."""

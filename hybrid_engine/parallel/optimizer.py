@@ -107,6 +107,8 @@ def _reducer_of(
         return Reducer(parameters, group, config.bucket_bytes)
     reducer = OverlappingReducer(parameters, group, config.bucket_bytes)
     for part in parts:
+        if part.overlapping_reducer is not None:
+            part.overlapping_reducer.drop()
         part.overlapping_reducer = reducer
     return reducer
 
@@ -238,9 +240,9 @@ class _Additions:
         if not self.sums.are_there:
             given = [reducer for reducer in (*self.reducers, *self.after) if reducer.parameters]
             self.sums.check(any(reducer.group is not None for reducer in given))
-            for reducer in given:
-                reducer.reduce()
-            self.sums.enter()
+            with self.sums.entering():
+                for reducer in given:
+                    reducer.reduce()
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies all gradients; ValueError before they are synced, when units would sum what was scaled apart."""

@@ -275,7 +275,18 @@ class ParallelModule(nn.Module):
         """Around the backward passes of a step."""
         if self.overlapping_reducer is None:
             return nullcontext()
-        return self.overlapping_reducer.overlapping(num_samples, fails_on_all=self.meshes.unit is None)
+        return self.overlapping_reducer.overlapping(num_samples, self._fails_on_all(), self._times_read())
+
+    def _fails_on_all(self) -> bool:
+        """Whether an error within a step is raised on all processes, which can go on after it."""
+        return self.meshes.unit is None and not isinstance(self, FSDPModule)
+
+    def _times_read(self) -> dict[int, int]:
+        """By the identity of a parameter how many backward passes there are of a sample that add to its gradient.
+
+        Those are left out of which there is one.
+        """
+        return {}
 
     def _check_train_step(self, samples: Any, is_dummy_batch: Any, scale_fn: Any) -> None:
         self._check_end_to_end("train_step")
@@ -294,7 +305,7 @@ class ParallelModule(nn.Module):
         if loss is None:
             with torch.no_grad():
                 return [self._call(sample) for sample in samples]
-        if self.meshes.unit is None and not isinstance(self, FSDPModule):
+        if self._fails_on_all():
             return agree(lambda: self._one_by_one(samples, loss))
         return self._one_by_one(samples, loss)
 

@@ -62,6 +62,7 @@ class FlatSum:
         self.parameters = list(parameters)
         self._given: list[Tensor] = []
         self._flat = torch.empty(0)
+        self._versions: list[int] = []
         self._work: dist.Work | None = None
 
     @property
@@ -70,31 +71,53 @@ class FlatSum:
         return bool(self._given)
 
     @torch.no_grad()
-    def begin(self, reducer: Reducer) -> None:
-        """Begins to sum a flat copy of the gradients over the group of `reducer`, after its hooks."""
+    def begin(self, reducer: Reducer, runs_hooks: bool = True) -> None:
+        """Begins to sum a flat copy of the gradients over the group of `reducer`, after its hooks.
+
+        Where a hook raises an error nothing has begun.
+        """
         is_there = [p.grad is not None for p in self.parameters]
-        self._given = [gradient_of(p) for p in self.parameters]
-        parts = [local_part(gradient) for gradient in self._given]
+        given = [gradient_of(p) for p in self.parameters]
+        parts = [local_part(gradient) for gradient in given]
         flags = torch.tensor(is_there, dtype=parts[0].dtype, device=parts[0].device)
-        self._flat = torch.cat([*(part.flatten() for part in parts), flags])
-        reducer.run_hooks(reducer.pre_hooks, self._flat[: -len(parts)])
+        flat = torch.cat([*(part.flatten() for part in parts), flags])
+        if runs_hooks:
+            reducer.run_hooks(reducer.pre_hooks, flat[: -len(parts)])
+        self._given, self._flat, self._versions = given, flat, [gradient._version for gradient in given]
         if reducer.group is not None:
-            self._work = dist.all_reduce(self._flat, group=reducer.group, async_op=True)
+            self._work = dist.all_reduce(flat, group=reducer.group, async_op=True)
 
     def drop(self) -> None:
         """Waits for the sum, and leaves the gradients as they are."""
-        self._wait()
-        self._given, self._flat = [], torch.empty(0)
+        try:
+            self._wait()
+        finally:
+            self._given, self._flat = [], torch.empty(0)
 
     def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        work, self._work = self._work, None
+        if work is not None:
+            work.wait()
+
+    def end(self, reducer: Reducer) -> None:
+        """Puts the sums into the gradients that `begin` found; ValueError where somebody has changed one since."""
+        try:
+            self._wait()
+            self._check_unchanged()
+            self._give(reducer)
+        finally:
+            self._given, self._flat = [], torch.empty(0)
+
+    def _check_unchanged(self) -> None:
+        for parameter, given, version in zip(self.parameters, self._given, self._versions, strict=True):
+            if parameter.grad is not None and (parameter.grad is not given or given._version != version):
+                raise ValueError(
+                    f"use_async_reducer=True: the gradient of a parameter of shape {list(parameter.shape)} was changed "
+                    "after train_step, which had begun to sum it over units; call sync_shard_grad() before it"
+                )
 
     @torch.no_grad()
-    def end(self, reducer: Reducer) -> None:
-        """Puts the sums into the gradients that `begin` found."""
-        self._wait()
+    def _give(self, reducer: Reducer) -> None:
         gradients, counts = self._flat[: -len(self.parameters)], self._flat[-len(self.parameters) :]
         reducer.run_hooks(reducer.post_hooks, gradients)
         parts = [local_part(gradient) for gradient in self._given]
@@ -104,7 +127,6 @@ class FlatSum:
         for parameter, given, count in zip(self.parameters, self._given, counts.tolist(), strict=True):
             if count == 0 and parameter.grad is given:
                 parameter.grad = None
-        self._given, self._flat = [], torch.empty(0)
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:

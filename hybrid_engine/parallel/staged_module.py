@@ -1,5 +1,6 @@
 """A module whose plan has stages: this process holds the parameters of its stages, samples run through all of them."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -73,6 +74,13 @@ class StagedModule(ParallelModule):
             number: stages[number]
             for number in range(self.meshes.stages.get_local_rank(), len(stages), self.num_stages)
         }
+
+    def _fails_on_all(self) -> bool:
+        return self.meshes.unit is None
+
+    def _times_read(self) -> dict[int, int]:
+        held = self.held()
+        return Counter(id(held[name]) for stage in self._own_stages(self.plan.graph).values() for name in stage.held)
 
     def _run_samples(self, samples: Sequence[Any], loss: Callable[[Any, int], Tensor] | None) -> list[Any]:
         return self._run_together(lambda: [self._arguments(sample) for sample in samples], loss)
