@@ -23,22 +23,30 @@ versions` runs the tests with each of them.
 | `free_unsharded_param()`                                 | a parameter       | 2.11 to 2.15  |
 | `unsharded_accumulated_grad`                             | a parameter       | 2.11 to 2.14; |
 |                                                          |                   | read-only 2.15|
-| `_fsdp_common.TrainingState`                             | the package       | 2.11 to 2.15  |
+| `_fsdp_common.TrainingState`, `_fsdp_param.FSDPParam`    | the package       | 2.11 to 2.15  |
+| `_module_info`, `_orig_size`, `_contiguous_orig_stride`  | a parameter       | 2.11 to 2.15  |
+| `sharded_size`, `contiguous_sharded_stride`              | a parameter       | 2.11 to 2.15  |
+| `_sharded_param_data`, `_setattr_on_modules()`           | a parameter       | 2.11 to 2.15  |
+| `to_sharded_dtensor()`, `reset_sharded_param()`          | a parameter       | 2.11 to 2.15  |
+| `_get_grad_inner_tensor()`, `mesh_info`, `pin_memory`    | a parameter       | 2.11 to 2.15  |
+| `is_dtensor`                                             | a parameter       | 2.11 to 2.15  |
 
 What torch 2.15 changed: a parameter's public `grad_dtype` says in which dtype FSDP2 leaves its reduced gradient, where
 `_orig_dtype` and `_sharding_spec` said so before. Gradients that wait for their reduction are `_unsharded_param.grad`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor, Replicate
 
 
 def make_root(module: FSDPModule) -> None:
@@ -231,6 +239,53 @@ def _hold_gradient(param: Any, dtypes: set[torch.dtype]) -> None:
 def _keeps_gradients_apart(param: Any) -> bool:
     """Whether gradients that wait have an attribute of their own, as before torch 2.15."""
     return not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property)
+
+
+class _ScalarParam(FSDPParam):
+    """FSDP2's record of a scalar, that was one of a vector with an element for each process.
+
+    Each process gathers its own copy with those of the others and computes with the first of them, and takes the sum
+    of all gradients out of one that has an element for each process.
+    """
+
+    def _get_grad_inner_tensor(self, grad: torch.Tensor) -> torch.Tensor:
+        return super()._get_grad_inner_tensor(grad).repeat(self.mesh_info.shard_mesh_size)
+
+    def reset_sharded_param(self) -> None:
+        self.sharded_param = getattr(self._module_info.module, self._module_info.param_name)
+        local = self.sharded_param._local_tensor
+        if local.is_meta:
+            return
+        if self.pin_memory and not local.is_pinned():
+            local = self.sharded_param._local_tensor = local.cpu().pin_memory()
+        self._sharded_param_data = local.view(-1)
+        self._sharding_spec = self.sharded_param._spec
+
+
+def make_scalars(modules: Iterable[FSDPModule], scalars: Mapping[tuple[nn.Module, str], nn.Parameter]) -> None:
+    """Makes records of vectors those of `scalars`, which are given by the modules and names that they have there."""
+    for record in fsdp_params(modules):
+        scalar = scalars.get((record._module_info.module, record._module_info.param_name))
+        if scalar is not None:
+            _make_scalar(record, scalar)
+
+
+def _make_scalar(record: Any, scalar: nn.Parameter) -> None:
+    record.__class__ = _ScalarParam
+    record._orig_size = record.sharded_size = torch.Size()
+    record._contiguous_orig_stride = record.contiguous_sharded_stride = ()
+    everywhere = tuple(Replicate() for _ in record._sharding_spec.placements)
+    meta = record._sharding_spec.tensor_meta._replace(shape=torch.Size(), stride=())
+    record._sharding_spec = type(record._sharding_spec)(record._sharding_spec.mesh, everywhere, tensor_meta=meta)
+    if record.is_dtensor:
+        name = "_tp_spec" if hasattr(record, "_tp_spec") else "_unsharded_dtensor_spec"
+        setattr(record, name, cast(DTensor, scalar)._spec)
+    vector = record.sharded_param
+    local = record._sharded_param_data.view(())
+    record.sharded_param = nn.Parameter(record.to_sharded_dtensor(local), requires_grad=vector.requires_grad)
+    if vector.grad_dtype != vector.dtype:
+        record.sharded_param.grad_dtype = vector.grad_dtype
+    record._setattr_on_modules(record.sharded_param)
 
 
 def keep_whole_in_state_dict(modules: Iterable[FSDPModule]) -> None:

@@ -220,13 +220,9 @@ class Init:
             part._parameters[name] = self._sharded[param]
 
     def _build_shard(self, param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        # Of a parameter without a dimension every process keeps all: see scalars.py.
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0) if param.dim() else Replicate()]
         value = self._place(param).to(mesh.device_type)
-        if value.ndim == 0:
-            raise ValueError(
-                "zero.Init: a parameter without dimensions cannot be sharded; give it the shape [1], or build the "
-                "model without zero.Init"
-            )
         shard = distribute_tensor(value.contiguous(), mesh, placements).to(self.device)
         sharded: Any = nn.Parameter(shard, requires_grad=param.requires_grad)
         vars(sharded).update(vars(param))

@@ -22,6 +22,7 @@ from hybrid_engine.zero.fsdp2_private import (
     reduce_unreduced_gradients,
 )
 from hybrid_engine.zero.joint_forward import JointForward
+from hybrid_engine.zero.scalars import make_gradients_equal
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.split_module import num_stages_of
 from hybrid_engine.zero.trained_parameter import TrainedParameter
@@ -165,12 +166,17 @@ class Passes:
     def drop_unused_gradients(
         self, parameters: list[TrainedParameter], error: BaseException | None
     ) -> BaseException | None:
-        """Takes gradients away that no process has; collective. See `UnevenGradients.drop_unused`.
+        """Takes gradients away that no process has, and makes those of scalars equal on all; collective.
+
+        See `UnevenGradients.drop_unused` and `make_gradients_equal`.
 
         Returns:
             Why no process can step, or None: `error`, which is this process's, or that of another one.
         """
-        return error if self._uneven is None else self._uneven.drop_unused(parameters, error)
+        error = error if self._uneven is None else self._uneven.drop_unused(parameters, error)
+        if error is None and self._sharding.is_sharded:
+            make_gradients_equal(parameters)
+        return error
 
 
 def loss_factor(config: EngineConfig, mesh: DeviceMesh) -> float:

@@ -61,7 +61,7 @@ class SliceReader:
         local = parameter.detach().to_local().to(mesh.device_type)  # offloaded shards lie elsewhere
         group = mesh["fsdp"].get_group() if mesh.ndim > 1 else mesh.get_group()
         num_processes = dist.get_world_size(group)
-        if num_processes == 1:
+        if num_processes == 1 or not parameter.dim():  # of a scalar every process has all
             return self._cut_local(parameter, local, cut, rank)
         length = parameter.shape[0]
         per_process = -(-length // num_processes)

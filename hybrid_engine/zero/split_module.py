@@ -96,20 +96,27 @@ def num_stages_of(module: nn.Module | None) -> int:
 
 
 def num_copies(parameter: nn.Parameter) -> int:
-    """How many processes of a unit have the same part of a parameter."""
-    return prod(size for size, placement in _over_tensor_axes(parameter) if placement.is_replicate())
+    """How many processes of those that together have a model have the same part of a parameter.
+
+    Those of a unit, and of ZeRO those that each have all of one without a dimension.
+    """
+    return prod(size for size, placement in _over_axes(parameter, with_shards=True) if placement.is_replicate())
 
 
 def num_gathered(parameter: nn.Parameter) -> int:
     """The elements of a parameter that its process computes with when all others of ZeRO have given theirs."""
-    return parameter.numel() // prod(size for size, at in _over_tensor_axes(parameter) if not at.is_replicate())
+    return parameter.numel() // prod(size for size, at in _over_axes(parameter) if not at.is_replicate())
 
 
-def _over_tensor_axes(parameter: nn.Parameter) -> list[tuple[int, Placement]]:
-    """The size and the placement of each axis over which a plan may have split a parameter."""
+def _over_axes(parameter: nn.Parameter, with_shards: bool = False) -> list[tuple[int, Placement]]:
+    """The size and the placement of each axis over which a plan may have split a parameter.
+
+    `with_shards`: and of the axis over which ZeRO shares parameters out.
+    """
     if not isinstance(parameter, DTensor):
         return []
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
-    axes = [names.index(name) for name in tensor_axes(names)]
+    wanted = (*tensor_axes(names), *(("fsdp",) if with_shards and "fsdp" in names else ()))
+    axes = [names.index(name) for name in wanted]
     return [(mesh.size(axis), parameter.placements[axis]) for axis in axes]

@@ -24,6 +24,7 @@ from hybrid_engine.zero.fsdp2_private import keep_whole_in_state_dict, make_root
 from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
 from hybrid_engine.zero.mesh import build_mesh, find_norm_group
 from hybrid_engine.zero.passes import loss_factor
+from hybrid_engine.zero.scalars import vectors_for_scalars
 from hybrid_engine.zero.sharding import Sharding
 from hybrid_engine.zero.split_module import (
     STAGES,
@@ -89,7 +90,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     factor = loss_factor(config, mesh)
     policy = CPUOffloadPolicy(config.zero_optimization.offload_param.pin_memory) if offloads else OffloadPolicy()
     layers = [] if runs_graph(module) else _parts_to_wrap(module)  # a graph reads parameters at any time
-    with placeholders(module):
+    with placeholders(module), vectors_for_scalars(module, mesh):
         if config.accumulation_dtype == torch.float32:
             _expect_fp32_gradients(module)
         for part in [*layers, module]:
