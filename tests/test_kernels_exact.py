@@ -10,6 +10,7 @@ from hybrid_engine.generation.batching.packing import pack_prefills
 from hybrid_engine.generation.batching.sequence import Prompt
 from hybrid_engine.generation.probing import probe
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, SampleOp, SamplingOptions, token_logprobs
+from hybrid_engine.ops.dispatch import IS_INTERPRETED
 from hybrid_engine.ops.fixed_attention import Attention, attend, attend_as_usual, attend_decode, attend_prefill
 from hybrid_engine.ops.fixed_product import fixed_product
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
@@ -22,6 +23,24 @@ PARTS_OF_FOUR = ((0, 1), (3, 4), (1, 3))
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _exact_dot(monkeypatch):
+    """The interpreter's `tl.dot` as a GPU's: what a row gives does not depend on its place in the tile.
+
+    It calls numpy's product, whose AVX2 code sums the last rows of a tile in another order than the first.
+    """
+    if IS_INTERPRETED:
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+        def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+            total = d.data.copy()
+            for column in range(a.data.shape[-1]):
+                total += a.data[..., column, None].astype(total.dtype) * b.data[..., column, None, :]
+            return TensorHandle(total, d.dtype.scalar)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def assert_near(found, exact, dtype):

@@ -117,7 +117,7 @@ def share_a_checkpoint(rank, world_size, folder):
         return read(*args)
 
     CheckpointReader.read = counted
-    with pytest.raises(ValueError, match=r"tp_size=2 or more \(now 1\)"):
+    with pytest.raises(ValueError, match=r"2 processes or more \(tensor_parallel\.tp_size, now 1\)"):
         hybrid_engine.init_inference(alone, checkpoint=folder)
     assert not part_bytes and all(parameter.is_meta for parameter in alone.parameters())
     engine = hybrid_engine.init_inference(shared, checkpoint=folder, tensor_parallel={"tp_size": world_size})
