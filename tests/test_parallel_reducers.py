@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hybrid_engine import ComputeConfig, build_optimizer, parallelize
 from hybrid_engine.parallel.reducer import in_buckets
@@ -221,6 +222,30 @@ def test_after_errors_of_hooks_and_changed_gradients_nothing_of_them_is_left(tmp
             elif key[0] == "changed":
                 assert "call sync_shard_grad() before it" in words
         assert "of one" in results["one"][0]
+
+
+def two_units_step_twice(rank, world_size, folder):
+    """By way: how far weights are from a plain module's after two steps on the same gradients, and a third one."""
+    found = {}
+    for way in ({}, {"use_async_reducer": True}, {"use_zero": True}, {"use_zero": True, "lowering": "eager"}):
+        module, optimizer = make(folder, **way)
+        plain = build()
+        plain_optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
+        for step in range(2):
+            plain_optimizer.zero_grad()
+            sum(plain(sample(step, 0, unit)) for unit in range(world_size)).backward()
+            module.train_step([sample(step, 0, rank)])
+            for _ in range(2 - step):
+                plain_optimizer.step()
+                optimizer.step()
+        whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in module.named_parameters()}
+        found[str(way)] = max((whole[name] - p).abs().max().item() for name, p in plain.named_parameters())
+    return found
+
+
+def test_a_second_step_uses_the_same_sums(tmp_path):
+    for found in run_distributed(two_units_step_twice, 2, tmp_path):
+        assert all(difference < 1e-6 for difference in found.values()), found
 
 
 class Shared(nn.Module):

@@ -16,7 +16,8 @@ class GradientSums:
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], summed: Iterable[nn.Parameter]):
         """`parameters` are the optimizer's, `summed` those whose gradients processes add up by themselves."""
         self._module, self._parameters = module, parameters
-        self._since_step: list[weakref.ref[Tensor] | None] | None = None
+        self._summed: list[weakref.ref[Tensor] | None] | None = None
+        self._stepped: list[int | None] | None = None  # versions of the gradients after the step that used them
         self._sums: dict[int, weakref.ref[Tensor]] = {}
         self._is_grown = False
         self._half_summed: list[weakref.ref[Tensor] | None] = []
@@ -28,10 +29,13 @@ class GradientSums:
 
     @property
     def are_there(self) -> bool:
-        """Whether the gradients are those that were summed last; one that a later backward pass made is another."""
-        if self._since_step is None or self._is_grown:
+        """Whether the gradients are those that were summed last; one that a later backward pass made is another.
+
+        What somebody changes before the step, to clip it say, is still a sum; after it, it is taken for a term again.
+        """
+        if self._summed is None or self._is_grown or self._stepped not in (None, self._versions()):
             return False
-        found = [None if ref is None else ref() for ref in self._since_step]
+        found = [None if ref is None else ref() for ref in self._summed]
         return all(p.grad is gradient for p, gradient in zip(self._parameters, found, strict=True))
 
     def check(self, are_several: bool) -> None:
@@ -62,20 +66,23 @@ class GradientSums:
         except BaseException:
             self._half_summed = self._gradients()
             raise
-        self._since_step, self._half_summed = self._gradients(), []
+        self._summed, self._half_summed, self._stepped = self._gradients(), [], None
         self._sums = {id(p): weakref.ref(p.grad) for p in self._parameters if p.grad is not None}
         self._is_grown = False
 
     def _gradients(self) -> list[weakref.ref[Tensor] | None]:
         return [None if p.grad is None else weakref.ref(p.grad) for p in self._parameters]
 
+    def _versions(self) -> list[int | None]:
+        return [None if p.grad is None else p.grad._version for p in self._parameters]
+
     def end_step(self) -> None:
-        """Takes note that the gradients have been used."""
-        self._since_step = None
+        """Takes note that the gradients have been used; another step may use them again."""
+        self._stepped = self._versions()
 
     def forget(self) -> None:
         """Takes note that the gradients are gone, or zero."""
-        self._since_step, self._sums, self._is_grown, self._half_summed = None, {}, False, []
+        self._summed, self._stepped, self._sums, self._is_grown, self._half_summed = None, None, {}, False, []
 
     def _note(self, parameter: nn.Parameter) -> None:
         """After a backward pass has added to the gradient of `parameter`."""

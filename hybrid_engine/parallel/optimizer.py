@@ -233,7 +233,7 @@ class _Additions:
             getattr(bucket, which).append(hook)
 
     def sync_shard_grad(self) -> None:
-        """Sums gradients over units; nothing where that is done since the last step. Collective.
+        """Sums gradients over units; nothing where they are the sums already, as in a second step. Collective.
 
         ValueError where a gradient is a sum already and has grown, or is that of a parameter nobody trains.
         """
