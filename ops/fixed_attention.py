@@ -3,15 +3,17 @@
     score_ij  = cap(q_i . k_j * scale)                    for 0 <= i - j < window
     context_i = sum_j exp(score_ij - m_i) v_j / (sum_j exp(score_ij - m_i) + exp(sink_h - m_i)),  m_i the largest
 
-Queries stand in tiles of TILE_ROWS rows and keys in chunks of CHUNK_KEYS, counted from the start of the sequence; both
-are padded. Each product is of one tile and one chunk, each sum of one chunk, and chunks are added in order. A key that
-is padding or hidden has weight exactly 0, so that it makes no difference how far a context is padded. All in fp32. A
-prefill, a decoded token and the trainer's forward are the same function of tiles. Where kernels run it is one kernel,
-`fixed_attention_kernel.py`'s, with tiles and chunks of its own.
+Queries stand in tiles of `tile_rows` rows and keys in chunks of CHUNK_KEYS, counted from the start of the sequence;
+both are padded. Each product is of one tile and one chunk, each sum of one chunk, and chunks are added in order. A key
+that is padding or hidden has weight exactly 0, so that it makes no difference how far a context is padded. All in
+fp32. A prefill, a decoded token and the trainer's forward are the same function of tiles. Where kernels run it is one
+kernel, `fixed_attention_kernel.py`'s, with tiles and chunks of its own.
 
 R sequences, n tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D head dimension.
 """
 
+from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 from hybrid_engine.ops.batch import Context, DecodeBatch, KVBlocks, PrefillBatch, read_context, write_rows
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.ops.fixed_attention_kernel import Queries, attend_by_kernel, of_cache, of_packed, of_padded
+from hybrid_engine.ops.place_free import place_free_rows
 from hybrid_engine.ops.softmax_context import like_lengths
 
 # A product of a row of decode, or of its G heads, is padded to so many rows: 8 cost a batch of decode less than 32.
-TILE_ROWS = 8
+TILES_OF_ROWS = (8, 12)
 CHUNK_KEYS = 64
+TRIED_DIMS = (8, 64, 80, 256)
 
 
 class Attention(NamedTuple):
@@ -74,10 +78,10 @@ def _attend(
     if use_triton(query):
         return _attend_padded(query, key, value, positions, attention, sinks)
     (num_rows, length, num_heads, dim), num_kv_heads = query.shape, key.shape[2]
-    group = num_heads // num_kv_heads
-    missing = -length * group % TILE_ROWS
-    num_tiles = (length * group + missing) // TILE_ROWS
-    # [tiles, R * K, TILE_ROWS, ...]: of one sequence and key head, queries by position and then by head of the group.
+    group, rows = num_heads // num_kv_heads, tile_rows(torch.get_num_threads())
+    missing = -length * group % rows
+    num_tiles = (length * group + missing) // rows
+    # [tiles, R * K, rows, ...]: of one sequence and key head, queries by position and then by head of the group.
     tiles = query.float().unflatten(2, (num_kv_heads, group)).transpose(1, 2).flatten(2, 3)
     tiles = _tiled(F.pad(tiles, (0, 0, 0, missing)), num_tiles)
     places = positions.repeat_interleave(group, 1)
@@ -87,9 +91,9 @@ def _attend(
     start = places.flatten(1).amin(1).tolist() if attention.window is not None else [0] * num_tiles
     keys, values = _chunked(key), _chunked(value)
     sink = None
-    if sinks is not None:  # [R * K, TILE_ROWS] of every tile: a tile begins at any head of the group
-        heads = torch.arange(num_tiles * TILE_ROWS, device=query.device) % group
-        by_head = sinks.float().view(num_kv_heads, group)[:, heads].view(num_kv_heads, num_tiles, TILE_ROWS)
+    if sinks is not None:  # [R * K, rows] of every tile: a tile begins at any head of the group
+        heads = torch.arange(num_tiles * rows, device=query.device) % group
+        by_head = sinks.float().view(num_kv_heads, group)[:, heads].view(num_kv_heads, num_tiles, rows)
         sink = by_head.transpose(0, 1).repeat(1, num_rows, 1)
     contexts = []
     for index in range(num_tiles):
@@ -117,9 +121,23 @@ def _attend_padded(
     return attend_by_kernel(queries, of_padded(key, value), attention, sinks).view(query.shape)
 
 
+@cache
+def tile_rows(num_threads: int) -> int:
+    """How many rows are in a tile."""
+
+    def products(num_rows: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+        for dim in TRIED_DIMS:
+            keys = torch.randn(2, CHUNK_KEYS, dim, generator=generator, device="cpu")
+            query, weights = (torch.rand(2, 1, width, generator=generator, device="cpu") for width in (dim, CHUNK_KEYS))
+            yield torch.bmm(query.expand(-1, num_rows, -1).contiguous(), keys.transpose(1, 2))
+            yield torch.bmm(weights.expand(-1, num_rows, -1).contiguous(), keys)
+
+    return place_free_rows(TILES_OF_ROWS, products)
+
+
 def _tiled(rows: torch.Tensor, num_tiles: int) -> torch.Tensor:
-    """`[R, K, tiles * TILE_ROWS, ...]` -> `[tiles, R * K, TILE_ROWS, ...]`, each tile contiguous."""
-    return rows.flatten(0, 1).unflatten(1, (num_tiles, TILE_ROWS)).transpose(0, 1).contiguous()
+    """`[R, K, tiles * rows of one, ...]` -> `[tiles, R * K, rows of one, ...]`, each tile contiguous."""
+    return rows.flatten(0, 1).unflatten(1, (num_tiles, -1)).transpose(0, 1).contiguous()
 
 
 def _chunked(keys: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -138,7 +156,7 @@ def _tile(
     attention: Attention,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`query [X, TILE_ROWS, D]` against chunks `[X, CHUNK_KEYS, D]`, of which the first one is number `first`."""
+    """`query [X, rows, D]` against chunks `[X, CHUNK_KEYS, D]`, of which the first one is number `first`."""
     inside = torch.arange(CHUNK_KEYS, device=query.device)
     scores = []
     for chunk, key in enumerate(keys, first):
@@ -245,8 +263,8 @@ def _write(
 ) -> None:
     num_kv_heads, block_size, dim = caches[0].shape[1:]
     rows = write_rows(batch, num_kv_heads, block_size)
-    for cache, new in zip(caches, (key, value), strict=True):
-        cache.view(-1, dim).index_put_((rows,), new)
+    for kept, new in zip(caches, (key, value), strict=True):
+        kept.view(-1, dim).index_put_((rows,), new)
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -2,8 +2,8 @@
 
 Inside `FixedShapes` every operation that reaches PyTorch's kernels is one of these:
 
-    products      in pieces of PIECE_ROWS rows, the last one padded: how a library sums then never depends on how many
-                  rows there are. Without pieces fp32 differs between 1, 2 and 33 rows, bf16 at 1024 inputs.
+    products      in pieces of `piece_rows` rows, the last one padded: how a library sums then never depends on how
+                  many rows there are. Without pieces fp32 differs between 1, 2 and 33 rows, bf16 at 1024 inputs.
     functions     exp, silu, gelu, ...: on contiguous pieces of a fixed number of elements, the last one padded. The
                   vectorised loop computes them otherwise than the scalar one, which takes what is left at the end of
                   a tensor, or of a thread's part of it, and what lies strided.
@@ -16,12 +16,13 @@ That is how a CPU computes them. Where kernels run, products are `fixed_product.
 What is none of these is refused by name: better than a result that is almost the same. A mode of dispatch stands below
 autograd, which therefore derives the gradients of the operations as they were called; they are the usual ones.
 
-The pieces were found by trial with 1 and 2 threads on a Xeon (torch 2.13): they give equal bits
-wherever a row stands and whatever stands beside it. A product of many inputs is summed otherwise with another number of
-threads, so that must be the same wherever bits are compared.
+The pieces were found by trial with 1 and 2 threads on a Xeon (torch 2.13): they give equal bits wherever a row stands
+and whatever stands beside it; how many rows a product takes is tried on each processor (`place_free.py`). A product of
+many inputs is summed otherwise with another number of threads, so that must be the same wherever bits are compared.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ from hybrid_engine.ops.fixed_product import fixed_product
 from hybrid_engine.ops.fixed_rows import REDUCTIONS as REDUCTION_KERNELS
 from hybrid_engine.ops.fixed_rows import SOFTMAXES as SOFTMAX_KERNELS
 from hybrid_engine.ops.fixed_rows import norm_rows, reduce_rows, softmax_rows
+from hybrid_engine.ops.place_free import place_free_rows
 
 aten = torch.ops.aten
 
-PIECE_ROWS = 32
+PIECES_OF_ROWS = (32, 24)
+TRIED_SHAPES = ((16, 16), (77, 90), (300, 40), (384, 16), (1024, 1000))
 # Below the size from which PyTorch cuts an operation among threads (32768), and a multiple of every vector.
 PIECE_ELEMENTS = 16384
 VECTOR_ELEMENTS = 64
@@ -48,22 +51,39 @@ class NotExactError(RuntimeError):
 
 
 def product(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`input [N, in]`, `weight [in, out]`, `bias [out]` or None -> `[N, out]`, in pieces of PIECE_ROWS rows."""
+    """`input [N, in]`, `weight [in, out]`, `bias [out]` or None -> `[N, out]`, in pieces of `piece_rows` rows."""
     if use_triton(input):
         return fixed_product(input, weight, bias)
     num_rows, width = input.shape
-    num_padded = -(-num_rows // PIECE_ROWS) * PIECE_ROWS
+    num_together = piece_rows(input.dtype, torch.get_num_threads())
+    num_padded = -(-num_rows // num_together) * num_together
     rows = input
     if num_padded != num_rows or not input.is_contiguous():
         rows = input.new_zeros(num_padded, width)
         rows[:num_rows] = input
     output = input.new_empty(num_padded, weight.shape[1])
-    for piece, into in zip(rows.split(PIECE_ROWS), output.split(PIECE_ROWS), strict=True):
+    for piece, into in zip(rows.split(num_together), output.split(num_together), strict=True):
         if bias is None:
             torch.mm(piece, weight, out=into)
         else:
             torch.addmm(bias, piece, weight, out=into)
     return output[:num_rows]
+
+
+@cache
+def piece_rows(dtype: torch.dtype, num_threads: int) -> int:
+    """How many rows a product on a CPU takes at once."""
+
+    def products(num_rows: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+        for width, num_outputs in TRIED_SHAPES:
+            shapes = (1, width), (width, num_outputs), (num_outputs,)
+            row, weight, bias = (torch.randn(*shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
+            rows = row.expand(num_rows, -1).contiguous()
+            for laid_out in (weight, weight.t().contiguous().t()):
+                yield torch.mm(rows, laid_out)
+                yield torch.addmm(bias, rows, laid_out)
+
+    return place_free_rows(PIECES_OF_ROWS, products)
 
 
 def _mm(function: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,9 @@
 """Exact mode: the log-probability of a token has the same bits in every batch, and in the trainer's forward."""
 
 import copy
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -64,6 +67,15 @@ def test_trainer_and_rollout_have_the_same_bits(family, dtype):
     input_ids, mask = padded_prompts()
     output = rollout(engine, input_ids, mask)
     assert torch.equal(output.logprobs, trainer_logprobs(engine, output, mask))
+
+
+def test_processors_with_avx2_alone_have_the_same_bits_too():
+    """MKL reads at its start which instructions it may use; on processors that are not Intel's it does not ask."""
+    names = "same_bits and llama-fp32 or attention_of_a_query or row_is_computed"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", names]
+    environment = os.environ | {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def by_prompt(output):

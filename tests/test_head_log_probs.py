@@ -72,7 +72,9 @@ def test_values_entropy_and_gradients_are_those_of_the_logits(family):
         found_gradients = gradients(model, found.logprobs)
         assert found_gradients.keys() == expected_gradients.keys()
         for name, gradient in found_gradients.items():
-            torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+            largest = float(expected_gradients[name].abs().max())  # up to 20, and fp32 rounds sums by their terms
+            bound = 5e-6 * max(1.0, largest)
+            torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=bound, msg=name)
     assert not head_log_probs._differs[model.get_output_embeddings()]
 
 

@@ -24,4 +24,6 @@ def test_every_recipe_of_the_table_has_its_reference():
 def test_a_recipe_takes_the_steps_that_it_took(recipe, folder):
     measured, expected = trajectories.measure(recipe, folder), trajectories.read_references()[recipe]["steps"]
     for name, values in expected.items():
-        assert measured[name] == pytest.approx(values, rel=TOLERANCE, abs=TOLERANCE / 10), name
+        # A sum over a sequence of differences of log-probabilities, of which each rounds by some 1e-7.
+        near_zero = TOLERANCE if name == "kl_per_sequence" else TOLERANCE / 10
+        assert measured[name] == pytest.approx(values, rel=TOLERANCE, abs=near_zero), name
