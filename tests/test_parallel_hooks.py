@@ -122,6 +122,116 @@ def test_hooks_see_a_units_gradients_before_and_the_part_of_their_sum_after(foun
         assert after == pytest.approx(2 * before * COPIES.get(name, 1), rel=1e-4)
 
 
+ON_TWO = {
+    "no ZeRO": (Stack, "dp", 1, {}),
+    "within the backward pass": (Stack, "dp", 1, {"use_async_reducer": True}),
+    "ZeRO": (Stack, "dp", 1, ZERO),
+    "layers": (Stack, "dp", 1, EAGER),
+    "copies in two stages": (Stack, "pp", 2, {"pas_config": {"pipeline_nmicros": 2}}),
+}
+WHERE = ("register_reducer_pre_hook", "register_reducer_post_hook")
+
+
+class OfAHookError(Exception):
+    pass
+
+
+class Failing:
+    """A hook that fails until it is told not to."""
+
+    def __init__(self):
+        self.is_over = False
+
+    def __call__(self, reducer, gradient):
+        if not self.is_over:
+            gradient.zero_()
+            raise OfAHookError("of a hook")
+
+
+def message(action):
+    try:
+        action()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def one_process_fails(rank, world_size, folder):
+    """By layout and kind of hook, which the second process alone has: what two steps raised, and what is left of it."""
+    found = {}
+    for name, (kind, policy, plan_ngpus, options) in ON_TWO.items():
+        for where in WHERE:
+            module = make(folder, kind, policy, plan_ngpus, **options)
+            optimizer, failing = build_optimizer(module, torch.optim.SGD, lr=0.1), Failing()
+            expected = step(module, optimizer)
+            weights = {n: local(p).clone() for n, p in module.named_parameters()}
+            if rank:
+                getattr(optimizer, where)(failing)
+            unit = rank // plan_ngpus
+            module.train_step(samples_of(0, 8)[2 * unit : 2 * unit + 2])
+            words = message(optimizer.step), message(optimizer.step)
+            is_same = all(torch.equal(local(p), weights[n]) for n, p in module.named_parameters())
+            failing.is_over = True
+            optimizer.zero_grad()
+            gradients = step(module, optimizer)
+            optimizer.step()
+            is_same = is_same and all(torch.equal(gradients[n], expected[n]) for n in expected)
+            found[name, where] = words, is_same
+    return found
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    return run_distributed(one_process_fails, 2, tmp_path_factory.mktemp("failing"), seconds=20)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("name", list(ON_TWO))
+def test_an_error_of_a_hook_on_one_process_is_raised_on_all_and_training_goes_on(failed, name, where):
+    for of_rank in failed:
+        words, is_same = of_rank[name, where]
+        assert "of a hook" in words[0]
+        assert "some are sums while others are not" in words[1]
+        assert is_same
+
+
+def one_process_fails_after_clipping(rank, world_size, folder):
+    """What a hook of the second process raises in a backward pass after clipping, which ZeRO sums by itself."""
+    module = make(folder, Stack, "dp", 1, **EAGER, use_end2end=False)
+    optimizer = build_optimizer(module, torch.optim.SGD, lr=0.1)
+    module(samples_of(0)[rank])[0].backward()
+    optimizer.clip_gnorm(1.0)
+    if rank:
+        optimizer.register_reducer_pre_hook(Failing())
+    module(samples_of(1)[rank])[0].backward()
+    return message(optimizer.step)
+
+
+def test_an_error_of_a_hook_after_clipping_is_raised_on_all(tmp_path):
+    for words in run_distributed(one_process_fails_after_clipping, 2, tmp_path, seconds=20):
+        assert "of a hook" in words
+
+
+def unfrozen_in_one_stage(rank, world_size, folder):
+    torch.manual_seed(0)
+    stack = Stack()
+    stack.blocks[1].requires_grad_(False)
+    config = ComputeConfig(2, use_end2end=True, pas_config={"pipeline_nmicros": 2})
+    sample = {"sample": samples_of(0)[0]}
+    module = parallelize(stack, sample, "pp", config, gen_savedir=folder, reuse="override")
+    optimizer = build_optimizer(module, torch.optim.SGD, lr=0.1)
+    holds = [n for n, _ in module.named_parameters() if n.startswith("blocks.1")]
+    module.requires_grad_(True)
+    module.train_step(samples_of(0)[:2])
+    return len(holds), message(optimizer.step)
+
+
+def test_gradients_that_one_process_cannot_sum_are_refused_on_all(tmp_path):
+    numbers, words = zip(*run_distributed(unfrozen_in_one_stage, 2, tmp_path, seconds=20), strict=True)
+    assert min(numbers) == 0 < max(numbers)
+    assert all("was not trained when build_optimizer was called" in text for text in words), words
+
+
 def own_loop(rank, world_size, folder):
     module = make(folder, Stack, "dp", 1, **EAGER, use_end2end=False)
     optimizer = build_optimizer(module, torch.optim.SGD, lr=0.1)

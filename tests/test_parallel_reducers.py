@@ -199,7 +199,7 @@ def two_units_misuse(rank, world_size, folder):
             raise FailingError("of one")
 
     optimizer.register_reducer_pre_hook(failing_on_one)
-    words = message(lambda: module.train_step([sample(0, 0, rank)]))
+    words = message(lambda: (module.train_step([sample(0, 0, rank)]), optimizer.step()))
     is_over.append(True)
     results["one"] = words, difference(module, optimizer)
     for divide in (lambda p: p.grad.div_(2), lambda p: setattr(p, "grad", p.grad / 2)):
@@ -224,8 +224,14 @@ def test_after_errors_of_hooks_and_changed_gradients_nothing_of_them_is_left(tmp
         assert "of one" in results["one"][0]
 
 
+def halve(module):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+
+
 def two_units_step_twice(rank, world_size, folder):
-    """By way: how far weights are from a plain module's after two steps on the same gradients, and a third one."""
+    """By way: how far weights are from a plain module's after steps on the same gradients, scaled between them."""
     found = {}
     for way in ({}, {"use_async_reducer": True}, {"use_zero": True}, {"use_zero": True, "lowering": "eager"}):
         module, optimizer = make(folder, **way)
@@ -235,9 +241,15 @@ def two_units_step_twice(rank, world_size, folder):
             plain_optimizer.zero_grad()
             sum(plain(sample(step, 0, unit)) for unit in range(world_size)).backward()
             module.train_step([sample(step, 0, rank)])
-            for _ in range(2 - step):
+            for number in range(4 - step):
                 plain_optimizer.step()
                 optimizer.step()
+                if number == 1:
+                    nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+                    optimizer.clip_gnorm(1e-3)
+                elif number == 2:
+                    halve(plain)
+                    optimizer.scale_grads(0.5)
         whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in module.named_parameters()}
         found[str(way)] = max((whole[name] - p).abs().max().item() for name, p in plain.named_parameters())
     return found
@@ -246,6 +258,21 @@ def two_units_step_twice(rank, world_size, folder):
 def test_a_second_step_uses_the_same_sums(tmp_path):
     for found in run_distributed(two_units_step_twice, 2, tmp_path):
         assert all(difference < 1e-6 for difference in found.values()), found
+
+
+def sums_on_one_process_alone(rank, world_size, folder):
+    module, optimizer = make(folder)
+    module.train_step([sample(0, 0, rank)])
+    optimizer.sync_shard_grad()
+    weight = module.get_parameter("layers.0.weight")
+    if rank:
+        weight.grad = weight.grad / 2
+    return message(optimizer.step)
+
+
+def test_gradients_that_are_sums_on_one_process_alone_are_refused_on_all(tmp_path):
+    for words in run_distributed(sums_on_one_process_alone, 2, tmp_path, seconds=20):
+        assert "gradients are sums over units on some processes" in words
 
 
 class Shared(nn.Module):
@@ -278,7 +305,7 @@ def test_a_layer_in_two_stages_of_one_process_is_summed_after_both(tmp_path):
 
 
 def stages_with_a_failing_hook(rank, world_size, folder):
-    """A hook fails in the last backward pass of one stage, as often as it is called; training goes on."""
+    """A hook fails in the last backward pass of one stage, whose sums are taken or not; training goes on."""
     one = {"policy": "pp", "plan_ngpus": 2, "pas_config": {"pipeline_nmicros": NUM_SAMPLES}}
     expected = train(*make(folder, **one))
     module, optimizer = make(folder, **one, use_async_reducer=True, reducer_bucket_cap_mb=EACH_ALONE)
@@ -289,7 +316,9 @@ def stages_with_a_failing_hook(rank, world_size, folder):
             raise FailingError("of a stage")
 
     optimizer.register_reducer_pre_hook(failing)
-    words = message(lambda: module.train_step([sample(0, 0, 0), sample(0, 1, 0)]))
+    batches = [sample(0, 0, 0), sample(0, 1, 0)]
+    words = message(lambda: (module.train_step(batches), optimizer.step()))
+    module.train_step(batches)  # a step that nobody takes
     is_over.append(True)
     return words, same(expected, train(module, optimizer))
 

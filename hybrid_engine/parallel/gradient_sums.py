@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from hybrid_engine.distributed.verdict import attempt, everyone
+
 TRAINED = "_is_trained_by_build_optimizer"
 """Set on parameters that an optimizer of `build_optimizer` knows."""
 
@@ -38,8 +40,29 @@ class GradientSums:
         found = [None if ref is None else ref() for ref in self._summed]
         return all(p.grad is gradient for p, gradient in zip(self._parameters, found, strict=True))
 
-    def check(self, are_several: bool) -> None:
-        """ValueError where gradients cannot be summed now; `are_several`: units give terms of the sums."""
+    def must_be_made(self, are_several: bool, may_fail: bool) -> tuple[bool, bool]:
+        """Whether gradients are to be summed now, and `may_fail` of any process; collective.
+
+        Processes ask each other, since one that trains nothing has no gradients by which to know. ValueError, on all,
+        where one cannot sum its gradients, or has sums while another has none; `are_several`: units give terms.
+        """
+        are_there = self.are_there
+        _, error = attempt(lambda: None if are_there else self._check(are_several))
+        has_sums = are_there and any(parameter.grad is not None for parameter in self._parameters)
+        partners = everyone()
+        is_stopped, some_have, some_lack, some_may_fail = partners.highest(
+            [error is not None, has_sums, not are_there, may_fail]
+        )
+        if is_stopped:
+            raise partners.exchange_errors(error)
+        if some_have and some_lack:
+            raise ValueError(
+                "gradients are sums over units on some processes, and were changed or made anew on others; do on all "
+                "the same, or call the optimizer's zero_grad()"
+            )
+        return bool(some_lack), bool(some_may_fail)
+
+    def _check(self, are_several: bool) -> None:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and parameter.grad is not None and not hasattr(parameter, TRAINED):
                 raise ValueError(
@@ -60,7 +83,7 @@ class GradientSums:
 
     @contextmanager
     def entering(self) -> Iterator[None]:
-        """Around what makes sums of all gradients; takes note of it, and where an error leaves some that are none."""
+        """Around what makes sums of all gradients, or changes sums; takes note where an error leaves some undone."""
         try:
             yield
         except BaseException:

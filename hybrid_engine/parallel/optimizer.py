@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.distributed.processes import default_device, gather_objects
-from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.distributed.verdict import agree, everyone
 from hybrid_engine.optim import plain_steps
 from hybrid_engine.parallel.alike import check_alike, name_of
 from hybrid_engine.parallel.checkpoints.optimizer_states import GROUP, NAMES, NUMBERS
@@ -55,7 +55,8 @@ def build_optimizer(
     before the sum within the backward pass where the config says `use_async_reducer`; with ZeRO once for each part that
     FSDP2 gathers, a layer where the lowering is eager, at the end of `train_step`, and of every backward pass of a loop
     without it, for what that pass gave: what is not linear means another thing there. Hooks are those of the optimizer
-    that was built last. Copies that several stages have are added up later.
+    that was built last. Copies that several stages have are added up later. What a hook raises on one process is raised
+    on all where gradients are synced, and leaves none that could be stepped.
 
     Where the config says `use_zero`, the module is sharded over units here. Collective. ValueError, on every process,
     for modules without a parallel part or a trained parameter, of different configs, or for inference, for groups that
@@ -203,8 +204,8 @@ class _Additions:
         def zero_and_begin(self_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
             zero_grad(self_, set_to_none)
             self.sums.forget()
-            for reducer in self.reducers:
-                reducer.drop()
+            for bucket in self.hooked:
+                bucket.drop()
 
         optimizer.zero_grad = MethodType(zero_and_begin, optimizer)
 
@@ -235,23 +236,28 @@ class _Additions:
     def sync_shard_grad(self) -> None:
         """Sums gradients over units; nothing where they are the sums already, as in a second step. Collective.
 
-        ValueError where a gradient is a sum already and has grown, or is that of a parameter nobody trains.
+        ValueError where a gradient is a sum already and has grown, or is that of a parameter nobody trains; what a hook
+        has raised. An error of one process is raised on all.
         """
-        if not self.sums.are_there:
-            given = [reducer for reducer in (*self.reducers, *self.after) if reducer.parameters]
-            self.sums.check(any(reducer.group is not None for reducer in given))
-            with self.sums.entering():
-                for reducer in given:
-                    reducer.reduce()
+        given = [reducer for reducer in (*self.reducers, *self.after) if reducer.parameters]
+        are_several = any(reducer.group is not None for reducer in given)
+        must_sum, may_fail = self.sums.must_be_made(are_several, any(bucket.may_fail for bucket in self.hooked))
+        with self.sums.entering():
+            for reducer in given if must_sum else ():
+                reducer.reduce()
+            if may_fail:  # here or elsewhere: a hook that prints may be rank 0's alone
+                errors = [bucket.take_error() for bucket in self.hooked]
+                everyone().raise_together(next((error for error in errors if error is not None), None))
 
     def scale_grads(self, factor: float) -> None:
         """Multiplies all gradients; ValueError before they are synced, when units would sum what was scaled apart."""
         check("factor", factor, Rule(lambda v: is_number(v) or (isinstance(v, Tensor) and v.numel() == 1), "a number"))
         if not self.sums.are_there:
             raise ValueError("scale_grads before the gradients are synced; call sync_shard_grad() first")
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        with self.sums.entering():  # they are sums also after a step, which may be followed by another one
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     @torch.no_grad()
     def clip_gnorm(self, max_norm: float | None = None) -> Tensor:

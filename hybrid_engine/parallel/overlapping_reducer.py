@@ -28,6 +28,11 @@ class OverlappingReducer(Reducer):
         for parameter in self.parameters:
             parameter.register_post_accumulate_grad_hook(lambda p: None if note() is None else note()(p))  # type: ignore[misc]
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether there may be an error on this process alone, as where somebody changes a gradient that is summed."""
+        return True
+
     def check(self) -> None:
         """RuntimeError where an earlier step failed here, and not on all processes; local."""
         if self._is_lost:
@@ -61,13 +66,20 @@ class OverlappingReducer(Reducer):
             self._passes_left = {}
 
     def reduce(self) -> None:
-        """Sums the gradients in place, as every reducer; waits for those sums that have begun."""
+        """Sums the gradients in place, as every reducer; waits for those sums that have begun.
+
+        A ValueError is kept where somebody has changed a gradient since.
+        """
         self._begin_rest()
+        for begun in self.sums:
+            if begun.is_begun:
+                self.keep_error(begun.check_unchanged)
         super().reduce()
         self._num_begun = 0
 
     def drop(self) -> None:
         """Waits for the sums that have begun, and leaves the gradients as they are."""
+        super().drop()
         for begun in self.sums[: self._num_begun]:
             begun.drop()
         self._num_begun = 0
@@ -75,7 +87,8 @@ class OverlappingReducer(Reducer):
     def _note(self, parameter: nn.Parameter) -> None:
         """After a backward pass has added to the gradient of `parameter`.
 
-        Within a step nothing is raised here but what hooks raise: passes of several stages go on to their end together.
+        Within a step nothing is raised here but what keeps a sum from beginning, as too little memory: passes of
+        several stages go on to their end together.
         """
         if self._place_of[id(parameter)] < self._num_begun:
             error = ValueError(

@@ -6,23 +6,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hybrid_engine.distributed.verdict import attempt
 from hybrid_engine.parallel.checkpoints.parts import local_part
 
 Hook = Callable[["Bucket", Tensor], None]
 
 
 class Bucket:
-    """Parameters whose gradients are summed together over one group of processes, and the hooks that see these."""
+    """Parameters whose gradients are summed together over one group of processes, and the hooks that see these.
+
+    What a hook raises stops no sum, in which other processes would wait for this one: it is kept for `take_error`, and
+    what was summed since is good for nothing.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None):
         self.parameters, self.group = list(parameters), group
         self.pre_hooks: list[Hook] = []
         self.post_hooks: list[Hook] = []
+        self.error: BaseException | None = None
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether there may be an error on this process alone."""
+        return bool(self.pre_hooks or self.post_hooks)
 
     def run_hooks(self, hooks: Sequence[Hook], gradients: Tensor) -> None:
-        """Shows `gradients` to the hooks, which may change them in place."""
-        for hook in hooks:
-            hook(self, gradients)
+        """Shows `gradients` to the hooks, which may change them in place; to none as long as an error is kept."""
+        self.keep_error(lambda: [hook(self, gradients) for hook in hooks])
+
+    def keep_error(self, action: Callable[[], object]) -> None:
+        """Runs `action`, which meets no other process, and keeps its error; does nothing where one is kept already."""
+        if self.error is None:
+            _, self.error = attempt(action)
+
+    def drop(self) -> None:
+        """Forgets the error that is kept, as gradients are gone or zero; what has begun to be summed is taken back."""
+        self.error = None
+
+    def take_error(self) -> BaseException | None:
+        """The error that is kept, for who raises it on all processes; none is kept after it."""
+        error, self.error = self.error, None
+        return error
 
 
 class Reducer(Bucket):
@@ -44,15 +68,12 @@ class Reducer(Bucket):
         """Sums the gradients in place; one that a process lacks counts as 0.
 
         One that all lack stays away: optimizers leave such parameters as they are. Hooks get the gradients of each
-        collective as one flat tensor, before and after.
+        collective as one flat tensor, before and after. All collectives run, also where `error` is kept.
         """
         for flat_sum in self.sums if self.is_seen else ():
             if not flat_sum.is_begun:
                 flat_sum.begin(self)
             flat_sum.end(self)
-
-    def drop(self) -> None:
-        """Takes back what has begun; here sums begin and end in `reduce`."""
 
 
 class FlatSum:
@@ -72,10 +93,7 @@ class FlatSum:
 
     @torch.no_grad()
     def begin(self, reducer: Reducer, runs_hooks: bool = True) -> None:
-        """Begins to sum a flat copy of the gradients over the group of `reducer`, after its hooks.
-
-        Where a hook raises an error nothing has begun.
-        """
+        """Begins to sum a flat copy of the gradients over the group of `reducer`, after its hooks."""
         is_there = [p.grad is not None for p in self.parameters]
         given = [gradient_of(p) for p in self.parameters]
         parts = [local_part(gradient) for gradient in given]
@@ -99,16 +117,19 @@ class FlatSum:
         if work is not None:
             work.wait()
 
+    @torch.no_grad()
     def end(self, reducer: Reducer) -> None:
-        """Puts the sums into the gradients that `begin` found; ValueError where somebody has changed one since."""
+        """Puts the sums into the gradients that `begin` found, after those hooks, where `reducer` keeps no error."""
         try:
             self._wait()
-            self._check_unchanged()
-            self._give(reducer)
+            reducer.run_hooks(reducer.post_hooks, self._flat[: -len(self.parameters)])
+            if reducer.error is None:
+                self._give()
         finally:
             self._given, self._flat = [], torch.empty(0)
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
+        """ValueError where somebody has changed a gradient since `begin` found it."""
         for parameter, given, version in zip(self.parameters, self._given, self._versions, strict=True):
             if parameter.grad is not None and (parameter.grad is not given or given._version != version):
                 raise ValueError(
@@ -116,10 +137,8 @@ class FlatSum:
                     "after train_step, which had begun to sum it over units; call sync_shard_grad() before it"
                 )
 
-    @torch.no_grad()
-    def _give(self, reducer: Reducer) -> None:
+    def _give(self) -> None:
         gradients, counts = self._flat[: -len(self.parameters)], self._flat[-len(self.parameters) :]
-        reducer.run_hooks(reducer.post_hooks, gradients)
         parts = [local_part(gradient) for gradient in self._given]
         sums = gradients.split([part.numel() for part in parts])
         for part, summed in zip(parts, sums, strict=True):
