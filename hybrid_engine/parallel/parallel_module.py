@@ -1,46 +1,37 @@
-"""A module that runs by a plan: its parameters are this rank's parts, its forward is the planned graph.
+"""A module that runs by a plan: its parameters are this rank's parts, its forward is the planned graph."""
 
-Names of parameters and buffers are those of the module that it was made from.
-"""
-
-import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.compute_config import ComputeConfig
-from hybrid_engine.parallel.graph.graph import Graph, build_graph, without_weights
+from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.graph.trace_state import copy_trace_state, trace_state
 from hybrid_engine.parallel.graph.tracing import arguments_by_name, check_takes_sample
-from hybrid_engine.parallel.held_parts import leave_out, moved_to, part_of
+from hybrid_engine.parallel.held_module import HeldModule
 from hybrid_engine.parallel.joint_passes import JointPasses
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
 from hybrid_engine.parallel.overlapping_reducer import OverlappingReducer
-from hybrid_engine.parallel.planning.layouts import parameter_layouts, split_order
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.samples import check_samples, loss_of, scaled
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(HeldModule):
     """What `parallelize` gives. `plan` and `compute_config` say how it runs; `plan` changes nothing any more.
 
     A sample with arguments of other shapes than before is traced once more, for which the plan holds too, as is one
     after a change of modes or plain attributes of its parts; `sample` are the arguments for which `plan` has the graph.
     """
 
-    plan: Plan
     compute_config: ComputeConfig
-    meshes: Meshes
     joint_passes: JointPasses | None
     """Of the processes over which ops are split; None where each computes them whole."""
     overlapping_reducer: OverlappingReducer | None = None
@@ -48,130 +39,29 @@ class ParallelModule(nn.Module):
     runs_graph = True
 
     def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes, sample: Mapping[str, Any]):
-        super().__init__()
-        self.plan, self.compute_config, self.meshes = plan, config, meshes
+        super().__init__(module, plan, meshes)
+        self.compute_config = config
         self.joint_passes = None if meshes.unit is None else JointPasses(meshes.unit)
-        layouts = parameter_layouts(plan.graph, plan)
-        names = self._names_here()
-        parts = {
-            id(p): part_of(p, meshes.unit, layouts.get(name))
-            if names is None or name in names
-            else nn.Parameter(torch.empty(0))
-            for name, p in module.named_parameters()
-        }
-        held = copy.deepcopy(module, dict(parts))  # type: ignore[arg-type]
-        if names is not None:
-            leave_out(held, names, self.canonical)
-        # Not a module of this one: it says how the module computes, and holds no weights.
-        self.__dict__["_original"] = without_weights(module)
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[name] = held.__dict__[name]
-        self.training = module.training
-        self.__dict__["_steps"], self.__dict__["_with_parts"] = {}, None
-        self.__dict__["_is_in_step"] = False
+        self.__dict__["_steps"], self.__dict__["_is_in_step"] = {}, False
         # A factory may have given another module, or this may be under another autocast, than what was traced.
         is_of_this = trace_state(module) == plan.graph.trace_state
         self.__dict__["_graphs"] = {self._key(dict(sample)): plan.graph} if is_of_this else {}
 
-    def _names_here(self) -> frozenset[str] | None:
-        """The names in the graph of the parameters and buffers that this process has; None: all."""
-        return None
-
-    @property
-    def unit_size(self) -> int:
-        """Processes that compute this module together."""
-        return 1 if self.meshes.unit is None else self.meshes.unit.size()
-
-    @property
-    def split_sizes(self) -> tuple[int, ...]:
-        """Sizes of the axes over which parameters are split, the outermost first."""
-        return () if self.meshes.unit is None else self.plan.mesh
-
-    @property
-    def split_order(self) -> tuple[int, ...]:
-        """Those axes, that one first over which most is split."""
-        return split_order(self.plan.graph, self.plan)[: len(self.split_sizes)]
-
     def adopt(self, mesh: DeviceMesh) -> None:
-        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh.
-
-        An optimizer or a state dict that was made before keeps the parts as they were.
-        """
-        moved: dict[int, nn.Parameter] = {}
-        for part in self.modules():
-            for name, parameter in part._parameters.items():
-                if isinstance(parameter, DTensor):
-                    moved.setdefault(id(parameter), moved_to(parameter, mesh))
-                    part._parameters[name] = moved[id(parameter)]
-        self.meshes = replace(self.meshes, unit=mesh)
+        """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh."""
+        super().adopt(mesh)
         if self.joint_passes is not None:
             self.joint_passes.adopt(mesh)
         self._steps.clear()
 
-    def original(self) -> nn.Module:
-        """The module that it was made from, on meta but for what this process has, which stays the very same.
-
-        Always the same object, which changes its mode with this module. Its submodules are others than this one's, with
-        their dicts of parameters: what FSDP2 puts there is there too.
-        """
-        if self._with_parts is None:
-            self.__dict__["_with_parts"] = copy.deepcopy(self._original)
-        original: nn.Module = self._with_parts
-        for path, module in original.named_modules():
-            held = self.get_submodule(path)
-            if all(p is None or held._parameters[name] is not None for name, p in module._parameters.items()):
-                module._parameters = held._parameters
-            module._buffers.update((name, buffer) for name, buffer in held._buffers.items() if buffer is not None)
-        copy_trace_state(self, original)
-        return original
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ParallelModule":
-        """A module with parameters and buffers of its own, under the same plan over the same processes."""
-        meshes = [mesh for mesh in vars(self.meshes).values() if mesh is not None]
-        shared = (self.plan, self.meshes, *meshes, self.joint_passes, self.__dict__.get("_original"))
-        memo |= {id(entry): entry for entry in shared if entry is not None}
-        copied: ParallelModule = object.__new__(type(self))
-        memo[id(self)] = copied
-        remade = self._remade_state()
-        for name, value in self.__dict__.items():
-            copied.__dict__[name] = remade[name] if name in remade else copy.deepcopy(value, memo)
-        return copied
-
     def _remade_state(self) -> dict[str, Any]:
-        """Attributes that a copy begins with anew."""
         return {
-            "_steps": {},
-            "_with_parts": None,
+            **super()._remade_state(),
+            "joint_passes": self.joint_passes,
             "overlapping_reducer": None,
+            "_steps": {},
             "_graphs": dict(self.__dict__.get("_graphs", {})),
         }
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """ValueError: a pickle of one process's parts means nothing to another run."""
-        raise ValueError(
-            f"a parallel {type(self).__name__} is not pickled; save its state_dict(), or merge_state_dicts of all "
-            "processes, and load that into a module that parallelize gives"
-        )
-
-    def train(self, mode: bool = True) -> "ParallelModule":
-        """Sets the mode, also of what `original` gave."""
-        if self.__dict__.get("_with_parts") is not None:
-            self._with_parts.train(mode)
-        super().train(mode)
-        return self
-
-    def canonical(self, name: str) -> str:
-        """The name that a parameter or buffer has in the plan's graph, the first one of those that are tied."""
-        return self.plan.graph.aliases.get(name, name)
-
-    def places(self) -> dict[str, int]:
-        """The places of all parameters in the original module by name, those of other stages too."""
-        return {name: place for place, (name, _) in enumerate(self._original.named_parameters())}
-
-    def held(self) -> dict[str, Tensor]:
-        """This process's parameters and buffers by their names in the graph."""
-        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-        return {self.canonical(name): tensor for name, tensor in named}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the original module's forward gives, whole on every process of the unit.
@@ -202,7 +92,7 @@ class ParallelModule(nn.Module):
         # The backward pass may yet read a buffer that is changed below, as that of a batch norm does.
         given = held | {name: held[name].clone() for name in graph.mutations}
         with self.together():
-            outputs, mutations = steps.run(given, inputs_of(graph, arguments))
+            outputs, mutations = steps.run(given, graph.inputs_of(arguments))
         with torch.no_grad():
             for name, value in mutations.items():
                 held[name].copy_(value)
@@ -231,18 +121,6 @@ class ParallelModule(nn.Module):
             plan, graph = self._planned(arguments)
             self._steps[key] = Steps(graph, plan, self.meshes.unit, folds=self.compute_config.constant_folding), graph
         return self._steps[key]
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """A state dict that this rank's `state_dict()` gave; ValueError for one of whole tensors where it has parts."""
-        own = self.state_dict()
-        is_whole = {n for n, t in state_dict.items() if isinstance(t, Tensor) and not isinstance(t, DTensor)}
-        for name in sorted(is_whole):
-            if isinstance(own.get(name), DTensor):
-                raise ValueError(
-                    f"{name} is whole in the state dict, and in parts here; call load_merged_state_dicts(module, "
-                    "state_dict), which divides it"
-                )
-        return super().load_state_dict(state_dict, strict, assign)
 
     def train_step(
         self,
@@ -332,9 +210,3 @@ class ParallelModule(nn.Module):
         if not self.compute_config.use_end2end:
             raise ValueError(f"{name} needs use_end2end=True; call the module, or set it in the compute config")
         check_takes_sample(type(self._original if self.runs_graph else self))
-
-
-def inputs_of(graph: Graph, arguments: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors among the arguments of a forward pass by the names of their values."""
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
-    return dict(zip(graph.of_kind("input"), tensors, strict=True))

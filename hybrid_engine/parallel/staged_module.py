@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.graph.graph import Graph
-from hybrid_engine.parallel.parallel_module import ParallelModule, inputs_of
+from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.pipelining.pipeline import Pipeline, StageRunner
 from hybrid_engine.parallel.pipelining.stage_ops import StageOps, divide
 
@@ -118,7 +118,7 @@ class StagedModule(ParallelModule):
         if len(pipeline.runners) == 1:
             self.__dict__["_runner"] = next(iter(pipeline.runners.values()))
         try:
-            inputs = [inputs_of(graph, entry) for entry in arguments]
+            inputs = [graph.inputs_of(entry) for entry in arguments]
             with self._overlapping(len(inputs)) if loss is not None else nullcontext():
                 results = pipeline.run(inputs, loss_of if loss is not None else None, returns_results)
         finally:

@@ -97,6 +97,11 @@ class Graph:
         """The values of one kind, by key."""
         return {key: value for key, value in self.values.items() if value.kind == kind}
 
+    def inputs_of(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors among the arguments of a forward pass by the names of their values."""
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        return dict(zip(self.of_kind("input"), tensors, strict=True))
+
     def result_of(self, outputs: Sequence[Tensor | None]) -> Any:
         """What the module gives, whose tensors are `outputs`."""
         leaves = [plain if out is None else out for out, plain in zip(outputs, self.plain_results, strict=True)]
