@@ -7,7 +7,7 @@ import torch
 from distributed import leave_process_group
 from torch import Tensor, nn
 
-from hybrid_engine import ComputeConfig, parallelize
+from hybrid_engine import ComputeConfig, build_optimizer, parallelize
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,3 +136,36 @@ def test_sparse_gradients_are_for_one_process(tmp_path):
     parallelize(module, arguments, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path)(X).sum().backward()
     with pytest.raises(ValueError, match=r"sparse=True, .* pass sparse=False to the embedding at 'table'"):
         parallelize(module, arguments, "dp", ComputeConfig(1, 2), gen_savedir=tmp_path / "2", load_module=False)
+
+
+def test_the_norm_of_sparse_gradients_is_that_of_dense_ones(tmp_path):
+    module = Sparse()
+    parallel = parallelize(module, {"x": X}, "dp", ComputeConfig(1, 1), gen_savedir=tmp_path)
+    optimizer = build_optimizer(parallel, torch.optim.SGD, lr=0.1)
+    parallel(X).sum().backward()
+    module.table.sparse = False
+    module(X).sum().backward()
+    expected = nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+    torch.testing.assert_close(optimizer.clip_gnorm(0.5), expected)
+    torch.testing.assert_close(parallel.table.weight.grad.to_dense(), module.table.weight.grad)
+
+
+class Tied(Base):
+    """A table that the last linear shares, which is in another stage."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8, bias=False)
+        if is_tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, sample):
+        return self.head(self.linear(self.table(sample))).square().mean()
+
+
+def test_sparse_gradients_of_one_stage_alone_need_no_sum(tmp_path):
+    arguments = {"sample": torch.zeros(4, dtype=torch.long)}
+    config = ComputeConfig(2, 2, use_end2end=True, pas_config={"pipeline_nmicros": 2})
+    parallelize(Tied(False), arguments, "pp", config, gen_savedir=tmp_path / "apart", load_module=False)
+    with pytest.raises(ValueError, match=r"sparse=True, .* pass sparse=False to the embedding at 'table'"):
+        parallelize(Tied(True), arguments, "pp", config, gen_savedir=tmp_path / "tied", load_module=False)

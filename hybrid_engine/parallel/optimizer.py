@@ -284,5 +284,5 @@ class _Additions:
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(gradient)
+    norm = torch.linalg.vector_norm(gradient.coalesce().values() if gradient.is_sparse else gradient)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

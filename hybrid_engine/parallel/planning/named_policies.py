@@ -1,5 +1,6 @@
 """The policies by their names, with the options that each takes."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -123,12 +124,15 @@ def check_runs(plan: Plan, config: ComputeConfig) -> None:
 
 def _check_gradients(plan: Plan, config: ComputeConfig) -> None:
     """ValueError for sparse gradients that would have to be summed, or lie in parts."""
-    is_alone = plan.plan_ngpus == len(plan.stages) or plan.plan_ngpus == 1
-    if config.inference_only or (config.num_units == 1 and is_alone):
+    if config.inference_only:
         return
+    is_alone = config.num_units == 1 and (plan.plan_ngpus == len(plan.stages) or plan.plan_ngpus == 1)
+    num_readers = Counter(key for op in plan.graph.ops.values() for key in set(op.inputs))
     for op in plan.graph.ops.values():
-        is_trained = any(key in plan.graph.requires_grad for key in op.inputs)
-        if is_trained and call_of(op.node).arguments.get("sparse"):
+        trained = [key for key in op.inputs if key in plan.graph.requires_grad]
+        # Other stages may have a copy of what other ops read too.
+        is_summed = not is_alone or (plan.stages and any(num_readers[key] > 1 for key in trained))
+        if trained and is_summed and call_of(op.node).arguments.get("sparse"):
             raise ValueError(
                 f"{op.key} has sparse=True, and sparse gradients are not added up over processes; pass sparse=False to "
                 f"the embedding at {op.path!r}"
