@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hybrid_engine.distributed.presence import LOST
 from hybrid_engine.distributed.single_tensors import all_gather_single
-from hybrid_engine.distributed.verdict import FollowedError
+from hybrid_engine.distributed.verdict import FollowedError, everyone
 
 
 class LayerSums:
@@ -34,9 +34,12 @@ class LayerSums:
         self.renew()
 
     def renew(self) -> None:
-        """Makes the groups, anew where there were some; collective over all processes of the run."""
+        """Makes the groups, anew where there were some; collective over all processes of the run.
+
+        All have theirs when it returns: one that went on and left it again would break it for those who yet connect.
+        """
         self._leave()
-        self._group, _ = dist.new_subgroups_by_enumeration(self._ranks)
+        self._group = everyone().agree(lambda: dist.new_subgroups_by_enumeration(self._ranks)[0])
 
     def _leave(self) -> None:
         """Closes this process's connections; the last reference to the group must go with it."""
