@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from causal_models import CAUSAL_MODELS, build_causal, causal_batch
-from parallel_nets import Block
+from parallel_nets import ADAM, Block
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -19,8 +19,6 @@ from hybrid_engine.parallel.planning.plan import Plan
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "up", "fc1", "c_fc")
 ROWS = ("o_proj", "out_proj", "down_proj", "down", "fc2", "mlp.c_proj")
 STEPS = 3
-ADAM = {"lr": 0.01, "eps": 1e-3}
-"""With a small eps the update of an entry whose gradient is nothing but rounding is a coin toss."""
 
 
 def megatron(graph, config, globs=COLUMNS + ROWS):

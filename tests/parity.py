@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from parallel_nets import ADAM
 from parity_nets import NETS, build_net, sample_for
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,12 +30,6 @@ from hybrid_engine.parallel.planning.machine import COLLECTIVES, Device, Link, M
 from hybrid_engine.parallel.planning.setting import Setting
 
 NUM_STEPS, NUM_SAMPLES = 5, 4
-ADAM = {"lr": 0.01, "eps": 1e-3}
-"""Gradients that are nothing but rounding, as those of a key's bias, must not be made as large as the others.
-
-Near 0 Adam multiplies what a gradient rounds by with lr / eps: from 1e-4 a module's own training in fp32 was 1.05e-5
-away from that in fp64 after two steps.
-"""
 SLOW_DEVICE = Device(kind="cpu", memory_bytes=1 << 40, flops_per_s={"float32": 1e6}, bytes_per_s=1e6, op_s=0.0)
 MACHINE = Machine(
     name="slow devices",

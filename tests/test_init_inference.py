@@ -1,18 +1,22 @@
 """`init_inference`: the model's own answers, alone and shared by two processes; options and their errors."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from distributed import run_distributed
 from models import PAD, VOCAB, build_model, padded_prompts
+from raised import message
 from test_tensor_parallel import _SIZES, GREEDY, SAMPLED, build_family
 from transformers import BertConfig, BertModel, GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
 from hybrid_engine.inference import build as inference_build
 from hybrid_engine.inference.config import read_config
+
+refusal = partial(message, kind=ValueError)
 
 CHECKPOINTS = ["llama", "tied", "gpt-neox", "gemma2", "qwen2-moe"]
 FAMILIES = ["llama", "one key/value head for two ranks", "tied", "gpt2", "gpt-neox", "gemma2", "qwen2-moe"]
@@ -54,7 +58,7 @@ def share_families(rank):
         everywhere = sum(p.nbytes for name, p in model.named_parameters() if "wpe" in name)
         whole = sum(p.nbytes for p in model.parameters()) - everywhere
         results[family] = greedy, sampled, drawn, difference, (held - everywhere) / whole, left, engine.report()
-    return results, message(lambda: engine.generate(input_ids, attention_mask=mask, num_beams=2, **GREEDY))
+    return results, refusal(lambda: engine.generate(input_ids, attention_mask=mask, num_beams=2, **GREEDY))
 
 
 def share_others(rank):
@@ -129,23 +133,15 @@ def refuse(rank):
     engine = hybrid_engine.init_inference(build_family("llama"), mp_size=2)
     encoder = hybrid_engine.init_inference(build_bert(), mp_size=2)
     return [
-        message(lambda: share(3)),
-        message(lambda: share(2, num_attention_heads=3, num_key_value_heads=3)),
-        message(lambda: share(2, intermediate_size=81)),
-        message(lambda: hybrid_engine.init_inference(build_granite(), mp_size=2, injection_policy=policy)),
-        message(lambda: hybrid_engine.init_inference(build_granite(num_key_value_heads=1), mp_size=2)),
-        message(lambda: engine.generate(torch.full((1, 3), 5 + rank), **GREEDY)),
-        message(lambda: engine.to(engine.device).to(engine.dtype).half()),
-        message(lambda: encoder.train()(*padded_prompts())),
+        refusal(lambda: share(3)),
+        refusal(lambda: share(2, num_attention_heads=3, num_key_value_heads=3)),
+        refusal(lambda: share(2, intermediate_size=81)),
+        refusal(lambda: hybrid_engine.init_inference(build_granite(), mp_size=2, injection_policy=policy)),
+        refusal(lambda: hybrid_engine.init_inference(build_granite(num_key_value_heads=1), mp_size=2)),
+        refusal(lambda: engine.generate(torch.full((1, 3), 5 + rank), **GREEDY)),
+        refusal(lambda: engine.to(engine.device).to(engine.dtype).half()),
+        refusal(lambda: encoder.train()(*padded_prompts())),
     ]
-
-
-def message(action):
-    try:
-        action()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def everything(rank, world_size, folder):

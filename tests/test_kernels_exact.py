@@ -29,7 +29,7 @@ def _seeded():
 def _exact_dot(monkeypatch):
     """The interpreter's `tl.dot` as a GPU's: what a row gives does not depend on its place in the tile.
 
-    It calls numpy's product, whose AVX2 code sums the last rows of a tile in another order than the first.
+    It has numpy multiply, whose AVX2 code sums the last rows of a tile in another order than the first.
     """
     if IS_INTERPRETED:
         from triton.runtime.interpreter import InterpreterBuilder, TensorHandle

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from distributed import leave_process_group, run_distributed
 from parallel_nets import Stack, samples_of
+from raised import message
 from test_parallel_scalars import Scaled
 from torch.distributed.tensor import DTensor
 
@@ -146,14 +147,6 @@ class Failing:
         if not self.is_over:
             gradient.zero_()
             raise OfAHookError("of a hook")
-
-
-def message(action):
-    try:
-        action()
-    except Exception as error:
-        return str(error)
-    return ""
 
 
 def one_process_fails(rank, world_size, folder):

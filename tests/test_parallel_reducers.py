@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from raised import message
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -113,14 +114,6 @@ def same(expected, found):
 
 class FailingError(Exception):
     pass
-
-
-def message(action):
-    try:
-        action()
-    except Exception as error:
-        return str(error)
-    return ""
 
 
 def two_units_fail(rank, world_size, folder):
