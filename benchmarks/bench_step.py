@@ -5,10 +5,8 @@
 Both train one Llama on the same prompts, in fp32, with groups of 8, a reference and AdamW in micro-batches of as many
 rows, TRL by its own `GRPOTrainer`, we by the functions of `recipes/grpo.py`. The model counts down (countdown.py): at
 fixed lengths both sample the very same tokens, with long tails both draw lengths of one log-normal distribution. The
-learning rate is so small that it goes on counting. The steps are taken in turns, ours in a callback of TRL's trainer.
-
-Each side has the allocator's settings that its own command has: ours keeps what it frees (`freed_memory.py`), TRL's has
-the thresholds that glibc's grow to by themselves.
+learning rate is so small that it goes on counting. The steps are taken in turns, each side's in a process of its own
+(`step_sides.py`): ours keeps what it frees, as its command does, and TRL's has glibc's defaults.
 
 What is timed of a step: generation; the reference's forward pass; the policy's forward passes with the loss; backward
 passes; the optimizer's step; the rest is what is left of the whole. The least for each is its bytes and flops, as the
@@ -16,20 +14,12 @@ weights and the tokens without padding give them, at the speed that copies and m
 """
 
 import dataclasses
-import functools
-import os
 import statistics
 import sys
 import tempfile
-import time
-from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+from typing import Any
 
 import torch
-import transformers
 from common import (
     FULL,
     SMALL,
@@ -47,61 +37,14 @@ from countdown import build_countdown_model, build_prompts, log_normal_mu, log_n
 from rich.console import Console
 from rich.table import Table
 from roofline import rollout_passes
+from step_sides import G, Job, Step, take_turns
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hybrid_engine.command.freed_memory import keep_freed_memory, set_thresholds
-from hybrid_engine.recipes import grpo
-from hybrid_engine.recipes.algorithms.choices import Algorithm
-from hybrid_engine.recipes.data.rows import PromptRow
-from hybrid_engine.recipes.experience.groups import GroupSource
-from hybrid_engine.recipes.experience.policy import Policy, build_policy
-from hybrid_engine.recipes.experience.rollout import SamplingOptions
-from hybrid_engine.recipes.rewards.loading import load_rewards
-
-G = 8
-MICRO_BATCH = 8
-KL_COEF = 0.04
-LEARNING_RATE = 1e-12
 MEAN_SHARE, SIGMA = 0.3, 0.8
 """Of the long-tailed lengths: the mean as a share of the longest, and the deviation of the logarithm."""
+WARM_UP = 2  # pairs of steps in which memory grows to what a step takes
 PHASES = ("generation", "reference", "forward", "backward", "optimizer")
-
-
-class Step(NamedTuple):
-    """One step of one side: seconds of each phase, "whole" among them, and the answers' lengths."""
-
-    seconds: dict[str, float]
-    lengths: list[int]
-
-
-class Clock:
-    """Adds up the seconds of phases; what runs inside another phase is that one's."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._inside = False
-
-    def timing(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, timed."""
-
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
-                return function(*args, **kwargs)
-            self._inside, start = True, time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.seconds[phase] += time.perf_counter() - start
-                self._inside = False
-
-        return timed
-
-    def take(self) -> dict[str, float]:
-        """What was added up since the last time."""
-        taken, self.seconds = dict(self.seconds), defaultdict(float)
-        return taken
 
 
 def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
@@ -109,130 +52,6 @@ def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     plain = Tokenizer(models.WordLevel({f"w{index}": index for index in range(vocab)}, unk_token="w1"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token=f"w{vocab - 1}", eos_token="w0")
-
-
-def reward(completions: list[str], **others: Any) -> list[float]:
-    """Differs within a group, whatever the answers are: no time depends on it."""
-    return [float((7 * row + len(answer)) % 5) for row, answer in enumerate(completions)]
-
-
-class Ours:
-    """A step of `hybrid-engine grpo`."""
-
-    name = "hybrid-engine"
-
-    def __init__(self, folder: str, prompts: list[str], shape: Shape, budget: int):
-        rows = len(prompts) * G
-        self.config = grpo.Config(
-            model=folder, rollout_size=len(prompts), group_size=G, minibatch_size=rows, micro_batch_size=MICRO_BATCH,
-            tokens_per_micro_batch=budget, max_prompt_tokens=shape.prompt_tokens, max_new_tokens=shape.new_tokens,
-            learning_rate=LEARNING_RATE, reward=("bench_step:reward",),
-            algorithm=Algorithm(kl_place="loss", kl_coef=KL_COEF),
-        )  # fmt: skip
-        self.policy = build_policy(self.config, folder, LEARNING_RATE, 1000, True)
-        self.source = GroupSource(
-            actor=self.policy.actor,
-            tokenizer=self.policy.tokenizer,
-            rewards=load_rewards(self.config.reward),
-            rows=[PromptRow(prompt=prompt) for prompt in prompts],
-            options=SamplingOptions.of(self.config, G),
-            seed=0,
-        )
-        if self.policy.actor.generator.fallback_reason is not None:
-            raise RuntimeError(f"no containers: {self.policy.actor.generator.fallback_reason}")
-        self.clock, self.step_number, actor = Clock(), 0, self.policy.actor
-        actor.generate = self.clock.timing("generation", actor.generate)
-        Policy.reference_logprobs = self.clock.timing("reference", Policy.reference_logprobs)  # type: ignore[method-assign]
-        for name in ("present_batch", "policy_objective"):
-            setattr(grpo, name, self.clock.timing("forward", getattr(grpo, name)))
-        actor.backward = self.clock.timing("backward", actor.backward)
-        actor.step = self.clock.timing("optimizer", actor.step)
-
-    def __call__(self) -> Step:
-        """Rolls out and updates."""
-        keep_freed_memory()
-        self.clock.take()
-        start, actor = time.perf_counter(), self.policy.actor
-        actor.eval()
-        groups = self.source.draw(self.config.rollout_size, 0, 0, self.step_number)
-        actor.train()
-        experience, _ = grpo.build_experience(self.policy, groups, self.config, KL_COEF)
-        grpo.update(self.policy, experience, self.config, KL_COEF, seed=self.step_number)
-        whole = time.perf_counter() - start
-        self.step_number += 1
-        return Step(self.clock.take() | {"whole": whole}, groups.rollout.sequences.response_mask.sum(dim=1).tolist())
-
-
-class TakesTurns(TrainerCallback):
-    """Before each of TRL's steps one of ours; both are kept."""
-
-    def __init__(self, ours: Ours, clock: Clock, lengths: list[int]):
-        self.ours, self.clock, self.lengths = ours, clock, lengths
-        self.pairs: list[tuple[Step, Step]] = []
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Before TRL generates."""
-        self.step = self.ours()
-        set_thresholds(32 * 2**20, 64 * 2**20)
-        self.clock.take()
-        self.lengths.clear()
-        self.start = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """After TRL's optimizer."""
-        whole = time.perf_counter() - self.start
-        self.pairs.append((self.step, Step(self.clock.take() | {"whole": whole}, list(self.lengths))))
-
-
-def run_pairs(folder: str, prompts: list[str], shape: Shape, budget: int, num_steps: int) -> list[tuple[Step, Step]]:
-    """`num_steps` steps of both, in turns."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    arguments = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), max_steps=num_steps, per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=len(prompts) * G // MICRO_BATCH, num_generations=G,
-        max_completion_length=shape.new_tokens, beta=KL_COEF, learning_rate=LEARNING_RATE, logging_steps=1000,
-        report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", disable_tqdm=True,
-        shuffle_dataset=False, loss_type="grpo",
-    )  # fmt: skip
-    trainer = GRPOTrainer(
-        model=LlamaForCausalLM.from_pretrained(folder), reward_funcs=reward, args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
-    )  # fmt: skip
-    clock, lengths = Clock(), list[int]()
-
-    def keeping(score: Callable[..., Any]) -> Callable[..., Any]:
-        def scored(*args: Any, **kwargs: Any) -> Any:
-            output = score(*args, **kwargs)
-            lengths.extend(output["completion_mask"].sum(dim=1).tolist())
-            return output
-
-        return scored
-
-    internals: Any = trainer
-    internals._generate = clock.timing("generation", internals._generate)
-    internals._generate_and_score_completions = keeping(internals._generate_and_score_completions)
-    log_probs = internals._get_per_token_logps_and_entropies
-    in_reference = clock.timing("reference", log_probs)
-    internals._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
-        log_probs if torch.is_grad_enabled() else in_reference
-    )(*args, **kwargs)
-    trainer.compute_loss = clock.timing("forward", trainer.compute_loss)  # type: ignore[method-assign]
-    trainer.accelerator.backward = clock.timing("backward", trainer.accelerator.backward)
-    turns = TakesTurns(Ours(folder, prompts, shape, budget), clock, lengths)
-    trainer.add_callback(turns)
-    create = trainer.create_optimizer
-
-    def create_timed(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        optimizer = create(*args, **kwargs)
-        optimizer.step = clock.timing("optimizer", optimizer.step)  # type: ignore[method-assign]
-        return optimizer
-
-    trainer.create_optimizer = create_timed  # type: ignore[method-assign]
-    trainer.train()
-    return turns.pairs
 
 
 def least_seconds(model: LlamaForCausalLM, shape: Shape, lengths: list[int], ceilings: Ceilings) -> dict[str, float]:
@@ -272,7 +91,6 @@ def main() -> None:
     )
     args = parse_run(parser, "step")
     shape = chosen_shape(args, dataclasses.replace(FULL, prompts=4), dataclasses.replace(SMALL, prompts=2))
-    transformers.logging.set_verbosity_error()
     ceilings = measure_ceilings("cpu", torch.float32, args.small)
     mean = MEAN_SHARE * shape.new_tokens
     probabilities = log_normal_probabilities(shape.new_tokens, log_normal_mu(shape.new_tokens, mean, SIGMA), SIGMA)
@@ -287,8 +105,11 @@ def main() -> None:
                 continue
             ids = build_prompts(shape, torch.full((shape.prompts,), last))
             prompts = [" ".join(f"w{token}" for token in row) for row in ids.tolist()]
-            pairs = run_pairs(folder, prompts, shape, args.tokens_per_micro_batch, args.repeats + 1)[1:]
-            rows += report(name, pairs, model, shape, ceilings)
+            job = Job(
+                folder=folder, prompts=prompts, shape=shape, tokens_per_micro_batch=args.tokens_per_micro_batch,
+                num_steps=WARM_UP + args.repeats, threads=torch.get_num_threads(),
+            )  # fmt: skip
+            rows += report(name, take_turns(job)[WARM_UP:], model, shape, ceilings)
     same = environment("cpu") | dataclasses.asdict(shape) | {"tokens_per_micro_batch": args.tokens_per_micro_batch}
     append_rows(args.csv, [same | row for row in rows])
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.ops import linear_log_prob_kernels as kernels
+from hybrid_engine.ops.cpu_gemm import mkl_leaves_half, product_over_rows
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.ops.linear_log_prob_tiles import (
     PLAIN,
@@ -211,7 +212,7 @@ def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> 
             if of_hidden is not None:
                 add_product(of_hidden[rows], of_products, tile.weight)
             if of_weight is not None:
-                tile_of_weight = _plus_product(tile_of_weight, of_products.T, hidden[rows], of_weight[columns])
+                tile_of_weight = _plus_product(tile_of_weight, of_products, hidden[rows], of_weight[columns])
             if of_bias is not None:
                 of_rows = of_products.sum(0, dtype=torch.float32)
                 tile_of_bias = of_rows if tile_of_bias is None else tile_of_bias.add_(of_rows)
@@ -227,8 +228,15 @@ def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> 
 def _plus_product(
     sums: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, place: torch.Tensor
 ) -> torch.Tensor:
-    """`sums + left @ right` in fp32; the first product, `sums` None, is written to `place` where that is fp32."""
+    """`sums`, fp32, plus the sum over N of `left [N, columns]` times `right [N, E]`: `[columns, E]`.
+
+    The first product, `sums` None, is written to `place` where that is fp32.
+    """
     if sums is not None:
-        add_product(sums, left, right)
+        add_product(sums, left.t(), right)
         return sums
-    return torch.mm(left, right, out=place) if place.dtype == left.dtype == torch.float32 else (left @ right).float()
+    if not place.dtype == left.dtype == torch.float32:
+        return (left.t() @ right).float()
+    if mkl_leaves_half():
+        return place.copy_(product_over_rows(left, right))
+    return torch.mm(left.t(), right, out=place)

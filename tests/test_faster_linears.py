@@ -22,9 +22,9 @@ IN, OUT = 24, 40
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 
 
-@pytest.fixture(autouse=True)
-def everywhere(monkeypatch):
-    """Counts the products of oneDNN, which are taken at any size and on any processor."""
+@pytest.fixture(autouse=True, params=[False, True], ids=["MKL as fast", "MKL half as fast"])
+def everywhere(request, monkeypatch):
+    """Counts the products of oneDNN by rows, which are taken at any size and on any processor."""
     number = [0]
     product = trained_linear.product
 
@@ -33,7 +33,10 @@ def everywhere(monkeypatch):
         return product(*arguments)
 
     monkeypatch.setattr(cpu_gemm, "is_intel", lambda: False)
-    monkeypatch.setattr(trained_linear, "LEAST_MULTIPLICATIONS", 0)
+    for module in (cpu_gemm, trained_linear):
+        monkeypatch.setattr(module, "mkl_leaves_half", lambda: request.param)
+    for name in ("LEAST_MULTIPLICATIONS", "LEAST_WHERE_MKL_LEAVES_HALF"):
+        monkeypatch.setattr(trained_linear, name, 0)
     monkeypatch.setattr(trained_linear, "product", counted)
     return number
 
@@ -196,7 +199,8 @@ def test_small_products_and_wrong_shapes_are_left_to_torch(monkeypatch, everywhe
     use_faster_linears(model)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         model(torch.randn(3, IN + 1))
-    monkeypatch.setattr(trained_linear, "LEAST_MULTIPLICATIONS", 10**6)
+    for name in ("LEAST_MULTIPLICATIONS", "LEAST_WHERE_MKL_LEAVES_HALF"):
+        monkeypatch.setattr(trained_linear, name, 10**6)
     model(torch.randn(3, IN))
     assert everywhere[0] == 0
 
@@ -228,8 +232,29 @@ def test_a_copy_computes_with_weights_of_its_own(copied):
     torch.testing.assert_close(twin(values), expected)
 
 
+ZEN_4, ZEN_5, XEON = "AuthenticAMD\ncpu family\t: 25", "AuthenticAMD\ncpu family\t: 26", "GenuineIntel\ncpu family\t: 6"
+
+
+@pytest.mark.parametrize(("processor", "expected"), [(ZEN_4, False), (ZEN_5, True), (XEON, False)])
+def test_mkl_leaves_half_on_amds_processors_from_zen_5_on(processor, expected, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu_gemm.Path, "read_text", lambda path: f"vendor_id\t: {processor}\nflags\t\t: fpu avx512f\n")
+    cpu_gemm.mkl_leaves_half.cache_clear()
+    assert cpu_gemm.mkl_leaves_half() is expected
+    cpu_gemm.mkl_leaves_half.cache_clear()
+
+
+@pytest.mark.parametrize("lay_out", [lambda x: x, lambda x: x.t().contiguous().t(), lambda x: x[::2].repeat(2, 1)])
+@pytest.mark.parametrize("num_rows", [2, 64, 101 * 2])
+def test_a_product_over_rows_is_the_gradient_of_a_weight(lay_out, num_rows):
+    left, right = lay_out(torch.randn(num_rows, OUT)), lay_out(torch.randn(num_rows, IN))
+    found = cpu_gemm.product_over_rows(left, right)
+    torch.testing.assert_close(found.double(), left.double().t() @ right.double(), rtol=1e-5, atol=1e-5)
+
+
 def train(rank, world_size, stage):
-    trained_linear.LEAST_MULTIPLICATIONS, cpu_gemm.is_intel = 0, lambda: False
+    trained_linear.LEAST_MULTIPLICATIONS = trained_linear.LEAST_WHERE_MKL_LEAVES_HALF = 0
+    cpu_gemm.is_intel = lambda: False
     losses = {}
     for is_plain in (False, True):
         config = {

@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybrid_engine.ops import cpu_gemm, linear_log_prob_tiles
 from hybrid_engine.ops import linear_log_prob as op
-from hybrid_engine.ops import linear_log_prob_tiles
 from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
 from hybrid_engine.training.vocabulary_share import vocabulary_share
 
@@ -63,13 +63,17 @@ def compare(case, shape, with_entropy, trained):
     assert_as_good(found, expected, run(lambda *case: plain(*case, shape), doubled, trained, with_entropy))
 
 
-@pytest.fixture(params=["one tile", "many tiles", "some kept"])
+@pytest.fixture(params=["one tile", "many tiles", "some kept", "some kept, by oneDNN"])
 def tiles(request, monkeypatch):
+    by_onednn = request.param.endswith("oneDNN")
+    monkeypatch.setattr(cpu_gemm, "is_intel", lambda: not by_onednn)
+    for module in (cpu_gemm, op):
+        monkeypatch.setattr(module, "mkl_leaves_half", lambda: by_onednn)
     if request.param != "one tile":
         monkeypatch.setattr(op, "ROWS_AT_ONCE", 20)
         monkeypatch.setattr(linear_log_prob_tiles, "LEAST_COLUMNS", 37)
         monkeypatch.setattr(linear_log_prob_tiles, "TILE_BYTES", 1)
-        monkeypatch.setattr(op, "KEPT_BYTES", 4 * 20 * 37 * 5 if request.param == "some kept" else 0)
+        monkeypatch.setattr(op, "KEPT_BYTES", 4 * 20 * 37 * 5 if request.param.startswith("some") else 0)
 
 
 @pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("hidden", "weight", "bias")], ids="-".join)
