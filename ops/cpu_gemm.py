@@ -22,8 +22,8 @@ N rows.
 import platform
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -47,23 +47,35 @@ BATCH_ROWS, BATCH_INPUTS = 64, 1024
 ZEN_5 = 26  # the family, as the processor tells it
 
 
-@cache
+class Processor(NamedTuple):
+    """What there is to know of this one."""
+
+    is_intel: bool
+    mkl_leaves_half: bool
+
+    @classmethod
+    def of(cls, cpuinfo: str) -> "Processor":
+        """Of what Linux says in /proc/cpuinfo, or `platform.processor()` elsewhere."""
+        family = re.search(r"^cpu family\s*: (\d+)$", cpuinfo, re.MULTILINE)
+        is_wide_amd = "AuthenticAMD" in cpuinfo and "avx512f" in cpuinfo
+        return cls("GenuineIntel" in cpuinfo, is_wide_amd and family is not None and int(family[1]) >= ZEN_5)
+
+
+# Read when the module is, so that torch.compile, which looks into functions, finds two constants.
+_CPUINFO = Path("/proc/cpuinfo")
+_PROCESSOR = Processor.of(_CPUINFO.read_text() if _CPUINFO.exists() else platform.processor())
+
+
 def is_intel() -> bool:
     """Whether this processor is Intel's, for which MKL has its fast paths."""
-    cpuinfo = Path("/proc/cpuinfo")
-    return "GenuineIntel" in (cpuinfo.read_text() if cpuinfo.exists() else platform.processor())
+    return _PROCESSOR.is_intel
 
 
-@cache
 def mkl_leaves_half() -> bool:
     """Whether MKL reaches no more than half of what this processor multiplies."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    family = re.search(r"^cpu family\s*: (\d+)$", text, re.MULTILINE)
-    return "AuthenticAMD" in text and "avx512f" in text and family is not None and int(family[1]) >= ZEN_5
+    return _PROCESSOR.mkl_leaves_half
 
 
-@cache
 def _mkl_goes_by_columns() -> bool:
     return is_intel() and torch.backends.mkl.is_available()
 

@@ -22,10 +22,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from hybrid_engine.ops import linear_log_prob_kernels as kernels
 from hybrid_engine.ops.cpu_gemm import mkl_leaves_half, product_over_rows
-from hybrid_engine.ops.dispatch import use_triton
+from hybrid_engine.ops.dispatch import check_tensor, use_triton
 from hybrid_engine.ops.linear_log_prob_tiles import (
     PLAIN,
     Head,
@@ -91,7 +92,9 @@ def linear_log_prob(
     with_entropy: bool = False,
     share: VocabularyShare | None = None,
 ) -> TokenLogProbs:
-    """Log-probabilities of `targets` under the softmax of a linear head, differentiable in hidden, weight and bias.
+    """Log-probabilities of `targets` under the softmax of a linear head.
+
+    Differentiable in hidden, weight and bias; a second derivative is an error.
 
     Args:
         hidden: `[N, E]`, any float dtype.
@@ -101,9 +104,34 @@ def linear_log_prob(
         shape: temperature, scale and softcap of the logits.
         with_entropy: also the entropy of each distribution, which costs one more pass over the tiles.
         share: where `weight` and `bias` are a part of the head; None: they are all of it.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit, or, on a CPU, a target outside of the vocabulary.
     """
+    shape.check()
+    _check(hidden, weight, targets, bias, is_whole=share is None)
     logprobs, entropy = _LinearLogProb.apply(hidden, weight, bias, targets, shape, with_entropy, share)
     return TokenLogProbs(logprobs, entropy if with_entropy else None)
+
+
+def _check(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None, is_whole: bool
+) -> None:
+    """ValueError naming what does not fit; of targets on a GPU the values are not read, which would wait for it."""
+    if not hidden.is_floating_point():
+        raise ValueError(f"hidden is {hidden.dtype}; expected a float dtype")
+    check_tensor("hidden", hidden, shape=(None, None))
+    check_tensor("weight", weight, like=hidden, shape=(None, hidden.shape[1]))
+    check_tensor("targets", targets, like=hidden, dtype=torch.int64, shape=(len(hidden),))
+    if bias is not None:
+        check_tensor("bias", bias, like=hidden, shape=(len(weight),))
+    if hidden.shape[1] == 0 or len(weight) == 0:
+        raise ValueError(f"weight has shape {list(weight.shape)}; expected at least one row and one column")
+    if is_whole and targets.is_cpu and targets.numel() and not torch.compiler.is_compiling():
+        lowest, highest = (int(value) for value in targets.aminmax())
+        if lowest < 0 or highest >= len(weight):
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"targets has {wrong}; expected tokens in [0, {len(weight)}); leave out what has none")
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -134,6 +162,7 @@ class _LinearLogProb(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, above, above_entropy):
         if ctx.is_made:
             (gradient,) = ctx.saved_tensors

@@ -3,6 +3,7 @@
 N tokens, E hidden size, V vocabulary; a tile is some columns of `[N, V]`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -23,6 +24,15 @@ class LogitShape(NamedTuple):
     scale: float = 1.0  # Cohere's logit_scale, the inverse of Granite's logits_scaling
     softcap: float | None = None  # Gemma's final_logit_softcapping
     temperature: float = 1.0
+
+    def check(self) -> None:
+        """ValueError unless each is finite and not 0, softcap and temperature above it."""
+        for name, value in self._asdict().items():
+            if value is None:
+                continue
+            if not math.isfinite(value) or value == 0 or (name != "scale" and value < 0):
+                rule = "finite and not 0" if name == "scale" else "finite and above 0"
+                raise ValueError(f"{name}={value!r} must be {rule}")
 
     def apply(self, products: torch.Tensor) -> torch.Tensor:
         """fp32 logits of the products, of any shape."""

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid_engine.ops.cpu_gemm import mkl_leaves_half, prefers_onednn, product, product_over_rows
+from hybrid_engine.ops.cpu_gemm import prefers_onednn, product, product_over_rows
 from hybrid_engine.ops.cpu_kernels import is_watched
 
 # Forward and backward of a layer together, in turns as above: 0.97 to 1.02 of MKL's time at 2**26, 0.93 to 0.96 at
-# 2**27, 0.89 to 0.93 from 2**28 on.
+# 2**27, 0.89 to 0.93 from 2**28 on. Zen 5 wins from 2**23 on, 0.82, if many products have as many rows; but for each
+# new number of rows oneDNN first compiles, 0.3 to 1 ms for each of three products, and keeps what it has compiled.
 LEAST_MULTIPLICATIONS = 2**27
-# Two Zen 5 cores: 1.04 at 2**22, 0.82 at 2**23, 0.67 at 2**24, 0.53 at 2**27.
-LEAST_WHERE_MKL_LEAVES_HALF = 2**23
 
 
 def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -33,8 +32,9 @@ def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
     Never while somebody looks at the operations or changes them (torch.compile, autocast, modes of dispatch such as
     exact mode's), nor for tensors and weights of other types.
     """
-    least = LEAST_WHERE_MKL_LEAVES_HALF if mkl_leaves_half() else LEAST_MULTIPLICATIONS
-    if input.dim() < 2 or input.numel() * len(weight) < least or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if input.dim() < 2 or input.numel() * len(weight) < LEAST_MULTIPLICATIONS:
         return False
     if type(input) is not torch.Tensor or type(weight) is not nn.Parameter or weight.dtype != input.dtype:
         return False
@@ -44,7 +44,7 @@ def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`input [..., in]`, `weight [out, in]`, `bias [out]` -> `[..., out]`, differentiable, also twice."""
+    """`input [..., in]`, `weight [out, in]`, `bias [out]` -> `[..., out]`, differentiable in reverse, also twice."""
     return _Linear.apply(input, weight, bias)
 
 

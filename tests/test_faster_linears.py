@@ -33,10 +33,8 @@ def everywhere(request, monkeypatch):
         return product(*arguments)
 
     monkeypatch.setattr(cpu_gemm, "is_intel", lambda: False)
-    for module in (cpu_gemm, trained_linear):
-        monkeypatch.setattr(module, "mkl_leaves_half", lambda: request.param)
-    for name in ("LEAST_MULTIPLICATIONS", "LEAST_WHERE_MKL_LEAVES_HALF"):
-        monkeypatch.setattr(trained_linear, name, 0)
+    monkeypatch.setattr(cpu_gemm, "mkl_leaves_half", lambda: request.param)
+    monkeypatch.setattr(trained_linear, "LEAST_MULTIPLICATIONS", 0)
     monkeypatch.setattr(trained_linear, "product", counted)
     return number
 
@@ -199,8 +197,7 @@ def test_small_products_and_wrong_shapes_are_left_to_torch(monkeypatch, everywhe
     use_faster_linears(model)
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         model(torch.randn(3, IN + 1))
-    for name in ("LEAST_MULTIPLICATIONS", "LEAST_WHERE_MKL_LEAVES_HALF"):
-        monkeypatch.setattr(trained_linear, name, 10**6)
+    monkeypatch.setattr(trained_linear, "LEAST_MULTIPLICATIONS", 10**6)
     model(torch.randn(3, IN))
     assert everywhere[0] == 0
 
@@ -235,13 +232,20 @@ def test_a_copy_computes_with_weights_of_its_own(copied):
 ZEN_4, ZEN_5, XEON = "AuthenticAMD\ncpu family\t: 25", "AuthenticAMD\ncpu family\t: 26", "GenuineIntel\ncpu family\t: 6"
 
 
-@pytest.mark.parametrize(("processor", "expected"), [(ZEN_4, False), (ZEN_5, True), (XEON, False)])
-def test_mkl_leaves_half_on_amds_processors_from_zen_5_on(processor, expected, monkeypatch):
+@pytest.mark.parametrize(("processor", "expected"), [(ZEN_4, (0, 0)), (ZEN_5, (0, 1)), (XEON, (1, 0)), ("arm", (0, 0))])
+def test_mkl_leaves_half_on_amds_processors_from_zen_5_on(processor, expected):
+    assert cpu_gemm.Processor.of(f"vendor_id\t: {processor}\nflags\t\t: fpu avx512f\n") == expected
+
+
+@pytest.mark.parametrize("size", [0, 10**9], ids=["large", "small"])
+def test_what_torch_compiles_reads_no_file(size, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(cpu_gemm.Path, "read_text", lambda path: f"vendor_id\t: {processor}\nflags\t\t: fpu avx512f\n")
-    cpu_gemm.mkl_leaves_half.cache_clear()
-    assert cpu_gemm.mkl_leaves_half() is expected
-    cpu_gemm.mkl_leaves_half.cache_clear()
+    monkeypatch.setattr(trained_linear, "LEAST_MULTIPLICATIONS", size)
+    model, values = build_model(), torch.randn(5, IN)
+    expected = model(values)
+    use_faster_linears(model)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(values), expected)
+    torch.testing.assert_close(torch.export.export(model, (values,), strict=True).module()(values), expected)
 
 
 @pytest.mark.parametrize("lay_out", [lambda x: x, lambda x: x.t().contiguous().t(), lambda x: x[::2].repeat(2, 1)])
@@ -253,8 +257,7 @@ def test_a_product_over_rows_is_the_gradient_of_a_weight(lay_out, num_rows):
 
 
 def train(rank, world_size, stage):
-    trained_linear.LEAST_MULTIPLICATIONS = trained_linear.LEAST_WHERE_MKL_LEAVES_HALF = 0
-    cpu_gemm.is_intel = lambda: False
+    trained_linear.LEAST_MULTIPLICATIONS, cpu_gemm.is_intel = 0, lambda: False
     losses = {}
     for is_plain in (False, True):
         config = {

@@ -91,6 +91,58 @@ def test_sixteen_bits_are_as_good_as_the_logits(dtype, trained):
     compare(build_case(dtype, has_bias=False), LogitShape(), False, trained)
 
 
+WRONG = {
+    "another width": (lambda h, w, t, b: (h, w[:, 1:], t, b), "weight has shape"),
+    "a third dimension": (lambda h, w, t, b: (h[None], w, t, b), "hidden has shape"),
+    "another dtype": (lambda h, w, t, b: (h, w.bfloat16(), t, b), "weight is torch.bfloat16"),
+    "integers": (lambda h, w, t, b: (h.long(), w.long(), t, None), "hidden is torch.int64"),
+    "a short bias": (lambda h, w, t, b: (h, w, t, b[:1]), "bias has shape"),
+    "a bias of another dtype": (lambda h, w, t, b: (h, w, t, b.double()), "bias is torch.float64"),
+    "few targets": (lambda h, w, t, b: (h, w, t[1:], b), "targets has shape"),
+    "targets in a column": (lambda h, w, t, b: (h, w, t[:, None], b), "targets has shape"),
+    "float targets": (lambda h, w, t, b: (h, w, t.float(), b), "targets is torch.float32"),
+    "the index of padding": (
+        lambda h, w, t, b: (h, w, t.index_fill(0, t.new_tensor([3]), -100), b),
+        "targets has -100",
+    ),
+    "a target too high": (lambda h, w, t, b: (h, w, t.index_fill(0, t.new_tensor([3]), V), b), f"targets has {V}"),
+    "no vocabulary": (lambda h, w, t, b: (h, w[:0], t, None), "at least one row"),
+    "no width": (lambda h, w, t, b: (h[:, :0], w[:, :0], t, None), "at least one row and one column"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_does_not_fit_is_refused_by_name(kind):
+    change, words = WRONG[kind]
+    with pytest.raises(ValueError, match=words):
+        linear_log_prob(*change(*build_case()))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        LogitShape(temperature=0.0),
+        LogitShape(temperature=-1.0),
+        LogitShape(softcap=0.0),
+        LogitShape(scale=float("nan")),
+    ],
+)
+def test_a_shape_of_logits_without_meaning_is_refused(shape):
+    with pytest.raises(ValueError, match="must be finite and"):
+        linear_log_prob(*build_case(), shape)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_second_derivative_is_refused(is_trained, with_entropy):
+    hidden, weight, targets, _ = build_case()
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_(is_trained)
+    found = linear_log_prob(hidden, weight, targets, with_entropy=with_entropy)
+    (slope,) = torch.autograd.grad(found[-1 if with_entropy else 0].square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        slope.square().sum().backward()
+
+
 def test_a_last_few_rows_are_cut_forwards_as_backwards(monkeypatch):
     monkeypatch.setattr(op, "ROWS_AT_ONCE", 60)
     monkeypatch.setattr(linear_log_prob_tiles, "LEAST_COLUMNS", 1)
