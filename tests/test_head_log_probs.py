@@ -46,11 +46,11 @@ def gradients(model, logprobs):
 
 
 @contextmanager
-def at_most_one_row_of_logits(head):
-    """Fails where a head makes logits of more than one token a row."""
+def at_most_two_rows_of_logits(head):
+    """Fails where a head makes logits of more than two tokens a row, those of the trial."""
 
     def check(module, arguments, output):
-        assert output.shape[1] <= 1
+        assert output.shape[1] <= 2
 
     hook = head.register_forward_hook(check)
     yield
@@ -64,7 +64,7 @@ def test_values_entropy_and_gradients_are_those_of_the_logits(family):
         asked = build_asked(**options)
         expected, expected_entropy = from_logits(model, asked, inputs)
         expected_gradients = gradients(model, expected)
-        with at_most_one_row_of_logits(model.get_output_embeddings()):
+        with at_most_two_rows_of_logits(model.get_output_embeddings()):
             found = token_log_probs(model, asked, inputs)
         torch.testing.assert_close(found.logprobs, expected, rtol=1e-5, atol=1e-5)
         if asked.with_entropy:
@@ -75,14 +75,14 @@ def test_values_entropy_and_gradients_are_those_of_the_logits(family):
             largest = float(expected_gradients[name].abs().max())  # up to 20, and fp32 rounds sums by their terms
             bound = 5e-6 * max(1.0, largest)
             torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=bound, msg=name)
-    assert not head_log_probs._differs[model.get_output_embeddings()]
+    assert not head_log_probs._tried[model.get_output_embeddings()].differs
 
 
 def test_adapters_learn_what_they_learn_from_logits():
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     model, inputs, asked = get_peft_model(build_model("llama"), config).eval(), build_inputs(), build_asked()
     expected = gradients(model, from_logits(model, asked, inputs)[0])
-    with at_most_one_row_of_logits(model.get_output_embeddings()):
+    with at_most_two_rows_of_logits(model.get_output_embeddings()):
         found = gradients(model, token_log_probs(model, asked, inputs).logprobs)
     assert found.keys() == expected.keys() and all("lora" in name for name in found)
     for name, gradient in found.items():
@@ -111,6 +111,68 @@ def test_a_model_that_does_more_behind_its_head_than_its_config_says_makes_logit
         found, (expected, _) = token_log_probs(model, asked, inputs), from_logits(model, asked, inputs)
         assert torch.equal(found.logprobs, expected)
     assert caplog.text.count("log-probabilities are made from logits") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_softcap_that_no_config_names_is_found_where_logits_are_small_too(dtype, caplog):
+    model, inputs, asked = build_model("llama").eval().to(dtype), build_inputs(), build_asked()
+    forward = type(model).forward
+
+    class Capped(type(model)):
+        def forward(self, *args, **kwargs):
+            output = forward(self, *args, **kwargs)
+            output.logits = torch.tanh(output.logits / 30) * 30
+            return output
+
+    model.__class__ = Capped
+    found, (expected, _) = token_log_probs(model, asked, inputs), from_logits(model, asked, inputs)
+    assert torch.equal(found.logprobs, expected)
+    assert "log-probabilities are made from logits" in caplog.text
+
+
+def test_a_model_that_drops_some_of_its_logits_makes_them():
+    model, inputs, asked = build_model("llama").eval(), build_inputs(), build_asked()
+    forward = type(model).forward
+
+    class Shorter(type(model)):
+        def forward(self, *args, **kwargs):
+            output = forward(self, *args, **kwargs)
+            output.logits = output.logits[..., : inputs["input_ids"].max() + 1]
+            return output
+
+    model.__class__ = Shorter
+    assert output_size(model, inputs) < len(model.get_output_embeddings().weight)
+    found, (expected, _) = token_log_probs(model, asked, inputs), from_logits(model, asked, inputs)
+    assert torch.equal(found.logprobs, expected)
+
+
+def output_size(model, inputs):
+    with torch.no_grad():
+        return model(**inputs).logits.shape[-1]
+
+
+def test_a_head_that_is_given_a_hook_later_is_tried_again():
+    model, inputs, asked = build_model("llama").eval(), build_inputs(), build_asked()
+    before = token_log_probs(model, asked, inputs).logprobs
+    hook = model.get_output_embeddings().register_forward_hook(lambda head, given, output: output * 2)
+    found, (expected, _) = token_log_probs(model, asked, inputs), from_logits(model, asked, inputs)
+    assert torch.equal(found.logprobs, expected) and not torch.allclose(found.logprobs, before)
+    hook.remove()
+    with at_most_two_rows_of_logits(model.get_output_embeddings()):
+        assert torch.equal(token_log_probs(model, asked, inputs).logprobs, before)
+
+
+def test_a_pass_that_is_not_a_number_is_no_trial():
+    model, inputs, asked = build_model("llama").eval(), build_inputs(), build_asked()
+    model.config.logit_scale = 7.0  # which Llama does not read
+    weight = model.model.norm.weight
+    with torch.no_grad():
+        whole = weight.clone()
+        weight[0] = torch.nan
+        assert token_log_probs(model, asked, inputs).logprobs.isnan().any()
+        weight.copy_(whole)
+    found, (expected, _) = token_log_probs(model, asked, inputs), from_logits(model, asked, inputs)
+    assert torch.equal(found.logprobs, expected)
 
 
 def test_a_pass_that_fails_leaves_no_hook():

@@ -36,12 +36,12 @@ from hybrid_engine.generation.output import GenerateOutput, add_prompt_scores
 from hybrid_engine.generation.pipeline.rollouts import StageRollouts
 from hybrid_engine.generation.pipeline.stage_model import StageModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
-from hybrid_engine.generation.probing.computing import computes_by
 from hybrid_engine.generation.probing.container_probe import ContainerProbe
 from hybrid_engine.generation.request import Request, Wishes
 from hybrid_engine.generation.sampling.in_step import InStep
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.ops.fixed_shapes import NotExactError
+from hybrid_engine.training.computing import computes_by
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
 

@@ -8,6 +8,7 @@ pass.
 B rows, T the last columns of the input, whose tokens are asked for; E hidden size, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
 from hybrid_engine.ops.log_prob import token_logprobs
 from hybrid_engine.rl.entropy import token_entropy
+from hybrid_engine.training.computing import computes_by
 
 
 class Asked(NamedTuple):
@@ -42,9 +44,9 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
     """What `model` says about the last T tokens of `inputs["input_ids"]`, differentiable in its weights.
 
     Collective where its forward pass is. The head must be a plain linear layer whose products become logits by the
-    scale and softcap of the model's config; the first pass through a model tries that on one token a row, and a line
-    says where it finds something else. Any other model makes its logits, as does an engine in exact mode and one under
-    autocast.
+    scale and softcap of the model's config. The first pass through a model tries that on one token a row, as it is and
+    so large that a softcap shows, and so does the first after head or model were given other hooks; a line says where
+    they find something else. Any other model makes its logits, as does an engine in exact mode and one under autocast.
 
     Args:
         model: a causal model of transformers, one with an adapter of peft, or an engine around one.
@@ -53,13 +55,23 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
     """
     module = getattr(model, "module", model)
     head = _plain_head(model, module)
-    if head is None or _differs.get(head, False):
+    if head is None:
         return _from_logits(model, asked, inputs)
-    catch = _Catch(head, _logit_shape(module, asked.temperature), asked, inputs["input_ids"])
+    shape = _logit_shape(module, asked.temperature)
+    computed_by = (type(module), computes_by(head), computes_by(module), shape.scale, shape.softcap)
+    tried = _tried.get(head)
+    if tried is not None and tried.computed_by != computed_by:
+        tried = None
+    if tried is not None and tried.differs:
+        return _from_logits(model, asked, inputs)
+    catch = _Catch(head, shape, asked, inputs["input_ids"], is_trial=tried is None)
     found = catch.run(model, module, _given(asked, inputs))
     if catch.difference is not None:
-        _differs[head] = _on_any_process(model, catch.difference > catch.allowed)
-        if _differs[head]:
+        # Not a number is no verdict: the next pass is tried again.
+        differs = _on_any_process(model, not catch.difference <= catch.allowed)
+        if math.isfinite(catch.difference):
+            _tried[head] = Tried(computed_by, differs)
+        if differs:
             say_once(
                 f"{type(module).__name__}: log-probabilities are made from logits, because what it makes of its head's "
                 f"products is not what its config says; they differ by {catch.difference:.2g} of the largest"
@@ -68,8 +80,17 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
     return found
 
 
-# Whether a head's logits, for the models that were tried, are something else than `LogitShape` makes of its products.
-_differs: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+class Tried(NamedTuple):
+    """Of a head: what it and its model computed by when it was tried, and whether its logits are something else than
+    `LogitShape` makes of its products."""
+
+    computed_by: tuple[Any, ...]
+    differs: bool
+
+
+_tried: WeakKeyDictionary[nn.Module, Tried] = WeakKeyDictionary()
+TRIAL_PRODUCT = 200.0
+"""Of a token's products the largest in a second trial: far above every softcap, which small products hardly show."""
 
 
 def _on_any_process(model: nn.Module, differs: bool) -> bool:
@@ -90,7 +111,7 @@ def _plain_head(model: nn.Module, module: nn.Module) -> nn.Linear | None:
 
 def _logit_shape(module: nn.Module, temperature: float) -> LogitShape:
     """By the names that transformers' configs have: Cohere's logit_scale, Granite's logits_scaling, Gemma's softcap."""
-    config: Any = module.config
+    config: Any = module.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
     return LogitShape(scale, getattr(config, "final_logit_softcapping", None), temperature)
 
@@ -111,17 +132,23 @@ def _from_logits(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.Tens
     return TokenLogProbs(*(None if x is None else torch.where(asked.mask, x, 0.0) for x in (logprobs, entropy)))
 
 
+def _apart(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """How far two trials `[B, 2, V]` lie apart at the most, each relative to its own largest."""
+    largest = expected.abs().amax(dim=(0, 2)).clamp(min=1e-30)
+    return ((logits - expected).abs().amax(dim=(0, 2)) / largest).max().item()
+
+
 class _Catch:
     """One forward pass whose head gives log-probabilities."""
 
-    def __init__(self, head: nn.Linear, shape: LogitShape, asked: Asked, input_ids: torch.Tensor):
+    def __init__(self, head: nn.Linear, shape: LogitShape, asked: Asked, input_ids: torch.Tensor, is_trial: bool):
         self.head, self.shape, self.asked = head, shape, asked
         self.targets = input_ids[:, -asked.mask.shape[1] :]
-        self.is_trial = head not in _differs
+        self.is_trial = is_trial
         self.difference: float | None = None  # of the trial's logits, relative to the largest
         self.allowed = 0.0  # of that, for the rounding of the products' dtype
         self.found: dict[str, torch.Tensor] = {}
-        self.expected: torch.Tensor | None = None  # [B, 1, V]: what the trial should give
+        self.expected: torch.Tensor | None = None  # [B, 2, V]: what the trials should give
 
     def run(self, model: nn.Module, module: nn.Module, inputs: dict[str, Any]) -> TokenLogProbs:
         hooks = [
@@ -149,14 +176,16 @@ class _Catch:
         if not self.is_trial:
             return (hidden[:, :0],)
         with torch.no_grad():
-            products = nn.functional.linear(hidden[:, -1:].detach(), head.weight, head.bias)
+            tried = hidden[:, -1:].detach()
+            largest = nn.functional.linear(tried, head.weight, head.bias).abs().max().clamp(min=1e-6)
+            tried = torch.cat([tried, (tried * (TRIAL_PRODUCT / largest)).to(tried.dtype)], dim=1)  # [B, 2, E]
+            products = nn.functional.linear(tried, head.weight, head.bias)
             self.expected = self.shape._replace(temperature=1.0).apply(products)
             self.allowed = _allowed(products.dtype)  # what is computed in may not be what sharded weights are kept in
-        return (hidden[:, -1:].detach(),)
+        return (tried,)
 
     def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> dict[str, torch.Tensor]:
         if self.expected is not None:
             logits = output.logits.detach().float()
-            apart = (logits - self.expected).abs().max() / self.expected.abs().max().clamp(min=1e-30)
-            self.difference = apart.item()
+            self.difference = _apart(logits, self.expected) if logits.shape == self.expected.shape else math.inf
         return self.found
