@@ -34,6 +34,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 import hybrid_engine
 from hybrid_engine.attaching.attached import Attached
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.generation.generator import Generator
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
@@ -114,6 +115,41 @@ def test_weights_that_are_loaded_replaced_or_cast_are_followed():
     model.to(torch.bfloat16)
     model.generate(ids, attention_mask=mask, **GREEDY)
     assert runs_on_containers(attached) and attached.generator.model.dtype == torch.bfloat16
+
+
+def test_containers_that_could_not_be_built_are_built_at_the_next_call(monkeypatch):
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    model.to(torch.bfloat16)
+    build = Generator.build_containers
+
+    def fail(generator):
+        monkeypatch.setattr(Generator, "build_containers", build)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Generator, "build_containers", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        model.generate(ids, attention_mask=mask, **GREEDY)
+    model.generate(ids, attention_mask=mask, **GREEDY)
+    assert runs_on_containers(attached) and attached.generator.model.dtype == torch.bfloat16
+
+
+def test_a_whole_top_k_may_be_a_float_as_trainers_write_it():
+    model, (ids, mask) = build_model(), padded_prompts()
+    options = {"attention_mask": mask, "do_sample": True, "max_new_tokens": 3}
+    attached = hybrid_engine.attach(model)
+    found = []
+    for top_k in (0, 0.0):
+        torch.manual_seed(3)
+        found.append(model.generate(ids, top_k=top_k, **options))
+    assert torch.equal(*found) and runs_on_containers(attached)
+    with pytest.raises(ValueError, match=r"top_k=0\.5 must be an integer"):
+        model.generate(ids, top_k=0.5, **options)
+
+
+def test_a_rollout_func_wants_a_prompt():
+    with pytest.raises(ValueError, match=r"rollout_func: prompts=\[\] must have at least one"):
+        hybrid_engine.attach(build_model()).rollout_func([], None)
 
 
 def hook_a_layer(model):

@@ -134,17 +134,18 @@ class Attached:
         module.generate = AttachedGenerate(self)  # type: ignore[assignment]
 
     def _build(self) -> None:
-        """Containers for the model as it is now."""
-        self._fingerprint = fingerprint(self.module)
-        reason = reason_unreadable(self.module)
+        """Containers for the model as it is now; where that ends by an error, the next call begins it again."""
+        self._fingerprint: Any = None
         self.generator: Generator | None = None
+        found, reason, generator = fingerprint(self.module), reason_unreadable(self.module), None
         if reason is None:
             device = next(self.module.parameters()).device
             with as_found(sharding := find_sharding(self.module)), torch.no_grad():
-                self.generator = Generator(self.module, sharding, self.config, device=device)
+                generator = Generator(self.module, sharding, self.config, device=device)
                 with own_forward(self.module), evaluating(self.module):
-                    self.generator.build_containers()
-            reason = self.generator.fallback_reason
+                    generator.build_containers()
+            reason = generator.fallback_reason
+        self.generator, self._fingerprint = generator, found
         if reason is not None:
             say_once(f"attach(): {type(self.module).__name__} generates by its own generate(): {reason}")
 

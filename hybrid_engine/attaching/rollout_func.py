@@ -7,6 +7,8 @@ import torch
 
 def tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """The token ids that `trainer` itself would make of `prompts`: texts, or conversations by its chat template."""
+    if not prompts:
+        raise ValueError("rollout_func: prompts=[] must have at least one; leave the call out where there is none")
     tokenizer = trainer.processing_class
     if isinstance(prompts[0], str):
         return tokenizer(text=prompts)["input_ids"]

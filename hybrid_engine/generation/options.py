@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from hybrid_engine.config.checks import check_flag, check_integer, check_number
+from hybrid_engine.config.checks import check_flag, check_integer, check_number, whole_number
 from hybrid_engine.generation.sampling.rules import NO_RULES, RULE_DEFAULTS, Rules, is_on, read_rules
 from hybrid_engine.ops import SamplingOptions
 
@@ -228,7 +228,7 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
         min_new_tokens=min_new_tokens,
         do_sample=values["do_sample"],
         temperature=values["temperature"],
-        top_k=values["top_k"],
+        top_k=whole_number(values["top_k"]),  # some trainers pass 0.0
         top_p=values["top_p"],
         min_p=values["min_p"],
         repetition_penalty=values["repetition_penalty"],
