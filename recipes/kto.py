@@ -272,7 +272,8 @@ def reference_point(actor: Any, rows: Sequence[LabelledAnswer], budget: int, rea
         batch = [rows[index] for index in indices]
         return answer_logprobs(actor, [row.mismatched for row in batch], reading) - reference_logprobs(batch)[1]
 
-    ratios = measure_in_parts(actor, [(len(row.mismatched),) for row in rows], budget, log_ratios)
+    lengths, prompts = [(len(row.mismatched),) for row in rows], [row.mismatched.prompt for row in rows]
+    ratios = measure_in_parts(actor, lengths, budget, log_ratios, prompts)
     return kto_reference_point(torch.cat(ratios), dist.group.WORLD if get_world_size() > 1 else None)
 
 

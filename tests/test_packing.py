@@ -203,6 +203,23 @@ def test_answers_to_one_prompt_go_into_the_same_pass_where_there_is_room(seed):
     assert len(parts) <= len(deal(items, engine, 200))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_padded_passes_hold_the_longest_prompt_beside_the_longest_response(seed):
+    chance = random.Random(seed)
+    engine = Engine(torch.nn.Linear(1, 1))
+    prompts = [Prompt(key, chance.choice([4, 100])) for key in range(20)]
+    items = [tuple(prompt.length + chance.choice([4, 100]) for _ in range(1 + seed % 2)) for prompt in prompts]
+
+    def cells(part):
+        responses = (length - prompts[index].length for index in part for length in items[index])
+        widest = max(prompts[index].length for index in part) + max(responses)
+        return sum(len(items[index]) for index in part) * widest
+
+    parts = deal(items, engine, 450, prompts)
+    assert sorted(index for part in parts for index in part) == list(range(len(items)))
+    assert max(map(cells, parts)) <= 450 and all(parts)
+
+
 def test_a_pass_has_as_many_cells_as_its_deal_counted():
     batch = sampled(num_rows=12, group=4)
     cells = packed_rows(batch, Layout.SPANS).input_ids.numel()

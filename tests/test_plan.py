@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import PAD, build_model, padded_prompts
 from small_actors import save_small_actor, save_sums
-from transformers import LlamaConfig, MistralConfig, T5Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig, T5Config
 
 import hybrid_engine
 from hybrid_engine.command import cli
@@ -17,7 +17,7 @@ from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
-from hybrid_engine.recipes import dpo, sft
+from hybrid_engine.recipes import dpo, grpo, sft
 from hybrid_engine.recipes.data.sequences import Sequences, response_logprobs
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.widest import widest_pass
@@ -107,6 +107,17 @@ def test_the_largest_packed_pass_need_not_be_of_the_largest_step():
     assert widest_pass(read, sft.Config(tokens_per_micro_batch=120), 4, 1) == (PassShape(1, 40, 80), False)
 
 
+def test_passes_over_answers_that_are_still_to_be_drawn_may_be_as_full_as_the_budget():
+    read = Read(first=LlamaConfig(), prompt_tokens=50)
+    config = grpo.Config(tokens_per_micro_batch=256, max_new_tokens=24)
+    shape, accumulates = widest_pass(read, config, 32, 1)
+    assert accumulates and shape.rows * (shape.prompt + shape.response) in (256, 257)
+    assert widest_pass(read, grpo.Config(tokens_per_micro_batch=4096, max_new_tokens=24), 4, 1) == (
+        PassShape(1, 200, 96),
+        False,
+    )
+
+
 def test_answers_to_one_prompt_are_counted_with_one_of_it_where_they_share_it():
     pairs = [((10, 5), (10, 7))] * 3
     read = Read(first=LlamaConfig(), items=pairs, prompt_tokens=10)
@@ -193,6 +204,25 @@ def test_what_cannot_be_planned_is_refused(arguments, words, capsys, tmp_path):
     out = [] if "serve" in arguments else ["--out", str(tmp_path / "out")]
     assert cli.main(["plan", *arguments, *out]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_budget_that_the_run_refuses_is_no_plan(tmp_path, capsys):
+    model = save_small_actor(tmp_path / "model", arithmetic.build_tokenizer())
+    rows = [{"prompt": f"{left}+{right}=", "completion": str(left + right)} for left in range(9) for right in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = f"--model {model} --dataset {tmp_path / 'rows.jsonl'} --out {tmp_path / 'run'} --tokens-per-micro-batch 2"
+    assert cli.main(["plan", "sft", *given.split()]) == 2
+    assert "--tokens-per-micro-batch=2 must hold the largest" in capsys.readouterr().err
+
+
+def test_a_model_without_attention_has_a_plan_without_keys_and_values(tmp_path, capsys):
+    tokenizer = arithmetic.build_tokenizer()
+    options = {"vocab_size": len(tokenizer), "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    AutoModelForCausalLM.from_config(MambaConfig(**options)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    given = f"--model {tmp_path / 'model'} --dataset {save_sums(tmp_path)} --reward exact --out {tmp_path / 'run'}"
+    assert cli.main(["plan", "grpo", *given.split(), "--memory", "8GB"]) == 0
+    assert "peak of generation" in capsys.readouterr().out
 
 
 def test_a_model_that_is_no_causal_one_is_refused_in_one_short_line(tmp_path, capsys):

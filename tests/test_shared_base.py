@@ -1,6 +1,8 @@
 """PPO's roles as adapters on one base compute what separate models of the same weights do, and leave the base alone."""
 
 import copy
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from distributed import run_distributed
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from small_actors import save_small_actor, save_sums
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -270,6 +273,50 @@ def test_a_role_without_its_adapter_is_refused_with_the_remedy(config, tmp_path)
     assert "give --lora-rank" in refusal(config, lora_rank=0)
     assert "--exact computes one role's forward pass" in refusal(config, exact=True)
     assert not (tmp_path / "run").exists()
+
+
+def without(name):
+    return lambda weights, config: [weights.pop(key) for key in list(weights) if name in key]
+
+
+def resized(name, *shape):
+    return lambda weights, config: weights.update({key: torch.ones(shape) for key in weights if name in key})
+
+
+DAMAGED = {
+    "no adapter": (without("lora_"), "with all its weights"),
+    "a part missing": (without("layers.0.self_attn.q_proj.lora_A"), "q_proj.lora_A.weight has shape none"),
+    "another width": (resized("q_proj.lora_A", 3, 10), "q_proj.lora_A.weight has shape (3, 10)"),
+    "a wide head": (resized("score", 1, 128), "its head reads 128"),
+    "two labels": (resized("score", 2, 32), "one head named score"),
+    "another rank": (lambda weights, config: config.update(r=7), "has shape"),
+    "no rank": (lambda weights, config: config.update(r=0), "peft refuses its adapter_config.json"),
+    "other targets": (lambda weights, config: config.update(target_modules=["nosuch"]), "peft refuses its adapter"),
+    "biases": (lambda weights, config: config.update(bias="all"), "peft refuses its adapter"),
+    "dora without magnitudes": (lambda weights, config: config.update(use_dora=True), "has shape none"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_adapter_of_a_role_is_refused_by_name(kind, config, tmp_path):
+    folder = shutil.copytree(config.reward[0], tmp_path / "judge")
+    damage, words = DAMAGED[kind]
+    weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+    settings = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    damage(weights, settings)
+    save_file(weights, folder / "adapter" / "adapter_model.safetensors")
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    line = refusal(config, out=str(tmp_path / "run"), reward=(str(folder),))
+    assert f"--reward={str(folder)!r}" in line and words in line
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("std", [0, "x", None])
+def test_a_score_that_cannot_be_normalised_is_refused(std, config, tmp_path):
+    folder = shutil.copytree(config.reward[0], tmp_path / "judge")
+    noted = json.loads((folder / "config.json").read_text()) | {"score_std": std}
+    (folder / "config.json").write_text(json.dumps(noted))
+    assert "score_std in its config.json" in refusal(config, out=str(tmp_path / "run"), reward=(str(folder),))
 
 
 def test_a_plan_counts_one_base_and_what_the_roles_add_to_it(config):

@@ -47,7 +47,7 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
         engine: its `train_micro_batch_size_per_gpu()` items are a pass where there is no budget.
         budget: tokens of a pass, padding included; the passes have as equal ones as can be. 0: there is none.
         prompts: with which all sequences of each item begin; those of one prompt go into the same pass, where there is
-            room, if passes share prompts. None: the items have nothing to share.
+            room, if passes share prompts, and padded rows are padded on both sides. None: sequences without prompts.
     """
     order = sorted(range(len(items)), key=lambda index: max(items[index]))
     if not budget:
@@ -64,15 +64,19 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
         numbers = {prompt: number for number, prompt in enumerate(longest)}
         order.sort(key=lambda index: (-longest[prompts[index]], numbers[prompts[index]]))
         fill = partial(_fill_sharing, items, prompts, order)
+    elif layout is Layout.PADDED and prompts is not None:
+        fill = partial(_fill_padded, items, prompts, order)
     num_parts = max(gather_objects(len(fill(budget))))
     least = max((_cells(layout, [item]) for item in items), default=0)
     return _as_many(_evenly(fill, least, budget, num_parts), num_parts)
 
 
-def fill_evenly(items: Items, layout: Layout, config: Any) -> list[list[int]]:
+def fill_evenly(items: Items, prompts: Sequence[Prompt], layout: Layout, config: Any) -> list[list[int]]:
     """Indices of `items` by forward pass, as `deal` makes them of one process whose items share nothing; local."""
     order = sorted(range(len(items)), key=lambda index: -max(items[index]))
     fill: Callable[[int], list[list[int]]] = partial(_fill, items, order, layout)
+    if layout is Layout.PADDED:
+        fill = partial(_fill_padded, items, prompts, order)
     budget = config.tokens_per_micro_batch
     least = max((_cells(layout, [item]) for item in items), default=0)
     return _evenly(fill, least, budget, len(fill(budget)))
@@ -109,6 +113,22 @@ def _fill(items: Items, order: list[int], layout: Layout, budget: int) -> list[l
             lengths = list(items[index])
         parts[-1].append(index)
     return parts
+
+
+def _fill_padded(items: Items, prompts: Sequence[Prompt], order: list[int], budget: int) -> list[list[int]]:
+    """`_fill` of padded rows: prompts to the left, the rest to the right of one column, the longest of both wide."""
+    parts = list[list[int]]()
+    num_rows = prompt = response = 0
+    for index in order:
+        own, rest = prompts[index].length, max(items[index]) - prompts[index].length
+        wider = max(prompt, own), max(response, rest)
+        if not parts or (num_rows + len(items[index])) * sum(wider) > budget:
+            parts.append([])
+            num_rows, wider = 0, (own, rest)
+        parts[-1].append(index)
+        num_rows += len(items[index])
+        prompt, response = wider
+    return parts or [[]]
 
 
 def _fill_sharing(items: Items, prompts: Sequence[Prompt], order: list[int], budget: int) -> list[list[int]]:
@@ -174,7 +194,9 @@ def train_in_parts(
     return figures
 
 
-def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[list[int]], Result]) -> list[Result]:
+def measure_in_parts(
+    engine: Any, items: Items, budget: int, compute: Callable[[list[int]], Result], prompts: Sequence[Prompt]
+) -> list[Result]:
     """What `compute` gives of each part of `items` in which a step would train on them; collective.
 
     Begins again with halves where memory ends, as `train_in_parts` does, whose arguments these are; `compute` is held
@@ -184,7 +206,7 @@ def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[
     def run(parts: list[list[int]]) -> list[Result]:
         return [agree(partial(compute, part)) for part in parts]
 
-    return _until_they_fit(run, deal(items, engine, budget), budget)
+    return _until_they_fit(run, deal(items, engine, budget, prompts), budget)
 
 
 def _until_they_fit(run: Callable[[list[list[int]]], Result], parts: list[list[int]], budget: int) -> Result:

@@ -77,7 +77,7 @@ def _takes_spans(model: nn.Module) -> bool:
     """Whether attention along spans is exact for `model`, which then has it from now on."""
     module: Any = _innermost(model)
     config = module.config.get_text_config()
-    if _attention_of(model) != "sdpa" or any(_is_windowed(config, name) for name in WINDOWS):
+    if _attention_of(model) not in ("sdpa", ATTENTION) or any(_is_windowed(config, name) for name in WINDOWS):
         return False
     module.set_attn_implementation(ATTENTION)
     if _attention_of(model) == ATTENTION and _reason_not_to(model, Layout.SPANS) is None:

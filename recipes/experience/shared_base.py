@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -108,7 +108,7 @@ def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config
         model = get_peft_model(base, lora_config(config.lora_rank), adapter_name=ACTOR)
         first = next(iter(adapters.values()), None)
         targets = copy.deepcopy(model.peft_config[ACTOR])  # by names: of all linears those of adapters are some now
-        critic = first or RewardAdapter(config=targets, weights={}, head=_zero_head(base))
+        critic = first or RewardAdapter(source="", config=targets, weights={}, head=_zero_head(base))
         heads = nn.ModuleDict({CRITIC: _add_role(model, CRITIC, replace(critic, config=copy.deepcopy(critic.config)))})
         for name, adapter in adapters.items():
             heads[name] = _add_role(model, name, adapter)
@@ -128,14 +128,32 @@ def _zero_head(base: Any) -> nn.Linear:
 
 
 def _add_role(model: PeftModel, name: str, adapter: RewardAdapter) -> nn.Linear:
-    """Adds the adapter under `name`; returns a head of its own for it."""
-    model.add_adapter(name, adapter.config)
-    if adapter.weights:
-        result = set_peft_model_state_dict(model, adapter.weights, adapter_name=name)
-        if result.unexpected_keys:
+    """Adds the adapter under `name`; returns a head of its own for it.
+
+    Raises:
+        ValueError: peft makes no such adapter, or its weights are not all that it has on this base.
+    """
+    refused = f"--shared-base: --reward={adapter.source!r} must be an adapter on the actor's base"
+    try:
+        model.add_adapter(name, adapter.config)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:  # by what is wrong with its config any of these
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{refused}, and peft refuses its adapter_config.json: {reason}") from error
+    if adapter.source:
+        shapes = {key: tuple(value.shape) for key, value in adapter.weights.items()}
+        wanted = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        for key in sorted(shapes.keys() | wanted.keys()):
+            expected = tuple(wanted[key].shape) if key in wanted else "none"
+            if (found := shapes.get(key, "none")) != expected:
+                raise ValueError(
+                    f"{refused}, with all its weights; {key} has shape {found} in its file and {expected} on that base "
+                    "by its adapter_config.json; train it on that base, or save it anew"
+                )
+        set_peft_model_state_dict(model, adapter.weights, adapter_name=name)
+        width = model.config.get_text_config().hidden_size
+        if adapter.head.in_features != width:
             raise ValueError(
-                f"--shared-base: the adapter of {name} has weights for {result.unexpected_keys[0]}, which the actor's "
-                "base has not; train it on that base"
+                f"{refused}, of hidden size {width}; its head reads {adapter.head.in_features}; train it anew"
             )
     head = nn.Linear(adapter.head.in_features, 1)
     head.load_state_dict(adapter.head.state_dict())

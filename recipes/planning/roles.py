@@ -291,8 +291,10 @@ def _generation(actor: nn.Module, read: Read, setting: Setting, *, is_streamed: 
 
 
 def _own_cache(text: Any, rows: int, columns: int) -> Part:
-    """What the model's own `generate()` keeps."""
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    """What the model's own `generate()` keeps of keys and values; a model without attention has none."""
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    if heads is None:
+        return Part("the model's own cache", 0, "no attention, no keys and values; its states are not counted")
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     shape = (text.num_hidden_layers, 2, rows, heads, columns, width)
     return kv_part(shape, WEIGHT.itemsize, rows)._replace(name="the model's own cache")

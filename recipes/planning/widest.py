@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from hybrid_engine.recipes.data.micro_batches import fill_evenly
+from hybrid_engine.recipes.data.micro_batches import check_budget, fill_evenly
 from hybrid_engine.recipes.data.packable import expected_layout
 from hybrid_engine.recipes.data.packing import Layout, Prompt
 from hybrid_engine.recipes.planning.read import Item, Read
@@ -49,28 +49,34 @@ def widest_pass(read: Read, config: Any, per_process: int, num_processes: int) -
     """
     steps = _steps(read, config, per_process, num_processes)
     if config.tokens_per_micro_batch:
-        return _widest_packed(steps, config, expected_layout(config, read.first))
+        return _widest_packed(steps, config, expected_layout(config, read.first), is_known=bool(read.items))
     size = largest_micro_batch(per_process, config.micro_batch_size)
     ordered = [sorted(items, key=lambda item: max(map(sum, item))) for items in steps]
     parts_of = [items[first : first + size] for items in ordered for first in range(0, len(items), size)]
     return max((_padded(part) for part in parts_of), key=_cells), per_process > size
 
 
-def _widest_packed(steps: list[list[Item]], config: Any, layout: Layout) -> tuple[PassShape, bool]:
+def _widest_packed(steps: list[list[Item]], config: Any, layout: Layout, *, is_known: bool) -> tuple[PassShape, bool]:
     """The largest pass under a budget, and whether a step has several.
 
     A step just above the budget has passes of half of it, so that of the steps with as many passes each the largest
     is laid out.
     """
+    budget = config.tokens_per_micro_batch
+    check_budget(budget, [tuple(map(sum, item)) for items in steps for item in items])
     largest: dict[int, list[Item]] = {}
     for items in sorted(steps, key=lambda items: sum(map(_tokens, items))):
-        largest[-(-sum(map(_tokens, items)) // config.tokens_per_micro_batch)] = items
+        largest[-(-sum(map(_tokens, items)) // budget)] = items
     shapes, accumulates = list[PassShape](), False
     for items in largest.values():
-        parts = fill_evenly([tuple(map(sum, item)) for item in items], layout, config)
+        prompts = [Prompt(None, item[0][0]) for item in items]
+        parts = fill_evenly([tuple(map(sum, item)) for item in items], prompts, layout, config)
         shapes += [_laid_out([items[index] for index in part], layout) for part in parts]
         accumulates |= len(parts) > 1
-    return max(shapes, key=_cells), accumulates
+    widest = max(shapes, key=_cells)
+    if not is_known and accumulates:  # behind shorter prompts more answers meet, in passes as full as may be
+        widest = max(widest, of_so_many(widest, budget), key=_cells)
+    return widest, accumulates
 
 
 def of_so_many(shape: PassShape, num_tokens: int) -> PassShape:

@@ -1,6 +1,8 @@
 """A reward model that is an adapter and a head on the base of a run, as stage `reward` leaves it or peft saves it."""
 
 import copy
+import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from peft import LoraConfig, PeftConfig
 from safetensors.torch import load_file
 from torch import nn
 
+from hybrid_engine.config.checks import check_number
 from hybrid_engine.recipes.runs.model_card import ADAPTER
 from hybrid_engine.recipes.runs.stages import explained, load_config
 
@@ -20,6 +23,8 @@ HEAD = "score.weight"
 class RewardAdapter:
     """What stands on the base."""
 
+    source: str
+    """What `--reward` names; for errors."""
     config: LoraConfig
     """For a causal model with the same body."""
     weights: dict[str, torch.Tensor]
@@ -73,15 +78,21 @@ def read_reward_adapter(spec: str) -> RewardAdapter:
         config = copy.deepcopy(PeftConfig.from_pretrained(str(folder)))
         weights = load_file(folder / WEIGHTS)
     heads = [weights.pop(name) for name in sorted(weights) if name.endswith(HEAD)]
-    if len(heads) != 1 or heads[0].shape[0] != 1:
-        raise ValueError(f"--reward={spec!r} has {len(heads)} heads of one label named score, it must have one")
+    shapes = [tuple(head.shape) for head in heads]
+    if len(heads) != 1 or len(shapes[0]) != 2 or shapes[0][0] != 1:
+        raise ValueError(
+            f"--reward={spec!r} must have one head named score, of one label ([1, hidden size]); it has "
+            f"{', '.join(map(str, shapes)) or 'none'}; train it by `hybrid-engine reward`"
+        )
     assert isinstance(config, LoraConfig)
     config.task_type, config.modules_to_save, config.inference_mode = "CAUSAL_LM", None, False
     has_model = (Path(spec) / "config.json").is_file()
     noted = load_config(spec, "reward") if has_model else None
     mean, std = getattr(noted, "score_mean", 0.0), getattr(noted, "score_std", 1.0)
+    check_number(f"--reward={spec!r}: score_mean in its config.json", mean, -math.inf)
+    check_number(f"--reward={spec!r}: score_std in its config.json", std, sys.float_info.min)
     head = nn.Linear(heads[0].shape[1], 1)
     with torch.no_grad():
         head.weight.copy_(heads[0].float() / std)
         head.bias.fill_(-mean / std)
-    return RewardAdapter(config=config, weights=weights, head=head)
+    return RewardAdapter(source=spec, config=config, weights=weights, head=head)
