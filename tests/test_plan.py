@@ -177,6 +177,20 @@ def test_a_machine_too_small_is_told_by_how_much_and_what_to_change(command, cap
     assert json.loads(capsys.readouterr().out)["training_peak_bytes"] == changes[f"{option} {value}"]
 
 
+def test_training_and_rollouts_too_large_are_told_to_shrink_both(command, capsys):
+    command = [*command, "--max-new-tokens", "40"]
+    cli.main(["plan", *command, "--json", "--memory", "8GB"])
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["training_peak_bytes"] > planned["generation_peak_bytes"]
+    memory = int(0.9 * planned["generation_peak_bytes"])
+    assert cli.main(["plan", *command, "--json", "--memory", f"{memory}B"]) == 1
+    first = json.loads(capsys.readouterr().out)["remedies"][0]
+    assert first["peak_bytes"] <= memory
+    assert "--micro-batch-size 1" in first["change"] and "--max-running" in first["change"]
+    assert cli.main(["plan", *command, "--memory", "1KB"]) == 1
+    assert "none of them is enough" in capsys.readouterr().out
+
+
 def test_rollouts_too_large_for_a_machine_are_to_decode_fewer_rows(command, capsys):
     wide = [*command, "--eval-samples", "512"]
     wide[wide.index("--micro-batch-size") + 1] = "1"

@@ -67,6 +67,8 @@ class Fitted:
             what = "fits" if missing <= 0 else f"{format_bytes(missing)} still missing"
             order = "change first" if number == 0 else "or"
             yield f"  {order}: {remedy.change}: {format_bytes(remedy.peak_bytes)}, {what}"
+        if self.remedies and self.remedies[0].peak_bytes > self.memory_bytes:
+            yield "  none of them is enough; take a smaller model, or more memory"
         if not self.remedies:
             yield "  no option of this recipe makes it smaller; take a smaller model"
 
@@ -99,8 +101,8 @@ def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
 def _remedies(read: Read, setting: Setting, plan: MemoryPlan, memory_bytes: int) -> list[Remedy]:
     """What helps, those that suffice first, in the order of `_changes`."""
     found: dict[str, Remedy] = {}
-    generates_most = plan.generation_peak_bytes > plan.training_peak_bytes
-    for kind, change, changed in _changes(setting, generates_most):
+    generates_much = plan.generation_peak_bytes > min(plan.training_peak_bytes, memory_bytes)
+    for kind, change, changed in _changes(setting, generates_much):
         if any(remedy.peak_bytes <= memory_bytes for name, remedy in found.items() if kind in (name, TOGETHER)):
             continue
         peak = plan_memory(read, changed).peak_bytes
@@ -109,16 +111,16 @@ def _remedies(read: Read, setting: Setting, plan: MemoryPlan, memory_bytes: int)
     return sorted(found.values(), key=lambda remedy: remedy.peak_bytes > memory_bytes)
 
 
-def _changes(setting: Setting, generates_most: bool) -> Iterator[tuple[str, str, Setting]]:
+def _changes(setting: Setting, generates_much: bool) -> Iterator[tuple[str, str, Setting]]:
     """Kinds of changes from the cheapest on, and of each kind more and more of it."""
     config = setting.config
 
     def changed(**options: Any) -> Setting:
         return replace(setting, config=replace(config, **options))
 
-    rows = (config.max_running or MAX_RUNNING.get(setting.device, 256)) if generates_most else 1
-    while rows > 1:
-        rows //= 2
+    most = (config.max_running or MAX_RUNNING.get(setting.device, 256)) if generates_much else 1
+    fewer = [most >> n for n in range(1, most.bit_length())]
+    for rows in fewer:
         yield "rows", f"--max-running {rows}", changed(max_running=rows)
     size = config.micro_batch_size
     while not config.tokens_per_micro_batch and size > 1:
@@ -127,8 +129,11 @@ def _changes(setting: Setting, generates_most: bool) -> Iterator[tuple[str, str,
     if not (config.activation_checkpointing or getattr(config, "exact", False)):
         yield "again", "--activation-checkpointing", changed(activation_checkpointing=True)
         if not config.tokens_per_micro_batch:
-            both = changed(activation_checkpointing=True, micro_batch_size=1)
-            yield TOGETHER, "--activation-checkpointing --micro-batch-size 1", both
+            both = {"activation_checkpointing": True, "micro_batch_size": 1}
+            words = "--activation-checkpointing --micro-batch-size 1"
+            yield TOGETHER, words, changed(**both)
+            for rows in fewer[1::3]:  # each is a plan of its own, a second of work
+                yield TOGETHER, f"{words} --max-running {rows}", changed(**both, max_running=rows)
     if getattr(config, "measure_kl", False) and not config.algorithm.needs_reference and not config.lora_rank:
         yield "reference", "--no-measure-kl", changed(measure_kl=False)
     if config.model and not config.lora_rank:
