@@ -89,11 +89,12 @@ def test_adapters_learn_what_they_learn_from_logits():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_an_adapter_of_the_head_makes_logits():
+def test_an_adapter_of_the_head_makes_logits_and_one_line_says_so(caplog):
     model = get_peft_model(build_model("llama"), LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False))
     inputs, asked = build_inputs(), build_asked()
     found, (expected, _) = token_log_probs(model.eval(), asked, inputs), from_logits(model, asked, inputs)
     assert torch.equal(found.logprobs, expected)
+    assert caplog.text.count("log-probabilities are made from logits, which takes their memory") == 1
 
 
 def test_a_model_that_does_more_behind_its_head_than_its_config_says_makes_logits(caplog):

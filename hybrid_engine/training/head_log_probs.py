@@ -104,7 +104,14 @@ def _plain_head(model: nn.Module, module: nn.Module) -> nn.Linear | None:
     exact = getattr(getattr(model, "generator", None), "exact", None)
     find = getattr(module, "get_output_embeddings", None)
     head: Any = find() if find is not None else None
-    if exact is not None or type(head) is not nn.Linear or is_quantised(head.weight):
+    if exact is not None:
+        return None
+    if type(head) is not nn.Linear or is_quantised(head.weight):
+        what = "quantised" if type(head) is nn.Linear else f"of the class {type(head).__name__}"
+        say_once(
+            f"{type(module).__name__}: log-probabilities are made from logits, which takes their memory; its head "
+            f"is {what}, not a plain linear layer"
+        )
         return None
     return None if torch.is_autocast_enabled(head.weight.device.type) else head
 
