@@ -152,6 +152,18 @@ def test_a_rollout_func_wants_a_prompt():
         hybrid_engine.attach(build_model()).rollout_func([], None)
 
 
+def test_changed_rotary_frequencies_are_followed():
+    model, (ids, mask) = build_model(), padded_prompts()
+    attached = hybrid_engine.attach(model)
+    assert_follows(model, ids, mask)
+    built = attached.generator
+    assert_follows(model, ids, mask)
+    assert attached.generator is built
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    assert_follows(model, ids, mask)
+    assert attached.generator is not built and runs_on_containers(attached)
+
+
 def hook_a_layer(model):
     return model.model.layers[0].register_forward_hook(lambda layer, given, output: output * 1.5).remove
 

@@ -51,10 +51,23 @@ def reason_unreadable(model: nn.Module) -> str | None:
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """Equal as long as `find_sharding` and `reason_unreadable` say the same, and dtype and device are the same."""
+    """Equal as long as `find_sharding` and `reason_unreadable` say the same, and dtype, device and frequencies do."""
     first = next(model.parameters())
     is_distributed = torch.distributed.is_initialized()
-    return (tuple(map(id, fsdp_modules(model))), first.dtype, first.device, is_distributed, reason_unreadable(model))
+    layout = (tuple(map(id, fsdp_modules(model))), first.dtype, first.device, is_distributed)
+    return (*layout, reason_unreadable(model), *_frequencies(model))
+
+
+def _frequencies(model: nn.Module) -> Iterator[object]:
+    """Which rotary frequencies a model has, and how often they were changed in place.
+
+    Not those that its own forward pass changes with the length of what it is given.
+    """
+    for name, buffer in model.named_buffers():
+        module = model.get_submodule(name.rpartition(".")[0])
+        kind = str(getattr(module, "rope_type", ""))
+        if name.endswith("inv_freq") and "dynamic" not in kind and kind != "longrope":
+            yield id(buffer), 0 if buffer.is_inference() else buffer._version
 
 
 @contextmanager
