@@ -282,7 +282,7 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
 
     lengths, prompts = experience.sequences.lengths, experience.sequences.prompts
     losses = [(actor, micro_batch_loss)]
+    rate = actor.get_lr()[0]
     parts = train_in_parts([actor], lengths, config.tokens_per_micro_batch, losses, prompts)
     actor.observe_logprobs(experience.logprobs, present, experience.sequences.response_mask)
-    rates = {"grad_norm": actor.get_global_grad_norm(), "learning_rate": actor.get_lr()[0]}
-    return step_means(parts) | rates
+    return step_means(parts) | {"grad_norm": actor.get_global_grad_norm(), "learning_rate": rate}

@@ -197,6 +197,7 @@ def train_loop(
             actor.train()
             chosen = select_prompts(len(pairs), step * config.batch_size, config.batch_size, config.seed)
             mine = [pairs[index] for index in chosen[get_rank() :: get_world_size()]]
+            rate = actor.get_lr()[0]
             figures = update(
                 actor, mine, config.batch_size, loss_of, config.beta, reading, config.tokens_per_micro_batch
             )
@@ -204,7 +205,7 @@ def train_loop(
                 measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
                 best = keep_lowest(best, measured["loss"], step + 1, actor, tokenizer, out)
-            log.write(step, figures | {"learning_rate": actor.get_lr()[0]}, SHOWN)
+            log.write(step, figures | {"learning_rate": rate}, SHOWN)
             if config.is_saved(step):
                 save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())
     return best

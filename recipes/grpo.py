@@ -256,7 +256,7 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
 
     Returns:
         Means over the update's tokens: loss, clip fraction, KL(old || new), ratio. `first_ratio` is the ratio before
-        any weight changed, 1 when all is well. The gradient norm is that of the last optimizer step.
+        any weight changed, 1 when all is well. The gradient norm and the learning rate are those of the last optimizer step.
     """
     generator = torch.Generator().manual_seed(seed)
     parts: list[Figures] = []
@@ -268,12 +268,13 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
             present = torch.zeros_like(chosen.logprobs)
             losses = [(policy.actor, partial(micro_batch_loss, policy.actor, chosen, present, step, config, kl_coef))]
             lengths, prompts = chosen.sequences.lengths, chosen.sequences.prompts
+            rate = policy.actor.get_lr()[0]
             found = train_in_parts([policy.actor], lengths, config.tokens_per_micro_batch, losses, prompts)
             if not parts:  # by the weights that sampled
                 policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
-    return figures | {"grad_norm": policy.actor.get_global_grad_norm(), "learning_rate": policy.actor.get_lr()[0]}
+    return figures | {"grad_norm": policy.actor.get_global_grad_norm(), "learning_rate": rate}
 
 
 def micro_batch_loss(

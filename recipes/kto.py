@@ -227,12 +227,13 @@ def train_loop(
             actor.train()
             chosen = select_prompts(len(answers), step * config.batch_size, config.batch_size, config.seed)
             mine = [answers[index] for index in chosen[get_rank() :: get_world_size()]]
+            rate = actor.get_lr()[0]
             figures = update(actor, mine, config.batch_size, config, reading)
             if config.is_evaluated(step):
                 measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
                 best = keep_lowest(best, measured["loss"], step + 1, actor, tokenizer, out)
-            log.write(step, figures | {"learning_rate": actor.get_lr()[0]}, SHOWN)
+            log.write(step, figures | {"learning_rate": rate}, SHOWN)
             if config.is_saved(step):
                 save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())
     return best

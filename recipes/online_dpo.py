@@ -228,8 +228,9 @@ def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Confi
         if num_pairs:
             before = figures["pairs"]
             budget = config.tokens_per_micro_batch
+            rate = policy.actor.get_lr()[0]
             figures = update(policy.actor, minibatch, num_pairs, loss_of, config.beta, reading, budget)
-            figures |= {"pairs": before + num_pairs, "learning_rate": policy.actor.get_lr()[0]}
+            figures |= {"pairs": before + num_pairs, "learning_rate": rate}
     return figures
 
 

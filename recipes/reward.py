@@ -193,11 +193,9 @@ def train_loop(
             mine = [corpus.train[index] for index in corpus.batches[step][get_rank() :: get_world_size()]]
             lengths = [(len(pair.chosen), len(pair.rejected)) for pair in mine]
             loss_of = partial(micro_batch_loss, engine, mine, tokenizer, config)
+            rate = engine.get_lr()[0]
             parts = train_in_parts([engine], lengths, config.tokens_per_micro_batch, [(engine, loss_of)])
-            figures = step_means(parts) | {
-                "grad_norm": engine.get_global_grad_norm(),
-                "learning_rate": engine.get_lr()[0],
-            }
+            figures = step_means(parts) | {"grad_norm": engine.get_global_grad_norm(), "learning_rate": rate}
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 figures["held_out_accuracy"] = measure(engine, corpus.held_out, tokenizer)["held_out_accuracy"]["all"]
                 if figures["held_out_accuracy"] > best.get("held_out_accuracy", -math.inf):

@@ -204,10 +204,10 @@ def train_loop(
             mine = [corpus.train[index] for index in batches[step][get_rank() :: get_world_size()]]
             lengths, prompts = [(len(example),) for example in mine], [example.prompt for example in mine]
             loss_of = partial(micro_batch_loss, engine, mine, corpus.pad_token, num_tokens)
+            rate = engine.get_lr()[0]
             parts = train_in_parts([engine], lengths, config.tokens_per_micro_batch, [(engine, loss_of)], prompts)
             loss = sum(gather_objects(sum(part["loss"][0] for part in parts)))
-            figures = {"loss": loss, "grad_norm": engine.get_global_grad_norm()}
-            figures["learning_rate"] = engine.get_lr()[0]
+            figures = {"loss": loss, "grad_norm": engine.get_global_grad_norm(), "learning_rate": rate}
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 figures["held_out_loss"] = held_out_loss(engine, corpus)
                 if figures["held_out_loss"] < best.get("held_out_loss", math.inf):

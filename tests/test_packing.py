@@ -3,6 +3,7 @@
 import copy
 import gc
 import random
+import re
 import weakref
 from types import SimpleNamespace
 
@@ -330,9 +331,44 @@ def test_out_of_memory_in_a_pass_is_redone_in_halves_with_the_same_loss_and_grad
     assert split_loss == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(split_gradient, gradient, atol=1e-4, rtol=1e-4)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and "a smaller --micro-batch-size avoids it" in lines[0]
+    assert len(lines) == 2 and "--micro-batch-size 2 avoids it" in lines[0] and "--micro-batch-size 1 avoids it" in lines[1]
     with pytest.raises(torch.OutOfMemoryError):
         train(most_rows=0)
+
+
+@pytest.mark.parametrize("layout", [Layout.SPANS, Layout.ROWS, Layout.PADDED])
+def test_later_steps_keep_to_the_budget_that_fitted_which_is_also_what_avoids_it(layout, capsys):
+    batch = sampled(num_rows=12, group=4)
+
+    def train(engine, budget, most_tokens):
+        """The tokens of the passes that were tried."""
+        tried = []
+
+        def loss_of(rows):
+            part = batch.rows(torch.tensor(rows))
+            packed = packed_rows(part, layout) if layout is not Layout.PADDED else None
+            tried.append(part.input_ids.numel() if packed is None else packed.input_ids.numel())
+            if tried[-1] > most_tokens:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return torch.zeros((), requires_grad=True).sum(), {}
+
+        train_in_parts([engine], batch.lengths, budget, [(engine, loss_of)], batch.prompts)
+        return tried
+
+    def build():
+        engine = Engine(build_model())
+        set_layout(engine, layout)
+        return engine
+
+    whole = 2 * batch.input_ids.numel()
+    most = int(0.6 * max(train(build(), whole, whole)))
+    engine = build()
+    assert max(train(engine, whole, most)) > most
+    line = " ".join(capsys.readouterr().out.split("out of memory")[-1].split())
+    budget = int(re.search(r"--tokens-per-micro-batch (\d+) avoids it", line)[1])
+    assert max(train(engine, whole, most)) <= budget <= most
+    assert max(train(build(), budget, most)) <= budget
+    assert "out of memory" not in capsys.readouterr().out
 
 
 def test_what_a_pass_that_ran_out_of_memory_held_is_free_before_it_is_redone():

@@ -18,12 +18,15 @@ from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
 from hybrid_engine.recipes import dpo, grpo, sft
-from hybrid_engine.recipes.data.sequences import Sequences, response_logprobs
+from hybrid_engine.recipes.data.packing import Layout, set_layout
+from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.widest import widest_pass
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.training.pass_memory import PassShape, count_pass
+
+CPU = torch.device("cpu")
 
 
 def build_engine(model, precision=None, **options):
@@ -87,6 +90,26 @@ def test_a_pass_counted_on_shapes_has_the_bytes_of_a_real_one(family, accumulate
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
 
 
+@pytest.mark.parametrize("family", ["mistral-window", "gpt-oss", "gpt2"])
+@pytest.mark.parametrize("lengths", [(70,), (40, 30), (70, 35, 17) * 4])
+def test_a_pass_over_packed_rows_is_counted_with_its_masks(family, lengths):
+    model = build_model(family).train()
+    set_layout(model, Layout.ROWS)
+    sequences = build_sequences([[1, 2]] * len(lengths), [[5] * length for length in lengths], 0, CPU)
+    packed = packed_rows(sequences, Layout.ROWS)
+    response_logprobs(model, sequences).sum().backward()
+    with LiveBytes() as live:
+        response_logprobs(model, sequences).sum().backward()
+    rows, width = packed.input_ids.shape
+    response = sequences.response_mask.sum().item() // rows
+    with torch.device("meta"):
+        empty = type(model)(model.config).train()
+    ends = empty, empty.base_model, empty.get_output_embeddings()
+    shape = PassShape(rows, width - response, response)
+    counted = count_pass(*ends, shape, is_language=True, accumulates=True, device="cpu")
+    assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gptj", "bloom", "falcon-alibi-sequential"])
 def test_a_pass_over_one_row_is_counted_of_every_kind_of_attention(family):
     counted = []
@@ -105,6 +128,13 @@ def test_the_largest_packed_pass_need_not_be_of_the_largest_step():
     config = sft.Config(tokens_per_micro_batch=100)
     assert widest_pass(read, config, 4, 1) == (PassShape(1, 30, 60), True)
     assert widest_pass(read, sft.Config(tokens_per_micro_batch=120), 4, 1) == (PassShape(1, 40, 80), False)
+
+
+def test_the_largest_pass_need_not_be_of_the_step_with_the_most_tokens():
+    steps = [[((10, 20),), *[((10, 12),)] * 2, ((10, 11),)], [((10, 20),)] * 3]  # 95 tokens, 120 in rows; and 90
+    items = [item for step in steps for item in step]
+    read = Read(first=MistralConfig(sliding_window=8), items=items, batches=[[0, 1, 2, 3], [4, 5, 6]])
+    assert widest_pass(read, sft.Config(tokens_per_micro_batch=100), 4, 1) == (PassShape(3, 10, 20), True)
 
 
 def test_passes_over_answers_that_are_still_to_be_drawn_may_be_as_full_as_the_budget():

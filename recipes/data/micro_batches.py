@@ -4,15 +4,18 @@ A loss must be a share of the step's, so that it does not depend on how the rows
 together: a sequence, or the two of a pair.
 
 After each forward and each backward pass the processes tell each other of errors. Where memory ended on one of them all
-begin the step again, with passes of half the size; any other error ends the run on all.
+begin the step again, with passes of half the size, and later steps keep to that size; any other error ends the run on
+all.
 """
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.distributed.verdict import agree
@@ -26,6 +29,10 @@ LossOf = Callable[[list[int]], tuple[torch.Tensor, Figures]]
 """Given the indices of items, runs a forward pass over them: their share of the step's loss, and figures of it."""
 Items = Sequence[tuple[int, ...]]
 """Lengths in tokens of the sequences of each item."""
+
+_fitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Of models whose passes ran out of memory: tokens of the largest pass after that, or items where there is no budget.
+Alike on all processes."""
 
 
 def check_budget(budget: int, items: Items) -> None:
@@ -44,7 +51,8 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
 
     Args:
         items: of this process, of which all have as many.
-        engine: its `train_micro_batch_size_per_gpu()` items are a pass where there is no budget.
+        engine: its `train_micro_batch_size_per_gpu()` items are a pass where there is no budget, or fewer where so
+            many ran out of memory before.
         budget: tokens of a pass, padding included; the passes have as equal ones as can be. 0: there is none.
         prompts: with which all sequences of each item begin; those of one prompt go into the same pass, where there is
             room, if passes share prompts, and padded rows are padded on both sides. None: sequences without prompts.
@@ -52,6 +60,7 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
     order = sorted(range(len(items)), key=lambda index: max(items[index]))
     if not budget:
         size = engine.train_micro_batch_size_per_gpu()
+        size = min(size, _fitting.get(engine.module, size))
         return [order[first : first + size] for first in range(0, len(order), size)]
     check_budget(budget, items)
     order.reverse()
@@ -66,8 +75,9 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
         fill = partial(_fill_sharing, items, prompts, order)
     elif layout is Layout.PADDED and prompts is not None:
         fill = partial(_fill_padded, items, prompts, order)
-    num_parts = max(gather_objects(len(fill(budget))))
     least = max((_cells(layout, [item]) for item in items), default=0)
+    budget = max(least, min(budget, _fitting.get(engine.module, budget)))
+    num_parts = max(gather_objects(len(fill(budget))))
     return _as_many(_evenly(fill, least, budget, num_parts), num_parts)
 
 
@@ -188,7 +198,7 @@ def train_in_parts(
                 engine.begin_step_again()
         return _run(engines, parts, [_tokens_of(part, items, engines[0], prompts) for part in parts], losses)
 
-    figures = _until_they_fit(run, dealt, budget)
+    figures = _until_they_fit(run, dealt, engines[0], items, budget, prompts)
     for engine in engines:
         engine.step()
     return figures
@@ -206,17 +216,37 @@ def measure_in_parts(
     def run(parts: list[list[int]]) -> list[Result]:
         return [agree(partial(compute, part)) for part in parts]
 
-    return _until_they_fit(run, deal(items, engine, budget, prompts), budget)
+    return _until_they_fit(run, deal(items, engine, budget, prompts), engine, items, budget, prompts)
 
 
-def _until_they_fit(run: Callable[[list[list[int]]], Result], parts: list[list[int]], budget: int) -> Result:
+def _until_they_fit(
+    run: Callable[[list[list[int]]], Result],
+    parts: list[list[int]],
+    engine: Any,
+    items: Items,
+    budget: int,
+    prompts: Sequence[Prompt] | None,
+) -> Result:
     option = "--tokens-per-micro-batch" if budget else "--micro-batch-size"
 
-    def line(parts: list[list[int]]) -> str:
-        largest = max(gather_objects(max(map(len, parts))))
-        return f"out of memory in a pass over up to {largest} rows: redone in halves; a smaller {option} avoids it"
+    def size(parts: list[list[int]]) -> int:
+        sizes = (_tokens_of(part, items, engine, prompts) if budget else len(part) for part in parts)
+        return max(gather_objects(max(sizes)))
 
-    return until_it_fits(run, parts, _smaller, line)
+    def smaller(parts: list[list[int]]) -> list[list[int]] | None:
+        less = _smaller(parts)
+        if less is not None:
+            _fitting[engine.module] = size(less)
+        return less
+
+    def line(parts: list[list[int]]) -> str:
+        what = "tokens" if budget else "rows"
+        return (
+            f"out of memory in a pass over up to {size(parts)} {what}: redone in halves, as later steps are; "
+            f"{option} {_fitting[engine.module]} avoids it"
+        )
+
+    return until_it_fits(run, parts, smaller, line)
 
 
 def _smaller(parts: list[list[int]]) -> list[list[int]] | None:

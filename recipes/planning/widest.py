@@ -3,8 +3,10 @@
 P and T: tokens of a prompt and of a response.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from hybrid_engine.recipes.data.micro_batches import check_budget, fill_evenly
@@ -13,6 +15,9 @@ from hybrid_engine.recipes.data.packing import Layout, Prompt
 from hybrid_engine.recipes.planning.read import Item, Read
 from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
 from hybrid_engine.training.pass_memory import PassShape
+
+MOST_LAID_OUT = 100
+"""Of steps with as many passes: laying one out takes milliseconds, and items that stay together do not fill passes."""
 
 
 class Widest(NamedTuple):
@@ -60,15 +65,15 @@ def _widest_packed(steps: list[list[Item]], config: Any, layout: Layout, *, is_k
     """The largest pass under a budget, and whether a step has several.
 
     A step just above the budget has passes of half of it, so that of the steps with as many passes each the largest
-    is laid out.
+    are laid out.
     """
     budget = config.tokens_per_micro_batch
     check_budget(budget, [tuple(map(sum, item)) for items in steps for item in items])
-    largest: dict[int, list[Item]] = {}
-    for items in sorted(steps, key=lambda items: sum(map(_tokens, items))):
-        largest[-(-sum(map(_tokens, items)) // budget)] = items
+    alike = defaultdict[int, list[list[Item]]](list)
+    for items in sorted(steps, key=lambda items: -sum(map(_tokens, items))):
+        alike[-(-sum(map(_tokens, items)) // budget)].append(items)
     shapes, accumulates = list[PassShape](), False
-    for items in largest.values():
+    for items in chain.from_iterable(group[:MOST_LAID_OUT] for group in alike.values()):
         prompts = [Prompt(None, item[0][0]) for item in items]
         parts = fill_evenly([tuple(map(sum, item)) for item in items], prompts, layout, config)
         shapes += [_laid_out([items[index] for index in part], layout) for part in parts]
