@@ -24,6 +24,7 @@ from hybrid_engine.observing.memory_plan import Sharded, kept_parts
 from hybrid_engine.recipes.data.sequences import build_sequences, response_logprobs
 from hybrid_engine.recipes.planning import roles
 from hybrid_engine.recipes.planning.packed import check_one_process
+from hybrid_engine.recipes.runs.adapters import check_adapter
 
 FORMATS = {
     "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
@@ -204,17 +205,21 @@ def test_what_is_dequantised_is_what_the_libraries_multiply_by(source):
 
 
 def on_two_processes(rank, world_size, source, name):
-    try:
-        build_engine(load(source, FORMATS[name]), stage=3)
-    except ValueError as error:
-        return str(error)
-    return None
+    model = load(source, FORMATS[name])
+    refusals = []
+    for refuse in (lambda: build_engine(model, stage=3), lambda: check_adapter(8, model.config, "packed")):
+        try:
+            refuse()
+        except ValueError as error:
+            refusals.append(str(error))
+    return refusals
 
 
 @pytest.mark.parametrize("name", ["nf4", "int8 weights"])
 def test_several_processes_refuse_them_by_name(source, name):
-    for line in run_distributed(on_two_processes, 2, source, name):
-        assert "q_proj.base_layer.weight is quantised" in line and "train it on one process" in line
+    for of_engine, of_recipe in run_distributed(on_two_processes, 2, source, name):
+        assert "q_proj.base_layer.weight is quantised" in of_engine and "train it on one process" in of_engine
+        assert "--model='packed' is quantised" in of_recipe and "on one process instead of 2" in of_recipe
 
 
 def test_a_model_that_bitsandbytes_has_repacked_is_refused(source):

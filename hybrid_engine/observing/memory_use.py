@@ -69,6 +69,10 @@ class MemoryUse:
         idle = self.plan.idle_cache_bytes if self._measured.cache_bytes else 0
         return max(self.plan.training_peak_bytes + idle, self.plan.generation_peak_bytes)
 
+    def _is_beside_training(self) -> bool:
+        """Whether the KV workspace is in that, which a run says only later."""
+        return bool(self._measured.cache_bytes) and self.planned_bytes > self.plan.peak_bytes
+
     def planned_for_lengths(self) -> int | None:
         """The plan's peak for answers as long as they came to be; None where that is known before, or not yet.
 
@@ -128,6 +132,7 @@ class MemoryUse:
     def describe(self) -> str:
         """Both in one line."""
         text, planned = f"memory: planned {self.planned_bytes / MIB:.1f} MiB", self.planned_bytes
+        text += " with the KV workspace beside training" if self._is_beside_training() else ""
         measured = self.measured().total_bytes
         if not measured:
             return f"{text}, not measured before the first step"

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from hybrid_engine.recipes.runs.adapters import IS_PACKED
+
 BLOCK, OUTER_BLOCK = 64, 256
 """Values with one scale, and scales with one scale of their own (bitsandbytes 0.50, `functional.quantize_4bit`)."""
 CODE_4_BITS, CODE_8_BITS = 16 * 4, 256 * 4
@@ -15,9 +17,8 @@ def check_one_process(trained: Iterable[Any], num_processes: int) -> None:
     """ValueError for several processes where one of the configs of the models that are `trained` is quantised."""
     if num_processes > 1 and any(getattr(config, "quantization_config", None) is not None for config in trained):
         raise ValueError(
-            f"--processes={num_processes}: --model is quantised: packed values whose scales lie beside them, of which "
-            "FSDP2 can neither shard nor gather a part; plan and train with --processes 1, or give the model in full "
-            "precision"
+            f"--processes={num_processes}: --model {IS_PACKED}; plan and train with --processes 1, or give the model "
+            "in full precision"
         )
 
 

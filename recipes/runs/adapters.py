@@ -8,6 +8,12 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
+from hybrid_engine.distributed.processes import get_world_size
+
+IS_PACKED = (
+    "is quantised: packed values whose scales lie beside them, of which FSDP2 can neither shard nor gather a part"
+)
+"""Why such a model is trained on one process."""
 
 
 def add_adapter(model: nn.Module, rank: int, task: str = "CAUSAL_LM") -> nn.Module:
@@ -35,8 +41,15 @@ def check_shared_base(config: Any) -> None:
 
 
 def check_adapter(rank: int, config: PretrainedConfig, source: str | Path) -> None:
-    """ValueError if `--lora-rank` does not suit the model of `config`, which `--model` named as `source`."""
-    if rank == 0 and getattr(config, "quantization_config", None) is not None:
+    """ValueError if `--lora-rank` does not suit the model of `config`, which `--model` named as `source`, or if that is
+    quantised and there are several processes."""
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if is_quantised and get_world_size() > 1:
+        raise ValueError(
+            f"--model={str(source)!r} {IS_PACKED}; train it on one process instead of {get_world_size()}, or give the "
+            "model in full precision"
+        )
+    if rank == 0 and is_quantised:
         raise ValueError(
             f"--model={str(source)!r} is quantised, and packed weights cannot be trained; give --lora-rank, such as 8, "
             "or the model in full precision"
