@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, Mistral
 
 import hybrid_engine
 from hybrid_engine.command import cli
+from hybrid_engine.command.plan import PLANNED
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.memory.usage import count_bytes
@@ -21,6 +22,7 @@ from hybrid_engine.recipes import dpo, grpo, sft
 from hybrid_engine.recipes.data.packing import Layout, set_layout
 from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.recipes.planning.read import Read
+from hybrid_engine.recipes.planning.reading import READERS
 from hybrid_engine.recipes.planning.widest import widest_pass
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.tasks import arithmetic
@@ -236,18 +238,24 @@ def test_rollouts_too_large_for_a_machine_are_to_decode_fewer_rows(command, caps
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serve", "--model", "nowhere"], "plan serve: there are plans of sft, reward, ppo"),
+        (["serve", "--model", "nowhere"], "plan serve: give one of sft, reward, ppo"),
+        (["evaluate"], "plan evaluate: give one of sft, reward, ppo"),
+        ([], "plan: give one of sft, reward, ppo"),
         (["grpo", "--model", "/no/such/folder"], "--model='/no/such/folder' must be a Hugging Face folder"),
-        (["doctor"], "plan doctor: only recipes are planned; name one"),
-        (["plan"], "plan plan: only recipes are planned; name one"),
+        (["doctor"], "plan doctor: give one of sft"),
+        (["plan"], "plan plan: give one of sft"),
         (["--memory", "much", "sft"], "--memory='much' must be a size"),
         (["--processes", "3", "sft"], "--batch-size=16 must"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(arguments, words, capsys, tmp_path):
-    out = [] if "serve" in arguments else ["--out", str(tmp_path / "out")]
+    out = ["--out", str(tmp_path / "out")] if arguments else []
     assert cli.main(["plan", *arguments, *out]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_command_plans_what_can_be_read():
+    assert set(PLANNED) == set(READERS)
 
 
 def test_a_budget_that_the_run_refuses_is_no_plan(tmp_path, capsys):

@@ -45,8 +45,8 @@ OTHERS: dict[str, Any] = {
     "measure-links": measure_links,
     "doctor": doctor,
 }
-PLAN = "plan"
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
+PLAN = "plan"
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 """Exit statuses: of a disk that takes no more, of input that is refused, and of Ctrl-C."""
 NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -63,8 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] == PLAN:
             wishes, command = plan.read_wishes(arguments[1:])
-            if command and command[0] in (*OTHERS, PLAN):
-                print(f"hybrid-engine: plan {command[0]}: only recipes are planned; name one", file=sys.stderr)
+            if command[:1] not in ([name] for name in plan.PLANNED):
+                told = "plan " + command[0] if command else "plan"
+                print(f"hybrid-engine: {told}: give one of {', '.join(plan.PLANNED)}", file=sys.stderr)
                 return REFUSED
             return run(command, partial(plan_recipe, wishes))
         return run_other(arguments[0], arguments[1:]) if arguments and arguments[0] in OTHERS else run(arguments)

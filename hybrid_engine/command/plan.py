@@ -17,6 +17,8 @@ For each model of the run: bytes of weights, gradients, optimizer state and acti
 workspace, and the peaks of training and of generation, on one device. The model's weights are not read: its config is
 enough. Nothing is trained and nothing written. The exit status is 1 where it does not fit.
 """
+PLANNED = ("sft", "reward", "ppo", "grpo", "dpo", "kto", "online-dpo", "agent")
+"""The recipes that train, of which there are plans."""
 
 
 @dataclass(frozen=True, kw_only=True)
