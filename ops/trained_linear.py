@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from hybrid_engine.ops.cpu_gemm import prefers_onednn, product, product_over_rows
 from hybrid_engine.ops.cpu_kernels import is_watched
@@ -30,7 +31,7 @@ def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `linear` should take the place of `torch.nn.functional.linear` for these: `[..., in]`, `[out, in]`.
 
     Never while somebody looks at the operations or changes them (torch.compile, autocast, modes of dispatch such as
-    exact mode's), nor for tensors and weights of other types.
+    exact mode's), nor for tensors and weights of other types or with derivatives that go forward.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
@@ -40,7 +41,9 @@ def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     if input.shape[-1] != weight.shape[1] or weight.device != input.device or not prefers_onednn(input):
         return False
-    return not torch.is_autocast_enabled("cpu") and not is_watched()
+    if torch.is_autocast_enabled("cpu") or is_watched():
+        return False
+    return forward_ad.unpack_dual(input).tangent is None and forward_ad.unpack_dual(weight).tangent is None
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -65,14 +68,15 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         of_input, of_weight, of_bias = ctx.needs_input_grad
-        rows = above[0].flatten(0, -2)  # [N, out]
+        # reshape, for which torch has rules where gradients come in batches (`is_grads_batched`).
+        rows = above[0].reshape(-1, above[0].shape[-1])  # [N, out]
         by_weight = by_input = by_bias = None
         if of_input:
             # A second derivative wants operations that have one.
             by_input = rows @ weight if torch.is_grad_enabled() else product(rows, weight)
-            by_input = by_input.unflatten(0, above[0].shape[:-1])
+            by_input = by_input.reshape(*above[0].shape[:-1], weight.shape[1])
         if of_weight:
-            inputs = input.flatten(0, -2)
+            inputs = input.reshape(-1, input.shape[-1])
             by_weight = rows.t() @ inputs if torch.is_grad_enabled() else product_over_rows(rows, inputs)
         if of_bias:
             by_bias = rows.sum(0)

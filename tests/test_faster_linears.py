@@ -192,6 +192,36 @@ def test_transforms_of_torch_func_pass_through(everywhere):
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(values), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_derivatives_that_go_forward_are_those_of_torch(everywhere):
+    layer, input, step = nn.Linear(IN, OUT), torch.randn(3, IN), torch.randn(3, IN)
+    of_weight = torch.randn(OUT, IN)
+
+    def by_weight(weight):
+        return torch.func.functional_call(layer, {"weight": weight}, (input,))
+
+    def both():
+        return torch.func.jvp(layer, (input,), (step,)), torch.func.jvp(by_weight, (layer.weight,), (of_weight,))
+
+    expected = both()
+    use_faster_linears(layer)
+    torch.testing.assert_close(both(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("shape", [(3, IN), (2, 3, IN)])
+def test_gradients_that_come_in_batches_are_those_of_torch(shape, everywhere):
+    layer, input = nn.Linear(IN, OUT), torch.randn(shape, requires_grad=True)
+    above = torch.randn(4, *shape[:-1], OUT)
+
+    def compute():
+        return torch.autograd.grad(layer(input), (input, *layer.parameters()), above, is_grads_batched=True)
+
+    expected = compute()
+    use_faster_linears(layer)
+    torch.testing.assert_close(compute(), expected, rtol=1e-4, atol=1e-4)
+    assert everywhere[0]
+
+
 def test_small_products_and_wrong_shapes_are_left_to_torch(monkeypatch, everywhere):
     model = build_model()
     use_faster_linears(model)
