@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_linear_log_prob import SHAPES, compare, run
+from test_linear_log_prob import SHAPES, compare, compare_without, run
 
 from hybrid_engine.ops import linear_log_prob as op
 from hybrid_engine.ops import linear_log_prob_kernels as kernel_file
@@ -53,6 +53,12 @@ def test_a_logit_far_above_those_of_earlier_tiles_is_no_overflow(kernels):
     weight[297] = 400 * hidden[0]
     weight[299] = -400 * hidden[0]
     compare((hidden, weight, targets, None), SHAPES[0], False, ("hidden",))
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("ruled_out", [range(150), range(40, 301)], ids=["first", "last"])
+def test_tokens_whose_bias_is_minus_infinity_are_as_if_they_were_not_there(kernels, ruled_out, with_entropy):
+    compare_without(ruled_out, build_case(kernels, torch.float32, 19, 40, 301), SHAPES[0], with_entropy)
 
 
 def test_no_rows_give_no_log_probabilities(kernels):

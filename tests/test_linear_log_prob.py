@@ -165,6 +165,33 @@ def test_a_logit_far_above_those_of_earlier_tiles_is_no_overflow():
     compare((hidden, weight, targets, None), LogitShape(), False, ("hidden",))
 
 
+def compare_without(ruled_out, case, shape, with_entropy):
+    """Asserts that a bias of -inf for some tokens gives what a head without their rows does."""
+    hidden, weight, targets, bias = case
+    left = torch.tensor([token for token in range(len(weight)) if token not in ruled_out], device=weight.device)
+    targets = targets % len(left)
+    bias[list(ruled_out)] = -torch.inf
+
+    def compute(weight, bias, targets):
+        trained = ("hidden", "weight", "bias")
+        of = (hidden, weight, targets, bias)
+        return run(lambda *case: linear_log_prob(*case, shape, with_entropy), of, trained, with_entropy)
+
+    *found, of_weight, of_bias = compute(weight, bias, left[targets])
+    *expected, by_weight, by_bias = compute(weight[left], bias[left], targets)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close((of_weight[left], of_bias[left]), (by_weight, by_bias), rtol=1e-4, atol=1e-5)
+    assert not of_weight[list(ruled_out)].any() and not of_bias[list(ruled_out)].any()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("ruled_out", [range(150), range(40, V)], ids=["first", "last"])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]])
+@pytest.mark.usefixtures("tiles")
+def test_tokens_whose_bias_is_minus_infinity_are_as_if_they_were_not_there(ruled_out, shape, with_entropy):
+    compare_without(ruled_out, build_case(), shape, with_entropy)
+
+
 def test_the_gradient_can_be_taken_twice(monkeypatch):
     hidden, weight, targets, _ = build_case(has_bias=False)
     weight.requires_grad_()
