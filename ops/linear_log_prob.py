@@ -111,8 +111,14 @@ def linear_log_prob(
     """
     shape.check()
     _check(hidden, weight, targets, bias, is_whole=share is None)
-    logprobs, entropy = _LinearLogProb.apply(hidden, weight, bias, targets, shape, with_entropy, share)
+    with _as_given(hidden):
+        logprobs, entropy = _LinearLogProb.apply(hidden, weight, bias, targets, shape, with_entropy, share)
     return TokenLogProbs(logprobs, entropy if with_entropy else None)
+
+
+def _as_given(tensor: torch.Tensor) -> torch.autocast:
+    """Inside, products have the dtypes of what is multiplied, whatever autocast says around it."""
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 def _check(
@@ -168,7 +174,8 @@ class _LinearLogProb(torch.autograd.Function):
         if ctx.is_made:
             (gradient,) = ctx.saved_tensors
             return (gradient * above[:, None]).to(gradient.dtype), *[None] * 6
-        return (*_gradients(ctx, above, above_entropy), *[None] * 4)
+        with _as_given(above):
+            return (*_gradients(ctx, above, above_entropy), *[None] * 4)
 
 
 def _head(weight: torch.Tensor, bias: torch.Tensor | None, shape: LogitShape) -> Head:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybrid_engine.ops import cpu_gemm, linear_log_prob_tiles
 from hybrid_engine.ops import linear_log_prob as op
-from hybrid_engine.ops.linear_log_prob import LogitShape, linear_log_prob
+from hybrid_engine.ops.linear_log_prob import PLAIN, LogitShape, linear_log_prob
 from hybrid_engine.training.vocabulary_share import vocabulary_share
 
 N, E, V = 63, 24, 301
@@ -190,6 +190,18 @@ def compare_without(ruled_out, case, shape, with_entropy):
 @pytest.mark.usefixtures("tiles")
 def test_tokens_whose_bias_is_minus_infinity_are_as_if_they_were_not_there(ruled_out, shape, with_entropy):
     compare_without(ruled_out, build_case(), shape, with_entropy)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("trained", [("hidden",), ("hidden", "weight", "bias")], ids="-".join)
+def test_autocast_changes_nothing(trained, with_entropy):
+    def compute():
+        return run(lambda *case: linear_log_prob(*case, PLAIN, with_entropy), build_case(), trained, with_entropy)
+
+    expected = compute()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = compute()
+    assert all(map(torch.equal, found, expected))
 
 
 def test_the_gradient_can_be_taken_twice(monkeypatch):
