@@ -164,6 +164,56 @@ def test_changed_rotary_frequencies_are_followed():
     assert attached.generator is not built and runs_on_containers(attached)
 
 
+def change_an_epsilon(model):
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+
+
+def change_the_scaling_of_attention(model):
+    model.model.layers[0].self_attn.scaling *= 3
+
+
+def change_the_scaling_of_an_adapter(model):
+    model.base_model.model.model.layers[0].mlp.up_proj.scaling["default"] *= 8
+
+
+def change_the_scalings_of_adapters_as_peft_does(model):
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(6.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        change_an_epsilon,
+        change_the_scaling_of_attention,
+        change_the_scaling_of_an_adapter,
+        change_the_scalings_of_adapters_as_peft_does,
+    ],
+)
+def test_changed_numbers_of_modules_are_followed(change):
+    torch.manual_seed(0)
+    model, (ids, mask) = build_model(), padded_prompts()
+    if "adapter" in change.__name__:
+        adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.1)
+        model = get_peft_model(model, adapter)
+    attached = hybrid_engine.attach(model)
+    before = model.generate(input_ids=ids, attention_mask=mask, **GREEDY)
+    built = attached.generator
+    assert_follows(model, ids, mask)
+    assert attached.generator is built
+    change(model)
+    assert_follows(model, ids, mask)
+    assert runs_on_containers(attached)
+    assert not torch.equal(model.generate(input_ids=ids, attention_mask=mask, **GREEDY), before)
+    built = attached.generator
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2  # of no effect on what is generated
+    assert_follows(model, ids, mask)
+    assert attached.generator is built
+
+
 def hook_a_layer(model):
     return model.model.layers[0].register_forward_hook(lambda layer, given, output: output * 1.5).remove
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.zero.fsdp2_private import keeping_reshard_after_forward, make_root
@@ -51,11 +52,11 @@ def reason_unreadable(model: nn.Module) -> str | None:
 
 
 def fingerprint(model: nn.Module) -> tuple[object, ...]:
-    """Equal as long as `find_sharding` and `reason_unreadable` say the same, and dtype, device and frequencies do."""
+    """Equal as long as `find_sharding` and `reason_unreadable` say the same, and dtype, device and numbers do."""
     first = next(model.parameters())
     is_distributed = torch.distributed.is_initialized()
     layout = (tuple(map(id, fsdp_modules(model))), first.dtype, first.device, is_distributed)
-    return (*layout, reason_unreadable(model), *_frequencies(model))
+    return (*layout, reason_unreadable(model), *_frequencies(model), *_numbers(model))
 
 
 def _frequencies(model: nn.Module) -> Iterator[object]:
@@ -68,6 +69,21 @@ def _frequencies(model: nn.Module) -> Iterator[object]:
         kind = str(getattr(module, "rope_type", ""))
         if name.endswith("inv_freq") and "dynamic" not in kind and kind != "longrope":
             yield id(buffer), 0 if buffer.is_inference() else buffer._version
+
+
+def _numbers(model: nn.Module) -> Iterator[float]:
+    """What modules keep as plain numbers, which containers copy: epsilons, scalings, those of each adapter by its name.
+
+    Dropout's are of no effect, and integers may be counters.
+    """
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            continue
+        for value in vars(module).values():
+            if type(value) is float:
+                yield value
+            elif type(value) is dict:
+                yield from (number for number in value.values() if type(number) is float)
 
 
 @contextmanager
