@@ -29,7 +29,8 @@ FEATURES = {
     "texts guided by patterns or schemas": ("llguidance",),
     "rewards from mathematics (--reward math)": ("math-verify",),
     "TRL's trainers (attach)": ("trl",),
-    "bases in 4 or 8 bits on a GPU": ("bitsandbytes",),
+    "bases in 4 or 8 bits": ("bitsandbytes",),
+    "bases in 8 bits as torchao loads them": ("torchao",),
     "curves in TensorBoard (--tracker tensorboard)": ("tensorboard",),
 }
 FEWEST_FILES = 4096
