@@ -97,6 +97,40 @@ def test_an_adapter_of_the_head_makes_logits_and_one_line_says_so(caplog):
     assert caplog.text.count("log-probabilities are made from logits, which takes their memory") == 1
 
 
+def test_a_head_that_is_trained_whole_beside_an_adapter_makes_no_logits(caplog):
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    model = get_peft_model(build_model("llama"), config).eval()
+    model.add_adapter("other", config)
+    inputs, asked = build_inputs(), build_asked()
+    wrapper = model.get_base_model().lm_head
+    logits = []
+    for hooked in (wrapper.original_module, *wrapper.modules_to_save.values()):
+        hooked.register_forward_hook(lambda head, given, output: logits.append(output.shape[1]))
+    with torch.no_grad():
+        wrapper.modules_to_save["default"].weight.mul_(1.5)
+        wrapper.modules_to_save["other"].weight.mul_(0.5)
+
+    def compute(function):
+        model.zero_grad()
+        logprobs, _ = function(model, asked, inputs)
+        (logprobs * torch.linspace(0, 1, logprobs.numel()).view_as(logprobs)).sum().backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p.grad.any()}
+        return logprobs.detach(), found
+
+    with model.disable_adapter():
+        before = token_log_probs(model, asked, inputs).logprobs
+        torch.testing.assert_close(before, from_logits(model, asked, inputs)[0], atol=1e-5, rtol=1e-5)
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        compute(token_log_probs)  # tries the head, once for a copy
+        logits.clear()
+        found = compute(token_log_probs)
+        assert logits == [0]
+        torch.testing.assert_close(found, compute(from_logits), atol=1e-5, rtol=1e-4)
+        assert f"base_model.model.lm_head.modules_to_save.{name}.weight" in found[1]
+    assert caplog.text == ""
+
+
 def test_a_model_that_does_more_behind_its_head_than_its_config_says_makes_logits(caplog):
     model, inputs, asked = build_model("llama").eval(), build_inputs(), build_asked()
     forward = type(model).forward

@@ -58,7 +58,8 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
     if head is None:
         return _from_logits(model, asked, inputs)
     shape = _logit_shape(module, asked.temperature)
-    computed_by = (type(module), computes_by(head), computes_by(module), shape.scale, shape.softcap)
+    parts = (head, module.get_output_embeddings(), module)
+    computed_by = (type(module), *map(computes_by, parts), shape.scale, shape.softcap)
     tried = _tried.get(head)
     if tried is not None and tried.computed_by != computed_by:
         tried = None
@@ -103,7 +104,7 @@ def _on_any_process(model: nn.Module, differs: bool) -> bool:
 def _plain_head(model: nn.Module, module: nn.Module) -> nn.Linear | None:
     exact = getattr(getattr(model, "generator", None), "exact", None)
     find = getattr(module, "get_output_embeddings", None)
-    head: Any = find() if find is not None else None
+    head: Any = _active(find()) if find is not None else None
     if exact is not None:
         return None
     if type(head) is not nn.Linear or is_quantised(head.weight):
@@ -114,6 +115,14 @@ def _plain_head(model: nn.Module, module: nn.Module) -> nn.Linear | None:
         )
         return None
     return None if torch.is_autocast_enabled(head.weight.device.type) else head
+
+
+def _active(head: Any) -> Any:
+    """The copy of a head that peft trains beside an adapter (`modules_to_save`), or what it is a copy of."""
+    if type(head).__name__ != "ModulesToSaveWrapper":
+        return head
+    names = [] if head.disable_adapters else [name for name in head.active_adapters if name in head.modules_to_save]
+    return head.modules_to_save[names[0]] if names else head.original_module
 
 
 def _logit_shape(module: nn.Module, temperature: float) -> LogitShape:
