@@ -256,7 +256,7 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
 
     Returns:
         Means over the update's tokens: loss, clip fraction, KL(old || new), ratio. `first_ratio` is the ratio before
-        any weight changed, 1 when all is well. The gradient norm and the learning rate are those of the last optimizer step.
+        any weight changed, 1 when all is well. Gradient norm and learning rate are those of the last optimizer step.
     """
     generator = torch.Generator().manual_seed(seed)
     parts: list[Figures] = []

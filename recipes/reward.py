@@ -29,7 +29,7 @@ from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, trai
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.pair_corpus import PairCorpus, load_pair_corpus
 from hybrid_engine.recipes.data.pairs import Pair
-from hybrid_engine.recipes.data.passes import in_passes, rows_per_pass, split
+from hybrid_engine.recipes.data.passes import in_passes, split
 from hybrid_engine.recipes.experience.evaluation import step_means
 from hybrid_engine.recipes.planning.following import follow_scored_pairs, write_result
 from hybrid_engine.recipes.rewards.classifier import (
@@ -242,8 +242,8 @@ def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) 
         margins = torch.tensor([pair.margin for pair in part], device=chosen.device)
         return bradley_terry_loss(chosen, rejected, margins).sum().item(), (chosen > rejected).tolist()
 
-    rows = rows_per_pass(engine, 2 * ROWS_PER_PASS)  # two of each pair
-    found = in_passes(lambda rows: split(pairs, max(1, rows // 2)), losses_and_hits, rows)
+    most = 2 * ROWS_PER_PASS  # two of each pair
+    found = in_passes(engine, lambda rows: split(pairs, max(1, rows // 2)), losses_and_hits, most)
     hits = defaultdict(list)
     for pair, hit in zip(pairs, (hit for _, part in found for hit in part), strict=True):
         for kind in filter(None, ("all", pair.kind)):

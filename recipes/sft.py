@@ -27,7 +27,7 @@ from hybrid_engine.recipes.data.corpus import TASKS, Corpus, load_corpus
 from hybrid_engine.recipes.data.encoding import Encoded
 from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
-from hybrid_engine.recipes.data.passes import in_passes, rows_per_pass, split, turns
+from hybrid_engine.recipes.data.passes import in_passes, split, turns
 from hybrid_engine.recipes.data.sequences import (
     NUM_POOLED,
     Sequences,
@@ -240,7 +240,7 @@ def held_out_loss(engine: Any, corpus: Corpus) -> float:
         loss = -response_logprobs(engine, sequences).sum().item()
         return (loss, int(sequences.response_mask.sum())) if counts else (0.0, 0)
 
-    found = in_passes(lambda rows: turns(split(corpus.held_out, rows)), loss_sum, rows_per_pass(engine))
+    found = in_passes(engine, lambda rows: turns(split(corpus.held_out, rows)), loss_sum)
     mine = [sum(values) for values in zip(*found, strict=True)]
     total, num_tokens = (sum(values) for values in zip(*gather_objects(mine), strict=True))
     return total / num_tokens

@@ -200,7 +200,8 @@ def measured_with_less_memory(rank, world_size):
                 raise torch.OutOfMemoryError("no memory")
             return response_logprobs(model, rows)
 
-        torch.testing.assert_close(in_parts(compute, model, batch), expected, atol=1e-6, rtol=1e-6)
+        for _ in range(2):
+            torch.testing.assert_close(in_parts(compute, model, batch), expected, atol=1e-6, rtol=1e-6)
     return tried
 
 
@@ -251,7 +252,7 @@ def evaluations_with_less_memory(rank, world_size, stage):
                 assert compute() == pytest.approx(expected, rel=1e-5), (name, who, place)
         with memory_for(engine.module, 0 if rank == 1 else 100, place):
             found[name] = outcome(compute)
-        assert compute() == expected, name
+        assert compute() == pytest.approx(expected, rel=1e-5), name
     return found
 
 
@@ -296,7 +297,8 @@ def test_a_rollout_whose_memory_ends_on_one_rank_goes_on_with_half_the_rows_on_a
 
 
 def test_log_probabilities_without_a_gradient_are_computed_of_fewer_rows(found):
-    assert [part["measured"] for part in found] == [[4, 4, 2, 2], [4, 4, 2, 2]]
+    tried = [4, 4, 2, 2, 2, 2]  # as their second time, which begins with what fitted
+    assert [part["measured"] for part in found] == [tried, tried]
 
 
 @pytest.mark.parametrize("stage", (0, 3))
@@ -351,21 +353,27 @@ def test_a_reward_model_scores_the_same_with_less_memory_and_a_setting_avoids_it
 def test_accuracy_and_scores_of_references_are_the_same_with_less_memory(tmp_path):
     config = build_model().config
     config.num_labels, config.pad_token_id = 1, PAD
-    engine = hybrid_engine.initialize(model=LlamaForSequenceClassification(config), config={"train_batch_size": 1})[0]
     tokenizer = arithmetic.build_tokenizer()
     both = zip([*PROMPTS[0], *PROMPTS[1]], RESPONSES[0] * 2, RESPONSES[1] * 2, strict=True)
     pairs = [Pair(prompt + chosen, prompt + rejected, 0.0, None) for prompt, chosen, rejected in both]
-    references = [pair.chosen for pair in pairs]
 
-    def figures(name):
-        save_normalised(engine, references, tokenizer, tmp_path / name)
+    def accuracy(engine):
         measured = reward.measure(engine, pairs, tokenizer)
-        return [measured["held_out_loss"], measured["held_out_accuracy"]["all"], config.score_mean, config.score_std]
+        return [measured["held_out_loss"], measured["held_out_accuracy"]["all"]]
 
-    expected = figures("enough")
-    with noting_rows(engine.module.model.layers[1].mlp, 3) as tried:
-        assert figures("less") == pytest.approx(expected, rel=1e-5)
-    assert max(tried) == 16 and tried[-1] == 2
+    def normalised(engine):
+        save_normalised(engine, [pair.chosen for pair in pairs], tokenizer, tmp_path / "saved")
+        return [engine.module.config.score_mean, engine.module.config.score_std]
+
+    for compute, rows_at_first in ((accuracy, 16), (normalised, 8)):
+        torch.manual_seed(0)
+        model = LlamaForSequenceClassification(config)
+        engine = hybrid_engine.initialize(model=model, config={"train_batch_size": 1})[0]
+        expected = compute(engine)
+        with noting_rows(model.model.layers[1].mlp, 3) as tried:
+            for _ in range(2):
+                assert compute(engine) == pytest.approx(expected, rel=1e-5)
+        assert tried[0] == rows_at_first and set(tried[-8:]) == {2}
 
 
 def test_an_inference_engine_rolls_out_with_half_the_rows():

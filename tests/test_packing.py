@@ -331,7 +331,11 @@ def test_out_of_memory_in_a_pass_is_redone_in_halves_with_the_same_loss_and_grad
     assert split_loss == pytest.approx(loss, rel=1e-5)
     torch.testing.assert_close(split_gradient, gradient, atol=1e-4, rtol=1e-4)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and "--micro-batch-size 2 avoids it" in lines[0] and "--micro-batch-size 1 avoids it" in lines[1]
+    assert (
+        len(lines) == 2
+        and "--micro-batch-size 2 avoids it" in lines[0]
+        and "--micro-batch-size 1 avoids it" in lines[1]
+    )
     with pytest.raises(torch.OutOfMemoryError):
         train(most_rows=0)
 

@@ -1,4 +1,5 @@
-"""Passes that memory does not hold are begun again by halves, on all processes alike; passes without gradients.
+"""Passes that memory does not hold are begun again by halves, on all processes alike; passes without gradients, which
+then keep to the rows that fitted.
 
 After each pass the processes tell each other of errors (`distributed/verdict.py`): where memory ended on one of them,
 all begin again with less; any other error ends the run on all.
@@ -63,16 +64,22 @@ def rows_per_pass(model: nn.Module, most: int = ROWS_PER_PASS) -> int:
     return min(most, _limits.get(getattr(model, "module", model), most))
 
 
-def in_passes(parts_of: Callable[[int], Sequence[Part]], run: Callable[[Part], Result], rows: int) -> list[Result]:
+def in_passes(
+    model: nn.Module,
+    parts_of: Callable[[int], Sequence[Part]],
+    run: Callable[[Part], Result],
+    most: int = ROWS_PER_PASS,
+) -> list[Result]:
     """What `run` gives of each of `parts_of(rows)`, whose parts have so many rows at most; collective.
 
-    Where memory ends on one process, all begin again with half as many rows.
+    Where memory ends on one process, all begin again with half as many rows, and keep to that in later passes.
 
     Args:
+        model: or an engine, whose passes they are.
         parts_of: one part at least; a process with fewer than others runs its last once more, whose result is dropped.
         run: a forward pass without gradients. It meets the other processes nowhere but in the model's forward pass, or
             fails on all of them alike; it may run several times on the same rows.
-        rows: alike on every process.
+        most: rows of a part, or fewer as `rows_per_pass` says; alike on every process.
 
     Raises:
         torch.OutOfMemoryError: the memory of one process does not hold a single row.
@@ -83,16 +90,26 @@ def in_passes(parts_of: Callable[[int], Sequence[Part]], run: Callable[[Part], R
         num_turns = max(gather_objects(len(parts)))
         return [agree(partial(run, parts[min(turn, len(parts) - 1)])) for turn in range(num_turns)][: len(parts)]
 
-    return until_it_fits(run_all, rows, half_the_rows, fewer_rows_line)
+    return until_fewer_rows_fit(model, run_all, most)
 
 
-def half_the_rows(rows: int) -> int | None:
-    """How many rows a pass has after one of `rows` ran out of memory; None after one of a single row."""
-    return rows // 2 or None
+def until_fewer_rows_fit(model: nn.Module, run: Callable[[int], Result], most: int = ROWS_PER_PASS) -> Result:
+    """`run(rows)` with as many rows as `rows_per_pass` says, or half as many as often as memory ends, with a line.
+
+    Passes of `model` have no more rows from then on.
+
+    Raises:
+        torch.OutOfMemoryError: memory does not hold a single row.
+    """
+
+    def half(rows: int) -> int | None:
+        limit_rows(model, rows // 2)
+        return rows // 2 or None
+
+    return until_it_fits(run, rows_per_pass(model, most), half, _fewer_rows_line)
 
 
-def fewer_rows_line(rows: int) -> str:
-    """What is said of a pass over `rows` without gradients that ran out of memory."""
+def _fewer_rows_line(rows: int) -> str:
     return (
         f"out of memory in a pass over {rows} rows without gradients: redone with {rows // 2}; --rows-per-pass "
         f"{rows // 2} avoids it"

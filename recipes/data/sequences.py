@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from hybrid_engine.recipes.data.packing import Layout, Packed, Prompt, layout_of, pack, prompts_of
-from hybrid_engine.recipes.data.passes import ROWS_PER_PASS, in_passes, rows_per_pass
+from hybrid_engine.recipes.data.passes import ROWS_PER_PASS, in_passes
 from hybrid_engine.training.head_log_probs import Asked, TokenLogProbs, token_log_probs
 
 ROWS_PER_PASS_ON_CPU = 8
@@ -212,9 +212,10 @@ def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batc
     num_rows, num_columns = batch.response_mask.shape
     most = ROWS_PER_PASS_ON_CPU if batch.input_ids.device.type == "cpu" else ROWS_PER_PASS
     parts = in_passes(
+        model,
         lambda rows: torch.arange(num_rows).split(rows),
         lambda part: compute(model, batch.rows(part)),
-        rows_per_pass(model, most),
+        most,
     )
     return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
 

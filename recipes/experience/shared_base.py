@@ -26,7 +26,7 @@ from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, mod
 from hybrid_engine.recipes.experience.policy import Policy, engine_config_of
 from hybrid_engine.recipes.rewards.adapter_folder import RewardAdapter, read_reward_adapter
 from hybrid_engine.recipes.rewards.answers import Answers
-from hybrid_engine.recipes.rewards.learned import LearnedReward, names_model
+from hybrid_engine.recipes.rewards.learned import ROWS_PER_PASS, LearnedReward, names_model
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.adapters import lora_config
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
@@ -89,7 +89,7 @@ class SharedReward:
             spare = build_sequences([[0]], [[0]], 0, default_device())
             return [*mine, *[spare] * (max(gather_objects(len(mine))) - len(mine))]
 
-        parts = in_passes(batches, self.reward.score, self.reward.rows_per_pass)
+        parts = in_passes(self.reward.model, batches, self.reward.score, ROWS_PER_PASS)
         return [score for part in parts for score in part][: len(answers)]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from hybrid_engine.distributed.processes import default_device, gather_objects
 from hybrid_engine.recipes.data.encoding import Encoded
-from hybrid_engine.recipes.data.passes import in_passes, rows_per_pass, turns
+from hybrid_engine.recipes.data.passes import in_passes, turns
 from hybrid_engine.recipes.data.sequences import build_sequences, response_logprobs
 
 
@@ -47,7 +47,7 @@ def all_logprobs(model: Any, answers: Sequence[Encoded], reading: Reading) -> li
         logprobs = answer_logprobs(model, [answers[index] for index in part], reading)
         return dict(zip(part, logprobs.tolist(), strict=True))
 
-    mine = in_passes(lambda rows: turns(split_by_length(lengths, rows)), of_part, rows_per_pass(model))
+    mine = in_passes(model, lambda rows: turns(split_by_length(lengths, rows)), of_part)
     found = dict(pair for parts in gather_objects(mine) for part in parts for pair in part.items())
     return [found[index] for index in range(len(answers))]
 

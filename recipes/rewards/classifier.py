@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from hybrid_engine.recipes.data.packing import Layout, layout_of, pack
-from hybrid_engine.recipes.data.passes import in_passes, rows_per_pass, split
+from hybrid_engine.recipes.data.passes import in_passes, split
 from hybrid_engine.recipes.data.sequences import build_sequences
 from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer, save_stage, score_head
@@ -93,8 +93,8 @@ def save_normalised(engine: Any, references: list[list[int]], tokenizer: PreTrai
         folder: its place, complete or absent.
     """
     engine.eval()
-    rows = rows_per_pass(engine, ROWS_PER_PASS)
-    parts = in_passes(partial(split, references), lambda part: score_tokens(engine, part, tokenizer), rows)
+    score = partial(score_tokens, engine, tokenizer=tokenizer)
+    parts = in_passes(engine, partial(split, references), score, ROWS_PER_PASS)
     scores = torch.cat(parts)
     config = engine.module.config
     spread = scores.std().item() if len(scores) > 1 else 0.0

@@ -9,13 +9,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, PreTrain
 
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.recipes.data.encoding import encode_scored
-from hybrid_engine.recipes.data.passes import (
-    fewer_rows_line,
-    half_the_rows,
-    limit_rows,
-    rows_per_pass,
-    until_it_fits,
-)
+from hybrid_engine.recipes.data.passes import limit_rows, until_fewer_rows_fit
 from hybrid_engine.recipes.data.rows import CompletionRow, Turns
 from hybrid_engine.recipes.data.sequences import Sequences, ValueModel, build_sequences, last_token_scores
 from hybrid_engine.recipes.rewards.answers import Answers, UnusableReference
@@ -62,12 +56,7 @@ class LearnedReward:
         def score(rows: int) -> list[float]:
             return [score for batch in self.batches(answers, rows) for score in self.score(batch)]
 
-        return until_it_fits(score, self.rows_per_pass, half_the_rows, fewer_rows_line)
-
-    @property
-    def rows_per_pass(self) -> int:
-        """Answers that are scored at once, at most."""
-        return rows_per_pass(self.model, ROWS_PER_PASS)
+        return until_fewer_rows_fit(self.model, score, ROWS_PER_PASS)
 
     def score(self, batch: Sequences) -> list[float]:
         """The scores of the answers of a batch."""
