@@ -43,7 +43,6 @@ from hybrid_engine.ops.linear_log_prob_tiles import (
 __all__ = ["PLAIN", "LogitShape", "PieceBytes", "TokenLogProbs", "VocabularyShare", "linear_log_prob", "piece_bytes"]
 
 ROWS_AT_ONCE = 2048
-LEAST_BIAS = -1e30
 KEPT_BYTES = 64 * 2**20  # of tiles from a forward pass to its backward pass
 
 
@@ -101,7 +100,7 @@ def linear_log_prob(
         hidden: `[N, E]`, any float dtype.
         weight: `[V, E]`, of the same dtype.
         targets: `[N]` int64, each in `[0, V)`, or in the whole vocabulary where it is shared.
-        bias: `[V]`; a token whose bias is -inf has no probability and is no target.
+        bias: `[V]`; a token whose bias, and so its logit, is -inf has no probability, and must be no target.
         shape: temperature, scale and softcap of the logits.
         with_entropy: also the entropy of each distribution, which costs one more pass over the tiles.
         share: where `weight` and `bias` are a part of the head; None: they are all of it.
@@ -144,7 +143,7 @@ def _check(
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, shape, with_entropy, share):
-        head = _head(weight, bias, shape)
+        head = Head(weight, bias, shape)
         places = targets if share is None else targets - share.first
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         in_kernels = use_triton(hidden)
@@ -176,13 +175,6 @@ class _LinearLogProb(torch.autograd.Function):
             return (gradient * above[:, None]).to(gradient.dtype), *[None] * 6
         with _as_given(above):
             return (*_gradients(ctx, above, above_entropy), *[None] * 4)
-
-
-def _head(weight: torch.Tensor, bias: torch.Tensor | None, shape: LogitShape) -> Head:
-    """The head with a finite bias: of tokens that -inf rules out the sums would have exp(-inf - -inf) and 0 * -inf."""
-    if bias is None:
-        return Head(weight, None, shape)
-    return Head(weight, bias.clamp_min(max(LEAST_BIAS, torch.finfo(bias.dtype).min)), shape)
 
 
 class _Kept:
@@ -232,7 +224,7 @@ def _finish(
 def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Gradients of hidden states, weight and bias, the tiles made once more."""
     hidden, weight, bias, places, log_total, entropy = ctx.saved_tensors
-    head = _head(weight, bias, ctx.shape)
+    head = Head(weight, bias, ctx.shape)
     needs = ctx.needs_input_grad
     gradient_of = kernels.gradient_of_products if use_triton(hidden) else gradient_of_products
     of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs[0] else None

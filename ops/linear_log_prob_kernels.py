@@ -84,7 +84,10 @@ def logits_of_tile(x_ptr, w, shape, m, n, num_rows, width_in, HAS_SOFTCAP: tl.co
     if HAS_SOFTCAP:
         # tanh by exponentials, which every release of Triton has: 1 - 2 / (exp(2x) + 1)
         total = shape.softcap * (1 - 2 / (tl.exp(2 * total / shape.softcap) + 1))
-    return total * shape.inverse_temperature
+    total *= shape.inverse_temperature
+    if w.bias_ptr is not None:
+        total = tl.where(total < -1e30, -1e30, total)  # LEAST_LOGIT
+    return total
 
 
 @triton.jit

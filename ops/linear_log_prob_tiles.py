@@ -15,6 +15,7 @@ from hybrid_engine.ops.cpu_gemm import product, use_onednn
 TILE_BYTES = 8 * 2**20  # of fp32 logits that exist at once, so that they lie in a CPU's cache
 TILE_BYTES_ON_GPU = 64 * 2**20  # large enough for a product that fills the device
 LEAST_COLUMNS = 256
+LEAST_LOGIT = -1e30  # whose exp is 0 beside any other; sums over -inf itself have exp(-inf - -inf) and 0 * -inf
 FAR = 40.0  # exp(40) times the vocabulary is far from what fp32 holds, 3e38
 
 
@@ -70,8 +71,9 @@ class Head(NamedTuple):
             yield columns, self._replace(weight=self.weight[columns], bias=bias)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[N, V]` fp32."""
-        return self.shape.apply(product(hidden, self.weight.t(), self.bias))
+        """`[N, V]` fp32, -inf of a bias as `LEAST_LOGIT`."""
+        logits = self.shape.apply(product(hidden, self.weight.t(), self.bias))
+        return logits if self.bias is None else logits.clamp_min_(LEAST_LOGIT)
 
 
 def tile_width(num_rows: int, is_on_gpu: bool) -> int:

@@ -31,7 +31,7 @@ def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `linear` should take the place of `torch.nn.functional.linear` for these: `[..., in]`, `[out, in]`.
 
     Never while somebody looks at the operations or changes them (torch.compile, autocast, modes of dispatch such as
-    exact mode's), nor for tensors and weights of other types or with derivatives that go forward.
+    exact mode's) or takes derivatives forward, nor for tensors and weights of other types.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
@@ -41,9 +41,12 @@ def is_faster_on_onednn(input: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     if input.shape[-1] != weight.shape[1] or weight.device != input.device or not prefers_onednn(input):
         return False
-    if torch.is_autocast_enabled("cpu") or is_watched():
-        return False
-    return forward_ad.unpack_dual(input).tangent is None and forward_ad.unpack_dual(weight).tangent is None
+    return not torch.is_autocast_enabled("cpu") and not is_watched() and not derives_forward()
+
+
+def derives_forward() -> bool:
+    """Whether derivatives may go forward here, along with values: in `torch.func.jvp`, `hessian`, a `dual_level`."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -71,13 +74,14 @@ class _Linear(torch.autograd.Function):
         # reshape, for which torch has rules where gradients come in batches (`is_grads_batched`).
         rows = above[0].reshape(-1, above[0].shape[-1])  # [N, out]
         by_weight = by_input = by_bias = None
+        # A second derivative wants operations that have one.
+        is_derived = torch.is_grad_enabled() or derives_forward()
         if of_input:
-            # A second derivative wants operations that have one.
-            by_input = rows @ weight if torch.is_grad_enabled() else product(rows, weight)
+            by_input = rows @ weight if is_derived else product(rows, weight)
             by_input = by_input.reshape(*above[0].shape[:-1], weight.shape[1])
         if of_weight:
             inputs = input.reshape(-1, input.shape[-1])
-            by_weight = rows.t() @ inputs if torch.is_grad_enabled() else product_over_rows(rows, inputs)
+            by_weight = rows.t() @ inputs if is_derived else product_over_rows(rows, inputs)
         if of_bias:
             by_bias = rows.sum(0)
         return by_input, by_weight, by_bias

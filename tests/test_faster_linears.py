@@ -8,6 +8,7 @@ import torch
 from distributed import run_distributed
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.functional import linear as plain_linear
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -192,19 +193,51 @@ def test_transforms_of_torch_func_pass_through(everywhere):
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(values), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_derivatives_that_go_forward_are_those_of_torch(everywhere):
-    layer, input, step = nn.Linear(IN, OUT), torch.randn(3, IN), torch.randn(3, IN)
-    of_weight = torch.randn(OUT, IN)
+def forward_by(name):
+    """How the layer is called with one of its parameters, or with its input, as a function of that and of the layer."""
 
-    def by_weight(weight):
-        return torch.func.functional_call(layer, {"weight": weight}, (input,))
+    def call(layer, values, input):
+        return torch.func.functional_call(layer, {name: values}, (input,)) if name != "input" else layer(values)
 
-    def both():
-        return torch.func.jvp(layer, (input,), (step,)), torch.func.jvp(by_weight, (layer.weight,), (of_weight,))
+    return call
 
-    expected = both()
+
+def dual_gradient(layer, input):
+    """The tangent of a gradient whose layer ran before any level of derivatives that go forward."""
+    given = input.clone().requires_grad_()
+    output = layer(given)
+    with forward_ad.dual_level():
+        above = forward_ad.make_dual(torch.ones_like(output), torch.linspace(0, 1, output.numel()).view_as(output))
+        (gradient,) = torch.autograd.grad(output, given, above)
+        return forward_ad.unpack_dual(gradient).tangent
+
+
+FORWARD = {
+    **{f"jvp by the {name}": name for name in ("input", "weight", "bias")},
+    "jvp of vmap": lambda layer, input: torch.func.jvp(torch.func.vmap(layer), (input,), (input,)),
+    "hessian": lambda layer, input: torch.func.hessian(lambda x: layer(x).tanh().sum())(input),
+    "jvp of grad": lambda layer, input: torch.func.jvp(
+        torch.func.grad(lambda x: layer(x).tanh().sum()), (input,), (input,)
+    ),
+    "a level within the backward pass": dual_gradient,
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("kind", FORWARD)
+def test_derivatives_that_go_forward_are_those_of_torch(kind, everywhere):
+    layer, input = nn.Linear(IN, OUT), torch.randn(3, 2, IN)
+    compute = FORWARD[kind]
+    if isinstance(compute, str):
+        values = {"input": input, **dict(layer.named_parameters())}[compute].detach()
+        call, tangent = forward_by(compute), torch.randn_like(values)
+
+        def compute(layer, input):
+            return torch.func.jvp(lambda values: call(layer, values, input), (values,), (tangent,))
+
+    expected = compute(layer, input)
     use_faster_linears(layer)
-    torch.testing.assert_close(both(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compute(layer, input), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -55,10 +55,11 @@ def test_a_logit_far_above_those_of_earlier_tiles_is_no_overflow(kernels):
     compare((hidden, weight, targets, None), SHAPES[0], False, ("hidden",))
 
 
+@DTYPES
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("ruled_out", [range(150), range(40, 301)], ids=["first", "last"])
-def test_tokens_whose_bias_is_minus_infinity_are_as_if_they_were_not_there(kernels, ruled_out, with_entropy):
-    compare_without(ruled_out, build_case(kernels, torch.float32, 19, 40, 301), SHAPES[0], with_entropy)
+def test_tokens_whose_bias_is_minus_infinity_are_as_if_they_were_not_there(kernels, ruled_out, with_entropy, dtype):
+    compare_without(ruled_out, build_case(kernels, dtype, 19, 40, 301), SHAPES[0], with_entropy)
 
 
 def test_no_rows_give_no_log_probabilities(kernels):

@@ -179,22 +179,32 @@ def compare_without(ruled_out, case, shape, with_entropy):
 
     *found, of_weight, of_bias = compute(weight, bias, left[targets])
     *expected, by_weight, by_bias = compute(weight[left], bias[left], targets)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close((of_weight[left], of_bias[left]), (by_weight, by_bias), rtol=1e-4, atol=1e-5)
+    allowed = {"rtol": 1e-4, "atol": 1e-5} if hidden.dtype == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+    torch.testing.assert_close(found, expected, **allowed)
+    torch.testing.assert_close((of_weight[left], of_bias[left]), (by_weight, by_bias), **allowed)
     assert not of_weight[list(ruled_out)].any() and not of_bias[list(ruled_out)].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("ruled_out", [range(150), range(40, V)], ids=["first", "last"])
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1]])
+@pytest.mark.parametrize("shape", [SHAPES[0], LogitShape(0.25, None, 0.7)], ids=["plain", "scaled"])
 @pytest.mark.usefixtures("tiles")
-def test_tokens_whose_bias_is_minus_infinity_are_as_if_they_were_not_there(ruled_out, shape, with_entropy):
-    compare_without(ruled_out, build_case(), shape, with_entropy)
+def test_tokens_whose_bias_is_minus_infinity_are_as_if_they_were_not_there(ruled_out, shape, with_entropy, dtype):
+    compare_without(ruled_out, build_case(dtype), shape, with_entropy)
+
+
+def test_a_bias_of_minus_infinity_below_a_softcap_is_what_the_softcap_makes_of_it():
+    case = build_case()
+    case[3][5:9] = -torch.inf
+    compare((*case[:2], case[2] % 5, case[3]), LogitShape(softcap=2.0), True, ("hidden",))
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("trained", [("hidden",), ("hidden", "weight", "bias")], ids="-".join)
-def test_autocast_changes_nothing(trained, with_entropy):
+def test_autocast_changes_nothing(trained, with_entropy, monkeypatch):
+    monkeypatch.setattr(cpu_gemm, "is_intel", lambda: True)  # by torch's own products, which heed autocast
+
     def compute():
         return run(lambda *case: linear_log_prob(*case, PLAIN, with_entropy), build_case(), trained, with_entropy)
 
