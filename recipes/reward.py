@@ -39,7 +39,7 @@ from hybrid_engine.recipes.rewards.classifier import (
     save_normalised,
     score_tokens,
 )
-from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
+from hybrid_engine.recipes.runs.adapters import add_adapter, check_trainable
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_count, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
@@ -146,7 +146,7 @@ def run(config: Config) -> Path:
     if config.chat_template:
         tokenizer.chat_template = read_template(config.chat_template)
     corpus = load_pair_corpus(config, tokenizer, source)
-    check_adapter(config.lora_rank, load_config(source), source)
+    check_trainable(config.lora_rank, load_config(source), source)
     check_budget(config.tokens_per_micro_batch, [(len(pair.chosen), len(pair.rejected)) for pair in corpus.train])
     classifier = recompute_activations(build_classifier(source, tokenizer), config)
     model = add_adapter(classifier, config.lora_rank, "SEQ_CLS")

@@ -36,7 +36,7 @@ from hybrid_engine.recipes.data.sequences import (
     response_logprobs,
 )
 from hybrid_engine.recipes.planning.following import follow_examples, write_result
-from hybrid_engine.recipes.runs.adapters import add_adapter, check_adapter
+from hybrid_engine.recipes.runs.adapters import add_adapter, check_trainable
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_between, check_count, check_divides, check_one_of
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
@@ -251,7 +251,7 @@ def load_or_build_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> n
     if not config.model:
         first = FOR_TEXT if config.task == "docs" else USUAL
         return build_small_llama(tokenizer, config.hidden_size, config.num_layers, first)
-    check_adapter(config.lora_rank, load_config(config.model), config.model)
+    check_trainable(config.lora_rank, load_config(config.model), config.model)
     return add_adapter(load_model(AutoModelForCausalLM, config.model), config.lora_rank)
 
 

@@ -5,6 +5,7 @@ import gc
 import random
 import re
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +17,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import hybrid_engine
 from hybrid_engine.recipes.data import micro_batches
-from hybrid_engine.recipes.data.micro_batches import check_budget, deal, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import check_budget, deal, fill_evenly, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
-from hybrid_engine.recipes.data.packing import Layout, Prompt, layout_of, pack, set_layout
+from hybrid_engine.recipes.data.packing import Layout, Prompt, fit_rows, layout_of, pack, set_layout
 from hybrid_engine.recipes.data.sequences import (
     ValueModel,
     build_sequences,
@@ -373,6 +374,70 @@ def test_later_steps_keep_to_the_budget_that_fitted_which_is_also_what_avoids_it
     assert max(train(engine, whole, most)) <= budget <= most
     assert max(train(build(), budget, most)) <= budget
     assert "out of memory" not in capsys.readouterr().out
+
+
+def steps_with_less_memory(layout, budget, steps, cost, most):
+    """The costs of the passes that each of `steps`, items and their prompts, tries; a pass may cost `most`."""
+    engine = Engine(build_model(), size=4)
+    set_layout(engine, layout)
+    tried = []
+    for items, prompts in steps:
+        tried.append([])
+
+        def loss_of(part, items=items, prompts=prompts):
+            tried[-1].append(cost([items[index] for index in part], [prompts[index] for index in part]))
+            if tried[-1][-1] > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return torch.zeros((), requires_grad=True).sum(), {}
+
+        train_in_parts([engine], items, budget, [(engine, loss_of)], prompts)
+    return tried
+
+
+def shared_tokens(items, prompts):
+    number_of = Counter()
+    for item, prompt in zip(items, prompts, strict=True):
+        number_of[prompt] += len(item)
+    return sum(map(sum, items)) - sum(prompt.cells_spared(number) for prompt, number in number_of.items())
+
+
+def test_later_steps_keep_to_what_fitted_where_pairs_share_long_prompts(capsys):
+    items = [(410, 410)] + [(205, 205)] * 7
+    prompts = [Prompt(number, max(item) - 5) for number, item in enumerate(items)]
+    first, *later = steps_with_less_memory(Layout.SPANS, 2000, [(items, prompts)] * 3, shared_tokens, 600)
+    assert max(first) > 600 and all(max(tried) <= 600 for tried in later)
+    lines = capsys.readouterr().out.split("out of memory")[1:]
+    assert "--tokens-per-micro-batch 820 is the least for its largest item, and may not avoid it" in " ".join(
+        lines[-1].split()
+    )
+
+
+def test_what_fitted_once_does_not_grow_by_a_longer_item():
+    short, long = [(10,)] * 40, [(10,)] * 39 + [(250,)]
+    steps = [([*items], [Prompt(None, 1)] * 40) for items in (short, long, short, long)]
+
+    def cost(items, prompts):
+        return sum(map(sum, items)) + 15 * len(items)
+
+    first, second, third, fourth = steps_with_less_memory(Layout.ONE_ROW, 400, steps, cost, 270)
+    assert max(first) > 270 and max(map(max, (second, third, fourth))) <= 270
+    assert len(second) == len(fourth) and max(third) < 265  # the longer item is a pass by itself
+
+
+def test_rows_are_filled_as_well_as_one_sequence_after_the_other_would_be():
+    chance = random.Random(0)
+    for _ in range(50):
+        lengths = [min(100, 1 + int(chance.lognormvariate(3, 1))) for _ in range(chance.randint(1, 60))]
+        rows = fit_rows(lengths)
+        assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+        assert all(sum(lengths[index] for index in row) <= max(lengths) for row in rows)
+        budget = chance.randint(max(lengths), sum(lengths))
+        parts = fill_evenly(
+            [(length,) for length in lengths], [], Layout.ROWS, SimpleNamespace(tokens_per_micro_batch=budget)
+        )
+        assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+        for part in parts:
+            assert Layout.ROWS.num_cells(sorted((lengths[index] for index in part), reverse=True)) <= budget
 
 
 def test_what_a_pass_that_ran_out_of_memory_held_is_free_before_it_is_redone():

@@ -241,6 +241,7 @@ def test_rollouts_too_large_for_a_machine_are_to_decode_fewer_rows(command, caps
         (["serve", "--model", "nowhere"], "plan serve: give one of sft, reward, ppo"),
         (["evaluate"], "plan evaluate: give one of sft, reward, ppo"),
         ([], "plan: give one of sft, reward, ppo"),
+        (["--model", "x", "sft"], "plan: give one of sft, reward, ppo"),
         (["grpo", "--model", "/no/such/folder"], "--model='/no/such/folder' must be a Hugging Face folder"),
         (["doctor"], "plan doctor: give one of sft"),
         (["plan"], "plan plan: give one of sft"),

@@ -63,9 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] == PLAN:
             wishes, command = plan.read_wishes(arguments[1:])
-            if command[:1] not in ([name] for name in plan.PLANNED):
-                told = "plan " + command[0] if command else "plan"
-                print(f"hybrid-engine: {told}: give one of {', '.join(plan.PLANNED)}", file=sys.stderr)
+            if not command or command[0] not in plan.PLANNED:
+                told = f"plan {command[0]}" if command and not command[0].startswith("-") else "plan"
+                print(f"hybrid-engine: {told}: give one of {', '.join(plan.PLANNED)} first", file=sys.stderr)
                 return REFUSED
             return run(command, partial(plan_recipe, wishes))
         return run_other(arguments[0], arguments[1:]) if arguments and arguments[0] in OTHERS else run(arguments)

@@ -8,10 +8,12 @@ begin the step again, with passes of half the size, and later steps keep to that
 all.
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,13 +39,18 @@ Alike on all processes."""
 
 def check_budget(budget: int, items: Items) -> None:
     """Raises ValueError where the largest of `items` does not fit into `--tokens-per-micro-batch`; 0 has no limit."""
-    largest = max((_cells(Layout.ROWS, [item]) for item in items), default=0)
+    largest = _largest(items)
     if budget and largest > budget:
         longest = max(max(item) for item in items)
         raise ValueError(
             f"--tokens-per-micro-batch={budget} must hold the largest of what is learned from, {largest} tokens "
             f"(its longest sequence has {longest}); raise it to {largest} or more, or shorten the sequences"
         )
+
+
+def _largest(items: Items) -> int:
+    """Tokens of the largest of `items` in rows of its own."""
+    return max((_cells(Layout.ROWS, [item]) for item in items), default=0)
 
 
 def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | None = None) -> list[list[int]]:
@@ -75,10 +82,9 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
         fill = partial(_fill_sharing, items, prompts, order)
     elif layout is Layout.PADDED and prompts is not None:
         fill = partial(_fill_padded, items, prompts, order)
-    least = max((_cells(layout, [item]) for item in items), default=0)
-    budget = max(least, min(budget, _fitting.get(engine.module, budget)))
+    budget = min(budget, _fitting.get(engine.module, budget))  # an item that is larger than that is a pass by itself
     num_parts = max(gather_objects(len(fill(budget))))
-    return _as_many(_evenly(fill, least, budget, num_parts), num_parts)
+    return _as_many(_evenly(fill, budget, num_parts), num_parts)
 
 
 def fill_evenly(items: Items, prompts: Sequence[Prompt], layout: Layout, config: Any) -> list[list[int]]:
@@ -88,12 +94,12 @@ def fill_evenly(items: Items, prompts: Sequence[Prompt], layout: Layout, config:
     if layout is Layout.PADDED:
         fill = partial(_fill_padded, items, prompts, order)
     budget = config.tokens_per_micro_batch
-    least = max((_cells(layout, [item]) for item in items), default=0)
-    return _evenly(fill, least, budget, len(fill(budget)))
+    return _evenly(fill, budget, len(fill(budget)))
 
 
-def _evenly(fill: Callable[[int], list[list[int]]], low: int, high: int, num_parts: int) -> list[list[int]]:
-    """The parts of the smallest budget from `low` to `high` that makes at most `num_parts` of them."""
+def _evenly(fill: Callable[[int], list[list[int]]], budget: int, num_parts: int) -> list[list[int]]:
+    """The parts of the smallest budget, up to `budget`, that makes at most `num_parts` of them."""
+    low, high = 1, budget
     while num_parts > 1 and low < high:  # one part is the same by any budget
         middle = (low + high) // 2
         low, high = (low, middle) if len(fill(middle)) <= num_parts else (middle + 1, high)
@@ -113,16 +119,19 @@ def _cells(layout: Layout, items: Items) -> int:
 
 
 def _fill(items: Items, order: list[int], layout: Layout, budget: int) -> list[list[int]]:
-    """The items in `order`, the longest first, in passes of at most `budget` tokens, none of them empty."""
-    parts: list[list[int]] = [[]]
-    lengths: list[int] = []  # of the last part
-    for index in order:
-        lengths += items[index]
-        if parts[-1] and layout.num_cells(sorted(lengths, reverse=True)) > budget:
-            parts.append([])
-            lengths = list(items[index])
-        parts[-1].append(index)
-    return parts
+    """The items in `order`, the longest first, in passes of at most `budget` tokens or of one item, none empty."""
+    tokens = [0, *accumulate(sum(items[index]) for index in order)]
+    parts, first = list[list[int]](), 0
+    while first < len(order):
+        # Rows that are left over in part make it fewer items than tokens alone would.
+        low, high = first + 1, max(first + 1, bisect_right(tokens, tokens[first] + budget) - 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = _cells(layout, [items[index] for index in order[first:middle]]) <= budget
+            low, high = (middle, high) if fits else (low, middle - 1)
+        parts.append(order[first:low])
+        first = low
+    return parts or [[]]
 
 
 def _fill_padded(items: Items, prompts: Sequence[Prompt], order: list[int], budget: int) -> list[list[int]]:
@@ -190,15 +199,15 @@ def train_in_parts(
     Raises:
         torch.OutOfMemoryError: each part has a single item already.
     """
-    dealt = deal(items, engines[0], budget, prompts)
+    passes, dealt = _Passes(engines[0], items, budget, prompts), deal(items, engines[0], budget, prompts)
 
     def run(parts: list[list[int]]) -> list[Figures]:
         if parts is not dealt:
             for engine in engines:
                 engine.begin_step_again()
-        return _run(engines, parts, [_tokens_of(part, items, engines[0], prompts) for part in parts], losses)
+        return _run(engines, parts, [passes.tokens_of(part) for part in parts], losses)
 
-    figures = _until_they_fit(run, dealt, engines[0], items, budget, prompts)
+    figures = passes.run(run, dealt)
     for engine in engines:
         engine.step()
     return figures
@@ -216,62 +225,61 @@ def measure_in_parts(
     def run(parts: list[list[int]]) -> list[Result]:
         return [agree(partial(compute, part)) for part in parts]
 
-    return _until_they_fit(run, deal(items, engine, budget, prompts), engine, items, budget, prompts)
+    return _Passes(engine, items, budget, prompts).run(run, deal(items, engine, budget, prompts))
 
 
-def _until_they_fit(
-    run: Callable[[list[list[int]]], Result],
-    parts: list[list[int]],
-    engine: Any,
-    items: Items,
-    budget: int,
-    prompts: Sequence[Prompt] | None,
-) -> Result:
-    option = "--tokens-per-micro-batch" if budget else "--micro-batch-size"
+class _Passes(NamedTuple):
+    """What passes over the items of a step are made by, of `engine`, until memory holds them."""
 
-    def size(parts: list[list[int]]) -> int:
-        sizes = (_tokens_of(part, items, engine, prompts) if budget else len(part) for part in parts)
-        return max(gather_objects(max(sizes)))
+    engine: Any
+    items: Items
+    budget: int
+    prompts: Sequence[Prompt] | None
 
-    def smaller(parts: list[list[int]]) -> list[list[int]] | None:
-        less = _smaller(parts)
-        if less is not None:
-            _fitting[engine.module] = size(less)
+    def run(self, run: Callable[[list[list[int]]], Result], parts: list[list[int]]) -> Result:
+        """`run(parts)`, or of halves of them where memory ends; collective."""
+        return until_it_fits(run, parts, self.smaller, self.line)
+
+    def smaller(self, parts: list[list[int]]) -> list[list[int]] | None:
+        """`parts` in halves, as many on each process, to whose size later steps keep; None of single items."""
+        halves = [half for part in parts for half in (_halves(part) if len(part) > 1 else [part])]
+        number = max(gather_objects(len(halves)))
+        if number == len(parts):
+            return None
+        less = _as_many(halves, number)
+        _fitting[self.engine.module] = min(self.size(less), _fitting.get(self.engine.module, self.size(less)))
         return less
 
-    def line(parts: list[list[int]]) -> str:
-        what = "tokens" if budget else "rows"
+    def line(self, parts: list[list[int]]) -> str:
+        """What is said of `parts` that ran out of memory."""
+        option, what = ("--tokens-per-micro-batch", "tokens") if self.budget else ("--micro-batch-size", "rows")
+        fitting, advice = _fitting[self.engine.module], "avoids it"
+        least = max(gather_objects(_largest(self.items))) if self.budget else 1
+        if fitting < least:
+            fitting, advice = least, "is the least for its largest item, and may not avoid it"
         return (
-            f"out of memory in a pass over up to {size(parts)} {what}: redone in halves, as later steps are; "
-            f"{option} {_fitting[engine.module]} avoids it"
+            f"out of memory in a pass over up to {self.size(parts)} {what}: redone in halves, as later steps are; "
+            f"{option} {fitting} {advice}"
         )
 
-    return until_it_fits(run, parts, smaller, line)
+    def size(self, parts: list[list[int]]) -> int:
+        """Of the largest of the parts of all processes, as `_fitting` counts it."""
+        return max(gather_objects(max(self.tokens_of(part) if self.budget else len(part) for part in parts)))
 
-
-def _smaller(parts: list[list[int]]) -> list[list[int]] | None:
-    """`parts` in halves, as many on each process, which all have as many items; None of single ones. Collective."""
-    halves = [half for part in parts for half in (_halves(part) if len(part) > 1 else [part])]
-    number = max(gather_objects(len(halves)))
-    return None if number == len(parts) else _as_many(halves, number)
-
-
-def _tokens_of(part: list[int], items: Items, engine: Any, prompts: Sequence[Prompt] | None) -> int:
-    """Of the pass over a part, padding included."""
-    layout = layout_of(engine)
-    cells = _cells(layout, [items[index] for index in part])
-    if prompts is None:
-        return cells
-    if layout is Layout.PADDED:  # prompts to the left, the rest to the right of one column
-        longest = max(prompts[index].length for index in part)
-        responses = (length - prompts[index].length for index in part for length in items[index])
-        return sum(len(items[index]) for index in part) * (longest + max(responses))
-    if layout is not Layout.SPANS:
-        return cells
-    number_of = Counter[Prompt]()
-    for index in part:
-        number_of[prompts[index]] += len(items[index])
-    return cells - sum(prompt.cells_spared(number) for prompt, number in number_of.items())
+    def tokens_of(self, part: list[int]) -> int:
+        """Of the pass over a part, padding included."""
+        items, prompts, layout = self.items, self.prompts, layout_of(self.engine)
+        cells = _cells(layout, [items[index] for index in part])
+        if prompts is None or layout not in (Layout.PADDED, Layout.SPANS):
+            return cells
+        if layout is Layout.PADDED:  # prompts to the left, the rest to the right of one column
+            longest = max(prompts[index].length for index in part)
+            responses = (length - prompts[index].length for index in part for length in items[index])
+            return sum(len(items[index]) for index in part) * (longest + max(responses))
+        number_of = Counter[Prompt]()
+        for index in part:
+            number_of[prompts[index]] += len(items[index])
+        return cells - sum(prompt.cells_spared(number) for prompt, number in number_of.items())
 
 
 def _run(

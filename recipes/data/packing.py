@@ -9,6 +9,7 @@ for is tried, not assumed: `packable.py`.
 B sequences, C columns of the padded batch, R packed rows, W columns of these.
 """
 
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from enum import Enum
@@ -71,15 +72,17 @@ def set_layout(model: nn.Module, layout: Layout) -> None:
 
 
 def fit_rows(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of `lengths` in rows as wide as the longest, each in the first row with room; the longest come first."""
-    width, rows, room = max(lengths, default=0), list[list[int]](), list[int]()
+    """Indices of `lengths` in rows as wide as the longest, each where least room is left; the longest come first."""
+    width, rows, open_rows = max(lengths, default=0), list[list[int]](), list[tuple[int, int]]()
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        row = next((row for row, left in enumerate(room) if left >= lengths[index]), len(rows))
-        if row == len(rows):
+        place = bisect_left(open_rows, (lengths[index], 0))
+        if place == len(open_rows):
+            room, row = width, len(rows)
             rows.append([])
-            room.append(width)
+        else:
+            room, row = open_rows.pop(place)
         rows[row].append(index)
-        room[row] -= lengths[index]
+        insort(open_rows, (room - lengths[index], row))
     return rows
 
 

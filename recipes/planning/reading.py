@@ -21,7 +21,7 @@ from hybrid_engine.recipes.preference.first_actor import check_enough
 from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.recipes.rewards.classifier import load_scoring_tokenizer
 from hybrid_engine.recipes.rewards.learned import names_model
-from hybrid_engine.recipes.runs.adapters import check_adapter
+from hybrid_engine.recipes.runs.adapters import check_trainable
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, num_positions
 from hybrid_engine.recipes.tasks.small_llama import build_small_llama
 
@@ -122,7 +122,7 @@ def _small_config(config: sft.Config, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 def _adapted(config: Any, model: PretrainedConfig) -> PretrainedConfig:
-    check_adapter(config.lora_rank, model, config.model or config.out)
+    check_trainable(config.lora_rank, model, config.model or config.out)
     return model
 
 

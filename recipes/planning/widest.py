@@ -16,8 +16,9 @@ from hybrid_engine.recipes.planning.read import Item, Read
 from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
 from hybrid_engine.training.pass_memory import PassShape
 
-MOST_LAID_OUT = 100
-"""Of steps with as many passes: laying one out takes milliseconds, and items that stay together do not fill passes."""
+MOST_LAID_OUT = 5000
+"""Items of steps that are laid out, each some 0.1 ms: padding, and items that stay together, leave passes less than
+full."""
 
 
 class Widest(NamedTuple):
@@ -73,7 +74,8 @@ def _widest_packed(steps: list[list[Item]], config: Any, layout: Layout, *, is_k
     for items in sorted(steps, key=lambda items: -sum(map(_tokens, items))):
         alike[-(-sum(map(_tokens, items)) // budget)].append(items)
     shapes, accumulates = list[PassShape](), False
-    for items in chain.from_iterable(group[:MOST_LAID_OUT] for group in alike.values()):
+    most = max(1, MOST_LAID_OUT // max(1, sum(map(len, (group[0] for group in alike.values())))))
+    for items in chain.from_iterable(group[:most] for group in alike.values()):
         prompts = [Prompt(None, item[0][0]) for item in items]
         parts = fill_evenly([tuple(map(sum, item)) for item in items], prompts, layout, config)
         shapes += [_laid_out([items[index] for index in part], layout) for part in parts]

@@ -40,9 +40,14 @@ def check_shared_base(config: Any) -> None:
         raise ValueError("--exact computes one role's forward pass; leave it out, or --shared-base")
 
 
-def check_adapter(rank: int, config: PretrainedConfig, source: str | Path) -> None:
-    """ValueError if `--lora-rank` does not suit the model of `config`, which `--model` named as `source`, or if that is
-    quantised and there are several processes."""
+def check_trainable(rank: int, config: PretrainedConfig, source: str | Path) -> None:
+    """ValueError unless the model of `config`, from `--model`, trains at `--lora-rank` and on these processes.
+
+    Args:
+        rank: of the adapter; 0: all weights are trained.
+        config: of the model.
+        source: as the option named it.
+    """
     is_quantised = getattr(config, "quantization_config", None) is not None
     if is_quantised and get_world_size() > 1:
         raise ValueError(

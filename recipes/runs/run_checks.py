@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.recipes.runs.adapters import check_adapter
+from hybrid_engine.recipes.runs.adapters import check_trainable
 from hybrid_engine.recipes.runs.checkpoints import check_resume
 from hybrid_engine.recipes.runs.run_folder import RUN_RESULTS, check_nothing_is_lost, check_out
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer
@@ -37,7 +37,7 @@ def check_sources_stay(folder: Path, config: Any) -> None:
 def check_model(source: str, lora_rank: int) -> None:
     """ValueError unless the model `source` has a tokenizer and a config, and `--lora-rank` fits its width."""
     load_tokenizer(source)
-    check_adapter(lora_rank, load_config(source), source)
+    check_trainable(lora_rank, load_config(source), source)
 
 
 def check_stage(folder: Path, name: str, batch_size: int) -> None:
