@@ -32,7 +32,12 @@ def _bytes_of_engines(rank, world_size):
         added = live_storages()
         buffers = {buffer.untyped_storage().data_ptr() for buffer in engine.module.buffers()}
         lies_there = sum(size for place, size in added.items() if place not in before and place not in buffers)
-        results.append((vars(count_bytes(engine.sharding, optimizer)), lies_there, engine.report()))
+        counted = vars(count_bytes(engine.sharding, optimizer))
+        results.append((counted, lies_there, engine.report()))
+        for module in engine.sharding.fsdp_modules():
+            module.unshard()
+        assert vars(count_bytes(engine.sharding, optimizer)) == counted  # what is gathered is counted elsewhere
+        engine.sharding.settle()
     return results
 
 

@@ -370,7 +370,7 @@ def test_later_steps_keep_to_the_budget_that_fitted_which_is_also_what_avoids_it
     engine = build()
     assert max(train(engine, whole, most)) > most
     line = " ".join(capsys.readouterr().out.split("out of memory")[-1].split())
-    budget = int(re.search(r"--tokens-per-micro-batch (\d+) avoids it", line)[1])
+    budget = int(re.search(r"a smaller --tokens-per-micro-batch avoids it, (\d+) if", line)[1])
     assert max(train(engine, whole, most)) <= budget <= most
     assert max(train(build(), budget, most)) <= budget
     assert "out of memory" not in capsys.readouterr().out
@@ -406,10 +406,7 @@ def test_later_steps_keep_to_what_fitted_where_pairs_share_long_prompts(capsys):
     prompts = [Prompt(number, max(item) - 5) for number, item in enumerate(items)]
     first, *later = steps_with_less_memory(Layout.SPANS, 2000, [(items, prompts)] * 3, shared_tokens, 600)
     assert max(first) > 600 and all(max(tried) <= 600 for tried in later)
-    lines = capsys.readouterr().out.split("out of memory")[1:]
-    assert "--tokens-per-micro-batch 820 is the least for its largest item, and may not avoid it" in " ".join(
-        lines[-1].split()
-    )
+    assert capsys.readouterr().out.count("out of memory") == sum(cost > 600 for cost in first)
 
 
 def test_what_fitted_once_does_not_grow_by_a_longer_item():
@@ -432,9 +429,7 @@ def test_rows_are_filled_as_well_as_one_sequence_after_the_other_would_be():
         assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
         assert all(sum(lengths[index] for index in row) <= max(lengths) for row in rows)
         budget = chance.randint(max(lengths), sum(lengths))
-        parts = fill_evenly(
-            [(length,) for length in lengths], [], Layout.ROWS, SimpleNamespace(tokens_per_micro_batch=budget)
-        )
+        parts = fill_evenly([(length,) for length in lengths], [], Layout.ROWS, budget)
         assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
         for part in parts:
             assert Layout.ROWS.num_cells(sorted((lengths[index] for index in part), reverse=True)) <= budget

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
 from hybrid_engine.recipes import dpo, grpo, sft
-from hybrid_engine.recipes.data.packing import Layout, set_layout
+from hybrid_engine.recipes.data.micro_batches import deal
+from hybrid_engine.recipes.data.packing import Layout, Prompt, set_layout
 from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.reading import READERS
@@ -157,6 +159,19 @@ def test_answers_to_one_prompt_are_counted_with_one_of_it_where_they_share_it():
     assert widest_pass(read, config, 3, 1) == (PassShape(1, 3 * (20 - 9), 36), False)
     windowed = Read(first=MistralConfig(sliding_window=8), items=pairs, prompt_tokens=10)
     assert widest_pass(windowed, config, 3, 1)[0].prompt == 10  # a row for each sequence
+
+
+def test_pairs_that_share_a_long_prompt_fill_the_passes_that_the_run_fills(tmp_path):
+    items = [((200 + number, 8), (200 + number, 9 + number)) for number in range(8)]
+    lengths = [tuple(map(sum, item)) for item in items]
+    prompts = [Prompt(number, item[0][0]) for number, item in enumerate(items)]
+    engine = SimpleNamespace(module=build_model())
+    set_layout(engine, Layout.SPANS)
+    parts = deal(lengths, engine, 700, prompts)
+    widest = max(sum(map(sum, (lengths[i] for i in part))) - sum(prompts[i].length - 1 for i in part) for part in parts)
+    read = Read(first=LlamaConfig(), items=items, batches=[list(range(8))])
+    shape, accumulates = widest_pass(read, dpo.Config(tokens_per_micro_batch=700), 8, 1)
+    assert accumulates and shape.rows * (shape.prompt + shape.response) == widest > 460
 
 
 def test_shards_have_equally_many_rows_and_padding():

@@ -39,18 +39,13 @@ Alike on all processes."""
 
 def check_budget(budget: int, items: Items) -> None:
     """Raises ValueError where the largest of `items` does not fit into `--tokens-per-micro-batch`; 0 has no limit."""
-    largest = _largest(items)
+    largest = max((_cells(Layout.ROWS, [item]) for item in items), default=0)
     if budget and largest > budget:
         longest = max(max(item) for item in items)
         raise ValueError(
             f"--tokens-per-micro-batch={budget} must hold the largest of what is learned from, {largest} tokens "
             f"(its longest sequence has {longest}); raise it to {largest} or more, or shorten the sequences"
         )
-
-
-def _largest(items: Items) -> int:
-    """Tokens of the largest of `items` in rows of its own."""
-    return max((_cells(Layout.ROWS, [item]) for item in items), default=0)
 
 
 def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | None = None) -> list[list[int]]:
@@ -64,37 +59,37 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
         prompts: with which all sequences of each item begin; those of one prompt go into the same pass, where there is
             room, if passes share prompts, and padded rows are padded on both sides. None: sequences without prompts.
     """
-    order = sorted(range(len(items)), key=lambda index: max(items[index]))
     if not budget:
+        order = sorted(range(len(items)), key=lambda index: max(items[index]))
         size = engine.train_micro_batch_size_per_gpu()
         size = min(size, _fitting.get(engine.module, size))
         return [order[first : first + size] for first in range(0, len(order), size)]
     check_budget(budget, items)
-    order.reverse()
-    layout = layout_of(engine)
-    fill: Callable[[int], list[list[int]]] = partial(_fill, items, order, layout)
-    if layout is Layout.SPANS and prompts is not None:
-        longest: dict[Prompt, int] = {}
-        for index in order:
-            longest.setdefault(prompts[index], max(items[index]))
-        numbers = {prompt: number for number, prompt in enumerate(longest)}
-        order.sort(key=lambda index: (-longest[prompts[index]], numbers[prompts[index]]))
-        fill = partial(_fill_sharing, items, prompts, order)
-    elif layout is Layout.PADDED and prompts is not None:
-        fill = partial(_fill_padded, items, prompts, order)
+    fill = _filling(items, prompts, layout_of(engine))
     budget = min(budget, _fitting.get(engine.module, budget))  # an item that is larger than that is a pass by itself
     num_parts = max(gather_objects(len(fill(budget))))
     return _as_many(_evenly(fill, budget, num_parts), num_parts)
 
 
-def fill_evenly(items: Items, prompts: Sequence[Prompt], layout: Layout, config: Any) -> list[list[int]]:
-    """Indices of `items` by forward pass, as `deal` makes them of one process whose items share nothing; local."""
-    order = sorted(range(len(items)), key=lambda index: -max(items[index]))
-    fill: Callable[[int], list[list[int]]] = partial(_fill, items, order, layout)
-    if layout is Layout.PADDED:
-        fill = partial(_fill_padded, items, prompts, order)
-    budget = config.tokens_per_micro_batch
+def fill_evenly(items: Items, prompts: Sequence[Prompt], layout: Layout, budget: int) -> list[list[int]]:
+    """Indices of `items` by forward pass, as `deal` makes them on one process; local."""
+    fill = _filling(items, prompts, layout)
     return _evenly(fill, budget, len(fill(budget)))
+
+
+def _filling(items: Items, prompts: Sequence[Prompt] | None, layout: Layout) -> Callable[[int], list[list[int]]]:
+    """What puts `items`, the longest first, into passes of at most so many tokens, or of one item; none is empty."""
+    order = sorted(range(len(items)), key=lambda index: -max(items[index]))
+    if prompts is None or layout not in (Layout.PADDED, Layout.SPANS):
+        return partial(_fill, items, order, layout)
+    if layout is Layout.PADDED:
+        return partial(_fill_padded, items, prompts, order)
+    longest: dict[Prompt, int] = {}
+    for index in order:
+        longest.setdefault(prompts[index], max(items[index]))
+    numbers = {prompt: number for number, prompt in enumerate(longest)}
+    order.sort(key=lambda index: (-longest[prompts[index]], numbers[prompts[index]]))
+    return partial(_fill_sharing, items, prompts, order)
 
 
 def _evenly(fill: Callable[[int], list[list[int]]], budget: int, num_parts: int) -> list[list[int]]:
@@ -119,7 +114,7 @@ def _cells(layout: Layout, items: Items) -> int:
 
 
 def _fill(items: Items, order: list[int], layout: Layout, budget: int) -> list[list[int]]:
-    """The items in `order`, the longest first, in passes of at most `budget` tokens or of one item, none empty."""
+    """The items in `order` in passes in which nothing is shared."""
     tokens = [0, *accumulate(sum(items[index]) for index in order)]
     parts, first = list[list[int]](), 0
     while first < len(order):
@@ -252,14 +247,13 @@ class _Passes(NamedTuple):
 
     def line(self, parts: list[list[int]]) -> str:
         """What is said of `parts` that ran out of memory."""
-        option, what = ("--tokens-per-micro-batch", "tokens") if self.budget else ("--micro-batch-size", "rows")
-        fitting, advice = _fitting[self.engine.module], "avoids it"
-        least = max(gather_objects(_largest(self.items))) if self.budget else 1
-        if fitting < least:
-            fitting, advice = least, "is the least for its largest item, and may not avoid it"
+        fitting = _fitting[self.engine.module]
+        advice = f"--micro-batch-size {fitting} avoids it"
+        if self.budget:  # for one sequence alone the option may have to be larger
+            advice = f"a smaller --tokens-per-micro-batch avoids it, {fitting} if the longest sequence allows that"
         return (
-            f"out of memory in a pass over up to {self.size(parts)} {what}: redone in halves, as later steps are; "
-            f"{option} {fitting} {advice}"
+            f"out of memory in a pass over up to {self.size(parts)} {'tokens' if self.budget else 'rows'}: redone in "
+            f"halves, as later steps are; {advice}"
         )
 
     def size(self, parts: list[list[int]]) -> int:

@@ -47,7 +47,7 @@ def load_pair_corpus(config: Any, tokenizer: PreTrainedTokenizerBase, source: st
     else:
         rows = read_preference_rows(config.dataset, *config.part)
         train, held_out = hold_out_of(config.dataset, rows, config.held_out_share)
-    random.shuffle(train)
+    random.Random(config.seed).shuffle(train)
     train = train[: config.num_pairs or None]
     limit = limit_of(config.max_tokens, num_positions(load_config(source)), f"--model={source!r}")
     encoded = []

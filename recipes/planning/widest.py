@@ -76,8 +76,8 @@ def _widest_packed(steps: list[list[Item]], config: Any, layout: Layout, *, is_k
     shapes, accumulates = list[PassShape](), False
     most = max(1, MOST_LAID_OUT // max(1, sum(map(len, (group[0] for group in alike.values())))))
     for items in chain.from_iterable(group[:most] for group in alike.values()):
-        prompts = [Prompt(None, item[0][0]) for item in items]
-        parts = fill_evenly([tuple(map(sum, item)) for item in items], prompts, layout, config)
+        prompts = [Prompt(number, item[0][0]) for number, item in enumerate(items)]
+        parts = fill_evenly([tuple(map(sum, item)) for item in items], prompts, layout, budget)
         shapes += [_laid_out([items[index] for index in part], layout) for part in parts]
         accumulates |= len(parts) > 1
     widest = max(shapes, key=_cells)

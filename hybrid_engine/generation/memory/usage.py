@@ -1,7 +1,7 @@
 """Memory of this process: what training keeps, in bytes and in words, and what is free."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from hybrid_engine.config import EngineConfig
 from hybrid_engine.containers.quantised import stored_tensors
 from hybrid_engine.observing.memory_plan import format_bytes
 from hybrid_engine.optim.optimizer import ZeroOptimizer
-from hybrid_engine.zero.fsdp2_private import unreduced_gradients
+from hybrid_engine.zero.fsdp2_private import fsdp_params, unreduced_gradients
 from hybrid_engine.zero.sharding import Sharding, local_tensor
 
 # Share of the free memory that a rollout may take; the rest is for activations and logits.
@@ -29,7 +29,7 @@ class TrainingBytes:
     """What lies in this process's memory now, in bytes of storage; FSDP2's padding included."""
 
     parameters: int
-    """Bytes of the parameters as the module has them: whole, or at stage 3 shards."""
+    """Bytes of the parameters: whole, or at stage 3 shards."""
     shards: int
     """Bytes of the shards of parameters that are whole beside them."""
     masters: int
@@ -48,12 +48,23 @@ def count_bytes(sharding: Sharding, optimizer: ZeroOptimizer | None) -> Training
     owners = [*(t.param for t in trained), *(t.master for t in trained), *(whole for _, whole in pairs)]
     waiting = unreduced_gradients(sharding.fsdp_modules())
     return TrainingBytes(
-        parameters=num_bytes(sharding.root.parameters()),
+        parameters=num_bytes(_kept_parameters(sharding)),
         shards=num_bytes(shard for shard, _ in pairs),
         masters=num_bytes(t.master for t in trained if t.has_master),
         state=num_bytes(v for values in states for v in values.values() if isinstance(v, torch.Tensor)),
         gradients=num_bytes([*(owner.grad for owner in owners if owner.grad is not None), *waiting]),
     )
+
+
+def _kept_parameters(sharding: Sharding) -> Iterator[torch.Tensor]:
+    """Those of the module, at stage 3 as shards also while they are gathered."""
+    if not sharding.is_sharded or sharding.stays_whole:
+        yield from sharding.root.parameters()
+        return
+    gathered = fsdp_params(sharding.fsdp_modules(), is_gathered=True)
+    shard_of = {id(param.unsharded_param): param.sharded_param for param in gathered}
+    for parameter in sharding.root.parameters():
+        yield shard_of.get(id(parameter), parameter)
 
 
 def describe_memory(sharding: Sharding, optimizer: ZeroOptimizer | None, config: EngineConfig) -> str:
