@@ -21,8 +21,10 @@ from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
 from hybrid_engine.recipes import dpo, grpo, sft
 from hybrid_engine.recipes.data.micro_batches import deal
+from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.packing import Layout, Prompt, set_layout
 from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, packed_rows, response_logprobs
+from hybrid_engine.recipes.planning import roles
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.reading import READERS
 from hybrid_engine.recipes.planning.widest import widest_pass
@@ -114,6 +116,27 @@ def test_a_pass_over_packed_rows_is_counted_with_its_masks(family, lengths):
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.1)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe"])
+def test_a_pass_over_answers_that_share_a_long_prompt_is_counted_with_the_copies_of_its_keys(family):
+    model = build_model(family).train()
+    assert pack_where_exact(model, SimpleNamespace(tokens_per_micro_batch=600, rows_per_pass=0)) is Layout.SPANS
+    items = [((60, 3 + number), (60, 5)) for number in range(4)]
+    prompts = [[3 + number] * 60 for number in range(4) for _ in range(2)]
+    responses = [[9] * length for item in items for _, length in item]
+    sequences = build_sequences(prompts, responses, 0, CPU)
+    response_logprobs(model, sequences).sum().backward()
+    with LiveBytes() as live:
+        response_logprobs(model, sequences).sum().backward()
+    read = Read(first=LlamaConfig(), items=items, batches=[[0, 1, 2, 3]])
+    shape, _ = widest_pass(read, dpo.Config(tokens_per_micro_batch=600), 4, 1)
+    with torch.device("meta"):
+        empty = type(model)(model.config).train()
+        more = roles._along_spans(empty, shape)
+    ends = empty, empty.base_model, empty.get_output_embeddings()
+    counted = count_pass(*ends, shape, is_language=True, accumulates=True, device="cpu", more_inputs=more)
+    assert counted.peak == pytest.approx(live.peak_bytes, rel=0.05)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gptj", "bloom", "falcon-alibi-sequential"])
 def test_a_pass_over_one_row_is_counted_of_every_kind_of_attention(family):
     counted = []
@@ -129,9 +152,9 @@ def test_the_largest_packed_pass_need_not_be_of_the_largest_step():
     steps = [[((10, 20),)] * 3, [((10, 20),)] * 4, [((10, 20),)]]  # 90, 120 and 30 tokens
     items = [item for step in steps for item in step]
     read = Read(first=LlamaConfig(), items=items, batches=[[0, 1, 2], [3, 4, 5, 6], [7]])
-    config = sft.Config(tokens_per_micro_batch=100)
-    assert widest_pass(read, config, 4, 1) == (PassShape(1, 30, 60), True)
-    assert widest_pass(read, sft.Config(tokens_per_micro_batch=120), 4, 1) == (PassShape(1, 40, 80), False)
+    for budget, dims, accumulates in ((100, (1, 30, 60), True), (120, (1, 40, 80), False)):
+        shape, has_several = widest_pass(read, sft.Config(tokens_per_micro_batch=budget), 4, 1)
+        assert shape[:3] == dims and has_several == accumulates
 
 
 def test_the_largest_pass_need_not_be_of_the_step_with_the_most_tokens():
@@ -146,17 +169,18 @@ def test_passes_over_answers_that_are_still_to_be_drawn_may_be_as_full_as_the_bu
     config = grpo.Config(tokens_per_micro_batch=256, max_new_tokens=24)
     shape, accumulates = widest_pass(read, config, 32, 1)
     assert accumulates and shape.rows * (shape.prompt + shape.response) in (256, 257)
-    assert widest_pass(read, grpo.Config(tokens_per_micro_batch=4096, max_new_tokens=24), 4, 1) == (
-        PassShape(1, 200, 96),
-        False,
-    )
+    assert sum(span[1] for span in shape.spans) in (256, 257) and max(span[1] for span in shape.spans) == 74
+    shape, accumulates = widest_pass(read, grpo.Config(tokens_per_micro_batch=4096, max_new_tokens=24), 4, 1)
+    assert shape[:3] == (1, 200, 96) and not accumulates
 
 
 def test_answers_to_one_prompt_are_counted_with_one_of_it_where_they_share_it():
     pairs = [((10, 5), (10, 7))] * 3
     read = Read(first=LlamaConfig(), items=pairs, prompt_tokens=10)
     config = dpo.Config(tokens_per_micro_batch=200)
-    assert widest_pass(read, config, 3, 1) == (PassShape(1, 3 * (20 - 9), 36), False)
+    shape, accumulates = widest_pass(read, config, 3, 1)
+    assert shape[:3] == (1, 3 * (20 - 9), 36) and not accumulates
+    assert sum(span[1] for span in shape.spans) == 3 * (20 - 9) + 36
     windowed = Read(first=MistralConfig(sliding_window=8), items=pairs, prompt_tokens=10)
     assert widest_pass(windowed, config, 3, 1)[0].prompt == 10  # a row for each sequence
 

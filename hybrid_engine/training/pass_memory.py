@@ -8,12 +8,13 @@ B rows, P and T columns of prompts and responses, N = B T; E hidden size, V voca
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.ops.linear_log_prob import PieceBytes, piece_bytes
@@ -26,6 +27,8 @@ class PassShape(NamedTuple):
     rows: int
     prompt: int
     response: int
+    spans: tuple[tuple[int, int, int, int], ...] = ()
+    """Where attention goes along spans of one row: of each the first cell and how many, then those of its prefix."""
 
 
 class PassBytes(NamedTuple):
@@ -48,6 +51,7 @@ def count_pass(
     is_language: bool,
     accumulates: bool,
     device: str,
+    more_inputs: Mapping[str, Any] | None = None,
 ) -> PassBytes:
     """A pass of `body` and `head`, parts of `model`; the model is of no other use afterwards.
 
@@ -59,13 +63,15 @@ def count_pass(
         is_language: whether tokens of responses are asked for their log-probabilities.
         accumulates: whether gradients are there already.
         device: its type; of a GPU the head's kernels keep nothing.
+        more_inputs: of the body beside tokens, masks and positions, with tensors that have values.
     """
-    with FakeTensorMode(), GroupedProducts(), torch.device("cpu"):
+    with FakeTensorMode() as shapes, GroupedProducts(), torch.device("cpu"):
         _give_shapes(model, accumulates)
         input_ids = torch.zeros(shape.rows, shape.prompt + shape.response, dtype=torch.int64)
         masks = _masks_of(body, input_ids)
+        more = pytree.tree_map_only(torch.Tensor, shapes.from_tensor, dict(more_inputs or {}))
         with LiveBytes() as live:
-            hidden = body(input_ids=input_ids, **masks, use_cache=False)[0]
+            hidden = body(input_ids=input_ids, **masks, **more, use_cache=False)[0]
             activations = live.num_bytes
             if is_language:
                 rows = hidden[:, -shape.response - 1 : -1].reshape(-1, hidden.shape[-1])

@@ -135,7 +135,7 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, layout: Layout, 
     spans: list[Span] = []
     if layout is Layout.SPANS:
         prompts = prompts_of(input_ids[:, :prompt_columns], attention_mask[:, :prompt_columns])
-        spans = _lay_out_spans(lengths, prompts)
+        spans = lay_out_spans(lengths, prompts)
         starts, shared, shared_starts = ([span[field] for span in spans[: len(lengths)]] for field in (0, 3, 2))
         num_rows, width = 1, sum(span.length for span in spans)
     else:
@@ -168,7 +168,7 @@ def _starts(rows: list[list[int]], lengths: list[int], width: int) -> list[int]:
     return starts
 
 
-def _lay_out_spans(lengths: list[int], prompts: list[Prompt]) -> list[Span]:
+def lay_out_spans(lengths: list[int], prompts: list[Prompt]) -> list[Span]:
     """A span for each sequence, then one for each prompt that several of them share, but for its last token."""
     sharing = defaultdict[Prompt, list[int]](list)
     for index, prompt in enumerate(prompts):

@@ -1,5 +1,6 @@
 """The models of a run, each built on the meta device and counted: what is kept, and what a training pass takes."""
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from hybrid_engine.observing.memory_plan import (
     kv_part,
 )
 from hybrid_engine.recipes.data.sequences import ValueModel
+from hybrid_engine.recipes.data.spans import ATTENTION, Span, Spans
 from hybrid_engine.recipes.planning.packed import packed_bytes
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.widest import Widest, of_so_many, widest_passes
@@ -198,6 +200,7 @@ def _trained(
         is_language=is_language,
         accumulates=accumulates or keeps_shards,
         device=setting.device,
+        more_inputs=_along_spans(model, shape),
     )
     tokens = shape.rows * (shape.prompt + shape.response)
     note = ", layers computed again" if config.activation_checkpointing else ""
@@ -229,6 +232,17 @@ def _trained(
         passing=passing,
         pass_peak_bytes=peak,
     )
+
+
+def _along_spans(model: Any, shape: PassShape) -> dict[str, Spans]:
+    """What attention of `model` is given, and goes by from now on, where it goes along spans."""
+    module = _base(model.backbone if isinstance(model, ValueModel) else model)
+    kinds = [parameter.kind for parameter in inspect.signature(module.base_model.forward).parameters.values()]
+    if not shape.spans or inspect.Parameter.VAR_KEYWORD not in kinds:
+        return {}
+    module.set_attn_implementation(ATTENTION)
+    with torch.device("cpu"):
+        return {"spans": Spans.of([Span(*span) for span in shape.spans], torch.device("cpu"))}
 
 
 def _gathered_part(model: nn.Module, sharded: Sharded) -> Part:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from hybrid_engine.recipes.data.micro_batches import check_budget, fill_evenly
 from hybrid_engine.recipes.data.packable import expected_layout
-from hybrid_engine.recipes.data.packing import Layout, Prompt
+from hybrid_engine.recipes.data.packing import Layout, Prompt, lay_out_spans
+from hybrid_engine.recipes.data.spans import Span
 from hybrid_engine.recipes.planning.read import Item, Read
 from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
 from hybrid_engine.training.pass_memory import PassShape
@@ -87,10 +88,13 @@ def _widest_packed(steps: list[list[Item]], config: Any, layout: Layout, *, is_k
 
 
 def of_so_many(shape: PassShape, num_tokens: int) -> PassShape:
-    """`shape` with as many rows and `num_tokens` in all, the responses' share of them the same."""
+    """`shape` with as many rows and `num_tokens` in all, the responses' share of them the same; nothing is shared."""
     width = -(-num_tokens // shape.rows)
     response = max(1, round(width * shape.response / (shape.prompt + shape.response)))
-    return PassShape(shape.rows, width - response, response)
+    longest = max((sum(span[1::2]) for span in shape.spans), default=0)
+    lengths = [min(longest, num_tokens - first) for first in range(0, num_tokens, longest)] if longest else []
+    spans = tuple(lay_out_spans(lengths, [Prompt(number, 0) for number in range(len(lengths))]))
+    return PassShape(shape.rows, width - response, response, spans)
 
 
 def _steps(read: Read, config: Any, per_process: int, num_processes: int) -> list[list[Item]]:
@@ -125,11 +129,23 @@ def _laid_out(items: Sequence[Item], layout: Layout) -> PassShape:
     sequences = [sequence for item in items for sequence in item]
     prompts, responses = (sum(lengths) for lengths in zip(*sequences, strict=True))
     if layout.is_one_row:
-        return PassShape(1, prompts - _spared(items, layout), responses)
+        spans = _spans_of(items) if layout is Layout.SPANS else ()
+        return PassShape(1, prompts - _spared(items, layout), responses, spans)
     width = max(map(sum, sequences))
     rows = layout.num_cells(sorted(map(sum, sequences), reverse=True)) // width
     response = -(-width * responses // (prompts + responses))
     return PassShape(rows, width - response, response)
+
+
+def _spans_of(items: Sequence[Item]) -> tuple[Span, ...]:
+    """Where everything lies of items whose sequences share a prompt each, or have prompts of their own."""
+    lengths, prompts = list[int](), list[Prompt]()
+    for number, item in enumerate(items):
+        is_shared = len({prompt for prompt, _ in item}) == 1
+        for place, (prompt, response) in enumerate(item):
+            lengths.append(prompt + response)
+            prompts.append(Prompt((number, 0 if is_shared else place), prompt))
+    return tuple(lay_out_spans(lengths, prompts))
 
 
 def _spared(items: Sequence[Item], layout: Layout) -> int:
