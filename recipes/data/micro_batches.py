@@ -242,7 +242,8 @@ class _Passes(NamedTuple):
         if number == len(parts):
             return None
         less = _as_many(halves, number)
-        _fitting[self.engine.module] = min(self.size(less), _fitting.get(self.engine.module, self.size(less)))
+        size = self.size(less)
+        _fitting[self.engine.module] = min(size, _fitting.get(self.engine.module, size))
         return less
 
     def line(self, parts: list[list[int]]) -> str:
