@@ -14,6 +14,7 @@ from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.recipes import dpo, grpo, kto, sft
 from hybrid_engine.recipes.data import micro_batches
 from hybrid_engine.recipes.experience import policy as policies
+from hybrid_engine.recipes.planning import following
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.recipes.tasks.small_llama import build_small_llama
 
@@ -128,6 +129,21 @@ def _run_sharded(rank, world_size, folder, out, stage):
 def test_two_processes_take_the_memory_that_was_planned(sources, tmp_path, stage):
     for memory in run_distributed(_run_sharded, 2, str(sources), str(tmp_path), stage):
         assert memory["measured_bytes"] == pytest.approx(memory["planned_bytes"], rel=0.15)
+
+
+def _run_without_a_plan_on_one(rank, world_size, folder, out):
+    def fail(read, setting):
+        raise NotImplementedError("no shapes here")
+
+    if rank == 1:
+        following.plan_memory = fail
+    sft.run(sft_config(Path(folder), out))
+    return Path(out, "sft-log", "result.json").read_text()
+
+
+def test_a_plan_that_fails_on_one_process_does_not_keep_the_other_waiting(sources, tmp_path):
+    for result in run_distributed(_run_without_a_plan_on_one, 2, str(sources), str(tmp_path)):
+        assert "seconds" in json.loads(result) and "memory" not in json.loads(result)
 
 
 def test_answers_that_end_early_are_planned_again_as_long_as_they_were(sources, tmp_path, monkeypatch, capsys):

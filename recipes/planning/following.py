@@ -121,8 +121,9 @@ def write_result(path: Path, result: dict[str, Any], engine: Any) -> None:
     What is measured is that of the process that had most.
     """
     use: MemoryUse | None = engine.memory_use
-    measured = gather_objects(None if use is None else use.measured())
-    if use is not None and None not in measured:  # a process whose plan failed has said so
+    everyones = gather_objects(None if use is None else use.measured())
+    measured = [found for found in everyones if found is not None]  # where a plan failed, a line has said so
+    if use is not None and len(measured) == len(everyones):
         use.take_largest(measured)
         say(use.describe())
         result = result | {"memory": use.to_json()}
