@@ -208,8 +208,7 @@ def test_changed_numbers_of_modules_are_followed(change):
     assert not torch.equal(model.generate(input_ids=ids, attention_mask=mask, **GREEDY), before)
     built = attached.generator
     for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.2  # of no effect on what is generated
+        module.last_loss = 0.1  # somebody's statistics, of no effect on what is generated
     assert_follows(model, ids, mask)
     assert attached.generator is built
 

@@ -19,7 +19,7 @@ from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
-from hybrid_engine.recipes import dpo, grpo, sft
+from hybrid_engine.recipes import dpo, grpo, ppo, sft
 from hybrid_engine.recipes.data.micro_batches import deal
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.packing import Layout, Prompt, set_layout
@@ -128,10 +128,11 @@ def test_a_pass_over_answers_that_share_a_long_prompt_is_counted_with_the_copies
     with LiveBytes() as live:
         response_logprobs(model, sequences).sum().backward()
     read = Read(first=LlamaConfig(), items=items, batches=[[0, 1, 2, 3]])
-    shape, _ = widest_pass(read, dpo.Config(tokens_per_micro_batch=600), 4, 1)
+    config = dpo.Config(tokens_per_micro_batch=600)
+    shape, _ = widest_pass(read, config, 4, 1)
     with torch.device("meta"):
         empty = type(model)(model.config).train()
-        more = roles._along_spans(empty, shape)
+        more = roles._along_spans(empty, shape, config)
     ends = empty, empty.base_model, empty.get_output_embeddings()
     counted = count_pass(*ends, shape, is_language=True, accumulates=True, device="cpu", more_inputs=more)
     assert counted.peak == pytest.approx(live.peak_bytes, rel=0.05)
@@ -183,6 +184,17 @@ def test_answers_to_one_prompt_are_counted_with_one_of_it_where_they_share_it():
     assert sum(span[1] for span in shape.spans) == 3 * (20 - 9) + 36
     windowed = Read(first=MistralConfig(sliding_window=8), items=pairs, prompt_tokens=10)
     assert widest_pass(windowed, config, 3, 1)[0].prompt == 10  # a row for each sequence
+
+
+def test_a_critic_of_another_kind_of_attention_than_the_actors_has_a_plan():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    layers = {"num_key_value_heads": 1, "num_hidden_layers": 2, "head_dim": 16}
+    critic = MistralConfig(sliding_window=8, **sizes, **layers)
+    read = Read(first=LlamaConfig(**sizes, **layers), critic=critic, prompt_tokens=20)
+    config = ppo.Config(tokens_per_micro_batch=128, max_new_tokens=12, rollout_size=16, minibatch_size=16)
+    setting = roles.Setting(recipe="ppo", config=config, num_processes=1, device="cpu")
+    plan = roles.plan_memory(read, setting)
+    assert [role.name for role in plan.roles][:2] == ["actor", "critic"] and plan.roles[1].pass_peak_bytes > 0
 
 
 def test_pairs_that_share_a_long_prompt_fill_the_passes_that_the_run_fills(tmp_path):

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.dropout import _DropoutNd
 
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.zero.fsdp2_private import keeping_reshard_after_forward, make_root
 from hybrid_engine.zero.sharding import Sharding
+
+NUMBERS = ("eps", "scal", "multiplier", "cap", "alpha", "limit")
+"""What is in the names that transformers and peft give the numbers that layers compute by."""
 
 
 def find_sharding(model: nn.Module) -> Sharding:
@@ -72,14 +74,14 @@ def _frequencies(model: nn.Module) -> Iterator[object]:
 
 
 def _numbers(model: nn.Module) -> Iterator[float]:
-    """What modules keep as plain numbers, which containers copy: epsilons, scalings, those of each adapter by its name.
+    """What modules keep as plain numbers, which containers copy, those of each adapter by its name.
 
-    Dropout's are of no effect, and integers may be counters.
+    Others may be somebody's statistics, which change at every step.
     """
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
-            continue
-        for value in vars(module).values():
+        for name, value in vars(module).items():
+            if not any(word in name for word in NUMBERS):
+                continue
             if type(value) is float:
                 yield value
             elif type(value) is dict:

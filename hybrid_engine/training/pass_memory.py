@@ -63,7 +63,7 @@ def count_pass(
         is_language: whether tokens of responses are asked for their log-probabilities.
         accumulates: whether gradients are there already.
         device: its type; of a GPU the head's kernels keep nothing.
-        more_inputs: of the body beside tokens, masks and positions, with tensors that have values.
+        more_inputs: of the body beside tokens, masks and positions, with tensors that have values; made for the pass.
     """
     with FakeTensorMode() as shapes, GroupedProducts(), torch.device("cpu"):
         _give_shapes(model, accumulates)
@@ -81,7 +81,8 @@ def count_pass(
             else:
                 result, of_head = head(hidden), 0
             result.backward(torch.ones_like(result))
-        return PassBytes(activations, of_head, live.peak_bytes)
+        given = sum(part.nbytes for part in pytree.tree_leaves(more) if isinstance(part, torch.Tensor))
+        return PassBytes(activations + given, of_head, live.peak_bytes + given)
 
 
 def _masks_of(body: Callable[..., Any], input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

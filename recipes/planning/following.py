@@ -122,9 +122,11 @@ def write_result(path: Path, result: dict[str, Any], engine: Any) -> None:
     """
     use: MemoryUse | None = engine.memory_use
     everyones = gather_objects(None if use is None else use.measured())
-    measured = [found for found in everyones if found is not None]  # where a plan failed, a line has said so
+    measured = [found for found in everyones if found is not None]
     if use is not None and len(measured) == len(everyones):
         use.take_largest(measured)
         say(use.describe())
         result = result | {"memory": use.to_json()}
+    elif measured:
+        say("memory: not compared with the plan, which another process could not make")
     write_json(path, result)

@@ -25,6 +25,8 @@ from hybrid_engine.observing.memory_plan import (
     kept_parts,
     kv_part,
 )
+from hybrid_engine.recipes.data.packable import expected_layout
+from hybrid_engine.recipes.data.packing import Layout
 from hybrid_engine.recipes.data.sequences import ValueModel
 from hybrid_engine.recipes.data.spans import ATTENTION, Span, Spans
 from hybrid_engine.recipes.planning.packed import packed_bytes
@@ -200,7 +202,7 @@ def _trained(
         is_language=is_language,
         accumulates=accumulates or keeps_shards,
         device=setting.device,
-        more_inputs=_along_spans(model, shape),
+        more_inputs=_along_spans(model, shape, config),
     )
     tokens = shape.rows * (shape.prompt + shape.response)
     note = ", layers computed again" if config.activation_checkpointing else ""
@@ -234,11 +236,12 @@ def _trained(
     )
 
 
-def _along_spans(model: Any, shape: PassShape) -> dict[str, Spans]:
+def _along_spans(model: Any, shape: PassShape, config: Any) -> dict[str, Spans]:
     """What attention of `model` is given, and goes by from now on, where it goes along spans."""
     module = _base(model.backbone if isinstance(model, ValueModel) else model)
     kinds = [parameter.kind for parameter in inspect.signature(module.base_model.forward).parameters.values()]
-    if not shape.spans or inspect.Parameter.VAR_KEYWORD not in kinds:
+    is_along = expected_layout(config, module.config) is Layout.SPANS  # a critic's may be another than the actor's
+    if not shape.spans or not is_along or inspect.Parameter.VAR_KEYWORD not in kinds:
         return {}
     module.set_attn_implementation(ATTENTION)
     with torch.device("cpu"):

@@ -113,7 +113,8 @@ def _tokens(item: Item) -> int:
 
 
 def _cells(shape: PassShape) -> int:
-    return shape.rows * (shape.prompt + shape.response)
+    """By which passes are compared: a copied key and value of a shared prompt are a tenth of what a cell keeps."""
+    return shape.rows * (shape.prompt + shape.response) + sum(span[3] for span in shape.spans) // 10
 
 
 def _padded(items: Sequence[Item]) -> PassShape:
