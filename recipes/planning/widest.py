@@ -41,7 +41,7 @@ def widest_passes(read: Read, config: Any, per_process: int, num_processes: int)
         return [Widest(*widest_pass(read, config, per_process, num_processes))]
     parts = [replace(read, batches=batches) for batches in (read.batches[:1], read.batches[1:]) if batches]
     first, *later = (Widest(*widest_pass(part, config, per_process, num_processes)) for part in parts)
-    is_largest = all(_cells(first.shape) > _cells(other.shape) for other in later)
+    is_largest = all(_size(first.shape) > _size(other.shape) for other in later)
     return [*later, *([first._replace(has_state=False)] if is_largest else [])]
 
 
@@ -60,7 +60,7 @@ def widest_pass(read: Read, config: Any, per_process: int, num_processes: int) -
     size = largest_micro_batch(per_process, config.micro_batch_size)
     ordered = [sorted(items, key=lambda item: max(map(sum, item))) for items in steps]
     parts_of = [items[first : first + size] for items in ordered for first in range(0, len(items), size)]
-    return max((_padded(part) for part in parts_of), key=_cells), per_process > size
+    return max((_padded(part) for part in parts_of), key=_size), per_process > size
 
 
 def _widest_packed(steps: list[list[Item]], config: Any, layout: Layout, *, is_known: bool) -> tuple[PassShape, bool]:
@@ -81,9 +81,9 @@ def _widest_packed(steps: list[list[Item]], config: Any, layout: Layout, *, is_k
         parts = fill_evenly([tuple(map(sum, item)) for item in items], prompts, layout, budget)
         shapes += [_laid_out([items[index] for index in part], layout) for part in parts]
         accumulates |= len(parts) > 1
-    widest = max(shapes, key=_cells)
+    widest = max(shapes, key=_size)
     if not is_known and accumulates:  # behind shorter prompts more answers meet, in passes as full as may be
-        widest = max(widest, of_so_many(widest, budget), key=_cells)
+        widest = max(widest, of_so_many(widest, budget), key=_size)
     return widest, accumulates
 
 
@@ -112,7 +112,7 @@ def _tokens(item: Item) -> int:
     return sum(map(sum, item))
 
 
-def _cells(shape: PassShape) -> int:
+def _size(shape: PassShape) -> int:
     """By which passes are compared: a copied key and value of a shared prompt are a tenth of what a cell keeps."""
     return shape.rows * (shape.prompt + shape.response) + sum(span[3] for span in shape.spans) // 10
 
