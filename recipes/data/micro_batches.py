@@ -79,7 +79,7 @@ def fill_evenly(items: Items, prompts: Sequence[Prompt], layout: Layout, budget:
 
 def _filling(items: Items, prompts: Sequence[Prompt] | None, layout: Layout) -> Callable[[int], list[list[int]]]:
     """What puts `items`, the longest first, into passes of at most so many tokens, or of one item; none is empty."""
-    order = sorted(range(len(items)), key=lambda index: -max(items[index]))
+    order = sorted(range(len(items)), key=lambda index: max(items[index]))[::-1]
     if prompts is None or layout not in (Layout.PADDED, Layout.SPANS):
         return partial(_fill, items, order, layout)
     if layout is Layout.PADDED:
