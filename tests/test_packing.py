@@ -17,9 +17,10 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 import hybrid_engine
 from hybrid_engine.recipes.data import micro_batches
+from hybrid_engine.recipes.data import spans as data_spans
 from hybrid_engine.recipes.data.micro_batches import check_budget, deal, fill_evenly, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
-from hybrid_engine.recipes.data.packing import Layout, Prompt, fit_rows, layout_of, pack, set_layout
+from hybrid_engine.recipes.data.packing import Layout, Prompt, fit_rows, lay_out_spans, layout_of, pack, set_layout
 from hybrid_engine.recipes.data.sequences import (
     ValueModel,
     build_sequences,
@@ -28,7 +29,7 @@ from hybrid_engine.recipes.data.sequences import (
     response_logprobs_and_entropy,
     response_values,
 )
-from hybrid_engine.recipes.data.spans import Span, Spans, attend_along_spans
+from hybrid_engine.recipes.data.spans import TOGETHER, Span, Spans, attend_along_spans, num_copied
 from hybrid_engine.recipes.experience.evaluation import step_means
 from hybrid_engine.recipes.rewards.classifier import score_tokens
 from hybrid_engine.zero.sharding import full_tensor
@@ -90,6 +91,54 @@ def test_losses_and_gradients_along_spans_equal_the_padded_ones(family, group):
     for given in ({"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}, {}):
         expected, found = (one(input_ids=batch.input_ids, **given).logits for one in (plain, model))
         assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3-moe"])
+def test_short_answers_behind_a_long_prompt_are_read_together_and_equal_the_padded_ones(family):
+    model, chance = build_model(family), random.Random(0)
+    different = [[chance.randrange(3, 40) for _ in range(length)] for length in (50, 31, 12)]
+    prompts = [prompt for prompt in different for _ in range(6)]
+    responses = [[chance.randrange(3, 40) for _ in range(chance.randint(1, 5))] for _ in prompts]
+    batch = build_sequences(prompts, responses, 0, CPU)
+    assert pack_where_exact(model, BUDGET) is Layout.SPANS
+    buckets = packed_rows(batch, Layout.SPANS).spans.buckets
+    assert max(int(bucket.members.max()) for bucket in buckets) >= 2  # three spans of one line
+    assert_equal_to_padded(model, lambda model: response_logprobs(model, batch, 0.7))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_prompt_is_copied_for_a_share_of_its_answers_tokens_not_for_each_answer(seed):
+    chance = random.Random(seed)
+    prompts = [Prompt(number, chance.randint(1, 300)) for number in range(5) for _ in range(40)]
+    lengths = [prompt.length + chance.randint(1, 30) for prompt in prompts]
+    spans = lay_out_spans(lengths, prompts)
+    answers = sum(length - prompt.length + 1 for length, prompt in zip(lengths, prompts, strict=True))
+    assert num_copied(spans) <= (answers + 5 * 31) / TOGETHER + sum(prompt.length for prompt in set(prompts))
+    found = Spans.of(spans, CPU)
+    cells = torch.cat([bucket.queries[bucket.members >= 0] for bucket in found.buckets])
+    assert sorted(cells.tolist()) == list(range(sum(span.length for span in spans)))
+    for bucket in found.buckets:
+        lengths_of_lines = (bucket.members >= 0).sum(dim=1).tolist()
+        assert min(lengths_of_lines) >= 0.6 * max(lengths_of_lines)
+
+
+def test_the_mask_of_a_pass_is_made_once_for_all_layers_and_goes_with_it(monkeypatch):
+    part, masks = torch.zeros(1, 2, 13, 4), []
+
+    def attend(own, keys, values, *, attn_mask, **options):
+        masks.append(attn_mask)
+        return own
+
+    monkeypatch.setattr(data_spans, "scaled_dot_product_attention", attend)
+    spans = Spans.of([Span(0, 9), Span(9, 2, 0, 9), Span(11, 2, 0, 9)], CPU)
+    for _ in range(3):
+        attend_along_spans(torch.nn.Module(), part, part, part, None, spans=spans)
+    made = {id(mask): weakref.ref(mask) for mask in masks if mask is not None}
+    (mask,) = made.values()
+    del spans
+    masks.clear()
+    gc.collect()
+    assert mask() is None
 
 
 def test_entropy_values_and_scores_equal_the_padded_ones():

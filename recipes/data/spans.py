@@ -2,27 +2,34 @@
 
 A span is a run of cells of the row in which every token sees those before it; it may also see all of a prefix, another
 span. So a prompt stands in the row once, its answers behind it see it and themselves, and nothing else of a pass is
-computed for padding or for copies of a prompt. Attention itself is a batch of spans alike in length, padded.
+computed for padding or for copies of a prompt. Attention itself is a batch of lines alike in length, padded. A line is
+a span, or several short ones behind one long prefix, whose keys and values then are copied once for all of them.
 
 transformers' models call it by its name `ATTENTION`, for models that call their attention through
 `ALL_ATTENTION_FUNCTIONS` and hand it the arguments of their forward; without `spans` it is "sdpa".
 
-N cells, A spans of a bucket, S cells of the longest of these, K of it with the longest prefix; H heads, D their size.
+N cells, A lines of a bucket, S cells of the longest of these, P of the longest prefix, K = P + S; H heads of D numbers.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "hybrid_engine_spans"
 ALIKE = 0.6
-"""Spans as long as this share of a bucket's longest, or longer, are in that bucket."""
+"""Lines as long as this share of a bucket's longest, or longer, are in that bucket; so it is with their keys."""
+TOGETHER = 0.3
+"""Of a prefix's length: as long may several spans behind it be that are one line. Of each other they see nothing, which
+is computed all the same; longer lines cost more time for that than copies of the prefix do."""
 
 
 class Span(NamedTuple):
@@ -34,13 +41,17 @@ class Span(NamedTuple):
     prefix_length: int = 0
 
 
-class Bucket(NamedTuple):
-    """Spans that attention computes as a batch."""
+Line = list[Span]
+"""Spans with one prefix, or one without."""
 
-    queries: torch.Tensor  # [A * S]: cells; 0 for padding
-    keys: torch.Tensor  # [A * K]: cells of the prefixes, then of the spans; 0 for padding
-    mask: torch.Tensor | None  # [A, 1, S, K] bool: what sees what; None: what is before it
-    num_spans: int
+
+class Bucket(NamedTuple):
+    """Lines that attention computes as a batch."""
+
+    queries: torch.Tensor  # [A, S]: cells; 0 for padding
+    keys: torch.Tensor  # [A, K]: cells of the prefix, then of the line; 0 for padding
+    members: torch.Tensor  # [A, S]: which span of its line a cell is of; -1 for padding
+    prefix_lengths: torch.Tensor | None  # [A]; None: there are none, and a line is a span
 
 
 class Spans(NamedTuple):
@@ -52,47 +63,98 @@ class Spans(NamedTuple):
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> "Spans":
         """The spans of a row, in buckets."""
-        buckets, order, first = [], torch.zeros(sum(span.length for span in spans), dtype=torch.int64), 0
-        for alike in _alike(spans):
-            bucket, is_cell = _bucket(alike)
-            order[bucket.queries[is_cell]] = first + is_cell.nonzero().squeeze(1)
-            mask = None if bucket.mask is None else bucket.mask.to(device)
-            buckets.append(Bucket(bucket.queries.to(device), bucket.keys.to(device), mask, len(alike)))
-            first += len(bucket.queries)
-        return cls(tuple(buckets), order.to(device))
+        lines = _lines(spans)
+        buckets = [
+            _bucket(batch)
+            for has_prefix in (False, True)
+            for alike in _alike((line for line in lines if bool(line[0].prefix_length) == has_prefix), _num_queries)
+            for batch in _alike(alike, _num_keys)
+        ]
+        order, first = torch.zeros(sum(span.length for span in spans), dtype=torch.int64), 0
+        for bucket in buckets:
+            is_cell = bucket.members.flatten() >= 0
+            order[bucket.queries.flatten()[is_cell]] = first + is_cell.nonzero().squeeze(1)
+            first += len(is_cell)
+        placed = (Bucket(*(part if part is None else part.to(device) for part in bucket)) for bucket in buckets)
+        return cls(tuple(placed), order.to(device))
 
 
-def _alike(spans: Sequence[Span]) -> list[list[Span]]:
-    buckets: list[list[Span]] = []
-    for span in sorted(spans, key=lambda span: (span.prefix_length > 0, -span.length)):
-        longest = buckets[-1][0] if buckets else None
-        if (
-            longest is None
-            or bool(longest.prefix_length) != bool(span.prefix_length)
-            or span.length < ALIKE * longest.length
-        ):
-            buckets.append([span])
+def num_copied(spans: Sequence[Span]) -> int:
+    """Cells of prefixes whose keys and values are copied, padding left out."""
+    return sum(line[0].prefix_length for line in _lines(spans))
+
+
+def _lines(spans: Sequence[Span]) -> list[Line]:
+    """Of each prefix's spans as few lines as may be, as equal in length as can be."""
+    behind = defaultdict[tuple[int, int], Line](list)
+    lines: list[Line] = []
+    for span in sorted(spans, key=lambda span: -span.length):
+        if span.prefix_length:
+            behind[span.prefix_start, span.prefix_length].append(span)
         else:
-            buckets[-1].append(span)
-    return buckets
+            lines.append([span])
+    for (_, prefix_length), line in behind.items():
+        most = max(1, int(TOGETHER * prefix_length))
+        num_lines = min(len(line), -(-_num_queries(line) // most))
+        lines += [line[number::num_lines] for number in range(num_lines)]
+    return lines
 
 
-def _bucket(spans: Sequence[Span]) -> tuple[Bucket, torch.Tensor]:
-    """The bucket of `spans`, and `[A * S]` bool: which of its queries are cells."""
-    starts, lengths, prefix_starts, prefix_lengths = torch.tensor(spans).T[:, :, None]  # [A, 1] each
-    steps = torch.arange(int(lengths.max()))  # [S]
-    is_cell = steps < lengths  # [A, S]
-    queries = torch.where(is_cell, starts + steps, 0)
-    prefix_steps = torch.arange(int(prefix_lengths.max()))
-    in_prefix = prefix_steps < prefix_lengths  # [A, P]
-    keys = torch.cat([torch.where(in_prefix, prefix_starts + prefix_steps, 0), queries], dim=1)
-    mask = None
-    if len(prefix_steps):
-        # Padding lies behind every cell, which therefore does not see it.
-        before = (steps <= steps[:, None]).expand(len(spans), -1, -1)  # [A, S, S]
-        seen = in_prefix[:, None].expand(-1, len(steps), -1)  # [A, S, P]
-        mask = torch.cat([seen, before], dim=2)[:, None]
-    return Bucket(queries.flatten(), keys.flatten(), mask, len(spans)), is_cell.flatten()
+def _num_queries(line: Line) -> int:
+    return sum(span.length for span in line)
+
+
+def _num_keys(line: Line) -> int:
+    return line[0].prefix_length + _num_queries(line)
+
+
+def _alike(lines: Iterable[Line], length: Callable[[Line], int]) -> list[list[Line]]:
+    batches: list[list[Line]] = []
+    for line in sorted(lines, key=length, reverse=True):
+        if batches and length(line) >= ALIKE * length(batches[-1][0]):
+            batches[-1].append(line)
+        else:
+            batches.append([line])
+    return batches
+
+
+def _bucket(lines: Sequence[Line]) -> Bucket:
+    queries = _padded([[*chain.from_iterable(range(s.start, s.start + s.length) for s in line)] for line in lines], 0)
+    members = _padded([[n for n, span in enumerate(line) for _ in range(span.length)] for line in lines], -1)
+    prefixes = [range(line[0].prefix_start, line[0].prefix_start + line[0].prefix_length) for line in lines]
+    if not any(prefixes):
+        return Bucket(queries, queries, members, None)
+    keys = torch.cat([_padded(prefixes, 0), queries], dim=1)
+    return Bucket(queries, keys, members, torch.tensor([len(prefix) for prefix in prefixes]))
+
+
+def _padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
+    """`[A, longest]` int64."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
+
+
+_masks = WeakTensorKeyDictionary()
+"""By queries of a bucket and dtype: made in the first layer of a pass, for all of them."""
+
+
+def _mask_of(bucket: Bucket, dtype: torch.dtype) -> torch.Tensor | None:
+    """`[A, 1, S, K]` of `dtype`: 0 where a query sees a key, -inf elsewhere; None: it sees what is before it."""
+    if bucket.prefix_lengths is None:
+        return None
+    masks = _masks.setdefault(bucket.queries, {})
+    if dtype not in masks:
+        masks[dtype] = _make_mask(bucket.members, bucket.prefix_lengths, bucket.keys.shape[1], dtype)
+    return masks[dtype]
+
+
+def _make_mask(members: torch.Tensor, prefix_lengths: torch.Tensor, num_keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """Padding sees the prefix and padding, so that no query sees nothing."""
+    steps = torch.arange(members.shape[1], device=members.device)
+    own = (members[:, :, None] == members[:, None]) & (steps <= steps[:, None])  # [A, S, S]
+    in_prefix = torch.arange(num_keys - members.shape[1], device=members.device) < prefix_lengths[:, None]  # [A, P]
+    seen = torch.cat([in_prefix[:, None].expand(-1, len(steps), -1), own], dim=2)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))[:, None]
 
 
 def attend_along_spans(
@@ -126,15 +188,16 @@ def attend_along_spans(
     for bucket in spans.buckets:
         cells = (bucket.queries, bucket.keys, bucket.keys)
         own, keys, values = (
-            part.index_select(0, index).unflatten(0, (bucket.num_spans, -1)).transpose(1, 2)
+            part.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
             for part, index in zip(by_cell, cells, strict=True)
         )
+        mask = _mask_of(bucket, query.dtype)
         output = scaled_dot_product_attention(
             own,
             keys,
             values,
-            attn_mask=bucket.mask,
-            is_causal=bucket.mask is None,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=dropout,
             scale=scaling,
             enable_gqa=query.shape[1] != key.shape[1],
