@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import all_processes
@@ -29,6 +29,7 @@ from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, policy_objective
 from hybrid_engine.recipes.data.micro_batches import Figures, train_in_parts
+from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers
 from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, mean_sums, step_means
 from hybrid_engine.recipes.experience.own_tasks import character_stage
@@ -134,7 +135,7 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     rate = config.learning_rate or suitable_rate(config, small=1.5e-3)
     policy = build_policy(config, source, rate, config.steps, keeps_reference=False)
-    read = Read(first=policy.actor.module.config, prompt_tokens=config.max_prompt_tokens)
+    read = read_episodes(config, policy.actor.module.config, policy.tokenizer)
     follow_memory("agent", config, read, [policy.actor])
     say(policy.actor.report())
     say("\n".join(describe(config.algorithm)))
@@ -151,6 +152,15 @@ def run(config: Config) -> Path:
     plot_metrics(read_metrics(out / METRICS), PLOT_PANELS, out / "plot.png")
     save_stage(policy.actor, policy.tokenizer, out / "actor")
     return out / "actor"
+
+
+def read_episodes(config: Config, first: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Read:
+    """What a plan reads of a run whose actor has the config `first`: an episode is a problem, and then turns."""
+    lengths = []
+    for problem in held_out_problems():
+        messages = [{"role": "user", "content": problem.text}]
+        lengths.append(len(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)))
+    return Read(first=first, answered=PromptTokens(min(lengths), config.max_prompt_tokens), has_turns=True)
 
 
 def check_conversations_fit(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:

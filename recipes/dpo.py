@@ -125,8 +125,7 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
     actor = build_actor(config, source, num_steps)
-    items = [tuple((len(answer.prompt_ids), len(answer.response_ids)) for answer in pair) for pair in encoded]
-    follow_preferences("dpo", config, actor, items)
+    follow_preferences("dpo", config, actor, encoded)
     say(f"DPO: {len(rows)} pairs, {len(held_out_rows)} held out, {num_steps} steps")
 
     reading, loss_of = Reading(tokenizer.pad_token_id), config.build_loss(config.beta)

@@ -153,8 +153,7 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
     actor = build_actor(config, source, num_steps)
-    items = [((len(answer.prompt_ids), len(answer.response_ids)),) for answer in encoded]
-    follow_preferences("kto", config, actor, items)
+    follow_preferences("kto", config, actor, encoded)
     say(f"KTO: {len(rows)} answers, {len(held_out_rows)} held out, {num_steps} steps")
 
     reading = Reading(tokenizer.pad_token_id)
@@ -259,7 +258,7 @@ def update(
         sums = {name: (total.item(), count.item()) for name, (total, count) in kto_metrics(*of_answers).items()}
         return losses.sum() / num_answers, sums | {"loss": (losses.sum().item(), len(batch))}
 
-    lengths, prompts = [(len(row.answer),) for row in rows], [row.answer.prompt for row in rows]
+    lengths, prompts = [row.answer.lengths for row in rows], [row.answer.prompt for row in rows]
     figures = step_means(train_in_parts([actor], lengths, budget, [(actor, micro_batch_loss)], prompts))
     figures["reward_margin"] = figures["chosen_reward"] - figures["rejected_reward"]
     return figures | {"reference_point": point.item(), "grad_norm": actor.get_global_grad_norm()}
@@ -273,7 +272,7 @@ def reference_point(actor: Any, rows: Sequence[LabelledAnswer], budget: int, rea
         batch = [rows[index] for index in indices]
         return answer_logprobs(actor, [row.mismatched for row in batch], reading) - reference_logprobs(batch)[1]
 
-    lengths, prompts = [(len(row.mismatched),) for row in rows], [row.mismatched.prompt for row in rows]
+    lengths, prompts = [row.mismatched.lengths for row in rows], [row.mismatched.prompt for row in rows]
     ratios = measure_in_parts(actor, lengths, budget, log_ratios, prompts)
     return kto_reference_point(torch.cat(ratios), dist.group.WORLD if get_world_size() > 1 else None)
 

@@ -202,7 +202,7 @@ def train_loop(
             engine.train()
             num_tokens = sum(corpus.train[index].num_learned for index in batches[step])
             mine = [corpus.train[index] for index in batches[step][get_rank() :: get_world_size()]]
-            lengths, prompts = [(len(example),) for example in mine], [example.prompt for example in mine]
+            lengths, prompts = [example.lengths for example in mine], [example.prompt for example in mine]
             loss_of = partial(micro_batch_loss, engine, mine, corpus.pad_token, num_tokens)
             rate = engine.get_lr()[0]
             parts = train_in_parts([engine], lengths, config.tokens_per_micro_batch, [(engine, loss_of)], prompts)

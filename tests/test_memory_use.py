@@ -11,6 +11,8 @@ from small_actors import save_sums
 from torch import nn
 
 from hybrid_engine.observing.live_bytes import LiveBytes
+from hybrid_engine.observing.memory_plan import MemoryPlan, Part, RolePlan
+from hybrid_engine.observing.memory_use import MemoryUse, Pass
 from hybrid_engine.recipes import dpo, grpo, kto, sft
 from hybrid_engine.recipes.data import micro_batches
 from hybrid_engine.recipes.experience import policy as policies
@@ -80,12 +82,12 @@ def test_passes_are_measured_by_the_tokens_that_the_model_reads(recipe, budget, 
     passes = []
 
     @contextmanager
-    def count(engine, num_cells, *, has_gradients):
+    def count(engine, shape, *, has_gradients):
         read = []
         embedding = engine.module.get_input_embeddings()
         with embedding.register_forward_hook(lambda module, args, output: read.append(args[0].numel())):
             yield
-        passes.append((num_cells, sum(read)))
+        passes.append((shape.num_cells, sum(read)))
 
     monkeypatch.setattr(micro_batches, "measured_pass", count)
     config = recipe.Config(
@@ -172,6 +174,37 @@ def test_answers_that_end_early_are_planned_again_as_long_as_they_were(sources, 
     assert "peak of training:" in report and "KV workspace" in report and "memory: planned" in report
     line = " ".join(capsys.readouterr().out.split())
     assert "with the KV workspace beside training" in line and "answers as long as they were" in line
+
+
+@pytest.mark.parametrize("budget", [500, 2000])
+def test_passes_in_which_groups_share_long_prompts_are_planned_with_all_that_they_copy(budget, sources, tmp_path):
+    with (tmp_path / "prompts.jsonl").open("w") as file:
+        for n in range(40):
+            file.write(json.dumps({"prompt": f"{n:02}+" * 60 + "=", "answer": "7"}) + "\n")
+    grpo.run(
+        grpo.Config(
+            out=str(tmp_path), model=str(sources / "model"), dataset=str(tmp_path / "prompts.jsonl"), reward=("exact",),
+            steps=2, rollout_size=4, group_size=8, minibatch_size=32, tokens_per_micro_batch=budget, eval_prompts=2,
+            eval_samples=1, eval_every=0, save_every=0, max_new_tokens=24, max_prompt_tokens=256, max_running=8,
+        )
+    )  # fmt: skip
+    memory = memory_of(tmp_path, "")
+    assert memory["planned_bytes"] >= memory["planned_for_lengths_bytes"]
+    assert memory["measured_bytes"] == pytest.approx(memory["planned_for_lengths_bytes"], rel=0.03)
+
+
+def test_on_a_gpu_the_pass_in_which_the_allocator_gave_out_more_is_the_one_that_is_planned_again(monkeypatch):
+    given_out, planned = iter([5, 5, 5, 9, 9, 9]), []
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(given_out))
+    plan = MemoryPlan(
+        roles=[RolePlan(name="model", kept=[], gradients=Part("gradients", 0, ""))], accumulates=True, generation=[]
+    )
+    use = MemoryUse(plan, torch.device("cuda"), held=int, plan_of_pass=lambda of: planned.append(of) or plan)
+    passes = [Pass(shape, has_gradients=False, has_state=True) for shape in ("narrow", "wide", "later")]
+    for one in passes:
+        with use.training_pass(one, 1.0, 0):
+            pass
+    assert use.planned_for_lengths() == 0 and planned == [passes[1]]
 
 
 def test_live_bytes_are_those_of_storages_that_ops_made_and_still_are():

@@ -1,6 +1,7 @@
 """`hybrid-engine plan`: its bytes are those of real engines, and what cannot be planned says so."""
 
 import json
+import random
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -19,20 +20,30 @@ from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
-from hybrid_engine.recipes import dpo, grpo, ppo, sft
-from hybrid_engine.recipes.data.micro_batches import deal
-from hybrid_engine.recipes.data.packable import pack_where_exact
+from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, sft
+from hybrid_engine.recipes.data.encoding import Encoded
+from hybrid_engine.recipes.data.micro_batches import deal, fill_evenly
+from hybrid_engine.recipes.data.packable import expected_layout, pack_where_exact
 from hybrid_engine.recipes.data.packing import Layout, Prompt, set_layout
+from hybrid_engine.recipes.data.pass_shapes import shape_of, size_of
+from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.recipes.planning import roles
-from hybrid_engine.recipes.planning.read import Read
+from hybrid_engine.recipes.planning.read import Learned, Read, read_preferences
 from hybrid_engine.recipes.planning.reading import READERS
-from hybrid_engine.recipes.planning.widest import widest_pass
+from hybrid_engine.recipes.planning.widest import Widest, widest_pass
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.training.pass_memory import PassShape, count_pass
 
 CPU = torch.device("cpu")
+
+
+def read_of(items, batches, first=None):
+    """Items of sequences with (prompt, response) tokens; a prompt is the item's own."""
+    lengths = [tuple(map(sum, item)) for item in items]
+    prompts = [Prompt(number, item[0][0]) for number, item in enumerate(items)]
+    return Read(first=first or LlamaConfig(), learned=Learned(lengths, prompts, batches))
 
 
 def build_engine(model, precision=None, **options):
@@ -127,9 +138,8 @@ def test_a_pass_over_answers_that_share_a_long_prompt_is_counted_with_the_copies
     response_logprobs(model, sequences).sum().backward()
     with LiveBytes() as live:
         response_logprobs(model, sequences).sum().backward()
-    read = Read(first=LlamaConfig(), items=items, batches=[[0, 1, 2, 3]])
     config = dpo.Config(tokens_per_micro_batch=600)
-    shape, _ = widest_pass(read, config, 4, 1)
+    shape = widest_pass(read_of(items, [[0, 1, 2, 3]]), config, 4, 1).shape
     with torch.device("meta"):
         empty = type(model)(model.config).train()
         more = roles._along_spans(empty, shape, config)
@@ -152,45 +162,80 @@ def test_a_pass_over_one_row_is_counted_of_every_kind_of_attention(family):
 def test_the_largest_packed_pass_need_not_be_of_the_largest_step():
     steps = [[((10, 20),)] * 3, [((10, 20),)] * 4, [((10, 20),)]]  # 90, 120 and 30 tokens
     items = [item for step in steps for item in step]
-    read = Read(first=LlamaConfig(), items=items, batches=[[0, 1, 2], [3, 4, 5, 6], [7]])
+    read = read_of(items, [[0, 1, 2], [3, 4, 5, 6], [7]])
     for budget, dims, accumulates in ((100, (1, 30, 60), True), (120, (1, 40, 80), False)):
-        shape, has_several = widest_pass(read, sft.Config(tokens_per_micro_batch=budget), 4, 1)
-        assert shape[:3] == dims and has_several == accumulates
+        widest = widest_pass(read, sft.Config(tokens_per_micro_batch=budget), 4, 1)
+        assert widest.shape[:3] == dims and widest.has_gradients == accumulates
 
 
 def test_the_largest_pass_need_not_be_of_the_step_with_the_most_tokens():
     steps = [[((10, 20),), *[((10, 12),)] * 2, ((10, 11),)], [((10, 20),)] * 3]  # 95 tokens, 120 in rows; and 90
     items = [item for step in steps for item in step]
-    read = Read(first=MistralConfig(sliding_window=8), items=items, batches=[[0, 1, 2, 3], [4, 5, 6]])
-    assert widest_pass(read, sft.Config(tokens_per_micro_batch=100), 4, 1) == (PassShape(3, 10, 20), True)
+    read = read_of(items, [[0, 1, 2, 3], [4, 5, 6]], MistralConfig(sliding_window=8))
+    assert widest_pass(read, sft.Config(tokens_per_micro_batch=100), 4, 1) == Widest(PassShape(3, 10, 20), True)
 
 
 def test_passes_over_answers_that_are_still_to_be_drawn_may_be_as_full_as_the_budget():
-    read = Read(first=LlamaConfig(), prompt_tokens=50)
-    config = grpo.Config(tokens_per_micro_batch=256, max_new_tokens=24)
-    shape, accumulates = widest_pass(read, config, 32, 1)
-    assert accumulates and shape.rows * (shape.prompt + shape.response) in (256, 257)
-    assert sum(span[1] for span in shape.spans) in (256, 257) and max(span[1] for span in shape.spans) == 74
-    shape, accumulates = widest_pass(read, grpo.Config(tokens_per_micro_batch=4096, max_new_tokens=24), 4, 1)
+    read = Read(first=LlamaConfig(), answered=PromptTokens(40, 50))
+    for group in (2, 4):
+        config = grpo.Config(tokens_per_micro_batch=256, max_new_tokens=24, group_size=group, minibatch_size=64)
+        shape, accumulates, _ = widest_pass(read, config, 32, 1)
+        assert accumulates and shape.num_cells == 256
+        assert sum(span[1] for span in shape.spans) == 256 and max(span[1] for span in shape.spans) <= 74
+    config = grpo.Config(tokens_per_micro_batch=4096, max_new_tokens=24)
+    shape, accumulates, _ = widest_pass(read, config, 4, 1)
     assert shape[:3] == (1, 200, 96) and not accumulates
 
 
+@pytest.mark.parametrize("first", [LlamaConfig(), MistralConfig(sliding_window=8)], ids=["spans", "rows"])
+@pytest.mark.parametrize("group", [2, 8])
+@pytest.mark.parametrize("prompts", [(3, 5), (4, 60), (60, 60), (400, 420)])
+def test_no_pass_over_drawn_answers_is_larger_than_the_planned_one(first, group, prompts):
+    chance, read = random.Random(0), Read(first=first, answered=PromptTokens(*prompts))
+    config = grpo.Config(tokens_per_micro_batch=1200, max_new_tokens=40, group_size=group, minibatch_size=64)
+    layout = expected_layout(config, first)
+    planned = size_of(widest_pass(read, config, 64, 1).shape)
+    for _ in range(30):
+        questions = [Prompt(number, chance.randint(*prompts)) for number in range(64 // group)]
+        sharing = [prompt for prompt in questions for _ in range(group)]
+        longest = chance.randint(1, 40)
+        shortest = chance.choice([1, longest])
+        items = [(prompt.length + chance.randint(shortest, longest),) for prompt in sharing]
+        parts = fill_evenly(items, sharing, layout, config.tokens_per_micro_batch)
+        shapes = (shape_of([items[i] for i in part], [sharing[i] for i in part], layout) for part in parts)
+        assert max(map(size_of, shapes)) <= planned
+
+
+def test_episodes_that_go_on_after_what_others_say_are_planned_with_all_of_it_behind_the_prompt():
+    read = Read(first=LlamaConfig(), answered=PromptTokens(10, 90), has_turns=True)
+    for budget in (0, 4096):
+        config = agent.Config(tokens_per_micro_batch=budget, max_new_tokens=20, rollout_size=2, group_size=2)
+        shape = widest_pass(read, config, 4, 1).shape
+        assert shape.num_cells == 4 * 110 and shape.rows * shape.response == 4 * 100
+
+
 def test_answers_to_one_prompt_are_counted_with_one_of_it_where_they_share_it():
-    pairs = [((10, 5), (10, 7))] * 3
-    read = Read(first=LlamaConfig(), items=pairs, prompt_tokens=10)
+    pairs, batches = [((10, 5), (10, 7))] * 3, [[0, 1, 2]]
     config = dpo.Config(tokens_per_micro_batch=200)
-    shape, accumulates = widest_pass(read, config, 3, 1)
+    shape, accumulates, _ = widest_pass(read_of(pairs, batches), config, 3, 1)
     assert shape[:3] == (1, 3 * (20 - 9), 36) and not accumulates
     assert sum(span[1] for span in shape.spans) == 3 * (20 - 9) + 36
-    windowed = Read(first=MistralConfig(sliding_window=8), items=pairs, prompt_tokens=10)
-    assert widest_pass(windowed, config, 3, 1)[0].prompt == 10  # a row for each sequence
+    windowed = read_of(pairs, batches, MistralConfig(sliding_window=8))
+    assert widest_pass(windowed, config, 3, 1).shape.prompt == 10  # a row for each sequence
+
+
+def test_answers_to_one_prompt_are_counted_with_one_of_it_whatever_item_they_are():
+    answers = [Encoded(prompt_ids=[1] * 10, response_ids=[2] * length) for length in (5, 7)]
+    read = read_preferences(kto.Config(batch_size=2, epochs=1), LlamaConfig(), answers)
+    shape = widest_pass(read, kto.Config(tokens_per_micro_batch=200), 2, 1).shape
+    assert shape[:3] == (1, 20 - 9, 12)
 
 
 def test_a_critic_of_another_kind_of_attention_than_the_actors_has_a_plan():
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     layers = {"num_key_value_heads": 1, "num_hidden_layers": 2, "head_dim": 16}
     critic = MistralConfig(sliding_window=8, **sizes, **layers)
-    read = Read(first=LlamaConfig(**sizes, **layers), critic=critic, prompt_tokens=20)
+    read = Read(first=LlamaConfig(**sizes, **layers), critic=critic, answered=PromptTokens(5, 20))
     config = ppo.Config(tokens_per_micro_batch=128, max_new_tokens=12, rollout_size=16, minibatch_size=16)
     setting = roles.Setting(recipe="ppo", config=config, num_processes=1, device="cpu")
     plan = roles.plan_memory(read, setting)
@@ -205,9 +250,8 @@ def test_pairs_that_share_a_long_prompt_fill_the_passes_that_the_run_fills(tmp_p
     set_layout(engine, Layout.SPANS)
     parts = deal(lengths, engine, 700, prompts)
     widest = max(sum(map(sum, (lengths[i] for i in part))) - sum(prompts[i].length - 1 for i in part) for part in parts)
-    read = Read(first=LlamaConfig(), items=items, batches=[list(range(8))])
-    shape, accumulates = widest_pass(read, dpo.Config(tokens_per_micro_batch=700), 8, 1)
-    assert accumulates and shape.rows * (shape.prompt + shape.response) == widest > 460
+    shape, accumulates, _ = widest_pass(read_of(items, [[*range(8)]]), dpo.Config(tokens_per_micro_batch=700), 8, 1)
+    assert accumulates and shape.num_cells == widest > 460
 
 
 def test_shards_have_equally_many_rows_and_padding():

@@ -23,6 +23,7 @@ from transformers import (
 from hybrid_engine.command import cli
 from hybrid_engine.recipes import agent, dpo, evaluate, generate, grpo, kto, online_dpo, ppo, reward, serve, sft
 from hybrid_engine.recipes.algorithms.choices import Algorithm
+from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
 from hybrid_engine.recipes.experience.start import Start
 from hybrid_engine.recipes.rewards.learned import LearnedReward, build_critic, load_value_model
@@ -289,7 +290,7 @@ def test_a_reward_without_a_module_or_a_function_is_refused(tmp_path, capsys, sp
 
 def test_dropout_is_off_in_every_role_of_a_model_whose_config_asks_for_it(sources):
     rewards = load_rewards(["json:dumps", str(sources / "one label")])
-    start = Start(source=str(sources / "actor"), train=[], held_out=[], rewards=rewards, prompt_tokens=1)
+    start = Start(source=str(sources / "actor"), train=[], held_out=[], rewards=rewards, answered=PromptTokens(1, 1))
     roles, adapted = (ppo.build_roles(ppo.Config(lora_rank=rank), start, 1e-4, 1e-4) for rank in (0, 2))
     critic_of_body = build_critic(str(sources / "actor"), ["json:dumps"])
     scorer = load_value_model(str(sources / "one label"))

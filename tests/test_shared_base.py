@@ -17,6 +17,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 import hybrid_engine
 from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.recipes import ppo
+from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences
 from hybrid_engine.recipes.experience.critic_experience import CriticExperience
 from hybrid_engine.recipes.experience.policy import Policy, engine_config_of
@@ -69,7 +70,9 @@ def config(tmp_path_factory):
 
 
 def build_shared(config):
-    start = Start(source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward), prompt_tokens=1)
+    start = Start(
+        source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward), answered=PromptTokens(1, 1)
+    )
     return ppo.build_roles(config, start, *RATES)
 
 

@@ -3,8 +3,8 @@
 On a GPU the measure is the most that PyTorch's allocator had given out at once, from the first training step on. The
 CPU's allocator counts nothing; there it is counted in bytes of tensors: what lies there when a training pass begins,
 and the most at once of what its ops make (`LiveBytes`). That slows a pass down, so that only passes are counted that
-are wider than any before, with gradients there and without, in the first step, when the optimizer has no state yet, and
-in later ones.
+are larger than any before, with gradients there and without, in the first step, when the optimizer has no state yet,
+and in later ones.
 A rollout counts what lies there, its KV workspace, gathered weights and fused adapters; what comes and goes in its
 passes does not.
 """
@@ -22,6 +22,17 @@ from hybrid_engine.observing.memory_plan import MemoryPlan
 MIB = 2**20
 
 
+class Pass(NamedTuple):
+    """A forward and backward pass."""
+
+    shape: Any
+    """Of what the model read, as its plan is made for."""
+    has_gradients: bool
+    """Whether gradients of earlier passes were there."""
+    has_state: bool
+    """Whether the optimizer had its state, which it has from the second step on."""
+
+
 class Measured(NamedTuple):
     """The most that a process had at once so far."""
 
@@ -31,10 +42,8 @@ class Measured(NamedTuple):
     generation_bytes: int = 0
     cache_bytes: int = 0
     """Of the KV workspace, where it stayed while training."""
-    num_tokens: int = 0
-    """Of the pass that took most."""
-    has_state: bool = True
-    """Whether the optimizer had its state in that pass, which it has from the second step on."""
+    largest: Pass | None = None
+    """The pass that took most."""
 
 
 class MemoryUse:
@@ -46,7 +55,7 @@ class MemoryUse:
         device: torch.device,
         held: Callable[[], int],
         resized: Callable[[], Iterable[torch.UntypedStorage]] = tuple,
-        plan_of_pass: Callable[[int, bool], MemoryPlan] | None = None,
+        plan_of_pass: Callable[[Pass], MemoryPlan] | None = None,
     ) -> None:
         """A run on `device`.
 
@@ -55,12 +64,12 @@ class MemoryUse:
             device: where it computes.
             held: bytes of all models of the run, with what training keeps of them, on this process now.
             resized: storages that weights are gathered into, which `held` leaves out.
-            plan_of_pass: the plan of a run whose largest pass has so many tokens, when the optimizer has its state or
-                not; None where the lengths of what is learned were known before.
+            plan_of_pass: the plan of a run whose largest pass is that; None where the lengths of what is learned were
+                known before.
         """
         self.plan, self._device, self._held, self._resized = plan, device, held, resized
         self._plan_of_pass = plan_of_pass
-        self._widest: dict[tuple[bool, bool], int] = {}
+        self._widest: dict[tuple[bool, bool], float] = {}
         self._measured = Measured()
 
     @property
@@ -79,9 +88,9 @@ class MemoryUse:
         The peak of training where no rollout was measured, as on a CPU where answers are served.
         """
         measured = self._measured
-        if self._plan_of_pass is None or not measured.num_tokens:
+        if self._plan_of_pass is None or measured.largest is None:
             return None
-        plan = self._plan_of_pass(measured.num_tokens, measured.has_state)
+        plan = self._plan_of_pass(measured.largest)
         training = plan.training_peak_bytes + measured.cache_bytes  # its blocks are as long as the answers were
         return max(training, plan.generation_peak_bytes) if measured.generation_bytes else training
 
@@ -100,29 +109,32 @@ class MemoryUse:
         self._measured = max(measured, key=lambda found: found.total_bytes)
 
     @contextmanager
-    def training_pass(
-        self, num_cells: int, *, has_gradients: bool, has_state: bool, cache_bytes: int
-    ) -> Iterator[None]:
-        """Around the forward and backward passes over `num_cells` tokens.
+    def training_pass(self, of: Pass, size: float, cache_bytes: int) -> Iterator[None]:
+        """Around a pass.
 
         Args:
-            num_cells: tokens, padding included.
-            has_gradients: whether gradients of earlier passes are there.
-            has_state: whether the optimizer has stepped before.
+            of: the pass.
+            size: of it, by which passes are compared.
             cache_bytes: of the KV workspace, where it stayed.
         """
         self._measured = self._measured._replace(cache_bytes=max(self._measured.cache_bytes, cache_bytes))
-        widest = self._widest.get((has_gradients, has_state), 0)
-        if self._device.type != "cpu" or num_cells <= widest:
+        if self._device.type == "cuda":
+            before = torch.cuda.max_memory_allocated(self._device)
+            yield
+            if torch.cuda.max_memory_allocated(self._device) > before:
+                self._measured = self._measured._replace(largest=of)
+            return
+        kind = of.has_gradients, of.has_state
+        if self._device.type != "cpu" or size <= self._widest.get(kind, 0):
             yield
             return
         held = self._held() + cache_bytes
         with LiveBytes(self._resized()) as live:
             yield
-        self._widest[has_gradients, has_state] = num_cells
+        self._widest[kind] = size
         taken = held + live.peak_bytes
         if taken > self._measured.training_bytes:
-            self._measured = self._measured._replace(training_bytes=taken, num_tokens=num_cells, has_state=has_state)
+            self._measured = self._measured._replace(training_bytes=taken, largest=of)
 
     def note_rollout(self, num_bytes: int) -> None:
         """At the end of a rollout that has taken `num_bytes` for workspace, gathered weights and fused adapters."""

@@ -30,6 +30,11 @@ class PassShape(NamedTuple):
     spans: tuple[tuple[int, int, int, int], ...] = ()
     """Where attention goes along spans of one row: of each the first cell and how many, then those of its prefix."""
 
+    @property
+    def num_cells(self) -> int:
+        """Tokens that the model reads, padding included."""
+        return self.rows * (self.prompt + self.response)
+
 
 class PassBytes(NamedTuple):
     """What a pass takes beyond weights and the gradients that were there before it."""

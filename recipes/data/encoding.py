@@ -49,6 +49,16 @@ class Encoded:
         return Prompt(tuple(self.prompt_ids), len(self.prompt_ids))
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens of the one sequence."""
+        return (len(self),)
+
+    @property
     def num_learned(self) -> int:
         """Response tokens that are learned."""
         return len(self.response_ids) if self.loss_mask is None else sum(self.loss_mask)
@@ -83,6 +93,11 @@ class EncodedPair(NamedTuple):
         """What both begin with; a template may render it otherwise before each, and then they have nothing to share."""
         prompt_ids = self.chosen.prompt_ids
         return Prompt(tuple(prompt_ids), len(prompt_ids) if prompt_ids == self.rejected.prompt_ids else 0)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the longer of both prompts."""
+        return max(len(answer.prompt_ids) for answer in self)
 
     @property
     def num_tokens(self) -> int:

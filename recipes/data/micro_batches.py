@@ -1,7 +1,6 @@
 """The passes of an optimizer step: rows dealt out to them, run, and made smaller where memory ends.
 
-A loss must be a share of the step's, so that it does not depend on how the rows are dealt out. An item is what stays
-together: a sequence, or the two of a pair.
+A loss must be a share of the step's, so that it does not depend on how the rows are dealt out.
 
 After each forward and each backward pass the processes tell each other of errors. Where memory ended on one of them all
 begin the step again, with passes of half the size, and later steps keep to that size; any other error ends the run on
@@ -22,15 +21,15 @@ from torch import nn
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.packing import Layout, Prompt, layout_of
+from hybrid_engine.recipes.data.pass_shapes import Items, shape_of
 from hybrid_engine.recipes.data.passes import Result, until_it_fits
 from hybrid_engine.recipes.runs.memory import measured_pass
+from hybrid_engine.training.pass_memory import PassShape
 
 Figures = dict[str, tuple[float, float]]
 """(sum, count) of each figure of a pass, as `experience.evaluation.step_means` takes them."""
 LossOf = Callable[[list[int]], tuple[torch.Tensor, Figures]]
 """Given the indices of items, runs a forward pass over them: their share of the step's loss, and figures of it."""
-Items = Sequence[tuple[int, ...]]
-"""Lengths in tokens of the sequences of each item."""
 
 _fitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Of models whose passes ran out of memory: tokens of the largest pass after that, or items where there is no budget.
@@ -60,24 +59,28 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
             room, if passes share prompts, and padded rows are padded on both sides. None: sequences without prompts.
     """
     if not budget:
-        order = sorted(range(len(items)), key=lambda index: max(items[index]))
         size = engine.train_micro_batch_size_per_gpu()
-        size = min(size, _fitting.get(engine.module, size))
-        return [order[first : first + size] for first in range(0, len(order), size)]
+        return deal_by_number(items, min(size, _fitting.get(engine.module, size)))
     check_budget(budget, items)
-    fill = _filling(items, prompts, layout_of(engine))
+    fill = filling(items, prompts, layout_of(engine))
     budget = min(budget, _fitting.get(engine.module, budget))  # an item that is larger than that is a pass by itself
     num_parts = max(gather_objects(len(fill(budget))))
     return _as_many(_evenly(fill, budget, num_parts), num_parts)
 
 
-def fill_evenly(items: Items, prompts: Sequence[Prompt], layout: Layout, budget: int) -> list[list[int]]:
-    """Indices of `items` by forward pass, as `deal` makes them on one process; local."""
-    fill = _filling(items, prompts, layout)
+def deal_by_number(items: Items, size: int) -> list[list[int]]:
+    """Indices of `items` by forward pass, `size` in each, as `deal` makes them without a budget; local."""
+    order = sorted(range(len(items)), key=lambda index: max(items[index]))
+    return [order[first : first + size] for first in range(0, len(order), size)]
+
+
+def fill_evenly(items: Items, prompts: Sequence[Prompt] | None, layout: Layout, budget: int) -> list[list[int]]:
+    """Indices of `items` by forward pass, as `deal` makes them under a budget on one process; local."""
+    fill = filling(items, prompts, layout)
     return _evenly(fill, budget, len(fill(budget)))
 
 
-def _filling(items: Items, prompts: Sequence[Prompt] | None, layout: Layout) -> Callable[[int], list[list[int]]]:
+def filling(items: Items, prompts: Sequence[Prompt] | None, layout: Layout) -> Callable[[int], list[list[int]]]:
     """What puts `items`, the longest first, into passes of at most so many tokens, or of one item; none is empty."""
     order = sorted(range(len(items)), key=lambda index: max(items[index]))[::-1]
     if prompts is None or layout not in (Layout.PADDED, Layout.SPANS):
@@ -200,7 +203,7 @@ def train_in_parts(
         if parts is not dealt:
             for engine in engines:
                 engine.begin_step_again()
-        return _run(engines, parts, [passes.tokens_of(part) for part in parts], losses)
+        return _run(engines, parts, [passes.shape_of(part) for part in parts], losses)
 
     figures = passes.run(run, dealt)
     for engine in engines:
@@ -259,33 +262,23 @@ class _Passes(NamedTuple):
 
     def size(self, parts: list[list[int]]) -> int:
         """Of the largest of the parts of all processes, as `_fitting` counts it."""
-        return max(gather_objects(max(self.tokens_of(part) if self.budget else len(part) for part in parts)))
+        return max(gather_objects(max(self.shape_of(part).num_cells if self.budget else len(part) for part in parts)))
 
-    def tokens_of(self, part: list[int]) -> int:
-        """Of the pass over a part, padding included."""
-        items, prompts, layout = self.items, self.prompts, layout_of(self.engine)
-        cells = _cells(layout, [items[index] for index in part])
-        if prompts is None or layout not in (Layout.PADDED, Layout.SPANS):
-            return cells
-        if layout is Layout.PADDED:  # prompts to the left, the rest to the right of one column
-            longest = max(prompts[index].length for index in part)
-            responses = (length - prompts[index].length for index in part for length in items[index])
-            return sum(len(items[index]) for index in part) * (longest + max(responses))
-        number_of = Counter[Prompt]()
-        for index in part:
-            number_of[prompts[index]] += len(items[index])
-        return cells - sum(prompt.cells_spared(number) for prompt, number in number_of.items())
+    def shape_of(self, part: list[int]) -> PassShape:
+        """Of the pass over a part."""
+        prompts = None if self.prompts is None else [self.prompts[index] for index in part]
+        return shape_of([self.items[index] for index in part], prompts, layout_of(self.engine))
 
 
 def _run(
-    engines: Sequence[Any], parts: list[list[int]], num_tokens: list[int], losses: Sequence[tuple[Any, LossOf]]
+    engines: Sequence[Any], parts: list[list[int]], shapes: list[PassShape], losses: Sequence[tuple[Any, LossOf]]
 ) -> list[Figures]:
-    """All passes of an optimizer step, each over so many tokens, and the end of each but the last."""
+    """All passes of an optimizer step, with the shape of each, and the end of each but the last."""
     figures = []
     for number, part in enumerate(parts):
         for engine in engines:
             engine.set_gradient_accumulation_boundary(number + 1 == len(parts))
-        with measured_pass(engines[0], num_tokens[number], has_gradients=number > 0):
+        with measured_pass(engines[0], shapes[number], has_gradients=number > 0):
             found: Figures = {}
             for trained, loss_of in losses:
                 loss, found_here = agree(partial(loss_of, part))

@@ -1,6 +1,7 @@
 """The prompts of a data set of the user's, in its column `prompt`, and the order in which a run takes prompts."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,18 @@ from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.recipes.runs.stages import mix_seed
+
+
+class PromptTokens(NamedTuple):
+    """Tokens of prompts that are answered."""
+
+    shortest: int
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], most: int) -> "PromptTokens":
+        """Of prompts of such lengths, of which no more than the last `most` tokens are read."""
+        return cls(min(most, min(lengths)), min(most, max(lengths)))
 
 
 def load_prompt_rows(

@@ -10,7 +10,7 @@ from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.encoding import encode_prompt
-from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows
+from hybrid_engine.recipes.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.own_tasks import SUMS, OwnTask, stage_options
 from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
@@ -34,8 +34,8 @@ class Start:
     train: list[PromptRow]
     held_out: list[PromptRow]
     rewards: Rewards
-    prompt_tokens: int
-    """Of the longest prompt."""
+    answered: PromptTokens
+    """Of the prompts."""
 
 
 def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> Start:
@@ -80,7 +80,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         )
     if rewards is not None:
         rewards.check_rows(rows)
-    most_tokens = check_prompts(config, source, rows, specs if has_critic else ())
+    lengths = check_prompts(config, source, rows, specs if has_critic else ())
 
     if config.restart:
         move_aside(folder, RUN_RESULTS)
@@ -92,10 +92,10 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         rewards = load_rewards([str(made)], None, config.reward_time_limit, load_model)
     tokenizer, longest = load_tokenizer(actor), config.max_prompt_tokens
     train, held_out = (fit_prompts(part, tokenizer, longest, skips=config.skip_too_long) for part in (train, held_out))
-    if most_tokens is None:
-        most_tokens = max(len(encode_prompt(tokenizer, row)) for row in rows)
-    prompt_tokens = min(most_tokens, longest)
-    return Start(source=actor, train=train, held_out=held_out, rewards=rewards, prompt_tokens=prompt_tokens)
+    if lengths is None:
+        lengths = [len(encode_prompt(tokenizer, row)) for row in rows]
+    answered = PromptTokens.of(lengths, longest)
+    return Start(source=actor, train=train, held_out=held_out, rewards=rewards, answered=answered)
 
 
 def _on_shared_base(source: str | None) -> Callable[[str], Judge]:
@@ -122,7 +122,9 @@ def check_given_together(config: Any, task: OwnTask) -> None:
             raise ValueError(f"--dataset={config.dataset!r} has prompts of its own, and {reason}; give --{name}")
 
 
-def check_prompts(config: Any, source: str | None, rows: Sequence[PromptRow], critics: Sequence[str]) -> int | None:
+def check_prompts(
+    config: Any, source: str | None, rows: Sequence[PromptRow], critics: Sequence[str]
+) -> list[int] | None:
     """Whether every prompt can be encoded, and actor and critic have positions enough for it and an answer behind it.
 
     Args:
@@ -132,18 +134,19 @@ def check_prompts(config: Any, source: str | None, rows: Sequence[PromptRow], cr
         critics: rewards, of which the first that is a model with the actor's tokens becomes the critic.
 
     Returns:
-        Tokens of the longest prompt; None without an actor.
+        Tokens of each prompt; None without an actor.
     """
     if source is None:
         check_positions(config, max(map(num_bytes, rows)), "the model that stage sft makes", MAX_POSITIONS)
         return None
     tokenizer = load_tokenizer(source)
-    longest = max(len(encode_prompt(tokenizer, row)) for row in rows)
+    lengths = [len(encode_prompt(tokenizer, row)) for row in rows]
+    longest = max(lengths)
     check_positions(config, longest, f"--model={source!r}", num_positions(load_config(source)))
     critic = critic_source(critics, source)
     if critic is not None:
         check_positions(config, longest, f"--reward={critic!r}", num_positions(load_config(critic, "reward")))
-    return longest
+    return lengths
 
 
 def num_bytes(row: PromptRow) -> int:

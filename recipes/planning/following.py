@@ -12,30 +12,31 @@ from transformers import PretrainedConfig
 from hybrid_engine.distributed.processes import default_device, gather_objects, get_world_size
 from hybrid_engine.generation.memory.usage import count_bytes, num_bytes
 from hybrid_engine.observing.memory_plan import MemoryPlan
-from hybrid_engine.observing.memory_use import MemoryUse
-from hybrid_engine.recipes.data.encoding import Encoded
+from hybrid_engine.observing.memory_use import MemoryUse, Pass
+from hybrid_engine.recipes.data.encoding import Encoded, EncodedPair
 from hybrid_engine.recipes.data.pair_corpus import PairCorpus
-from hybrid_engine.recipes.planning.read import Item, Read, read_answers, read_preferences
+from hybrid_engine.recipes.planning.read import Learned, Read, read_answers, read_preferences
 from hybrid_engine.recipes.planning.roles import Setting, plan_memory
+from hybrid_engine.recipes.planning.widest import Widest
 from hybrid_engine.recipes.runs.run_log import say, write_json
 from hybrid_engine.zero.fsdp2_private import gathered_storages
 
 
 def follow_examples(config: Any, engine: Any, examples: Sequence[Encoded], batches: list[list[int]]) -> None:
     """Follows a run of sft; `batches` are the indices of `examples` by step."""
-    items: list[Item] = [((len(example.prompt_ids), len(example.response_ids)),) for example in examples]
-    follow_memory("sft", config, Read(first=engine.module.config, items=items, batches=batches), [engine])
+    read = Read(first=engine.module.config, learned=Learned.of(examples, batches))
+    follow_memory("sft", config, read, [engine])
 
 
 def follow_scored_pairs(config: Any, engine: Any, corpus: PairCorpus) -> None:
     """Follows a run of reward."""
-    items: list[Item] = [((0, len(pair.chosen)), (0, len(pair.rejected))) for pair in corpus.train]
-    follow_memory("reward", config, Read(first=engine.module.config, items=items, batches=corpus.batches), [engine])
+    read = Read(first=engine.module.config, learned=Learned.of_scored(corpus.train, corpus.batches))
+    follow_memory("reward", config, read, [engine])
 
 
-def follow_preferences(recipe: str, config: Any, engine: Any, items: Sequence[Item]) -> None:
+def follow_preferences(recipe: str, config: Any, engine: Any, learned: Sequence[Encoded | EncodedPair]) -> None:
     """Follows a run that learns from given answers and answers the prompts of some."""
-    follow_memory(recipe, config, read_preferences(config, engine.module.config, items), [engine])
+    follow_memory(recipe, config, read_preferences(config, engine.module.config, learned), [engine])
 
 
 def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: Any = None) -> None:
@@ -48,7 +49,7 @@ def follow_answers(recipe: str, config: Any, start: Any, policy: Any, critic: An
         critic: an engine, or a role of the actor's.
     """
     specs, first = start.rewards.specs, policy.actor.module.config
-    read = read_answers(config, specs, first, start.prompt_tokens, start.source, has_critic=critic is not None)
+    read = read_answers(config, specs, first, start.answered, start.source, has_critic=critic is not None)
     judges = [getattr(reward.judge, "model", None) for reward in start.rewards.rewards]
     engines = [policy.actor, *([critic] if hasattr(critic, "sharding") else [])]
     frozen = [policy.reference, *(model for model in judges if isinstance(model, nn.Module))]
@@ -65,7 +66,7 @@ def fuses_at_once(recipe: str, config: Any, start: Any, first: PretrainedConfig)
         start: an `experience.start.Start`.
         first: the base's.
     """
-    read = read_answers(config, start.rewards.specs, first, start.prompt_tokens, start.source, has_critic=True)
+    read = read_answers(config, start.rewards.specs, first, start.answered, start.source, has_critic=True)
     setting = Setting(recipe=recipe, config=config, num_processes=get_world_size(), device=default_device().type)
     try:
         return plan_memory(read, setting).fuses_at_once
@@ -107,10 +108,10 @@ def follow_memory(
             if not engine.sharding.stays_whole:
                 yield from gathered_storages(engine.sharding.fsdp_modules())
 
-    def of_pass(num_tokens: int, has_state: bool) -> MemoryPlan:
-        return plan_memory(read, replace(setting, pass_tokens=num_tokens, has_state=has_state))
+    def of_pass(ran: Pass) -> MemoryPlan:
+        return plan_memory(read, replace(setting, widest=Widest(*ran)))
 
-    use = MemoryUse(plan, device, held, resized, plan_of_pass=None if read.items else of_pass)
+    use = MemoryUse(plan, device, held, resized, plan_of_pass=of_pass if read.learned is None else None)
     for engine in engines:
         engine.memory_use = use
 

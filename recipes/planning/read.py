@@ -2,17 +2,40 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig
 
-from hybrid_engine.recipes.data.prompts import select_prompts
+from hybrid_engine.recipes.data.encoding import Encoded, EncodedPair
+from hybrid_engine.recipes.data.packing import Prompt
+from hybrid_engine.recipes.data.pairs import Pair
+from hybrid_engine.recipes.data.pass_shapes import Items
+from hybrid_engine.recipes.data.prompts import PromptTokens, select_prompts
 from hybrid_engine.recipes.rewards.adapter_folder import read_reward_adapter
 from hybrid_engine.recipes.rewards.learned import critic_source, names_model
 from hybrid_engine.recipes.runs.stages import load_config
 
-Item = tuple[tuple[int, int], ...]
-"""Tokens of prompt and response of the sequences that stay together in a pass."""
+
+class Learned(NamedTuple):
+    """What a run learns from, where that is known before it."""
+
+    items: Items
+    """At least a batch."""
+    prompts: list[Prompt] | None
+    """Of each item; None where nothing is known to be shared."""
+    batches: list[list[int]]
+    """Indices of the items of every step."""
+
+    @classmethod
+    def of(cls, learned: Sequence[Encoded | EncodedPair], batches: list[list[int]]) -> "Learned":
+        """Answers, or pairs of them."""
+        prompts = [one.prompt._replace(key=hash(one.prompt.key)) for one in learned]  # not all their tokens once more
+        return cls([one.lengths for one in learned], prompts, batches)
+
+    @classmethod
+    def of_scored(cls, pairs: Sequence[Pair], batches: list[list[int]]) -> "Learned":
+        """Pairs whose answers get a score each."""
+        return cls([(len(pair.chosen), len(pair.rejected)) for pair in pairs], None, batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,38 +50,35 @@ class Read:
     """Of reward models that have a body of their own."""
     adapter_ranks: list[int] = field(default_factory=list)
     """Of reward models that are adapters on the first model."""
-    items: list[Item] = field(default_factory=list)
-    """What is learned from; empty where that is drawn by the run itself."""
-    batches: list[list[int]] | None = None
-    """The items of every step; None: any may meet."""
-    prompt_tokens: int = 0
-    """Of the longest prompt that is answered; 0 where none is."""
+    learned: Learned | None = None
+    """None where the run draws it itself."""
+    answered: PromptTokens | None = None
+    """None where no prompt is."""
+    has_turns: bool = False
+    """Whether a drawn answer goes on after what others say, up to the length of the longest prompt and its answer."""
 
 
-def read_preferences(config: Any, first: PretrainedConfig, items: Sequence[Item]) -> Read:
+def read_preferences(config: Any, first: PretrainedConfig, learned: Sequence[Encoded | EncodedPair]) -> Read:
     """What a plan reads of a recipe that learns from given answers, which meet as `select_prompts` draws them.
 
     Args:
         config: of the recipe, with `max_prompt_tokens` of the prompts that are answered.
         first: the actor's.
-        items: answers or pairs to learn from, at least a batch.
+        learned: answers or pairs to learn from, at least a batch.
     """
     size = config.batch_size
-    num_drawn = config.epochs * (len(items) // size) * size
-    drawn = select_prompts(len(items), 0, num_drawn, config.seed)
-    return Read(
-        first=first,
-        items=list(items),
-        batches=[drawn[begin : begin + size] for begin in range(0, num_drawn, size)],
-        prompt_tokens=min(config.max_prompt_tokens, max(length for item in items for length, _ in item)),
-    )
+    num_drawn = config.epochs * (len(learned) // size) * size
+    drawn = select_prompts(len(learned), 0, num_drawn, config.seed)
+    batches = [drawn[begin : begin + size] for begin in range(0, num_drawn, size)]
+    answered = PromptTokens.of([one.num_prompt_tokens for one in learned], config.max_prompt_tokens)
+    return Read(first=first, learned=Learned.of(learned, batches), answered=answered)
 
 
 def read_answers(
     config: Any,
     specs: Sequence[str],
     first: PretrainedConfig,
-    prompt_tokens: int,
+    answered: PromptTokens,
     source: str | None,
     *,
     has_critic: bool = False,
@@ -69,17 +89,17 @@ def read_answers(
         config: of the recipe.
         specs: of its rewards.
         first: the actor's.
-        prompt_tokens: of the longest prompt.
+        answered: of its prompts.
         source: of the actor; None where it is still to be made.
         has_critic: whether there is one.
     """
     models = [spec for spec in specs if names_model(spec)]
     if getattr(config, "shared_base", False):
         ranks = [read_reward_adapter(spec).config.r for spec in models] if specs else [config.lora_rank]
-        return Read(first=first, adapter_ranks=ranks, prompt_tokens=prompt_tokens)
+        return Read(first=first, adapter_ranks=ranks, answered=answered)
     critic = None
     if has_critic:
         found = critic_source(specs, source) if source else None
         critic = load_config(found, "reward") if found else first
     rewards = [load_config(spec, "reward") for spec in models]
-    return Read(first=first, critic=critic, rewards=rewards, prompt_tokens=prompt_tokens)
+    return Read(first=first, critic=critic, rewards=rewards, answered=answered)

@@ -13,10 +13,10 @@ from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair, encode_prompt
 from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
 from hybrid_engine.recipes.data.pair_corpus import load_pair_corpus
-from hybrid_engine.recipes.data.prompts import load_prompt_rows
+from hybrid_engine.recipes.data.prompts import PromptTokens, load_prompt_rows
 from hybrid_engine.recipes.data.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES, SUMS, OwnTask, character_stage
-from hybrid_engine.recipes.planning.read import Item, Read, read_answers, read_preferences
+from hybrid_engine.recipes.planning.read import Learned, Read, read_answers, read_preferences
 from hybrid_engine.recipes.preference.first_actor import check_enough
 from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.recipes.rewards.classifier import load_scoring_tokenizer
@@ -39,10 +39,10 @@ def _read_sft(config: sft.Config) -> Read:
     tokenizer, corpus = load_corpus(config)
     lengths = [len(example) for example in corpus.train]
     num_pooled = NUM_POOLED if config.group_by_length else 1
+    batches = epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed, num_pooled)
     return Read(
         first=_adapted(config, load_config(config.model)) if config.model else _small_config(config, tokenizer),
-        items=[((len(example.prompt_ids), len(example.response_ids)),) for example in corpus.train],
-        batches=epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed, num_pooled),
+        learned=Learned.of(corpus.train, batches),
     )
 
 
@@ -52,8 +52,8 @@ def _read_reward(config: reward.Config) -> Read:
         raise ValueError(f"--out={config.out!r} has no sft yet, on whose body the reward is trained; give --model")
     source = config.model or str(stage)
     corpus = load_pair_corpus(config, load_scoring_tokenizer(source), source)
-    items: list[Item] = [((0, len(pair.chosen)), (0, len(pair.rejected))) for pair in corpus.train]
-    return Read(first=_adapted(config, load_config(source)), items=items, batches=corpus.batches)
+    learned = Learned.of_scored(corpus.train, corpus.batches)
+    return Read(first=_adapted(config, load_config(source)), learned=learned)
 
 
 def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Read:
@@ -61,36 +61,35 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
     first, tokenizer = _first_actor(config, task)
     train, held_out = load_prompt_rows(config.dataset, *config.part) if config.dataset else task.load_rows(config.seed)
     specs = config.reward or ((task.reward,) if task.reward else ())
-    longest = _longest(config, tokenizer, [*train, *held_out])
+    lengths = [len(encode_prompt(tokenizer, row)) for row in [*train, *held_out]]
+    answered = PromptTokens.of(lengths, config.max_prompt_tokens)
     if getattr(config, "shared_base", False):
         for spec in filter(names_model, specs):
             check_reward_adapter(spec, config.model or str(Path(config.out) / "sft"))
     if specs or getattr(config, "shared_base", False):
-        return read_answers(config, specs, first, longest, config.model, has_critic=has_critic)
+        return read_answers(config, specs, first, answered, config.model, has_critic=has_critic)
     made = Path(config.out) / "reward"  # that stage makes one of the actor's size
     model = load_config(str(made)) if made.exists() else first
-    return Read(first=first, critic=model if has_critic else None, rewards=[model], prompt_tokens=longest)
+    return Read(first=first, critic=model if has_critic else None, rewards=[model], answered=answered)
 
 
 def _read_dpo(config: dpo.Config) -> Read:
     first, tokenizer = _first_actor(config, SUMMARIES)
     pairs = _that_fit(config, first, dpo.load_pairs(config), partial(encode_pair, tokenizer), "pairs")
-    items: list[Item] = [tuple((len(answer.prompt_ids), len(answer.response_ids)) for answer in pair) for pair in pairs]
-    return read_preferences(config, first, items)
+    return read_preferences(config, first, pairs)
 
 
 def _read_kto(config: kto.Config) -> Read:
     first, tokenizer = _first_actor(config, SUMMARIES)
     answers = _that_fit(config, first, kto.load_answers(config), partial(encode_completion, tokenizer), "answers")
-    items: list[Item] = [((len(answer.prompt_ids), len(answer.response_ids)),) for answer in answers]
-    return read_preferences(config, first, items)
+    return read_preferences(config, first, answers)
 
 
 def _read_agent(config: agent.Config) -> Read:
     if config.model:
-        return Read(first=_adapted(config, load_config(config.model)), prompt_tokens=config.max_prompt_tokens)
-    made = character_stage("calculator", config, group_by_length=False)
-    return Read(first=_small_config(made, load_corpus(made)[0]), prompt_tokens=config.max_prompt_tokens)
+        return agent.read_episodes(config, _adapted(config, load_config(config.model)), load_tokenizer(config.model))
+    tokenizer, _ = load_corpus(made := character_stage("calculator", config, group_by_length=False))
+    return agent.read_episodes(config, _small_config(made, tokenizer), tokenizer)
 
 
 READERS: dict[str, Callable[[Any], Read]] = {
@@ -139,7 +138,3 @@ def _that_fit(
     found = [keep_fitting(rows, [encode(row) for row in rows], limit, skips=config.skip_too_long)[1] for rows in parts]
     check_enough(config, len(found[0]), len(found[1]), what)
     return found[0]
-
-
-def _longest(config: Any, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Any]) -> int:
-    return min(config.max_prompt_tokens, max(len(encode_prompt(tokenizer, row)) for row in rows))

@@ -31,7 +31,7 @@ from hybrid_engine.recipes.data.sequences import ValueModel
 from hybrid_engine.recipes.data.spans import ATTENTION, Span, Spans
 from hybrid_engine.recipes.planning.packed import packed_bytes
 from hybrid_engine.recipes.planning.read import Read
-from hybrid_engine.recipes.planning.widest import Widest, of_so_many, widest_passes
+from hybrid_engine.recipes.planning.widest import Widest, widest_passes
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
@@ -52,10 +52,8 @@ class Setting:
     num_processes: int
     device: str
     """Type of the devices."""
-    pass_tokens: int | None = None
-    """Of the largest training pass, where that has run; None: as the lengths that are known before the run make it."""
-    has_state: bool = True
-    """Whether the optimizer had its state in that pass."""
+    widest: Widest | None = None
+    """The largest training pass, where that has run; None: as the lengths that are known before the run make it."""
 
 
 def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
@@ -66,10 +64,8 @@ def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
         "batch_size" if hasattr(config, "batch_size") else "minibatch_size", batch_size, setting.num_processes
     )
     per_process = batch_size // setting.num_processes
-    passes = widest_passes(read, config, per_process, setting.num_processes)
-    if setting.pass_tokens is not None:
-        of_tokens = of_so_many(passes[0].shape, setting.pass_tokens)
-        passes = [Widest(of_tokens, passes[0].accumulates, setting.has_state)]
+    ran = setting.widest
+    passes = widest_passes(read, config, per_process, setting.num_processes) if ran is None else [ran]
     return max((_plan_of(read, setting, widest) for widest in passes), key=lambda plan: plan.peak_bytes)
 
 
@@ -77,15 +73,15 @@ def _plan_of(read: Read, setting: Setting, widest: Widest) -> MemoryPlan:
     """The plan of a run whose largest training pass is `widest`."""
     config = setting.config
     with torch.device("meta"):
-        roles, actor = _roles(read, setting, widest.shape, widest.accumulates)
-        plan = MemoryPlan(roles=roles, accumulates=widest.accumulates, generation=[], has_state=widest.has_state)
-        if not read.prompt_tokens:
+        roles, actor = _roles(read, setting, widest.shape, widest.has_gradients)
+        plan = MemoryPlan(roles=roles, accumulates=widest.has_gradients, generation=[], has_state=widest.has_state)
+        if read.answered is None:
             return plan
-        at_once = _generation(actor, read, setting, is_streamed=False)
+        at_once = _generation(actor, read.answered.longest, setting, is_streamed=False)
         # On a shared base a rollout is to take no more than training does, which takes nothing meanwhile.
         room = plan.training_peak_bytes - plan.kept_bytes
         if getattr(config, "shared_base", False) and sum(part.num_bytes for part in at_once) > room:
-            generation = _generation(actor, read, setting, is_streamed=True)
+            generation = _generation(actor, read.answered.longest, setting, is_streamed=True)
             return replace(plan, generation=generation, fuses_at_once=False)
     return replace(plan, generation=at_once)
 
@@ -204,14 +200,13 @@ def _trained(
         device=setting.device,
         more_inputs=_along_spans(model, shape, config),
     )
-    tokens = shape.rows * (shape.prompt + shape.response)
     note = ", layers computed again" if config.activation_checkpointing else ""
+    cells = f"{shape.rows} rows x {shape.prompt + shape.response} tokens"
     passing = [
         Part(
             "activations",
             found.activations,
-            f"{shape.rows} rows x {shape.prompt + shape.response} tokens x {found.activations / tokens:,.0f} bytes, as "
-            f"counted on shapes{note}",
+            f"{cells} x {found.activations / shape.num_cells:,.0f} bytes, as counted on shapes{note}",
         )
     ]
     if is_language:
@@ -266,11 +261,11 @@ def _frozen(name: str, shapes: list[Shape]) -> RolePlan:
     return RolePlan(name=name, kept=kept_parts(shapes, sharded), gradients=gradient_part(shapes, sharded))
 
 
-def _generation(actor: nn.Module, read: Read, setting: Setting, *, is_streamed: bool) -> list[Part]:
-    """What a rollout takes beside what is kept, of training or of an evaluation, whichever is larger; with its weights
-    ready before it begins, or layer by layer."""
+def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_streamed: bool) -> list[Part]:
+    """What a rollout takes beside what is kept, of training or of an evaluation, whichever is larger, behind prompts of
+    so many tokens; with its weights ready before it begins, or layer by layer."""
     config = setting.config
-    longest = read.prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed
+    longest = prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed
     options = HybridEngineConfig(enabled=True, max_running=config.max_running)
     rollouts = [(config.eval_prompts, getattr(config, "eval_samples", 1))] if hasattr(config, "eval_prompts") else []
     if hasattr(config, "rollout_size"):
@@ -279,7 +274,7 @@ def _generation(actor: nn.Module, read: Read, setting: Setting, *, is_streamed: 
     demands = []
     for num_prompts, group in rollouts:
         prompts = -(-num_prompts // setting.num_processes)
-        lengths = [read.prompt_tokens] * (prompts * group)
+        lengths = [prompt_tokens] * (prompts * group)
         demands.append(count_blocks(lengths, longest, prompts, setting.device, options))
     demand = max(demands, key=lambda found: found.wanted * found.block_size)
     try:
@@ -298,7 +293,7 @@ def _generation(actor: nn.Module, read: Read, setting: Setting, *, is_streamed: 
         how = "of what is outside the layers and of two of them" if is_streamed else "whole while it generates"
         formula = f"{WEIGHT.itemsize} bytes x {values:,} parameters, {how}"
         parts.append(Part("gathered weights", values * WEIGHT.itemsize, formula))
-    fed = min(MAX_PREFILL_TOKENS, demand.max_running * read.prompt_tokens)
+    fed = min(MAX_PREFILL_TOKENS, demand.max_running * prompt_tokens)
     width = 3 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
     what = f"{WEIGHT.itemsize} bytes x {fed:,} tokens of prompts in a pass x {width} (3 times hidden and MLP size)"
     parts.append(Part("prefill", WEIGHT.itemsize * fed * width, what))

@@ -3,11 +3,13 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from hybrid_engine.observing.memory_use import MemoryUse
+from hybrid_engine.observing.memory_use import MemoryUse, Pass
+from hybrid_engine.recipes.data.pass_shapes import size_of
+from hybrid_engine.training.pass_memory import PassShape
 
 
-def measured_pass(engine: Any, num_cells: int, *, has_gradients: bool) -> AbstractContextManager[None]:
-    """Around the forward and backward passes over `num_cells` tokens, of which `engine` trains the first.
+def measured_pass(engine: Any, shape: PassShape, *, has_gradients: bool) -> AbstractContextManager[None]:
+    """Around the forward and backward passes of this shape, of which `engine` trains the first.
 
     Measures nothing where the engine's memory is not followed.
     """
@@ -16,5 +18,5 @@ def measured_pass(engine: Any, num_cells: int, *, has_gradients: bool) -> Abstra
         return nullcontext()
     generator = getattr(engine, "generator", None)
     cache_bytes = generator.workspace.allocated_bytes if generator is not None else 0
-    has_state = engine.global_steps > 0
-    return use.training_pass(num_cells, has_gradients=has_gradients, has_state=has_state, cache_bytes=cache_bytes)
+    of = Pass(shape, has_gradients=has_gradients, has_state=engine.global_steps > 0)
+    return use.training_pass(of, size_of(shape), cache_bytes)
