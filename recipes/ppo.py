@@ -248,7 +248,7 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
 
     Returns:
         Means over the update's tokens: losses, clip fraction, KL(old || new), ratio. `first_ratio` is the ratio before
-        any weight changed, 1 when all is well. The gradient norms are those of the last optimizer step.
+        any weight changed, 1 when all is well. Gradient norms and learning rates are those of the last optimizer step.
     """
     generator = torch.Generator().manual_seed(seed)
     engines, num_rows = [*reversed(roles.engines.values())], len(experience.logprobs)  # the actor first
@@ -263,12 +263,13 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
                 (roles.critic, partial(value_loss, roles, chosen, num_tokens, config)),
             ]
             lengths, prompts = chosen.sequences.lengths, chosen.sequences.prompts
+            rates = roles.learning_rates()
             found = train_in_parts(engines, lengths, config.tokens_per_micro_batch, losses, prompts)
             if not parts:  # by the weights that sampled
                 roles.policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found
     figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
-    return figures | roles.gradient_norms()
+    return figures | roles.gradient_norms() | rates
 
 
 def policy_loss(

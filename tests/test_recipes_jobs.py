@@ -121,7 +121,15 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(stages, tmp_path, monk
     for ours, theirs in zip(
         *(read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole")), strict=True
     ):
-        for name in ("step", "score", "kl_per_sequence", "policy_loss", "value_loss", "actor_grad_norm"):
+        for name in (
+            "step",
+            "score",
+            "kl_per_sequence",
+            "policy_loss",
+            "value_loss",
+            "actor_grad_norm",
+            "learning_rate",
+        ):
             assert ours[name] == theirs[name], name
     for folder in ("actor", "best"):
         models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / folder) for name in ("torn", "whole")]

@@ -33,9 +33,18 @@ class Roles:
 
     def gradient_norms(self) -> dict[str, Any]:
         """The gradient norms of actor and critic at the last optimizer step, as metrics call them."""
+        norms = (role.get_global_grad_norm() for role in self._trained())
+        return dict(zip(("actor_grad_norm", "critic_grad_norm"), norms, strict=True))
+
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rates of actor and critic at the next optimizer step, as metrics call them."""
+        rates = (role.get_lr()[0] for role in self._trained())
+        return dict(zip(("learning_rate", "critic_learning_rate"), rates, strict=True))
+
+    def _trained(self) -> tuple[Any, Any]:
+        """Actor and critic."""
         is_shared = isinstance(self.critic, AdapterRole)
-        actor = AdapterRole(self.policy.actor, ACTOR) if is_shared else self.policy.actor
-        return {"actor_grad_norm": actor.get_global_grad_norm(), "critic_grad_norm": self.critic.get_global_grad_norm()}
+        return AdapterRole(self.policy.actor, ACTOR) if is_shared else self.policy.actor, self.critic
 
 
 def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float) -> Roles:

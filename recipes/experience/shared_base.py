@@ -35,6 +35,8 @@ from hybrid_engine.training.adapter_roles import playing
 from hybrid_engine.training.token_values import token_values
 
 ACTOR, CRITIC, HEADS = "actor", "critic", "heads"
+TRAINED = (ACTOR, CRITIC)
+"""The roles that have a learning rate and a gradient norm each, in the order of the optimizer's groups."""
 
 
 class AdapterRole:
@@ -66,8 +68,11 @@ class AdapterRole:
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of this role's gradients alone, at the last step; None before the first."""
-        norms = dict(zip((ACTOR, CRITIC), self.engine.optimizer.grad_norms, strict=False))
-        return norms.get(self.name)
+        return dict(zip(TRAINED, self.engine.optimizer.grad_norms, strict=False)).get(self.name)
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of this role's parameters."""
+        return [self.engine.get_lr()[TRAINED.index(self.name)]]
 
 
 class SharedReward:
@@ -113,10 +118,9 @@ def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config
         for name, adapter in adapters.items():
             heads[name] = _add_role(model, name, adapter)
     setattr(model, HEADS, heads)
-    trained = (ACTOR, CRITIC)
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        parameter.requires_grad_(("lora_" in name or HEADS in parts) and any(role in parts for role in trained))
+        parameter.requires_grad_(("lora_" in name or HEADS in parts) and any(role in parts for role in TRAINED))
     return model
 
 

@@ -37,6 +37,7 @@ TABLE: dict[str, tuple[str | None, str | None, str | None]] = {
     "critic_grad_norm":         (None,                     "critic/grad_norm",           "critic_grad_norm"),
     "loss":                     ("loss",                   "train/loss",                 "loss"),
     "learning_rate":            ("learning_rate",          "actor/lr",                   "lr"),
+    "critic_learning_rate":     (None,                     "critic/lr",                  "critic_lr"),
     "chosen_reward":            ("rewards/chosen",         None,                         "chosen_reward"),
     "rejected_reward":          ("rewards/rejected",       None,                         "reject_reward"),
     "reward_margin":            ("rewards/margins",        None,                         None),
