@@ -368,4 +368,4 @@ class HybridEngine(ZeroEngine):
         taken = self.generator.workspace.allocated_bytes
         self.latency.raise_peak(taken)
         if self.memory_use is not None:
-            self.memory_use.note_rollout(taken + self.generator.memory.bytes_to_gather(self.generator.model))
+            self.memory_use.note_rollout(taken, self.generator.memory.bytes_to_gather(self.generator.model))

@@ -72,15 +72,20 @@ class PieceBytes(NamedTuple):
     tile: int  # of the logits that exist at once
 
 
-def piece_bytes(num_tokens: int, hidden_size: int, vocab_size: int, is_trained: bool, device: str) -> PieceBytes:
+def piece_bytes(
+    num_tokens: int, hidden_size: int, vocab_size: int, is_trained: bool, device: str, has_softcap: bool = False
+) -> PieceBytes:
     """The bytes of a problem of this size; on a `device` with kernels the logits stay in registers."""
     if device != "cpu":
         return PieceBytes(kept=0 if is_trained else 2 * 4 * num_tokens * hidden_size, tile=0)
     rows = min(num_tokens, ROWS_AT_ONCE)
     width = min(tile_width(rows, is_on_gpu=False), vocab_size)
     # A frozen head's gradient is made at once: the sum of its rows, and what is kept of it.
-    kept = min(KEPT_BYTES, 4 * num_tokens * vocab_size) if is_trained else 4 * num_tokens * hidden_size
-    return PieceBytes(kept=kept, tile=4 * rows * width)
+    kept, tile = 4 * num_tokens * hidden_size, 4 * rows * width
+    if is_trained:
+        num_tiles = 0 if has_softcap else KEPT_BYTES // max(1, tile)
+        kept = min(num_tiles * tile, 4 * num_tokens * vocab_size)
+    return PieceBytes(kept=kept, tile=tile * (2 if has_softcap else 1))  # with the softcap's slopes
 
 
 def linear_log_prob(
@@ -112,7 +117,7 @@ def linear_log_prob(
     _check(hidden, weight, targets, bias, is_whole=share is None)
     with _as_given(hidden):
         logprobs, entropy = _LinearLogProb.apply(hidden, weight, bias, targets, shape, with_entropy, share)
-    return TokenLogProbs(logprobs, entropy if with_entropy else None)
+    return TokenLogProbs(logprobs, entropy)
 
 
 def _as_given(tensor: torch.Tensor) -> torch.autocast:
@@ -151,7 +156,6 @@ class _LinearLogProb(torch.autograd.Function):
         ctx.is_made = of_hidden and not (of_weight or of_bias or with_entropy or in_kernels)
         can_keep = (of_weight or of_bias) and not (with_entropy or in_kernels) and shape.softcap is None
         kept = _Kept(KEPT_BYTES if can_keep else 0)
-        ctx.kept = kept.tiles
         parts: list[_Finished] = []
         for some, their_places in zip(hidden.split(ROWS_AT_ONCE), places.split(ROWS_AT_ONCE), strict=True):
             if in_kernels:
@@ -164,12 +168,20 @@ class _LinearLogProb(torch.autograd.Function):
         logprobs, log_total, entropy, gradient = (
             torch.cat(part) if part[0] is not None else None for part in zip(*parts, strict=True)
         )
-        ctx.save_for_backward(*([gradient] if ctx.is_made else [hidden, weight, bias, places, log_total, entropy]))
-        return logprobs, entropy
+        if ctx.is_made:
+            ctx.save_for_backward(gradient)
+        else:
+            ctx.kept = list(kept.tiles)
+            tensors = (tensor for tile in kept.tiles.values() for tensor in tile)
+            ctx.save_for_backward(hidden, weight, bias, places, log_total, entropy, *tensors)
+        ctx.set_materialize_grads(False)  # where nothing comes from above to the entropy, its gradient costs nothing
+        return logprobs, entropy if with_entropy else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, above, above_entropy):
+        if above is None:
+            above = torch.zeros_like(above_entropy)
         if ctx.is_made:
             (gradient,) = ctx.saved_tensors
             return (gradient * above[:, None]).to(gradient.dtype), *[None] * 6
@@ -223,7 +235,8 @@ def _finish(
 
 def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> list[torch.Tensor | None]:
     """Gradients of hidden states, weight and bias, the tiles made once more."""
-    hidden, weight, bias, places, log_total, entropy = ctx.saved_tensors
+    hidden, weight, bias, places, log_total, entropy, *tensors = ctx.saved_tensors
+    kept = {place: Tile(*tensors[2 * number : 2 * number + 2]) for number, place in enumerate(ctx.kept)}
     head = Head(weight, bias, ctx.shape)
     needs = ctx.needs_input_grad
     gradient_of = kernels.gradient_of_products if use_triton(hidden) else gradient_of_products
@@ -243,7 +256,7 @@ def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> 
                 log_total[rows],
                 above[rows],
                 of_entropy,
-                ctx.kept.get((part, columns.start)),
+                kept.get((part, columns.start)),
             )
             if of_hidden is not None:
                 add_product(of_hidden[rows], of_products, tile.weight)
@@ -252,6 +265,7 @@ def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> 
             if of_bias is not None:
                 of_rows = of_products.sum(0, dtype=torch.float32)
                 tile_of_bias = of_rows if tile_of_bias is None else tile_of_bias.add_(of_rows)
+            del of_products  # before the next tile is made
         if of_weight is not None and tile_of_weight is not None and of_weight.dtype != torch.float32:
             of_weight[columns] = tile_of_weight
         if of_bias is not None and tile_of_bias is not None:

@@ -35,21 +35,21 @@ class LogitShape(NamedTuple):
                 rule = "finite and not 0" if name == "scale" else "finite and above 0"
                 raise ValueError(f"{name}={value!r} must be {rule}")
 
-    def apply(self, products: torch.Tensor) -> torch.Tensor:
-        """fp32 logits of the products, of any shape."""
+    def apply_(self, products: torch.Tensor) -> torch.Tensor:
+        """fp32 logits of the products, of any shape, which are overwritten."""
         if self.scale != 1.0:
-            products = products * self.scale
+            products.mul_(self.scale)
         if self.softcap is not None:
-            products = torch.tanh(products / self.softcap) * self.softcap
+            products.div_(self.softcap).tanh_().mul_(self.softcap)
         logits = products.float()
-        return logits if self.temperature == 1.0 else logits / self.temperature
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
 
     def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
         """The derivative of a logit by its product: one number, or with a softcap a tensor like `logits`."""
         slope = self.scale / self.temperature
         if self.softcap is None:
             return slope
-        return slope * (1 - (logits * (self.temperature / self.softcap)).square())
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(slope)
 
 
 PLAIN = LogitShape()
@@ -72,7 +72,7 @@ class Head(NamedTuple):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[N, V]` fp32, -inf of a bias as `LEAST_LOGIT`."""
-        logits = self.shape.apply(product(hidden, self.weight.t(), self.bias))
+        logits = self.shape.apply_(product(hidden, self.weight.t(), self.bias))
         return logits if self.bias is None else logits.clamp_min_(LEAST_LOGIT)
 
 
@@ -124,6 +124,7 @@ def running_sums(
     for columns, tile in tiles:
         exps = sums.add(columns, tile, hidden)
         keep(columns.start, Tile(exps, sums.base))
+        del exps  # before the next tile is made
     return Sums(sums.base, sums.total, sums.chosen, sums.weighted), sums.rows
 
 

@@ -290,9 +290,8 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
         health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
         return policy_objective(config.algorithm, batch, step, 0.0), health
 
-    lengths, prompts = experience.sequences.lengths, experience.sequences.prompts
     losses = [(actor, micro_batch_loss)]
     rate = actor.get_lr()[0]
-    parts = train_in_parts([actor], lengths, config.tokens_per_micro_batch, losses, prompts)
+    parts = train_in_parts([actor], experience.sequences.items, config.tokens_per_micro_batch, losses)
     actor.observe_logprobs(experience.logprobs, present, experience.sequences.response_mask)
     return step_means(parts) | {"grad_norm": actor.get_global_grad_norm(), "learning_rate": rate}

@@ -30,6 +30,7 @@ from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_pair
 from hybrid_engine.recipes.data.held_out import hold_out
 from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
+from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.rows import PreferenceRow
@@ -234,6 +235,6 @@ def update(
         losses = loss_of(logprobs)
         return (losses * weights).sum() / num_pairs, pair_sums(logprobs, losses, weights, beta)
 
-    lengths, prompts = [pair.tokens.lengths for pair in pairs], [pair.tokens.prompt for pair in pairs]
-    parts = train_in_parts([actor], lengths, budget, [(actor, micro_batch_loss)], prompts)
+    items = Items.of(pair.tokens for pair in pairs)
+    parts = train_in_parts([actor], items, budget, [(actor, micro_batch_loss)])
     return step_means(parts) | {"grad_norm": actor.get_global_grad_norm()}

@@ -267,9 +267,8 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
             chosen = experience.rows(minibatch)
             present = torch.zeros_like(chosen.logprobs)
             losses = [(policy.actor, partial(micro_batch_loss, policy.actor, chosen, present, step, config, kl_coef))]
-            lengths, prompts = chosen.sequences.lengths, chosen.sequences.prompts
             rate = policy.actor.get_lr()[0]
-            found = train_in_parts([policy.actor], lengths, config.tokens_per_micro_batch, losses, prompts)
+            found = train_in_parts([policy.actor], chosen.sequences.items, config.tokens_per_micro_batch, losses)
             if not parts:  # by the weights that sampled
                 policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found

@@ -31,6 +31,7 @@ from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
 from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, measure_in_parts, train_in_parts
+from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
 from hybrid_engine.recipes.data.rows import LabelledRow
@@ -258,8 +259,8 @@ def update(
         sums = {name: (total.item(), count.item()) for name, (total, count) in kto_metrics(*of_answers).items()}
         return losses.sum() / num_answers, sums | {"loss": (losses.sum().item(), len(batch))}
 
-    lengths, prompts = [row.answer.lengths for row in rows], [row.answer.prompt for row in rows]
-    figures = step_means(train_in_parts([actor], lengths, budget, [(actor, micro_batch_loss)], prompts))
+    items = Items.of(row.answer for row in rows)
+    figures = step_means(train_in_parts([actor], items, budget, [(actor, micro_batch_loss)]))
     figures["reward_margin"] = figures["chosen_reward"] - figures["rejected_reward"]
     return figures | {"reference_point": point.item(), "grad_norm": actor.get_global_grad_norm()}
 
@@ -272,8 +273,7 @@ def reference_point(actor: Any, rows: Sequence[LabelledAnswer], budget: int, rea
         batch = [rows[index] for index in indices]
         return answer_logprobs(actor, [row.mismatched for row in batch], reading) - reference_logprobs(batch)[1]
 
-    lengths, prompts = [row.mismatched.lengths for row in rows], [row.mismatched.prompt for row in rows]
-    ratios = measure_in_parts(actor, lengths, budget, log_ratios, prompts)
+    ratios = measure_in_parts(actor, Items.of(row.mismatched for row in rows), budget, log_ratios)
     return kto_reference_point(torch.cat(ratios), dist.group.WORLD if get_world_size() > 1 else None)
 
 

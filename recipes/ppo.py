@@ -262,9 +262,8 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
                 (roles.policy.actor, partial(policy_loss, roles, chosen, present, num_tokens, config)),
                 (roles.critic, partial(value_loss, roles, chosen, num_tokens, config)),
             ]
-            lengths, prompts = chosen.sequences.lengths, chosen.sequences.prompts
             rates = roles.learning_rates()
-            found = train_in_parts(engines, lengths, config.tokens_per_micro_batch, losses, prompts)
+            found = train_in_parts(engines, chosen.sequences.items, config.tokens_per_micro_batch, losses)
             if not parts:  # by the weights that sampled
                 roles.policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found

@@ -29,6 +29,7 @@ from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, trai
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.pair_corpus import PairCorpus, load_pair_corpus
 from hybrid_engine.recipes.data.pairs import Pair
+from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.passes import in_passes, split
 from hybrid_engine.recipes.experience.evaluation import step_means
 from hybrid_engine.recipes.planning.following import follow_scored_pairs, write_result
@@ -147,7 +148,7 @@ def run(config: Config) -> Path:
         tokenizer.chat_template = read_template(config.chat_template)
     corpus = load_pair_corpus(config, tokenizer, source)
     check_trainable(config.lora_rank, load_config(source), source)
-    check_budget(config.tokens_per_micro_batch, [(len(pair.chosen), len(pair.rejected)) for pair in corpus.train])
+    check_budget(config.tokens_per_micro_batch, corpus.items.lengths)
     classifier = recompute_activations(build_classifier(source, tokenizer), config)
     model = add_adapter(classifier, config.lora_rank, "SEQ_CLS")
     say(f"Reward model: {len(corpus.train)} preference pairs, {config.epochs} epochs")
@@ -191,10 +192,10 @@ def train_loop(
         for step in range(saved.step, len(corpus.batches)):
             engine.train()
             mine = [corpus.train[index] for index in corpus.batches[step][get_rank() :: get_world_size()]]
-            lengths = [(len(pair.chosen), len(pair.rejected)) for pair in mine]
+            items = Items.without_prompts([pair.lengths for pair in mine])
             loss_of = partial(micro_batch_loss, engine, mine, tokenizer, config)
             rate = engine.get_lr()[0]
-            parts = train_in_parts([engine], lengths, config.tokens_per_micro_batch, [(engine, loss_of)])
+            parts = train_in_parts([engine], items, config.tokens_per_micro_batch, [(engine, loss_of)])
             figures = step_means(parts) | {"grad_norm": engine.get_global_grad_norm(), "learning_rate": rate}
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 figures["held_out_accuracy"] = measure(engine, corpus.held_out, tokenizer)["held_out_accuracy"]["all"]

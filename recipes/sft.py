@@ -27,6 +27,7 @@ from hybrid_engine.recipes.data.corpus import TASKS, Corpus, load_corpus
 from hybrid_engine.recipes.data.encoding import Encoded
 from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
+from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.passes import in_passes, split, turns
 from hybrid_engine.recipes.data.sequences import (
     NUM_POOLED,
@@ -202,10 +203,9 @@ def train_loop(
             engine.train()
             num_tokens = sum(corpus.train[index].num_learned for index in batches[step])
             mine = [corpus.train[index] for index in batches[step][get_rank() :: get_world_size()]]
-            lengths, prompts = [example.lengths for example in mine], [example.prompt for example in mine]
             loss_of = partial(micro_batch_loss, engine, mine, corpus.pad_token, num_tokens)
             rate = engine.get_lr()[0]
-            parts = train_in_parts([engine], lengths, config.tokens_per_micro_batch, [(engine, loss_of)], prompts)
+            parts = train_in_parts([engine], Items.of(mine), config.tokens_per_micro_batch, [(engine, loss_of)])
             loss = sum(gather_objects(sum(part["loss"][0] for part in parts)))
             figures = {"loss": loss, "grad_norm": engine.get_global_grad_norm(), "learning_rate": rate}
             if config.eval_every and (step + 1) % config.eval_every == 0:

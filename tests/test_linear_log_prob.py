@@ -9,9 +9,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.ops import cpu_gemm, linear_log_prob_tiles
 from hybrid_engine.ops import linear_log_prob as op
-from hybrid_engine.ops.linear_log_prob import PLAIN, LogitShape, linear_log_prob
+from hybrid_engine.ops.linear_log_prob import PLAIN, LogitShape, linear_log_prob, piece_bytes
 from hybrid_engine.training.vocabulary_share import vocabulary_share
 
 N, E, V = 63, 24, 301
@@ -280,3 +281,49 @@ def test_processes_that_hold_parts_of_the_head_get_what_one_gets(trained, with_e
     parts = [torch.cat(pair) for pair in zip(*(result[num_same:] for result in found), strict=True)]
     for ours, right in zip([*found[0][:num_same], *parts], expected, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_kept_for_the_backward_pass_goes_with_it():
+    hidden, weight = torch.randn(64, 32, requires_grad=True), torch.randn(5000, 32, requires_grad=True)
+    with LiveBytes() as live:
+        found = linear_log_prob(hidden, weight, torch.arange(64))
+        loss = found.logprobs.sum()
+        assert live.num_bytes > 4 * 64 * 5000
+        loss.backward(retain_graph=True)
+        assert live.num_bytes > 4 * 64 * 5000  # it may run again
+        loss.backward()
+        given = sum(tensor.nbytes for tensor in (hidden.grad, weight.grad, found.logprobs, loss))
+        assert live.num_bytes == given
+
+
+@pytest.mark.parametrize("is_trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize(
+    "shape", [PLAIN, LogitShape(scale=0.3, softcap=5.0, temperature=0.7)], ids=["plain", "softcap"]
+)
+@pytest.mark.parametrize("num_rows", [96, 700])
+def test_pieces_take_the_bytes_that_are_said_of_them(is_trained, shape, num_rows, monkeypatch):
+    monkeypatch.setattr(linear_log_prob_tiles, "TILE_BYTES", 4 * num_rows * 512)
+    monkeypatch.setattr(op, "KEPT_BYTES", 3 * 2**20)
+    hidden, weight = torch.randn(num_rows, 8, requires_grad=True), torch.randn(4000, 8, requires_grad=is_trained)
+    said = piece_bytes(num_rows, 8, 4000, is_trained, "cpu", has_softcap=shape.softcap is not None)
+    with LiveBytes() as live:
+        loss = linear_log_prob(hidden, weight, torch.arange(num_rows), None, shape).logprobs.sum()
+        assert live.num_bytes == pytest.approx(said.kept, rel=0.15, abs=4 * 16 * num_rows)
+        loss.backward()
+    gradients = hidden.nbytes + weight.nbytes * is_trained
+    assert live.peak_bytes == pytest.approx(said.kept + said.tile + gradients, rel=0.15)
+
+
+@pytest.mark.parametrize("is_trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("used", ["logprobs", "entropy"])
+def test_what_is_not_used_of_the_results_changes_no_gradient(used, is_trained):
+    hidden, weight, targets, bias = build_case()
+    found = []
+    for others in (0.0, None):
+        inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_(is_trained)
+        result = linear_log_prob(*inputs, targets, bias, with_entropy=True)
+        loss = getattr(result, used).square().sum()
+        unused = result.entropy if used == "logprobs" else result.logprobs
+        (loss if others is None else loss + others * unused.sum()).backward()
+        found.append(torch.cat([one.grad.flatten() for one in inputs if one.grad is not None]))
+    torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)

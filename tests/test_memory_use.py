@@ -1,7 +1,8 @@
 """What a run says of its memory at its end: the plan beside what was measured, by the same definition."""
 
 import json
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,18 +194,44 @@ def test_passes_in_which_groups_share_long_prompts_are_planned_with_all_that_the
     assert memory["measured_bytes"] == pytest.approx(memory["planned_for_lengths_bytes"], rel=0.03)
 
 
-def test_on_a_gpu_the_pass_in_which_the_allocator_gave_out_more_is_the_one_that_is_planned_again(monkeypatch):
-    given_out, planned = iter([5, 5, 5, 9, 9, 9]), []
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(given_out))
-    plan = MemoryPlan(
-        roles=[RolePlan(name="model", kept=[], gradients=Part("gradients", 0, ""))], accumulates=True, generation=[]
-    )
-    use = MemoryUse(plan, torch.device("cuda"), held=int, plan_of_pass=lambda of: planned.append(of) or plan)
-    passes = [Pass(shape, has_gradients=False, has_state=True) for shape in ("narrow", "wide", "later")]
-    for one in passes:
-        with use.training_pass(one, 1.0, 0):
-            pass
-    assert use.planned_for_lengths() == 0 and planned == [passes[1]]
+GPU = torch.device("cuda")
+NOTHING = MemoryPlan(
+    roles=[RolePlan(name="model", kept=[], gradients=Part("gradients", 0, ""))], accumulates=True, generation=[]
+)
+
+
+def largest_beside(given_out, passes, monkeypatch):
+    """Of passes of so many tokens, None for one that runs out of memory, the one that is planned again.
+
+    `given_out`: the most bytes that a GPU's allocator had given out before and after each.
+    """
+    planned, peaks = [], iter(given_out)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    use = MemoryUse(NOTHING, GPU, held=int, plan_of_pass=lambda of: planned.append(of) or NOTHING)
+    for number, num_tokens in enumerate(passes):
+        one = Pass(number, has_gradients=False, has_state=True)
+        with suppress(torch.OutOfMemoryError), use.training_pass(one, (num_tokens or 100,), 0):
+            if num_tokens is None:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+    assert use.planned_for_lengths() == 0
+    return planned[0].shape
+
+
+def test_on_a_gpu_the_pass_in_which_the_allocator_gave_out_more_is_planned_again(monkeypatch):
+    assert largest_beside([5, 5, 5, 9, 9, 9], [10, 20, 30], monkeypatch) == 1
+    assert largest_beside([9, 9, 9, 9, 9, 9], [10, 30, 20], monkeypatch) == 1  # a rollout took more than all of them
+    assert largest_beside([5, 6, 6, 9, 9, 9], [10, None, 20], monkeypatch) == 1
+
+
+def test_a_rollout_is_planned_as_it_is_measured():
+    generation = [Part("KV workspace", 70, ""), Part("fused adapters", 5, ""), Part("prefill", 900, "")]
+    plan = replace(NOTHING, generation=generation)
+    use = MemoryUse(plan, torch.device("cpu"), held=lambda: 40)
+    with use.training_pass(Pass(None, has_gradients=False, has_state=True), (1,), 0):
+        pass
+    assert use.planned_for_lengths() is None  # nothing was drawn
+    use.note_rollout(50, 5)
+    assert use.measured().generation_bytes == 95 and use.planned_for_lengths() == 55  # the plan's models are empty
 
 
 def test_live_bytes_are_those_of_storages_that_ops_made_and_still_are():

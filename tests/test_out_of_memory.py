@@ -81,7 +81,7 @@ def train(engines, batch, memory):
 
         return engine, compute
 
-    return step_means(train_in_parts(engines, batch.lengths, 0, [loss_of(0), loss_of(1)]))
+    return step_means(train_in_parts(engines, batch.items, 0, [loss_of(0), loss_of(1)]))
 
 
 def weights(engines):

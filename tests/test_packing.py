@@ -21,6 +21,7 @@ from hybrid_engine.recipes.data import spans as data_spans
 from hybrid_engine.recipes.data.micro_batches import check_budget, deal, fill_evenly, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.packing import Layout, Prompt, fit_rows, lay_out_spans, layout_of, pack, set_layout
+from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.sequences import (
     ValueModel,
     build_sequences,
@@ -29,7 +30,7 @@ from hybrid_engine.recipes.data.sequences import (
     response_logprobs_and_entropy,
     response_values,
 )
-from hybrid_engine.recipes.data.spans import TOGETHER, Span, Spans, attend_along_spans, num_copied
+from hybrid_engine.recipes.data.spans import TOGETHER, Span, Spans, attend_along_spans, count_copied
 from hybrid_engine.recipes.experience.evaluation import step_means
 from hybrid_engine.recipes.rewards.classifier import score_tokens
 from hybrid_engine.zero.sharding import full_tensor
@@ -82,7 +83,9 @@ def test_losses_and_gradients_in_rows_equal_the_padded_ones(family):
 def test_losses_and_gradients_along_spans_equal_the_padded_ones(family, group):
     model, batch = build_model(family), sampled(num_rows=8, vocab=40, group=group)
     assert pack_where_exact(model, BUDGET) is Layout.SPANS
-    num_spared = sum(prompt.cells_spared(group) for prompt in set(batch.prompts))
+    num_spared = sum(
+        prompt.cells_spared(group) for prompt in {prompt for item in batch.items.prompts for prompt in item}
+    )
     assert (num_spared > 0) == (group > 1)
     assert packed_rows(batch, Layout.SPANS).input_ids.numel() == int(batch.attention_mask.sum()) - num_spared
     assert_equal_to_padded(model, lambda model: response_logprobs(model, batch, 0.7))
@@ -113,13 +116,14 @@ def test_a_prompt_is_copied_for_a_share_of_its_answers_tokens_not_for_each_answe
     lengths = [prompt.length + chance.randint(1, 30) for prompt in prompts]
     spans = lay_out_spans(lengths, prompts)
     answers = sum(length - prompt.length + 1 for length, prompt in zip(lengths, prompts, strict=True))
-    assert num_copied(spans) <= (answers + 5 * 31) / TOGETHER + sum(prompt.length for prompt in set(prompts))
+    assert count_copied(spans)[0] <= (answers + 5 * 31) / TOGETHER + sum(prompt.length for prompt in set(prompts))
     found = Spans.of(spans, CPU)
     cells = torch.cat([bucket.queries[bucket.members >= 0] for bucket in found.buckets])
     assert sorted(cells.tolist()) == list(range(sum(span.length for span in spans)))
     for bucket in found.buckets:
-        lengths_of_lines = (bucket.members >= 0).sum(dim=1).tolist()
-        assert min(lengths_of_lines) >= 0.6 * max(lengths_of_lines)
+        queries = (bucket.members >= 0).sum(dim=1)
+        keys = queries if bucket.prefix_lengths is None else queries + bucket.prefix_lengths
+        assert queries.min() >= 0.6 * queries.max() and keys.min() >= 0.6 * keys.max()
 
 
 def test_the_mask_of_a_pass_is_made_once_for_all_layers_and_goes_with_it(monkeypatch):
@@ -217,6 +221,14 @@ class Engine:
         self.steps.clear()
 
 
+TWO = Items.without_prompts([(1,), (2,)])
+
+
+def behind(lengths, prompts):
+    """Items of such lengths, all of whose sequences begin with the item's prompt."""
+    return Items(lengths, [(prompt,) * len(item) for item, prompt in zip(lengths, prompts, strict=True)])
+
+
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("seed", range(5))
 def test_items_are_dealt_out_once_each_within_the_budget_and_evenly(layout, seed):
@@ -224,7 +236,7 @@ def test_items_are_dealt_out_once_each_within_the_budget_and_evenly(layout, seed
     engine = Engine(torch.nn.Linear(1, 1))
     set_layout(engine, layout)
     items = [tuple(chance.randint(1, 50) for _ in range(1 + seed % 2)) for _ in range(chance.randint(1, 60))]
-    parts = deal(items, engine, 200)
+    parts = deal(Items.without_prompts(items), engine, 200)
     assert sorted(index for part in parts for index in part) == list(range(len(items)))
     cells = [layout.num_cells(sorted((n for i in part for n in items[i]), reverse=True)) for part in parts]
     assert max(cells) <= 200 and all(parts)
@@ -241,17 +253,19 @@ def test_answers_to_one_prompt_go_into_the_same_pass_where_there_is_room(seed):
     chance.shuffle(prompts)
     items = [tuple(prompt.length + chance.randint(1, 20) for _ in range(1 + seed % 2)) for prompt in prompts]
 
+    given = behind(items, prompts)
+
     def cells(part):
         spared = sum(
             prompt.cells_spared(sum(len(items[i]) for i in part if prompts[i] == prompt)) for prompt in set(prompts)
         )
         return sum(sum(items[i]) for i in part) - spared
 
-    parts = deal(items, engine, 200, prompts)
+    parts = deal(given, engine, 200)
     assert sorted(index for part in parts for index in part) == list(range(len(items)))
     assert max(map(cells, parts)) <= 200 and all(parts)
     assert sum(map(cells, parts)) <= cells(range(len(items))) + 60 * (len(parts) - 1)  # a prompt again a pass at most
-    assert len(parts) <= len(deal(items, engine, 200))
+    assert len(parts) <= len(deal(Items.without_prompts(items), engine, 200))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -266,7 +280,7 @@ def test_padded_passes_hold_the_longest_prompt_beside_the_longest_response(seed)
         widest = max(prompts[index].length for index in part) + max(responses)
         return sum(len(items[index]) for index in part) * widest
 
-    parts = deal(items, engine, 450, prompts)
+    parts = deal(behind(items, prompts), engine, 450)
     assert sorted(index for part in parts for index in part) == list(range(len(items)))
     assert max(map(cells, parts)) <= 450 and all(parts)
 
@@ -276,8 +290,8 @@ def test_a_pass_has_as_many_cells_as_its_deal_counted():
     cells = packed_rows(batch, Layout.SPANS).input_ids.numel()
     engine = Engine(torch.nn.Linear(1, 1))
     set_layout(engine, Layout.SPANS)
-    assert len(deal(batch.lengths, engine, cells, batch.prompts)) == 1
-    assert len(deal(batch.lengths, engine, cells - 1, batch.prompts)) == 2
+    assert len(deal(batch.items, engine, cells)) == 1
+    assert len(deal(batch.items, engine, cells - 1)) == 2
 
 
 def test_a_model_whose_attention_is_more_than_a_product_is_not_read_along_spans():
@@ -292,7 +306,7 @@ def test_processes_make_as_many_passes(monkeypatch):
     engine = Engine(torch.nn.Linear(1, 1))
     set_layout(engine, Layout.ROWS)
     for items in ([(40,)] * 12, [(3,)] * 12, [(3,)] * 6):
-        parts = deal(items, engine, 100)
+        parts = deal(Items.without_prompts(items), engine, 100)
         assert len(parts) == 6 and all(parts)
         assert sorted(index for part in parts for index in part) == list(range(len(items)))
 
@@ -308,8 +322,8 @@ def test_a_budget_below_the_longest_sequence_is_refused():
 
 def steps_on_two_processes(rank, world_size, batch):
     """Two steps by padded rows and by packed ones: the losses, the weights, and the tokens of each pass."""
-    mine = batch.rows(torch.arange(rank, len(batch.lengths), world_size))
-    num_rows, found = len(batch.lengths), []
+    mine = batch.rows(torch.arange(rank, len(batch.items), world_size))
+    num_rows, found = len(batch.items), []
     for stage in (0, 3):
         for budget in (0, 64):
             engine, *_ = hybrid_engine.initialize(
@@ -331,8 +345,7 @@ def steps_on_two_processes(rank, world_size, batch):
                 return loss, {"loss": (loss.item(), len(rows) / num_rows)}
 
             losses = [
-                step_means(train_in_parts([engine], mine.lengths, budget, [(engine, loss_of)], mine.prompts))["loss"]
-                for _ in range(2)
+                step_means(train_in_parts([engine], mine.items, budget, [(engine, loss_of)]))["loss"] for _ in range(2)
             ]
             weights = torch.cat([full_tensor(value).flatten() for value in engine.module.parameters()])
             found.append((layout, losses, weights, passes))
@@ -370,7 +383,7 @@ def test_out_of_memory_in_a_pass_is_redone_in_halves_with_the_same_loss_and_grad
             logprobs.register_hook(limited)
             return -logprobs.sum(), {"loss": (-logprobs.sum().item(), 1.0)}
 
-        found = train_in_parts([engine], batch.lengths, 0, [(engine, loss_of)])
+        found = train_in_parts([engine], batch.items, 0, [(engine, loss_of)])
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
         return sum(part["loss"][0] for part in found), gradient, tries, engine.steps
 
@@ -406,7 +419,7 @@ def test_later_steps_keep_to_the_budget_that_fitted_which_is_also_what_avoids_it
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return torch.zeros((), requires_grad=True).sum(), {}
 
-        train_in_parts([engine], batch.lengths, budget, [(engine, loss_of)], batch.prompts)
+        train_in_parts([engine], batch.items, budget, [(engine, loss_of)])
         return tried
 
     def build():
@@ -439,7 +452,7 @@ def steps_with_less_memory(layout, budget, steps, cost, most):
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return torch.zeros((), requires_grad=True).sum(), {}
 
-        train_in_parts([engine], items, budget, [(engine, loss_of)], prompts)
+        train_in_parts([engine], behind(items, prompts), budget, [(engine, loss_of)])
     return tried
 
 
@@ -478,7 +491,7 @@ def test_rows_are_filled_as_well_as_one_sequence_after_the_other_would_be():
         assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
         assert all(sum(lengths[index] for index in row) <= max(lengths) for row in rows)
         budget = chance.randint(max(lengths), sum(lengths))
-        parts = fill_evenly([(length,) for length in lengths], [], Layout.ROWS, budget)
+        parts = fill_evenly(Items.without_prompts([(length,) for length in lengths]), Layout.ROWS, budget)
         assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
         for part in parts:
             assert Layout.ROWS.num_cells(sorted((lengths[index] for index in part), reverse=True)) <= budget
@@ -497,7 +510,7 @@ def test_what_a_pass_that_ran_out_of_memory_held_is_free_before_it_is_redone():
 
     gc.disable()
     try:
-        train_in_parts([engine], [(1,), (2,)], 0, [(engine, loss_of)])
+        train_in_parts([engine], TWO, 0, [(engine, loss_of)])
     finally:
         gc.enable()
     assert alive[:2] == [0, 0]
@@ -510,11 +523,11 @@ def test_other_errors_and_those_of_the_optimizer_are_raised():
         raise RuntimeError("nothing to do with memory")
 
     with pytest.raises(RuntimeError, match="nothing to do"):
-        train_in_parts([engine], [(1,), (2,)], 0, [(engine, fail)])
+        train_in_parts([engine], TWO, 0, [(engine, fail)])
 
     def no_memory():
         raise torch.OutOfMemoryError("for Adam's moments")
 
     engine.step = no_memory
     with pytest.raises(torch.OutOfMemoryError):
-        train_in_parts([engine], [(1,), (2,)], 0, [(engine, lambda rows: (torch.ones((), requires_grad=True), {}))])
+        train_in_parts([engine], TWO, 0, [(engine, lambda rows: (torch.ones((), requires_grad=True), {}))])

@@ -4,13 +4,14 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from models import PAD, build_model, padded_prompts
 from small_actors import save_small_actor, save_sums
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig, T5Config
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, MistralConfig, T5Config
 
 import hybrid_engine
 from hybrid_engine.command import cli
@@ -20,18 +21,19 @@ from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.memory.usage import count_bytes
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import Shape, Sharded, gradient_part, kept_parts, kv_part, read_bytes
+from hybrid_engine.observing.memory_use import Pass
 from hybrid_engine.recipes import agent, dpo, grpo, kto, ppo, sft
-from hybrid_engine.recipes.data.encoding import Encoded
+from hybrid_engine.recipes.data.encoding import Encoded, EncodedPair
 from hybrid_engine.recipes.data.micro_batches import deal, fill_evenly
 from hybrid_engine.recipes.data.packable import expected_layout, pack_where_exact
 from hybrid_engine.recipes.data.packing import Layout, Prompt, set_layout
-from hybrid_engine.recipes.data.pass_shapes import shape_of, size_of
+from hybrid_engine.recipes.data.pass_shapes import Items, extent_of
 from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.recipes.planning import roles
 from hybrid_engine.recipes.planning.read import Learned, Read, read_preferences
 from hybrid_engine.recipes.planning.reading import READERS
-from hybrid_engine.recipes.planning.widest import Widest, widest_pass
+from hybrid_engine.recipes.planning.widest import widest_passes
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.training.pass_memory import PassShape, count_pass
@@ -39,11 +41,18 @@ from hybrid_engine.training.pass_memory import PassShape, count_pass
 CPU = torch.device("cpu")
 
 
-def read_of(items, batches, first=None):
+def items_of(items):
     """Items of sequences with (prompt, response) tokens; a prompt is the item's own."""
-    lengths = [tuple(map(sum, item)) for item in items]
-    prompts = [Prompt(number, item[0][0]) for number, item in enumerate(items)]
-    return Read(first=first or LlamaConfig(), learned=Learned(lengths, prompts, batches))
+    prompts = [tuple(Prompt(number, prompt) for prompt, _ in item) for number, item in enumerate(items)]
+    return Items([tuple(map(sum, item)) for item in items], prompts)
+
+
+def read_of(items, batches, first=None):
+    return Read(first=first or LlamaConfig(), learned=Learned(items_of(items), batches))
+
+
+def widest_pass(read, config, per_process, num_processes):
+    return max(widest_passes(read, config, per_process, num_processes, "cpu"), key=lambda one: one.shape.num_cells)
 
 
 def build_engine(model, precision=None, **options):
@@ -163,16 +172,16 @@ def test_the_largest_packed_pass_need_not_be_of_the_largest_step():
     steps = [[((10, 20),)] * 3, [((10, 20),)] * 4, [((10, 20),)]]  # 90, 120 and 30 tokens
     items = [item for step in steps for item in step]
     read = read_of(items, [[0, 1, 2], [3, 4, 5, 6], [7]])
-    for budget, dims, accumulates in ((100, (1, 30, 60), True), (120, (1, 40, 80), False)):
+    for budget, dims, has_state in ((100, (1, 30, 60), False), (120, (1, 40, 80), True)):
         widest = widest_pass(read, sft.Config(tokens_per_micro_batch=budget), 4, 1)
-        assert widest.shape[:3] == dims and widest.has_gradients == accumulates
+        assert widest.shape[:3] == dims and widest.has_state == has_state and not widest.has_gradients
 
 
 def test_the_largest_pass_need_not_be_of_the_step_with_the_most_tokens():
     steps = [[((10, 20),), *[((10, 12),)] * 2, ((10, 11),)], [((10, 20),)] * 3]  # 95 tokens, 120 in rows; and 90
     items = [item for step in steps for item in step]
     read = read_of(items, [[0, 1, 2, 3], [4, 5, 6]], MistralConfig(sliding_window=8))
-    assert widest_pass(read, sft.Config(tokens_per_micro_batch=100), 4, 1) == Widest(PassShape(3, 10, 20), True)
+    assert widest_pass(read, sft.Config(tokens_per_micro_batch=100), 4, 1) == Pass(PassShape(3, 10, 20), False, True)
 
 
 def test_passes_over_answers_that_are_still_to_be_drawn_may_be_as_full_as_the_budget():
@@ -187,23 +196,56 @@ def test_passes_over_answers_that_are_still_to_be_drawn_may_be_as_full_as_the_bu
     assert shape[:3] == (1, 200, 96) and not accumulates
 
 
-@pytest.mark.parametrize("first", [LlamaConfig(), MistralConfig(sliding_window=8)], ids=["spans", "rows"])
-@pytest.mark.parametrize("group", [2, 8])
-@pytest.mark.parametrize("prompts", [(3, 5), (4, 60), (60, 60), (400, 420)])
-def test_no_pass_over_drawn_answers_is_larger_than_the_planned_one(first, group, prompts):
-    chance, read = random.Random(0), Read(first=first, answered=PromptTokens(*prompts))
-    config = grpo.Config(tokens_per_micro_batch=1200, max_new_tokens=40, group_size=group, minibatch_size=64)
-    layout = expected_layout(config, first)
-    planned = size_of(widest_pass(read, config, 64, 1).shape)
-    for _ in range(30):
-        questions = [Prompt(number, chance.randint(*prompts)) for number in range(64 // group)]
-        sharing = [prompt for prompt in questions for _ in range(group)]
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["spans", "rows", "padded"])
+@pytest.mark.parametrize("vocab_size", [64, 4096])
+@pytest.mark.parametrize(("group", "prompts"), [(2, (3, 5)), (16, (4, 900)), (8, (60, 60)), (2, (400, 420))])
+def test_no_pass_over_drawn_answers_takes_more_than_the_planned_one(layout, vocab_size, group, prompts):
+    chance = random.Random(0)
+    kinds = {"spans": LlamaConfig, "rows": MistralConfig, "padded": BloomConfig}
+    sizes = SMALL if layout != "padded" else {"hidden_size": 32, "n_layer": 2, "n_head": 2}
+    first = kinds[layout](vocab_size=vocab_size, **sizes, **({"sliding_window": 8} if layout == "rows" else {}))
+    read = Read(first=first, answered=PromptTokens(*prompts))
+    config = grpo.Config(
+        tokens_per_micro_batch=1200, max_new_tokens=40, group_size=group, minibatch_size=64, rollout_size=64 // group
+    )
+    setting = roles.Setting(recipe="grpo", config=config, num_processes=1, device="cpu")
+    expected, drawn = expected_layout(config, first), set()
+    for _ in range(40):
+        lengths = chance.choice([prompts, (chance.randint(*prompts),) * 2])
+        sharing = [prompt for n in range(64 // group) for prompt in [Prompt(n, chance.randint(*lengths))] * group]
         longest = chance.randint(1, 40)
         shortest = chance.choice([1, longest])
-        items = [(prompt.length + chance.randint(shortest, longest),) for prompt in sharing]
-        parts = fill_evenly(items, sharing, layout, config.tokens_per_micro_batch)
-        shapes = (shape_of([items[i] for i in part], [sharing[i] for i in part], layout) for part in parts)
-        assert max(map(size_of, shapes)) <= planned
+        items = Items(
+            [(prompt.length + chance.randint(shortest, longest),) for prompt in sharing],
+            [(prompt,) for prompt in sharing],
+        )
+        drawn |= {items.take(part).shape(expected) for part in fill_evenly(items, expected, 1200)}
+    largest = {max(drawn, key=lambda shape: extent_of(shape)[kind]) for kind in range(4)}
+    largest |= {max(drawn, key=lambda shape: sum(extent_of(shape)))}
+    planned = roles.plan_memory(read, setting).training_peak_bytes
+    ran = (replace(setting, ran=Pass(shape, has_gradients=True, has_state=True)) for shape in largest)
+    assert max(roles.plan_memory(read, one).training_peak_bytes for one in ran) <= 1.03 * planned
+
+
+@pytest.mark.parametrize("vocab_size", [64, 4096])
+def test_of_steps_with_long_prompts_and_steps_with_long_answers_the_one_that_takes_more_is_planned(vocab_size):
+    first = LlamaConfig(vocab_size=vocab_size, **SMALL)
+    steps = {"prompts": [((400, 10),)] * 4, "answers": [((40, 300),)] * 4}
+    setting = roles.Setting(recipe="sft", config=sft.Config(batch_size=4), num_processes=1, device="cpu")
+
+    def peak(*names):
+        batches = [[4 * number + row for row in range(4)] for number in range(len(names))]
+        return roles.plan_memory(read_of([row for name in names for row in steps[name]], batches, first), setting)
+
+    both = peak("prompts", "prompts", "answers", "prompts").training_peak_bytes
+    alone = (peak(name, name).training_peak_bytes for name in steps)
+    assert both == max(alone)
 
 
 def test_episodes_that_go_on_after_what_others_say_are_planned_with_all_of_it_behind_the_prompt():
@@ -225,8 +267,7 @@ def test_answers_to_one_prompt_are_counted_with_one_of_it_where_they_share_it():
 
 
 def test_answers_to_one_prompt_are_counted_with_one_of_it_whatever_item_they_are():
-    answers = [Encoded(prompt_ids=[1] * 10, response_ids=[2] * length) for length in (5, 7)]
-    read = read_preferences(kto.Config(batch_size=2, epochs=1), LlamaConfig(), answers)
+    read = read_preferences(kto.Config(batch_size=2, epochs=1), LlamaConfig(), [answer(10, 5), answer(10, 7)])
     shape = widest_pass(read, kto.Config(tokens_per_micro_batch=200), 2, 1).shape
     assert shape[:3] == (1, 20 - 9, 12)
 
@@ -244,14 +285,24 @@ def test_a_critic_of_another_kind_of_attention_than_the_actors_has_a_plan():
 
 def test_pairs_that_share_a_long_prompt_fill_the_passes_that_the_run_fills(tmp_path):
     items = [((200 + number, 8), (200 + number, 9 + number)) for number in range(8)]
-    lengths = [tuple(map(sum, item)) for item in items]
-    prompts = [Prompt(number, item[0][0]) for number, item in enumerate(items)]
+    given = items_of(items)
     engine = SimpleNamespace(module=build_model())
     set_layout(engine, Layout.SPANS)
-    parts = deal(lengths, engine, 700, prompts)
-    widest = max(sum(map(sum, (lengths[i] for i in part))) - sum(prompts[i].length - 1 for i in part) for part in parts)
+    widest = max(given.take(part).shape(Layout.SPANS).num_cells for part in deal(given, engine, 700))
     shape, accumulates, _ = widest_pass(read_of(items, [[*range(8)]]), dpo.Config(tokens_per_micro_batch=700), 8, 1)
     assert accumulates and shape.num_cells == widest > 460
+
+
+def test_pairs_whose_prompts_differ_are_padded_on_both_sides():
+    pairs = [EncodedPair(answer(400, 20), answer(398, 22)), EncodedPair(answer(20, 300), answer(25, 290))]
+    read = read_preferences(dpo.Config(batch_size=2, epochs=1), LlamaConfig(), pairs)
+    assert widest_pass(read, dpo.Config(), 2, 1).shape == PassShape(4, 400, 300)
+    packed = widest_pass(read, dpo.Config(tokens_per_micro_batch=2000), 2, 1).shape
+    assert packed[:3] == (1, 400 + 398 + 20 + 25, 20 + 22 + 300 + 290)
+
+
+def answer(prompt, response):
+    return Encoded(prompt_ids=[1] * prompt, response_ids=[2] * response)
 
 
 def test_shards_have_equally_many_rows_and_padding():

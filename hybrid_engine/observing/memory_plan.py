@@ -16,6 +16,8 @@ STEP_BYTES = 4
 MASTER_BYTES = 4
 KV_WORKSPACE, OPTIMIZER_STATE = "KV workspace", "optimizer state"
 """The names of those parts."""
+PREFILL, LOGITS, OWN_CACHE = "prefill", "logits", "the model's own cache"
+"""Of what comes and goes in a rollout's passes."""
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -105,6 +107,11 @@ class MemoryPlan:
     def generation_peak_bytes(self) -> int:
         """The most at once while generating; 0 where nothing is generated."""
         return self.kept_bytes + sum(part.num_bytes for part in self.generation) if self.generation else 0
+
+    def rollout_bytes(self, cache_bytes: int, *, has_passes: bool) -> int:
+        """The most at once in a rollout with a KV workspace of `cache_bytes`; without what its passes take, or with."""
+        left_out = (KV_WORKSPACE,) if has_passes else (KV_WORKSPACE, PREFILL, LOGITS, OWN_CACHE)
+        return self.kept_bytes + cache_bytes + sum(p.num_bytes for p in self.generation if p.name not in left_out)
 
     @property
     def peak_bytes(self) -> int:

@@ -3,8 +3,8 @@
 On a GPU the measure is the most that PyTorch's allocator had given out at once, from the first training step on. The
 CPU's allocator counts nothing; there it is counted in bytes of tensors: what lies there when a training pass begins,
 and the most at once of what its ops make (`LiveBytes`). That slows a pass down, so that only passes are counted that
-are larger than any before, with gradients there and without, in the first step, when the optimizer has no state yet,
-and in later ones.
+have more in them than each before, with gradients there and without, in the first step, when the optimizer has no state
+yet, and in later ones.
 A rollout counts what lies there, its KV workspace, gathered weights and fused adapters; what comes and goes in its
 passes does not.
 """
@@ -20,6 +20,10 @@ from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.observing.memory_plan import MemoryPlan
 
 MIB = 2**20
+
+
+Extent = tuple[int, ...]
+"""Numbers of what takes memory in a pass; one with less of each takes less."""
 
 
 class Pass(NamedTuple):
@@ -42,6 +46,8 @@ class Measured(NamedTuple):
     generation_bytes: int = 0
     cache_bytes: int = 0
     """Of the KV workspace, where it stayed while training."""
+    rollout_cache_bytes: int = 0
+    """Of the KV workspace in the rollout that took most."""
     largest: Pass | None = None
     """The pass that took most."""
 
@@ -69,7 +75,8 @@ class MemoryUse:
         """
         self.plan, self._device, self._held, self._resized = plan, device, held, resized
         self._plan_of_pass = plan_of_pass
-        self._widest: dict[tuple[bool, bool], float] = {}
+        self._counted: dict[tuple[bool, bool], list[Extent]] = {}
+        self._rank = (False, 0)
         self._measured = Measured()
 
     @property
@@ -85,14 +92,18 @@ class MemoryUse:
     def planned_for_lengths(self) -> int | None:
         """The plan's peak for answers as long as they came to be; None where that is known before, or not yet.
 
-        The peak of training where no rollout was measured, as on a CPU where answers are served.
+        The KV workspace is as large as it was, and of rollouts that is in it which is measured of them: nothing on a
+        CPU where answers are served.
         """
         measured = self._measured
-        if self._plan_of_pass is None or measured.largest is None:
+        if measured.largest is None or (self._plan_of_pass is None and not measured.generation_bytes):
             return None
-        plan = self._plan_of_pass(measured.largest)
-        training = plan.training_peak_bytes + measured.cache_bytes  # its blocks are as long as the answers were
-        return max(training, plan.generation_peak_bytes) if measured.generation_bytes else training
+        plan = self.plan if self._plan_of_pass is None else self._plan_of_pass(measured.largest)
+        training = plan.training_peak_bytes + measured.cache_bytes
+        if not measured.generation_bytes:
+            return training
+        has_passes = self._device.type != "cpu"
+        return max(training, plan.rollout_bytes(measured.rollout_cache_bytes, has_passes=has_passes))
 
     def measured(self) -> Measured:
         """The most at once so far, of this process or of that which `take_largest` has taken."""
@@ -109,37 +120,48 @@ class MemoryUse:
         self._measured = max(measured, key=lambda found: found.total_bytes)
 
     @contextmanager
-    def training_pass(self, of: Pass, size: float, cache_bytes: int) -> Iterator[None]:
+    def training_pass(self, of: Pass, extent: Extent, cache_bytes: int) -> Iterator[None]:
         """Around a pass.
 
         Args:
             of: the pass.
-            size: of it, by which passes are compared.
+            extent: how much there is in it of all that takes memory.
             cache_bytes: of the KV workspace, where it stayed.
         """
         self._measured = self._measured._replace(cache_bytes=max(self._measured.cache_bytes, cache_bytes))
         if self._device.type == "cuda":
-            before = torch.cuda.max_memory_allocated(self._device)
-            yield
-            if torch.cuda.max_memory_allocated(self._device) > before:
-                self._measured = self._measured._replace(largest=of)
+            with self._beside_allocator(of, extent):
+                yield
             return
-        kind = of.has_gradients, of.has_state
-        if self._device.type != "cpu" or size <= self._widest.get(kind, 0):
+        counted = self._counted.setdefault((of.has_gradients, of.has_state), [])
+        if self._device.type != "cpu" or any(_is_within(extent, other) for other in counted):
             yield
             return
         held = self._held() + cache_bytes
         with LiveBytes(self._resized()) as live:
             yield
-        self._widest[kind] = size
+        counted[:] = [extent, *(other for other in counted if not _is_within(other, extent))]
         taken = held + live.peak_bytes
         if taken > self._measured.training_bytes:
             self._measured = self._measured._replace(training_bytes=taken, largest=of)
 
-    def note_rollout(self, num_bytes: int) -> None:
-        """At the end of a rollout that has taken `num_bytes` for workspace, gathered weights and fused adapters."""
-        most = max(self._measured.generation_bytes, self._held() + num_bytes)
-        self._measured = self._measured._replace(generation_bytes=most)
+    @contextmanager
+    def _beside_allocator(self, of: Pass, extent: Extent) -> Iterator[None]:
+        """Notes the pass in which the allocator gave out more than ever; before there is one, that with most in it."""
+        before = torch.cuda.max_memory_allocated(self._device)
+        try:
+            yield
+        finally:  # also where memory ended in it
+            has_risen = torch.cuda.max_memory_allocated(self._device) > before
+            rank = has_risen, sum(extent)
+            if has_risen or rank > self._rank:
+                self._rank, self._measured = rank, self._measured._replace(largest=of)
+
+    def note_rollout(self, cache_bytes: int, gathered_bytes: int) -> None:
+        """At the end of a rollout with a KV workspace of `cache_bytes`, and weights gathered and adapters fused."""
+        taken = self._held() + cache_bytes + gathered_bytes
+        if taken > self._measured.generation_bytes:
+            self._measured = self._measured._replace(generation_bytes=taken, rollout_cache_bytes=cache_bytes)
 
     def describe(self) -> str:
         """Both in one line."""
@@ -166,6 +188,10 @@ class MemoryUse:
             "measured_generation_bytes": measured.generation_bytes or None,
             "process_peak_bytes": process_peak_bytes(),
         }
+
+
+def _is_within(extent: Extent, other: Extent) -> bool:
+    return all(mine <= theirs for mine, theirs in zip(extent, other, strict=True))
 
 
 def process_peak_bytes() -> int | None:

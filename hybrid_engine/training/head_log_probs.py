@@ -57,7 +57,7 @@ def token_log_probs(model: nn.Module, asked: Asked, inputs: Mapping[str, torch.T
     head = _plain_head(model, module)
     if head is None:
         return _from_logits(model, asked, inputs)
-    shape = _logit_shape(module, asked.temperature)
+    shape = logit_shape(module, asked.temperature)
     parts = (head, module.get_output_embeddings(), module)
     computed_by = (type(module), *map(computes_by, parts), shape.scale, shape.softcap)
     tried = _tried.get(head)
@@ -125,7 +125,7 @@ def _active(head: Any) -> Any:
     return head.modules_to_save[names[0]] if names else head.original_module
 
 
-def _logit_shape(module: nn.Module, temperature: float) -> LogitShape:
+def logit_shape(module: nn.Module, temperature: float) -> LogitShape:
     """By the names that transformers' configs have: Cohere's logit_scale, Granite's logits_scaling, Gemma's softcap."""
     config: Any = module.config.get_text_config()
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
@@ -196,7 +196,7 @@ class _Catch:
             largest = nn.functional.linear(tried, head.weight, head.bias).abs().max().clamp(min=1e-6)
             tried = torch.cat([tried, (tried * (TRIAL_PRODUCT / largest)).to(tried.dtype)], dim=1)  # [B, 2, E]
             products = nn.functional.linear(tried, head.weight, head.bias)
-            self.expected = self.shape._replace(temperature=1.0).apply(products)
+            self.expected = self.shape._replace(temperature=1.0).apply_(products)
             self.allowed = _allowed(products.dtype)  # what is computed in may not be what sharded weights are kept in
         return (tried,)
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.ops.linear_log_prob import PieceBytes, piece_bytes
+from hybrid_engine.training.head_log_probs import logit_shape
 from hybrid_engine.training.shape_ops import GroupedProducts
 
 
@@ -80,7 +81,9 @@ def count_pass(
             activations = live.num_bytes
             if is_language:
                 rows = hidden[:, -shape.response - 1 : -1].reshape(-1, hidden.shape[-1])
-                pieces = piece_bytes(len(rows), rows.shape[1], len(head.weight), head.weight.requires_grad, device)
+                sizes = len(rows), rows.shape[1], len(head.weight)
+                has_softcap = logit_shape(body, 1.0).softcap is not None
+                pieces = piece_bytes(*sizes, head.weight.requires_grad, device, has_softcap)
                 result = _HeadPieces.apply(rows, head.weight, pieces)
                 of_head = pieces.kept + pieces.tile + rows.nbytes
             else:

@@ -44,9 +44,9 @@ class Encoded:
     """True on the response tokens that are learned; None: on all."""
 
     @property
-    def prompt(self) -> Prompt:
-        """What the sequence begins with."""
-        return Prompt(tuple(self.prompt_ids), len(self.prompt_ids))
+    def prompts(self) -> tuple[Prompt, ...]:
+        """What the one sequence begins with."""
+        return (Prompt(tuple(self.prompt_ids), len(self.prompt_ids)),)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,10 +89,9 @@ class EncodedPair(NamedTuple):
         return len(self.chosen), len(self.rejected)
 
     @property
-    def prompt(self) -> Prompt:
-        """What both begin with; a template may render it otherwise before each, and then they have nothing to share."""
-        prompt_ids = self.chosen.prompt_ids
-        return Prompt(tuple(prompt_ids), len(prompt_ids) if prompt_ids == self.rejected.prompt_ids else 0)
+    def prompts(self) -> tuple[Prompt, ...]:
+        """What each begins with; a template may render it otherwise before one than before the other."""
+        return self.chosen.prompts + self.rejected.prompts
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -9,7 +9,7 @@ all.
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from torch import nn
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.packing import Layout, Prompt, layout_of
-from hybrid_engine.recipes.data.pass_shapes import Items, shape_of
+from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.passes import Result, until_it_fits
 from hybrid_engine.recipes.runs.memory import measured_pass
 from hybrid_engine.training.pass_memory import PassShape
@@ -36,33 +36,34 @@ _fitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 Alike on all processes."""
 
 
-def check_budget(budget: int, items: Items) -> None:
-    """Raises ValueError where the largest of `items` does not fit into `--tokens-per-micro-batch`; 0 has no limit."""
-    largest = max((_cells(Layout.ROWS, [item]) for item in items), default=0)
+def check_budget(budget: int, lengths: Iterable[tuple[int, ...]]) -> None:
+    """Raises ValueError where the largest of the items of these lengths does not fit into `--tokens-per-micro-batch`.
+
+    A budget of 0 has no limit.
+    """
+    largest, item = max(((_cells(Layout.ROWS, [item]), item) for item in lengths), default=(0, ()))
     if budget and largest > budget:
-        longest = max(max(item) for item in items)
         raise ValueError(
             f"--tokens-per-micro-batch={budget} must hold the largest of what is learned from, {largest} tokens "
-            f"(its longest sequence has {longest}); raise it to {largest} or more, or shorten the sequences"
+            f"(its longest sequence has {max(item)}); raise it to {largest} or more, or shorten the sequences"
         )
 
 
-def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | None = None) -> list[list[int]]:
+def deal(items: Items, engine: Any, budget: int) -> list[list[int]]:
     """Indices of `items` by forward pass, alike in length within a pass; as many passes on every process. Collective.
 
     Args:
-        items: of this process, of which all have as many.
+        items: of this process, of which all have as many. Those of one prompt go into the same pass, where there is
+            room, if passes share prompts, and padded rows are padded on both sides of the prompts' end.
         engine: its `train_micro_batch_size_per_gpu()` items are a pass where there is no budget, or fewer where so
             many ran out of memory before.
         budget: tokens of a pass, padding included; the passes have as equal ones as can be. 0: there is none.
-        prompts: with which all sequences of each item begin; those of one prompt go into the same pass, where there is
-            room, if passes share prompts, and padded rows are padded on both sides. None: sequences without prompts.
     """
     if not budget:
         size = engine.train_micro_batch_size_per_gpu()
         return deal_by_number(items, min(size, _fitting.get(engine.module, size)))
-    check_budget(budget, items)
-    fill = filling(items, prompts, layout_of(engine))
+    check_budget(budget, items.lengths)
+    fill = filling(items, layout_of(engine))
     budget = min(budget, _fitting.get(engine.module, budget))  # an item that is larger than that is a pass by itself
     num_parts = max(gather_objects(len(fill(budget))))
     return _as_many(_evenly(fill, budget, num_parts), num_parts)
@@ -70,29 +71,37 @@ def deal(items: Items, engine: Any, budget: int, prompts: Sequence[Prompt] | Non
 
 def deal_by_number(items: Items, size: int) -> list[list[int]]:
     """Indices of `items` by forward pass, `size` in each, as `deal` makes them without a budget; local."""
-    order = sorted(range(len(items)), key=lambda index: max(items[index]))
+    order = _by_length(items)
     return [order[first : first + size] for first in range(0, len(order), size)]
 
 
-def fill_evenly(items: Items, prompts: Sequence[Prompt] | None, layout: Layout, budget: int) -> list[list[int]]:
+def fill_evenly(items: Items, layout: Layout, budget: int) -> list[list[int]]:
     """Indices of `items` by forward pass, as `deal` makes them under a budget on one process; local."""
-    fill = filling(items, prompts, layout)
+    fill = filling(items, layout)
     return _evenly(fill, budget, len(fill(budget)))
 
 
-def filling(items: Items, prompts: Sequence[Prompt] | None, layout: Layout) -> Callable[[int], list[list[int]]]:
+def filling(items: Items, layout: Layout) -> Callable[[int], list[list[int]]]:
     """What puts `items`, the longest first, into passes of at most so many tokens, or of one item; none is empty."""
-    order = sorted(range(len(items)), key=lambda index: max(items[index]))[::-1]
-    if prompts is None or layout not in (Layout.PADDED, Layout.SPANS):
-        return partial(_fill, items, order, layout)
+    order = _by_length(items)[::-1]
     if layout is Layout.PADDED:
-        return partial(_fill_padded, items, prompts, order)
+        return partial(_fill_padded, [items.take([index]).shape(layout) for index in range(len(items))], order)
+    if layout is not Layout.SPANS:
+        return partial(_fill, items, order, layout)
+    numbers: dict[Prompt, Prompt] = {}  # in the place of tokens, which would be hashed again and again
+    for index in order:
+        for prompt in items.prompts[index]:
+            numbers.setdefault(prompt, Prompt(len(numbers), prompt.length))
+    numbered = Items(items.lengths, [tuple(numbers[prompt] for prompt in item) for item in items.prompts])
     longest: dict[Prompt, int] = {}
     for index in order:
-        longest.setdefault(prompts[index], max(items[index]))
-    numbers = {prompt: number for number, prompt in enumerate(longest)}
-    order.sort(key=lambda index: (-longest[prompts[index]], numbers[prompts[index]]))
-    return partial(_fill_sharing, items, prompts, order)
+        longest.setdefault(numbered.prompts[index][0], max(items.lengths[index]))
+    order.sort(key=lambda index: (-longest[numbered.prompts[index][0]], numbered.prompts[index][0]))
+    return partial(_fill_sharing, numbered, order)
+
+
+def _by_length(items: Items) -> list[int]:
+    return sorted(range(len(items)), key=lambda index: max(items.lengths[index]))
 
 
 def _evenly(fill: Callable[[int], list[list[int]]], budget: int, num_parts: int) -> list[list[int]]:
@@ -112,59 +121,68 @@ def _as_many(parts: list[list[int]], num_parts: int) -> list[list[int]]:
     return parts
 
 
-def _cells(layout: Layout, items: Items) -> int:
-    return layout.num_cells(sorted((length for item in items for length in item), reverse=True))
+def _cells(layout: Layout, lengths: Iterable[tuple[int, ...]]) -> int:
+    return layout.num_cells(sorted((length for item in lengths for length in item), reverse=True))
 
 
 def _fill(items: Items, order: list[int], layout: Layout, budget: int) -> list[list[int]]:
     """The items in `order` in passes in which nothing is shared."""
-    tokens = [0, *accumulate(sum(items[index]) for index in order)]
+    tokens = [0, *accumulate(sum(items.lengths[index]) for index in order)]
     parts, first = list[list[int]](), 0
     while first < len(order):
         # Rows that are left over in part make it fewer items than tokens alone would.
         low, high = first + 1, max(first + 1, bisect_right(tokens, tokens[first] + budget) - 1)
         while low < high:
             middle = (low + high + 1) // 2
-            fits = _cells(layout, [items[index] for index in order[first:middle]]) <= budget
+            fits = _cells(layout, (items.lengths[index] for index in order[first:middle])) <= budget
             low, high = (middle, high) if fits else (low, middle - 1)
         parts.append(order[first:low])
         first = low
     return parts or [[]]
 
 
-def _fill_padded(items: Items, prompts: Sequence[Prompt], order: list[int], budget: int) -> list[list[int]]:
-    """`_fill` of padded rows: prompts to the left, the rest to the right of one column, the longest of both wide."""
+def _fill_padded(shapes: list[PassShape], order: list[int], budget: int) -> list[list[int]]:
+    """`_fill` of padded rows: prompts to the left, the rest to the right of one column, the longest of both wide.
+
+    `shapes`: of each item by itself.
+    """
     parts = list[list[int]]()
     num_rows = prompt = response = 0
     for index in order:
-        own, rest = prompts[index].length, max(items[index]) - prompts[index].length
-        wider = max(prompt, own), max(response, rest)
-        if not parts or (num_rows + len(items[index])) * sum(wider) > budget:
+        own = shapes[index]
+        wider = max(prompt, own.prompt), max(response, own.response)
+        if not parts or (num_rows + own.rows) * sum(wider) > budget:
             parts.append([])
-            num_rows, wider = 0, (own, rest)
+            num_rows, wider = 0, (own.prompt, own.response)
         parts[-1].append(index)
-        num_rows += len(items[index])
+        num_rows += own.rows
         prompt, response = wider
     return parts or [[]]
 
 
-def _fill_sharing(items: Items, prompts: Sequence[Prompt], order: list[int], budget: int) -> list[list[int]]:
+def _fill_sharing(items: Items, order: list[int], budget: int) -> list[list[int]]:
     """`_fill` along spans, where sequences with one prompt stand behind one of it."""
     parts, cells = list[list[int]](), 0
     number_of = Counter[Prompt]()
     for index in order:
-        prompt, num_new = prompts[index], len(items[index])
-        before = number_of[prompt]
-        spared = prompt.cells_spared(before + num_new) - prompt.cells_spared(before)
-        added = sum(items[index]) - spared
+        added = _added(items, index, number_of)
         if not parts or cells + added > budget:
             parts.append([])
             number_of.clear()
-            cells, added = 0, sum(items[index]) - prompt.cells_spared(num_new)
+            cells, added = 0, _added(items, index, number_of)
         parts[-1].append(index)
-        number_of[prompt] += num_new
+        number_of.update(items.prompts[index])
         cells += added
     return parts or [[]]
+
+
+def _added(items: Items, index: int, number_of: Counter[Prompt]) -> int:
+    """Cells that an item adds to a pass in which there are so many sequences of each prompt."""
+    added = sum(items.lengths[index])
+    for prompt, number in Counter(items.prompts[index]).items():
+        before = number_of[prompt]
+        added -= prompt.cells_spared(before + number) - prompt.cells_spared(before)
+    return added
 
 
 def _halves(part: list[int]) -> list[list[int]]:
@@ -173,11 +191,7 @@ def _halves(part: list[int]) -> list[list[int]]:
 
 
 def train_in_parts(
-    engines: Sequence[Any],
-    items: Items,
-    budget: int,
-    losses: Sequence[tuple[Any, LossOf]],
-    prompts: Sequence[Prompt] | None = None,
+    engines: Sequence[Any], items: Items, budget: int, losses: Sequence[tuple[Any, LossOf]]
 ) -> list[Figures]:
     """One optimizer step of `engines` on `items`, by a forward and a backward pass for each part of them; collective.
 
@@ -186,7 +200,7 @@ def train_in_parts(
 
     Args:
         engines: those that step; of the first is what passes look like.
-        items, budget, prompts: as of `deal`.
+        items, budget: as of `deal`.
         losses: what runs backward, engines or roles of one, each with its loss. One after the other goes forward and
             backward over a part. A loss must either meet the other processes nowhere but in the engine's forward pass,
             or fail on all of them alike; it may run several times on the same items.
@@ -197,7 +211,7 @@ def train_in_parts(
     Raises:
         torch.OutOfMemoryError: each part has a single item already.
     """
-    passes, dealt = _Passes(engines[0], items, budget, prompts), deal(items, engines[0], budget, prompts)
+    passes, dealt = _Passes(engines[0], items, budget), deal(items, engines[0], budget)
 
     def run(parts: list[list[int]]) -> list[Figures]:
         if parts is not dealt:
@@ -211,9 +225,7 @@ def train_in_parts(
     return figures
 
 
-def measure_in_parts(
-    engine: Any, items: Items, budget: int, compute: Callable[[list[int]], Result], prompts: Sequence[Prompt]
-) -> list[Result]:
+def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[list[int]], Result]) -> list[Result]:
     """What `compute` gives of each part of `items` in which a step would train on them; collective.
 
     Begins again with halves where memory ends, as `train_in_parts` does, whose arguments these are; `compute` is held
@@ -223,7 +235,7 @@ def measure_in_parts(
     def run(parts: list[list[int]]) -> list[Result]:
         return [agree(partial(compute, part)) for part in parts]
 
-    return _Passes(engine, items, budget, prompts).run(run, deal(items, engine, budget, prompts))
+    return _Passes(engine, items, budget).run(run, deal(items, engine, budget))
 
 
 class _Passes(NamedTuple):
@@ -232,7 +244,6 @@ class _Passes(NamedTuple):
     engine: Any
     items: Items
     budget: int
-    prompts: Sequence[Prompt] | None
 
     def run(self, run: Callable[[list[list[int]]], Result], parts: list[list[int]]) -> Result:
         """`run(parts)`, or of halves of them where memory ends; collective."""
@@ -266,8 +277,7 @@ class _Passes(NamedTuple):
 
     def shape_of(self, part: list[int]) -> PassShape:
         """Of the pass over a part."""
-        prompts = None if self.prompts is None else [self.prompts[index] for index in part]
-        return shape_of([self.items[index] for index in part], prompts, layout_of(self.engine))
+        return self.items.take(part).shape(layout_of(self.engine))
 
 
 def _run(

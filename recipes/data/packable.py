@@ -59,11 +59,16 @@ def expected_layout(config: Any, model: PretrainedConfig) -> Layout:
     """How passes are laid out under `--tokens-per-micro-batch` if what a model's config says is all that matters."""
     if getattr(config, "exact", False):
         return Layout.PADDED
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
-    if not getattr(kind, "_supports_attention_backend", True):  # of its own, such as ALiBi
+    if not supports_attention_backend(model):
         return Layout.PADDED
     is_windowed = any(_is_windowed(model.get_text_config(), name) for name in WINDOWS)
     return Layout.ROWS if is_windowed else Layout.SPANS
+
+
+def supports_attention_backend(model: PretrainedConfig) -> bool:
+    """Whether transformers' functions compute attention of such a model; else it has its own, as with ALiBi."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model), None)
+    return bool(getattr(kind, "_supports_attention_backend", True))
 
 
 def _innermost(model: nn.Module) -> nn.Module:

@@ -20,9 +20,14 @@ class Pair(NamedTuple):
     """What is wrong with the rejected answer; None where that is not known."""
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each answer, with its prompt."""
+        return len(self.chosen), len(self.rejected)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the longer of both answers, with its prompt."""
-        return max(len(self.chosen), len(self.rejected))
+        return max(self.lengths)
 
 
 def encode_pairs(

@@ -1,48 +1,96 @@
-"""What a pass over given items looks like, by their lengths alone: as many rows, as long, sharing the same prompts.
+"""What is learned at once, by its lengths and prompts alone, and what a pass over it looks like.
 
 Dealing items out, measuring a run and planning it go by the same shapes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from hybrid_engine.recipes.data.packing import Layout, Prompt, fit_rows, lay_out_spans
-from hybrid_engine.recipes.data.spans import Span, num_copied
+from hybrid_engine.recipes.data.spans import Span, count_copied
 from hybrid_engine.training.pass_memory import PassShape
 
-Items = Sequence[tuple[int, ...]]
-"""Lengths in tokens of the sequences of each item, which stay together in a pass: a sequence, or the two of a pair."""
 NO_PROMPT = Prompt(None, 0)
 
 
-def shape_of(items: Items, prompts: Sequence[Prompt] | None, layout: Layout) -> PassShape:
-    """The pass over `items`; where rows hold several sequences, with the responses' share of all tokens in each.
+class Item(Protocol):
+    """What stays together in a pass: a sequence, or the two of a pair."""
 
-    Args:
-        items: of the pass.
-        prompts: with which all sequences of each item begin, of length 0 where theirs differ; None: without prompts.
-            What stands behind them is a response.
-        layout: of the pass.
-    """
-    lengths = [length for item in items for length in item]
-    each = prompts if prompts is not None else [NO_PROMPT] * len(items)
-    own = [prompt for prompt, item in zip(each, items, strict=True) for _ in item]
-    responses = [length - prompt.length for length, prompt in zip(lengths, own, strict=True)]
-    if layout is Layout.PADDED:  # prompts to the left, the rest to the right of one column
-        longest = max((prompt.length for prompt in own), default=0)
-        return PassShape(len(lengths), longest, max(responses, default=0))
-    if layout is Layout.ROWS:
-        width = max(lengths, default=0)
-        response = -(-width * sum(responses) // max(1, sum(lengths)))
-        return PassShape(len(fit_rows(lengths)), width - response, response)
-    spans = tuple(lay_out_spans(lengths, own)) if layout is Layout.SPANS else ()
-    num_cells = sum(span.length for span in spans) if spans else sum(lengths)
-    return PassShape(1, num_cells - sum(responses), sum(responses), spans)
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sequence."""
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """What each begins with."""
 
 
-def size_of(shape: PassShape) -> float:
-    """By which passes are compared; the bytes of some 30 numbers of a layer's width are one.
+@dataclass(frozen=True)
+class Items:
+    """Items that are learned from at once."""
 
-    A response's token, which the head reads, and a copied key and value of a shared prompt are a tenth more.
-    """
-    copied = num_copied([Span(*span) for span in shape.spans])
-    return shape.num_cells + (shape.rows * shape.response + copied) / 10
+    lengths: Sequence[tuple[int, ...]]
+    """Tokens of each item's sequences."""
+    prompts: Sequence[tuple[Prompt, ...]]
+    """What each of them begins with; the rest is a response."""
+
+    @classmethod
+    def of(cls, items: Iterable[Item]) -> "Items":
+        """Answers behind their prompts, or pairs of them."""
+        given = list(items)
+        return cls([item.lengths for item in given], [item.prompts for item in given])
+
+    @classmethod
+    def without_prompts(cls, lengths: Sequence[tuple[int, ...]]) -> "Items":
+        """Sequences that share nothing."""
+        return cls(lengths, [(NO_PROMPT,) * len(item) for item in lengths])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all sequences, whatever they share."""
+        return sum(map(sum, self.lengths))
+
+    def take(self, indices: Iterable[int]) -> "Items":
+        """The items at `indices`."""
+        chosen = list(indices)
+        return Items([self.lengths[index] for index in chosen], [self.prompts[index] for index in chosen])
+
+    def shape(self, layout: Layout) -> PassShape:
+        """Of a pass over all of them; where rows hold several sequences, with the responses' share of all tokens."""
+        lengths = [length for item in self.lengths for length in item]
+        prompts = [prompt for item in self.prompts for prompt in item]
+        responses = [length - prompt.length for length, prompt in zip(lengths, prompts, strict=True)]
+        if layout is Layout.PADDED:  # prompts to the left, the rest to the right of one column
+            longest = max((prompt.length for prompt in prompts), default=0)
+            return PassShape(len(lengths), longest, max(responses, default=0))
+        if layout is Layout.ROWS:
+            width = max(lengths, default=0)
+            response = -(-width * sum(responses) // max(1, sum(lengths)))
+            return PassShape(len(fit_rows(lengths)), width - response, response)
+        spans = tuple(lay_out_spans(lengths, prompts)) if layout is Layout.SPANS else ()
+        num_cells = sum(span.length for span in spans) if spans else sum(lengths)
+        return PassShape(1, num_cells - sum(responses), sum(responses), spans)
+
+
+class Extent(NamedTuple):
+    """How much there is in a pass of all that takes memory; a pass with less of each is smaller."""
+
+    cells: int
+    """Tokens that the model reads, padding included."""
+    responses: int
+    """Those of them that the head reads."""
+    copied: int
+    """Tokens of prompts whose keys and values are copied."""
+    pairs: int
+    """Pairs of tokens in masks of attention, or in its scores."""
+
+
+def extent_of(shape: PassShape) -> Extent:
+    """The extent of a pass."""
+    width = shape.prompt + shape.response
+    copied, pairs = count_copied([Span(*span) for span in shape.spans]) if shape.spans else (0, shape.rows * width**2)
+    return Extent(shape.num_cells, shape.rows * shape.response, copied, pairs)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hybrid_engine.recipes.data.packing import Layout, Packed, Prompt, layout_of, pack, prompts_of
+from hybrid_engine.recipes.data.packing import Layout, Packed, layout_of, pack, prompts_of
+from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.passes import ROWS_PER_PASS, in_passes
 from hybrid_engine.training.head_log_probs import Asked, TokenLogProbs, token_log_probs
 
@@ -48,15 +49,12 @@ class Sequences:
         return self.input_ids[:, -self.response_mask.shape[1] :]
 
     @property
-    def lengths(self) -> list[tuple[int, ...]]:
-        """Tokens of each row, prompt and response, as `micro_batches.deal` takes them."""
-        return [(length,) for length in self.attention_mask.sum(dim=1).tolist()]
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The prompt of each row."""
+    def items(self) -> Items:
+        """Each row as an item by itself, as `micro_batches.deal` takes them."""
         width = self.input_ids.shape[1] - self.response_mask.shape[1]
-        return prompts_of(self.input_ids[:, :width], self.attention_mask[:, :width])
+        prompts = prompts_of(self.input_ids[:, :width], self.attention_mask[:, :width])
+        lengths = self.attention_mask.sum(dim=1).tolist()
+        return Items([(length,) for length in lengths], [(prompt,) for prompt in prompts])
 
     def rows(self, index: torch.Tensor) -> "Sequences":
         """The rows `index`, without the columns on either side that are padding in all of them."""

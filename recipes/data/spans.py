@@ -28,8 +28,8 @@ ATTENTION = "hybrid_engine_spans"
 ALIKE = 0.6
 """Lines as long as this share of a bucket's longest, or longer, are in that bucket; so it is with their keys."""
 TOGETHER = 0.3
-"""Of a prefix's length: as long may several spans behind it be that are one line. Of each other they see nothing, which
-is computed all the same; longer lines cost more time for that than copies of the prefix do."""
+"""Of a prefix's length: about as long are several spans behind it that are one line. Of each other they see nothing,
+which is computed all the same; longer lines cost more time for that than copies of the prefix do."""
 
 
 class Span(NamedTuple):
@@ -79,13 +79,15 @@ class Spans(NamedTuple):
         return cls(tuple(placed), order.to(device))
 
 
-def num_copied(spans: Sequence[Span]) -> int:
-    """Cells of prefixes whose keys and values are copied, padding left out."""
-    return sum(line[0].prefix_length for line in _lines(spans))
+def count_copied(spans: Sequence[Span]) -> tuple[int, int]:
+    """Cells of prefixes whose keys and values are copied, and pairs of queries and keys in masks; without padding."""
+    lines = [line for line in _lines(spans) if line[0].prefix_length]
+    pairs = (_num_queries(line) * _num_keys(line) for line in lines)
+    return sum(line[0].prefix_length for line in lines), sum(pairs)
 
 
 def _lines(spans: Sequence[Span]) -> list[Line]:
-    """Of each prefix's spans as few lines as may be, as equal in length as can be."""
+    """Of each prefix's spans as few lines as may be, about equal in length."""
     behind = defaultdict[tuple[int, int], Line](list)
     lines: list[Line] = []
     for span in sorted(spans, key=lambda span: -span.length):
@@ -119,19 +121,26 @@ def _alike(lines: Iterable[Line], length: Callable[[Line], int]) -> list[list[Li
 
 
 def _bucket(lines: Sequence[Line]) -> Bucket:
-    queries = _padded([[*chain.from_iterable(range(s.start, s.start + s.length) for s in line)] for line in lines], 0)
-    members = _padded([[n for n, span in enumerate(line) for _ in range(span.length)] for line in lines], -1)
-    prefixes = [range(line[0].prefix_start, line[0].prefix_start + line[0].prefix_length) for line in lines]
-    if not any(prefixes):
+    spans = [*chain.from_iterable(lines)]
+    lengths, widths = torch.tensor([span.length for span in spans]), torch.tensor([*map(_num_queries, lines)])
+    cells = _ranges(torch.tensor([span.start for span in spans]), lengths)
+    places = torch.arange(len(lines)).repeat_interleave(widths), _ranges(torch.zeros_like(widths), widths)
+    queries = torch.zeros(len(lines), int(widths.max()), dtype=torch.int64)
+    members = torch.full_like(queries, -1)
+    queries[places] = cells
+    members[places] = torch.tensor([number for line in lines for number in range(len(line))]).repeat_interleave(lengths)
+    if not lines[0][0].prefix_length:
         return Bucket(queries, queries, members, None)
-    keys = torch.cat([_padded(prefixes, 0), queries], dim=1)
-    return Bucket(queries, keys, members, torch.tensor([len(prefix) for prefix in prefixes]))
+    starts, prefix_lengths = torch.tensor([line[0][2:] for line in lines]).unbind(1)
+    steps = torch.arange(int(prefix_lengths.max()))
+    prefixes = torch.where(steps < prefix_lengths[:, None], starts[:, None] + steps, 0)
+    return Bucket(queries, torch.cat([prefixes, queries], dim=1), members, prefix_lengths)
 
 
-def _padded(rows: Sequence[Sequence[int]], value: int) -> torch.Tensor:
-    """`[A, longest]` int64."""
-    width = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
+def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Numbers from each of `starts` on, so many, one after another."""
+    before = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - before).repeat_interleave(lengths)
 
 
 _masks = WeakTensorKeyDictionary()

@@ -15,22 +15,22 @@ from hybrid_engine.observing.memory_plan import MemoryPlan
 from hybrid_engine.observing.memory_use import MemoryUse, Pass
 from hybrid_engine.recipes.data.encoding import Encoded, EncodedPair
 from hybrid_engine.recipes.data.pair_corpus import PairCorpus
+from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.planning.read import Learned, Read, read_answers, read_preferences
 from hybrid_engine.recipes.planning.roles import Setting, plan_memory
-from hybrid_engine.recipes.planning.widest import Widest
 from hybrid_engine.recipes.runs.run_log import say, write_json
 from hybrid_engine.zero.fsdp2_private import gathered_storages
 
 
 def follow_examples(config: Any, engine: Any, examples: Sequence[Encoded], batches: list[list[int]]) -> None:
     """Follows a run of sft; `batches` are the indices of `examples` by step."""
-    read = Read(first=engine.module.config, learned=Learned.of(examples, batches))
+    read = Read(first=engine.module.config, learned=Learned.of(Items.of(examples), batches))
     follow_memory("sft", config, read, [engine])
 
 
 def follow_scored_pairs(config: Any, engine: Any, corpus: PairCorpus) -> None:
     """Follows a run of reward."""
-    read = Read(first=engine.module.config, learned=Learned.of_scored(corpus.train, corpus.batches))
+    read = Read(first=engine.module.config, learned=Learned(corpus.items, corpus.batches))
     follow_memory("reward", config, read, [engine])
 
 
@@ -109,7 +109,7 @@ def follow_memory(
                 yield from gathered_storages(engine.sharding.fsdp_modules())
 
     def of_pass(ran: Pass) -> MemoryPlan:
-        return plan_memory(read, replace(setting, widest=Widest(*ran)))
+        return plan_memory(read, replace(setting, ran=ran))
 
     use = MemoryUse(plan, device, held, resized, plan_of_pass=of_pass if read.learned is None else None)
     for engine in engines:

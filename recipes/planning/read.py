@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from transformers import PretrainedConfig
 
 from hybrid_engine.recipes.data.encoding import Encoded, EncodedPair
-from hybrid_engine.recipes.data.packing import Prompt
-from hybrid_engine.recipes.data.pairs import Pair
 from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import PromptTokens, select_prompts
 from hybrid_engine.recipes.rewards.adapter_folder import read_reward_adapter
@@ -21,21 +19,14 @@ class Learned(NamedTuple):
 
     items: Items
     """At least a batch."""
-    prompts: list[Prompt] | None
-    """Of each item; None where nothing is known to be shared."""
     batches: list[list[int]]
     """Indices of the items of every step."""
 
     @classmethod
-    def of(cls, learned: Sequence[Encoded | EncodedPair], batches: list[list[int]]) -> "Learned":
-        """Answers, or pairs of them."""
-        prompts = [one.prompt._replace(key=hash(one.prompt.key)) for one in learned]  # not all their tokens once more
-        return cls([one.lengths for one in learned], prompts, batches)
-
-    @classmethod
-    def of_scored(cls, pairs: Sequence[Pair], batches: list[list[int]]) -> "Learned":
-        """Pairs whose answers get a score each."""
-        return cls([(len(pair.chosen), len(pair.rejected)) for pair in pairs], None, batches)
+    def of(cls, items: Items, batches: list[list[int]]) -> "Learned":
+        """`items` without the tokens of their prompts."""
+        prompts = [tuple(prompt._replace(key=hash(prompt.key)) for prompt in item) for item in items.prompts]
+        return cls(Items(items.lengths, prompts), batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +62,7 @@ def read_preferences(config: Any, first: PretrainedConfig, learned: Sequence[Enc
     drawn = select_prompts(len(learned), 0, num_drawn, config.seed)
     batches = [drawn[begin : begin + size] for begin in range(0, num_drawn, size)]
     answered = PromptTokens.of([one.num_prompt_tokens for one in learned], config.max_prompt_tokens)
-    return Read(first=first, learned=Learned.of(learned, batches), answered=answered)
+    return Read(first=first, learned=Learned.of(Items.of(learned), batches), answered=answered)
 
 
 def read_answers(

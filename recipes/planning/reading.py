@@ -13,6 +13,7 @@ from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair, encode_prompt
 from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
 from hybrid_engine.recipes.data.pair_corpus import load_pair_corpus
+from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import PromptTokens, load_prompt_rows
 from hybrid_engine.recipes.data.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES, SUMS, OwnTask, character_stage
@@ -42,7 +43,7 @@ def _read_sft(config: sft.Config) -> Read:
     batches = epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed, num_pooled)
     return Read(
         first=_adapted(config, load_config(config.model)) if config.model else _small_config(config, tokenizer),
-        learned=Learned.of(corpus.train, batches),
+        learned=Learned.of(Items.of(corpus.train), batches),
     )
 
 
@@ -52,7 +53,7 @@ def _read_reward(config: reward.Config) -> Read:
         raise ValueError(f"--out={config.out!r} has no sft yet, on whose body the reward is trained; give --model")
     source = config.model or str(stage)
     corpus = load_pair_corpus(config, load_scoring_tokenizer(source), source)
-    learned = Learned.of_scored(corpus.train, corpus.batches)
+    learned = Learned(corpus.items, corpus.batches)
     return Read(first=_adapted(config, load_config(source)), learned=learned)
 
 
@@ -87,9 +88,12 @@ def _read_kto(config: kto.Config) -> Read:
 
 def _read_agent(config: agent.Config) -> Read:
     if config.model:
-        return agent.read_episodes(config, _adapted(config, load_config(config.model)), load_tokenizer(config.model))
-    tokenizer, _ = load_corpus(made := character_stage("calculator", config, group_by_length=False))
-    return agent.read_episodes(config, _small_config(made, tokenizer), tokenizer)
+        tokenizer, first = load_tokenizer(config.model), _adapted(config, load_config(config.model))
+    else:
+        tokenizer, _ = load_corpus(made := character_stage("calculator", config, group_by_length=False))
+        first = _small_config(made, tokenizer)
+    agent.check_conversations_fit(config, tokenizer)
+    return agent.read_episodes(config, first, tokenizer)
 
 
 READERS: dict[str, Callable[[Any], Read]] = {

@@ -16,6 +16,9 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.generation.batching.demand import count_blocks
 from hybrid_engine.generation.batching.plan import MAX_PREFILL_TOKENS
 from hybrid_engine.observing.memory_plan import (
+    LOGITS,
+    OWN_CACHE,
+    PREFILL,
     MemoryPlan,
     Part,
     RolePlan,
@@ -25,13 +28,14 @@ from hybrid_engine.observing.memory_plan import (
     kept_parts,
     kv_part,
 )
+from hybrid_engine.observing.memory_use import Pass
 from hybrid_engine.recipes.data.packable import expected_layout
 from hybrid_engine.recipes.data.packing import Layout
 from hybrid_engine.recipes.data.sequences import ValueModel
 from hybrid_engine.recipes.data.spans import ATTENTION, Span, Spans
 from hybrid_engine.recipes.planning.packed import packed_bytes
 from hybrid_engine.recipes.planning.read import Read
-from hybrid_engine.recipes.planning.widest import Widest, widest_passes
+from hybrid_engine.recipes.planning.widest import widest_passes
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
@@ -52,7 +56,7 @@ class Setting:
     num_processes: int
     device: str
     """Type of the devices."""
-    widest: Widest | None = None
+    ran: Pass | None = None
     """The largest training pass, where that has run; None: as the lengths that are known before the run make it."""
 
 
@@ -64,17 +68,18 @@ def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
         "batch_size" if hasattr(config, "batch_size") else "minibatch_size", batch_size, setting.num_processes
     )
     per_process = batch_size // setting.num_processes
-    ran = setting.widest
-    passes = widest_passes(read, config, per_process, setting.num_processes) if ran is None else [ran]
-    return max((_plan_of(read, setting, widest) for widest in passes), key=lambda plan: plan.peak_bytes)
+    passes = [setting.ran] if setting.ran is not None else None
+    passes = passes or widest_passes(read, config, per_process, setting.num_processes, setting.device)
+    plans = (_plan_of(read, setting, one) for one in passes)
+    return max(plans, key=lambda plan: (plan.training_peak_bytes, plan.peak_bytes))
 
 
-def _plan_of(read: Read, setting: Setting, widest: Widest) -> MemoryPlan:
-    """The plan of a run whose largest training pass is `widest`."""
+def _plan_of(read: Read, setting: Setting, largest: Pass) -> MemoryPlan:
+    """The plan of a run whose largest training pass is that."""
     config = setting.config
     with torch.device("meta"):
-        roles, actor = _roles(read, setting, widest.shape, widest.has_gradients)
-        plan = MemoryPlan(roles=roles, accumulates=widest.has_gradients, generation=[], has_state=widest.has_state)
+        roles, actor = _roles(read, setting, largest.shape, largest.has_gradients)
+        plan = MemoryPlan(roles=roles, accumulates=largest.has_gradients, generation=[], has_state=largest.has_state)
         if read.answered is None:
             return plan
         at_once = _generation(actor, read.answered.longest, setting, is_streamed=False)
@@ -296,9 +301,9 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
     fed = min(MAX_PREFILL_TOKENS, demand.max_running * prompt_tokens)
     width = 3 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
     what = f"{WEIGHT.itemsize} bytes x {fed:,} tokens of prompts in a pass x {width} (3 times hidden and MLP size)"
-    parts.append(Part("prefill", WEIGHT.itemsize * fed * width, what))
+    parts.append(Part(PREFILL, WEIGHT.itemsize * fed * width, what))
     logits = 4 * demand.max_running * text.vocab_size
-    parts.append(Part("logits", 2 * logits, f"2 x 4 bytes x {demand.max_running} rows x {text.vocab_size:,} tokens"))
+    parts.append(Part(LOGITS, 2 * logits, f"2 x 4 bytes x {demand.max_running} rows x {text.vocab_size:,} tokens"))
     return parts
 
 
@@ -306,7 +311,7 @@ def _own_cache(text: Any, rows: int, columns: int) -> Part:
     """What the model's own `generate()` keeps of keys and values; a model without attention has none."""
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     if heads is None:
-        return Part("the model's own cache", 0, "no attention, no keys and values; its states are not counted")
+        return Part(OWN_CACHE, 0, "no attention, no keys and values; its states are not counted")
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     shape = (text.num_hidden_layers, 2, rows, heads, columns, width)
-    return kv_part(shape, WEIGHT.itemsize, rows)._replace(name="the model's own cache")
+    return kv_part(shape, WEIGHT.itemsize, rows)._replace(name=OWN_CACHE)

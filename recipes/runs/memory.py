@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from hybrid_engine.observing.memory_use import MemoryUse, Pass
-from hybrid_engine.recipes.data.pass_shapes import size_of
+from hybrid_engine.recipes.data.pass_shapes import extent_of
 from hybrid_engine.training.pass_memory import PassShape
 
 
@@ -19,4 +19,4 @@ def measured_pass(engine: Any, shape: PassShape, *, has_gradients: bool) -> Abst
     generator = getattr(engine, "generator", None)
     cache_bytes = generator.workspace.allocated_bytes if generator is not None else 0
     of = Pass(shape, has_gradients=has_gradients, has_state=engine.global_steps > 0)
-    return use.training_pass(of, size_of(shape), cache_bytes)
+    return use.training_pass(of, extent_of(shape), cache_bytes)
