@@ -79,13 +79,14 @@ def piece_bytes(
     if device != "cpu":
         return PieceBytes(kept=0 if is_trained else 2 * 4 * num_tokens * hidden_size, tile=0)
     rows = min(num_tokens, ROWS_AT_ONCE)
-    width = min(tile_width(rows, is_on_gpu=False), vocab_size)
+    width = min(tile_width(max(rows, hidden_size), is_on_gpu=False), vocab_size)
     # A frozen head's gradient is made at once: the sum of its rows, and what is kept of it.
     kept, tile = 4 * num_tokens * hidden_size, 4 * rows * width
     if is_trained:
         num_tiles = 0 if has_softcap else KEPT_BYTES // max(1, tile)
         kept = min(num_tiles * tile, 4 * num_tokens * vocab_size)
-    return PieceBytes(kept=kept, tile=tile * (2 if has_softcap else 1))  # with the softcap's slopes
+    of_weight = 4 * width * hidden_size if is_trained and mkl_leaves_half() else 0  # before it has its place
+    return PieceBytes(kept=kept, tile=max(tile * (2 if has_softcap else 1), tile + of_weight))  # slopes of a softcap
 
 
 def linear_log_prob(

@@ -63,8 +63,11 @@ class Head(NamedTuple):
     shape: LogitShape
 
     def tiles(self, num_rows: int) -> Iterator[tuple[slice, "Head"]]:
-        """Parts of the vocabulary and the head of each, such that the fp32 logits of so many rows fit into a tile."""
-        width = tile_width(num_rows, self.weight.is_cuda)
+        """Parts of the vocabulary and the head of each, such that the fp32 logits of so many rows fit into a tile.
+
+        The gradient of the part of the weight does too.
+        """
+        width = tile_width(max(num_rows, self.weight.shape[1]), self.weight.is_cuda)
         for first in range(0, len(self.weight), width):
             columns = slice(first, first + width)
             bias = None if self.bias is None else self.bias[columns]

@@ -296,7 +296,7 @@ def test_pairs_that_share_a_long_prompt_fill_the_passes_that_the_run_fills(tmp_p
 def test_pairs_whose_prompts_differ_are_padded_on_both_sides():
     pairs = [EncodedPair(answer(400, 20), answer(398, 22)), EncodedPair(answer(20, 300), answer(25, 290))]
     read = read_preferences(dpo.Config(batch_size=2, epochs=1), LlamaConfig(), pairs)
-    assert widest_pass(read, dpo.Config(), 2, 1).shape == PassShape(4, 400, 300)
+    assert widest_pass(read, dpo.Config(), 2, 1).shape == PassShape(4, 400, 300, padding=4 * 300 - 20 - 22 - 300 - 290)
     packed = widest_pass(read, dpo.Config(tokens_per_micro_batch=2000), 2, 1).shape
     assert packed[:3] == (1, 400 + 398 + 20 + 25, 20 + 22 + 300 + 290)
 

@@ -30,6 +30,13 @@ class PassShape(NamedTuple):
     response: int
     spans: tuple[tuple[int, int, int, int], ...] = ()
     """Where attention goes along spans of one row: of each the first cell and how many, then those of its prefix."""
+    padding: int = 0
+    """Of the responses' tokens, for which the head is not asked."""
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens that the head is asked for."""
+        return self.rows * self.response - self.padding
 
     @property
     def num_cells(self) -> int:
@@ -80,7 +87,8 @@ def count_pass(
             hidden = body(input_ids=input_ids, **masks, **more, use_cache=False)[0]
             activations = live.num_bytes
             if is_language:
-                rows = hidden[:, -shape.response - 1 : -1].reshape(-1, hidden.shape[-1])
+                places = torch.arange(shape.num_asked)
+                rows = hidden[:, -shape.response - 1 : -1][places // shape.response, places % shape.response]
                 sizes = len(rows), rows.shape[1], len(head.weight)
                 has_softcap = logit_shape(body, 1.0).softcap is not None
                 pieces = piece_bytes(*sizes, head.weight.requires_grad, device, has_softcap)

@@ -65,12 +65,14 @@ class Items:
         prompts = [prompt for item in self.prompts for prompt in item]
         responses = [length - prompt.length for length, prompt in zip(lengths, prompts, strict=True)]
         if layout is Layout.PADDED:  # prompts to the left, the rest to the right of one column
-            longest = max((prompt.length for prompt in prompts), default=0)
-            return PassShape(len(lengths), longest, max(responses, default=0))
+            prompt, response = max((prompt.length for prompt in prompts), default=0), max(responses, default=0)
+            padding = len(lengths) * response - sum(responses)
+            return PassShape(len(lengths), prompt, response, padding=padding)
         if layout is Layout.ROWS:
             width = max(lengths, default=0)
             response = -(-width * sum(responses) // max(1, sum(lengths)))
-            return PassShape(len(fit_rows(lengths)), width - response, response)
+            num_rows = len(fit_rows(lengths))
+            return PassShape(num_rows, width - response, response, padding=num_rows * response - sum(responses))
         spans = tuple(lay_out_spans(lengths, prompts)) if layout is Layout.SPANS else ()
         num_cells = sum(span.length for span in spans) if spans else sum(lengths)
         return PassShape(1, num_cells - sum(responses), sum(responses), spans)
@@ -93,4 +95,4 @@ def extent_of(shape: PassShape) -> Extent:
     """The extent of a pass."""
     width = shape.prompt + shape.response
     copied, pairs = count_copied([Span(*span) for span in shape.spans]) if shape.spans else (0, shape.rows * width**2)
-    return Extent(shape.num_cells, shape.rows * shape.response, copied, pairs)
+    return Extent(shape.num_cells, shape.num_asked, copied, pairs)

@@ -215,7 +215,7 @@ def _trained(
         )
     ]
     if is_language:
-        what = f"the head's of {shape.rows * shape.response:,} tokens: kept tiles of logits, one more, hidden states"
+        what = f"the head's of {shape.num_asked:,} tokens: kept tiles of logits, one more, hidden states"
         passing.append(Part("head pieces", found.pieces, what))
     largest = max((math.prod(s.dims) for s in shapes if s.packed_bytes is not None), default=0) * WEIGHT.itemsize
     if largest:
