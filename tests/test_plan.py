@@ -439,3 +439,8 @@ def test_its_help_needs_no_torch():
     lines = ["import sys", "from hybrid_engine.command.cli import main", "try: main(['plan', '--help'])"]
     lines += ["except SystemExit: pass", "assert 'torch' not in sys.modules"]
     assert subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, check=False).returncode == 0
+
+
+def test_episodes_of_a_model_without_a_chat_template_are_refused_as_the_run_refuses_them(command):
+    with pytest.raises(ValueError, match="its tokenizer has no chat template"):
+        READERS["agent"](agent.Config(model=command[2]))
