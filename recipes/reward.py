@@ -148,7 +148,7 @@ def run(config: Config) -> Path:
         tokenizer.chat_template = read_template(config.chat_template)
     corpus = load_pair_corpus(config, tokenizer, source)
     check_trainable(config.lora_rank, load_config(source), source)
-    check_budget(config.tokens_per_micro_batch, corpus.items.lengths)
+    check_budget(config.tokens_per_micro_batch, [pair.lengths for pair in corpus.train])
     classifier = recompute_activations(build_classifier(source, tokenizer), config)
     model = add_adapter(classifier, config.lora_rank, "SEQ_CLS")
     say(f"Reward model: {len(corpus.train)} preference pairs, {config.epochs} epochs")
@@ -192,10 +192,9 @@ def train_loop(
         for step in range(saved.step, len(corpus.batches)):
             engine.train()
             mine = [corpus.train[index] for index in corpus.batches[step][get_rank() :: get_world_size()]]
-            items = Items.without_prompts([pair.lengths for pair in mine])
             loss_of = partial(micro_batch_loss, engine, mine, tokenizer, config)
             rate = engine.get_lr()[0]
-            parts = train_in_parts([engine], items, config.tokens_per_micro_batch, [(engine, loss_of)])
+            parts = train_in_parts([engine], Items.of(mine), config.tokens_per_micro_batch, [(engine, loss_of)])
             figures = step_means(parts) | {"grad_norm": engine.get_global_grad_norm(), "learning_rate": rate}
             if config.eval_every and (step + 1) % config.eval_every == 0:
                 figures["held_out_accuracy"] = measure(engine, corpus.held_out, tokenizer)["held_out_accuracy"]["all"]

@@ -221,12 +221,17 @@ class Engine:
         self.steps.clear()
 
 
-TWO = Items.without_prompts([(1,), (2,)])
+def alone(lengths):
+    """Items whose sequences share nothing."""
+    return behind(lengths, [Prompt(None, 0)] * len(lengths))
 
 
 def behind(lengths, prompts):
     """Items of such lengths, all of whose sequences begin with the item's prompt."""
     return Items(lengths, [(prompt,) * len(item) for item, prompt in zip(lengths, prompts, strict=True)])
+
+
+TWO = alone([(1,), (2,)])
 
 
 @pytest.mark.parametrize("layout", Layout)
@@ -236,7 +241,7 @@ def test_items_are_dealt_out_once_each_within_the_budget_and_evenly(layout, seed
     engine = Engine(torch.nn.Linear(1, 1))
     set_layout(engine, layout)
     items = [tuple(chance.randint(1, 50) for _ in range(1 + seed % 2)) for _ in range(chance.randint(1, 60))]
-    parts = deal(Items.without_prompts(items), engine, 200)
+    parts = deal(alone(items), engine, 200)
     assert sorted(index for part in parts for index in part) == list(range(len(items)))
     cells = [layout.num_cells(sorted((n for i in part for n in items[i]), reverse=True)) for part in parts]
     assert max(cells) <= 200 and all(parts)
@@ -265,7 +270,7 @@ def test_answers_to_one_prompt_go_into_the_same_pass_where_there_is_room(seed):
     assert sorted(index for part in parts for index in part) == list(range(len(items)))
     assert max(map(cells, parts)) <= 200 and all(parts)
     assert sum(map(cells, parts)) <= cells(range(len(items))) + 60 * (len(parts) - 1)  # a prompt again a pass at most
-    assert len(parts) <= len(deal(Items.without_prompts(items), engine, 200))
+    assert len(parts) <= len(deal(alone(items), engine, 200))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -306,7 +311,7 @@ def test_processes_make_as_many_passes(monkeypatch):
     engine = Engine(torch.nn.Linear(1, 1))
     set_layout(engine, Layout.ROWS)
     for items in ([(40,)] * 12, [(3,)] * 12, [(3,)] * 6):
-        parts = deal(Items.without_prompts(items), engine, 100)
+        parts = deal(alone(items), engine, 100)
         assert len(parts) == 6 and all(parts)
         assert sorted(index for part in parts for index in part) == list(range(len(items)))
 
@@ -491,7 +496,7 @@ def test_rows_are_filled_as_well_as_one_sequence_after_the_other_would_be():
         assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
         assert all(sum(lengths[index] for index in row) <= max(lengths) for row in rows)
         budget = chance.randint(max(lengths), sum(lengths))
-        parts = fill_evenly(Items.without_prompts([(length,) for length in lengths]), Layout.ROWS, budget)
+        parts = fill_evenly(alone([(length,) for length in lengths]), Layout.ROWS, budget)
         assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
         for part in parts:
             assert Layout.ROWS.num_cells(sorted((lengths[index] for index in part), reverse=True)) <= budget

@@ -76,7 +76,7 @@ class MemoryUse:
         self.plan, self._device, self._held, self._resized = plan, device, held, resized
         self._plan_of_pass = plan_of_pass
         self._counted: dict[tuple[bool, bool], list[Extent]] = {}
-        self._rank = (False, 0)
+        self._rank = (False, 0)  # of the largest pass on a GPU: whether the allocator's peak rose in it, and its extent
         self._measured = Measured()
 
     @property
@@ -134,13 +134,13 @@ class MemoryUse:
                 yield
             return
         counted = self._counted.setdefault((of.has_gradients, of.has_state), [])
-        if self._device.type != "cpu" or any(_is_within(extent, other) for other in counted):
+        if self._device.type != "cpu" or any(is_within(extent, other) for other in counted):
             yield
             return
         held = self._held() + cache_bytes
         with LiveBytes(self._resized()) as live:
             yield
-        counted[:] = [extent, *(other for other in counted if not _is_within(other, extent))]
+        counted[:] = [extent, *(other for other in counted if not is_within(other, extent))]
         taken = held + live.peak_bytes
         if taken > self._measured.training_bytes:
             self._measured = self._measured._replace(training_bytes=taken, largest=of)
@@ -190,7 +190,8 @@ class MemoryUse:
         }
 
 
-def _is_within(extent: Extent, other: Extent) -> bool:
+def is_within(extent: Extent, other: Extent) -> bool:
+    """Whether a pass has no more of anything than another."""
     return all(mine <= theirs for mine, theirs in zip(extent, other, strict=True))
 
 

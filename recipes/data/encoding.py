@@ -49,11 +49,6 @@ class Encoded:
         return (Prompt(tuple(self.prompt_ids), len(self.prompt_ids)),)
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.prompt_ids)
-
-    @property
     def lengths(self) -> tuple[int, ...]:
         """The tokens of the one sequence."""
         return (len(self),)
@@ -92,11 +87,6 @@ class EncodedPair(NamedTuple):
     def prompts(self) -> tuple[Prompt, ...]:
         """What each begins with; a template may render it otherwise before one than before the other."""
         return self.chosen.prompts + self.rejected.prompts
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the longer of both prompts."""
-        return max(len(answer.prompt_ids) for answer in self)
 
     @property
     def num_tokens(self) -> int:

@@ -10,7 +10,6 @@ from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.held_out import check_parts, hold_out_of
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
 from hybrid_engine.recipes.data.pairs import Pair, encode_pairs, num_characters
-from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
 from hybrid_engine.recipes.runs.stages import load_config, num_positions
@@ -31,11 +30,6 @@ class PairCorpus:
     """Good answers behind their prompts, by which scores are normalised."""
     batches: list[list[int]]
     """Indices of `train`, by optimizer step."""
-
-    @property
-    def items(self) -> Items:
-        """The pairs of `train`, as passes take them; each answer is scored with its prompt."""
-        return Items.without_prompts([pair.lengths for pair in self.train])
 
 
 def load_pair_corpus(config: Any, tokenizer: PreTrainedTokenizerBase, source: str) -> PairCorpus:

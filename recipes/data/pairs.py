@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.recipes.data.encoding import encode_pair
 from hybrid_engine.recipes.data.held_out import prompt_text
+from hybrid_engine.recipes.data.packing import Prompt
 from hybrid_engine.recipes.data.rows import PreferenceRow
 
 
@@ -23,6 +24,11 @@ class Pair(NamedTuple):
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each answer, with its prompt."""
         return len(self.chosen), len(self.rejected)
+
+    @property
+    def prompts(self) -> tuple[Prompt, ...]:
+        """Nothing that is known to be shared: a score is read of the whole."""
+        return (Prompt(None, 0),) * 2
 
     @property
     def num_tokens(self) -> int:

@@ -11,8 +11,6 @@ from hybrid_engine.recipes.data.packing import Layout, Prompt, fit_rows, lay_out
 from hybrid_engine.recipes.data.spans import Span, count_copied
 from hybrid_engine.training.pass_memory import PassShape
 
-NO_PROMPT = Prompt(None, 0)
-
 
 class Item(Protocol):
     """What stays together in a pass: a sequence, or the two of a pair."""
@@ -37,14 +35,9 @@ class Items:
 
     @classmethod
     def of(cls, items: Iterable[Item]) -> "Items":
-        """Answers behind their prompts, or pairs of them."""
+        """Answers behind their prompts, or pairs of them, as they are encoded."""
         given = list(items)
         return cls([item.lengths for item in given], [item.prompts for item in given])
-
-    @classmethod
-    def without_prompts(cls, lengths: Sequence[tuple[int, ...]]) -> "Items":
-        """Sequences that share nothing."""
-        return cls(lengths, [(NO_PROMPT,) * len(item) for item in lengths])
 
     def __len__(self) -> int:
         return len(self.lengths)

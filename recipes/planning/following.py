@@ -30,7 +30,7 @@ def follow_examples(config: Any, engine: Any, examples: Sequence[Encoded], batch
 
 def follow_scored_pairs(config: Any, engine: Any, corpus: PairCorpus) -> None:
     """Follows a run of reward."""
-    read = Read(first=engine.module.config, learned=Learned(corpus.items, corpus.batches))
+    read = Read(first=engine.module.config, learned=Learned.of(Items.of(corpus.train), corpus.batches))
     follow_memory("reward", config, read, [engine])
 
 

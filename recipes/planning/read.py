@@ -61,8 +61,10 @@ def read_preferences(config: Any, first: PretrainedConfig, learned: Sequence[Enc
     num_drawn = config.epochs * (len(learned) // size) * size
     drawn = select_prompts(len(learned), 0, num_drawn, config.seed)
     batches = [drawn[begin : begin + size] for begin in range(0, num_drawn, size)]
-    answered = PromptTokens.of([one.num_prompt_tokens for one in learned], config.max_prompt_tokens)
-    return Read(first=first, learned=Learned.of(Items.of(learned), batches), answered=answered)
+    items = Items.of(learned)
+    lengths = [prompt.length for prompts in items.prompts for prompt in prompts]
+    answered = PromptTokens.of(lengths, config.max_prompt_tokens)
+    return Read(first=first, learned=Learned.of(items, batches), answered=answered)
 
 
 def read_answers(

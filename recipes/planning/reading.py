@@ -53,7 +53,7 @@ def _read_reward(config: reward.Config) -> Read:
         raise ValueError(f"--out={config.out!r} has no sft yet, on whose body the reward is trained; give --model")
     source = config.model or str(stage)
     corpus = load_pair_corpus(config, load_scoring_tokenizer(source), source)
-    learned = Learned(corpus.items, corpus.batches)
+    learned = Learned.of(Items.of(corpus.train), corpus.batches)
     return Read(first=_adapted(config, load_config(source)), learned=learned)
 
 

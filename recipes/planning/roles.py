@@ -68,8 +68,8 @@ def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
         "batch_size" if hasattr(config, "batch_size") else "minibatch_size", batch_size, setting.num_processes
     )
     per_process = batch_size // setting.num_processes
-    passes = [setting.ran] if setting.ran is not None else None
-    passes = passes or widest_passes(read, config, per_process, setting.num_processes, setting.device)
+    ran, where = setting.ran, (setting.num_processes, setting.device)
+    passes = [ran] if ran is not None else widest_passes(read, config, per_process, *where)
     plans = (_plan_of(read, setting, one) for one in passes)
     return max(plans, key=lambda plan: (plan.training_peak_bytes, plan.peak_bytes))
 

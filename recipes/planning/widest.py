@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, product
 from typing import Any, NamedTuple
 
-from hybrid_engine.observing.memory_use import Pass
+from hybrid_engine.observing.memory_use import Pass, is_within
 from hybrid_engine.recipes.data.micro_batches import check_budget, deal_by_number, fill_evenly, filling
 from hybrid_engine.recipes.data.packable import expected_layout
 from hybrid_engine.recipes.data.packing import Layout, Prompt
@@ -67,7 +67,7 @@ def _largest(shapes: Iterable[PassShape], estimate: Estimate) -> list[PassShape]
     for extent in ranked:
         if len(kept) == MOST_COUNTED or estimate(extent) < CLOSE * estimate(ranked[0]):
             break
-        if not any(all(mine <= other for mine, other in zip(extent, one, strict=True)) for one in kept):
+        if not any(is_within(extent, one) for one in kept):
             kept.append(extent)
     return [extents[extent] for extent in kept]
 
