@@ -11,7 +11,15 @@ import pytest
 import torch
 from models import PAD, build_model, padded_prompts
 from small_actors import save_small_actor, save_sums
-from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig, MambaConfig, MistralConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MistralConfig,
+    T5Config,
+)
 
 import hybrid_engine
 from hybrid_engine.command import cli
@@ -31,6 +39,7 @@ from hybrid_engine.recipes.data.pass_shapes import Items, extent_of
 from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, packed_rows, response_logprobs
 from hybrid_engine.recipes.planning import roles
+from hybrid_engine.recipes.planning.estimate import estimate_of
 from hybrid_engine.recipes.planning.read import Learned, Read, read_preferences
 from hybrid_engine.recipes.planning.reading import READERS
 from hybrid_engine.recipes.planning.widest import widest_passes
@@ -444,3 +453,32 @@ def test_its_help_needs_no_torch():
 def test_episodes_of_a_model_without_a_chat_template_are_refused_as_the_run_refuses_them(command):
     with pytest.raises(ValueError, match="its tokenizer has no chat template"):
         READERS["agent"](agent.Config(model=command[2]))
+
+
+def test_a_pass_over_padded_answers_is_counted_with_the_head_asked_for_those_alone():
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, **SMALL)).train()
+    lengths = [200, *[3] * 15]
+    sequences = build_sequences([[1, 2, 3]] * len(lengths), [[5] * length for length in lengths], 0, CPU)
+    response_logprobs(model, sequences).sum().backward()
+    with LiveBytes() as live:
+        response_logprobs(model, sequences).sum().backward()
+    with torch.device("meta"):
+        empty = LlamaForCausalLM(model.config).train()
+    ends = empty, empty.base_model, empty.get_output_embeddings()
+    shape = sequences.items.shape(Layout.PADDED)
+    counted = count_pass(*ends, shape, is_language=True, accumulates=True, device="cpu")
+    assert counted.peak == pytest.approx(live.peak_bytes, rel=0.05)
+
+
+def test_an_estimate_weighs_copied_keys_as_they_are_counted():
+    first = LlamaConfig(vocab_size=64, **{**SMALL, "num_key_value_heads": 2, "num_hidden_layers": 6})
+    config = grpo.Config(tokens_per_micro_batch=4096)
+    setting = roles.Setting(recipe="grpo", config=config, num_processes=1, device="cpu")
+    read = Read(first=first, answered=PromptTokens(100, 100))
+    estimate, shares = estimate_of(first, config, "cpu"), []
+    for shared in (1, 60):
+        prompts = [(Prompt(number // shared, 100),) for number in range(60)]
+        shape = Items([(128,)] * 60, prompts).shape(Layout.SPANS)
+        plan = roles.plan_memory(read, replace(setting, ran=Pass(shape, has_gradients=True, has_state=True)))
+        shares.append(estimate(extent_of(shape)) / plan.roles[0].pass_peak_bytes)
+    assert shares[1] == pytest.approx(shares[0], rel=0.2)
