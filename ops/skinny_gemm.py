@@ -261,15 +261,14 @@ def load_weights(w, n, k, width_in):
 @triton.jit
 def load_normed_rows(x, k, norm, mean, rstd, NORM: tl.constexpr, ROWS: tl.constexpr):
     """`load_rows`, normed with statistics `[ROWS]` unless the norm's kind is "none"."""
+    KIND: tl.constexpr = NORM.kind  # Triton 3.6 passes no bare string of a tuple on to `normalize`
     rows = load_rows(x, k, ROWS)
-    if NORM.kind != "none":
+    if KIND != "none":
         gamma = tl.load(norm.gamma_ptr + k, mask=k < x.width, other=0.0)[:, None]
         beta = None
         if norm.beta_ptr is not None:
             beta = tl.load(norm.beta_ptr + k, mask=k < x.width, other=0.0)[:, None]
-        rows = normalize(
-            rows.to(tl.float32), mean[None, :], rstd[None, :], gamma, beta, NORM.kind, x.ptr.dtype.element_ty
-        )
+        rows = normalize(rows.to(tl.float32), mean[None, :], rstd[None, :], gamma, beta, KIND, x.ptr.dtype.element_ty)
     return rows
 
 
