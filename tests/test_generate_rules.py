@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from chat import build_chat_tokenizer
 from models import PAD, VOCAB, build_model, padded_prompts
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -309,6 +310,35 @@ def test_guided_text_is_one_of_the_strings_or_follows_the_pattern(guided, tokeni
     assert output.sequences[5, 9 : 9 + output.lengths[5]].tolist() == free[5, 9:].tolist()[: output.lengths[5]]
 
 
+ONE_ITEM = {"type": "array", "items": {"enum": [1]}, "minItems": 1, "maxItems": 1}
+
+
+@pytest.mark.parametrize("space", [None, "", " {0,3}"])
+def test_white_space_of_guided_json_is_bounded_however_likely_it_is(guided, space):
+    from hybrid_engine.generation.sampling.guides import JSON_SPACE, GuidedTokens, read_guide
+
+    tokenizer = build_chat_tokenizer()
+    guide = GuidedTokens(read_guide("guided_json", ONE_ITEM, space), tokenizer, (tokenizer.eos_token_id,), 0)
+    scores = torch.zeros(1, len(tokenizer))
+    scores[0, tokenizer.encode(" \n\t")] = 100.0
+    tokens = []
+    while len(tokens) < 60 and not guide.is_complete(tokens, len(tokenizer)):
+        tokens.append(int(guide(torch.tensor([tokens], dtype=torch.long), scores).argmax()))
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    assert re.fullmatch((JSON_SPACE if space is None else space).join([r"\[", "1", r"\]"]), text), text
+    assert bool(re.search(r"\s", text)) == (space != "")
+
+
+def test_guided_text_follows_a_grammar(guided, tokenizer):
+    input_ids, mask = padded_prompts()
+    output = guided.generate(
+        input_ids, attention_mask=mask, guided_grammar='start: ("ab" | "c")~3 "."', tokenizer=tokenizer,
+        **(GREEDY | {"eos_token_id": 1}),
+    )  # fmt: skip
+    for row in output[:, 9:]:
+        assert re.fullmatch(r"(ab|c){3}\.", tokenizer.decode(row, skip_special_tokens=True))
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -357,9 +387,19 @@ def test_a_guide_that_cannot_be_read_says_why(guided, tokenizer):
         ("guided_json", {"type": 3}),
         ("guided_json", "{"),
         ("guided_regex", 3),
+        ("guided_grammar", 3),
+        ("guided_grammar", "start: ("),
     ):
         with pytest.raises(ValueError, match=option):
             guided.generate(input_ids, attention_mask=mask, tokenizer=tokenizer, **{option: value}, **GREEDY)
+
+
+def test_white_space_that_shapes_no_json_is_refused(guided, tokenizer):
+    input_ids, mask = padded_prompts()
+    for options in ({}, {"guided_regex": "a"}, {"guided_json": {}, "guided_whitespace_pattern": "("}):
+        with pytest.raises(ValueError, match="guided_whitespace_pattern='"):
+            rules = {"guided_whitespace_pattern": " ?"} | options
+            guided.generate(input_ids, attention_mask=mask, tokenizer=tokenizer, **rules, **GREEDY)
 
 
 def test_without_the_library_a_guide_says_how_to_install_it(engine, tokenizer, monkeypatch):

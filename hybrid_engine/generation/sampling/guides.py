@@ -1,4 +1,4 @@
-"""Text that must be one of some strings, or follow a regular expression or a JSON schema: by the library llguidance.
+"""Text that must be one of some strings, or follow a pattern, a JSON schema or a grammar: by the library llguidance.
 
 It says after every token which ones may come next; the others' logits become -inf.
 """
@@ -11,23 +11,43 @@ import numpy as np
 import torch
 
 LIBRARY = "llguidance"
+JSON_SPACE = r"( |\n[ \t]{0,24})?"
+"""White space between the parts of guided JSON by default: what `json.dumps` writes, also indented, and no more.
+
+JSON itself allows any amount, and a model that is uncertain may write it up to the end of its answer.
+"""
 
 
-def read_guide(option: str, value: Any) -> tuple[str, str]:
-    """Kind and content of `guided_choice`, `guided_regex` or `guided_json`; raises ValueError where it is none."""
+def read_guide(option: str, value: Any, json_space: str | None = None) -> tuple[str, str]:
+    """Kind and content of a guide; raises ValueError where `value` is none.
+
+    Args:
+        option: `guided_choice`, `guided_regex`, `guided_json` or `guided_grammar`.
+        json_space: regular expression of white space in JSON; None: `JSON_SPACE`.
+    """
     kind = option.removeprefix("guided_")
+    if json_space is not None and (kind != "json" or not isinstance(json_space, str)):
+        raise ValueError(
+            f"guided_whitespace_pattern={json_space!r} must be a regular expression beside guided_json, not {option}; "
+            "leave it out"
+        )
     if kind == "choice":
         is_list = isinstance(value, list | tuple) and len(value) > 0
         if not is_list or not all(isinstance(choice, str) and choice for choice in value):
             raise ValueError(f"{option}={value!r} must be a list of strings, none of them empty")
     elif kind == "regex" and not isinstance(value, str):
         raise ValueError(f"{option}={value!r} must be a string with a regular expression")
+    elif kind == "grammar" and not isinstance(value, str):
+        raise ValueError(f"{option}={value!r} must be a string with a grammar in Lark's notation")
     elif kind == "json":
         value = _schema(option, value)
+        if json_space is not None:
+            value = value | {"x-guidance": value.get("x-guidance", {}) | {"whitespace_pattern": json_space}}
     guide = kind, json.dumps(value)
     problem = _library(option).LLMatcher.validate_grammar(_grammar(option, guide), None)
     if problem:
-        raise ValueError(f"{option}={value!r} cannot guide: {problem.strip().splitlines()[0]}")
+        beside = "" if json_space is None else f" with guided_whitespace_pattern={json_space!r}"
+        raise ValueError(f"{option}={value!r}{beside} cannot guide: {problem.strip().splitlines()[0]}")
     return guide
 
 
@@ -62,7 +82,9 @@ def _grammar(option: str, guide: tuple[str, str]) -> str:
         return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in json.loads(content)))
     if kind == "regex":
         return matcher.grammar_from_regex(json.loads(content))
-    return matcher.grammar_from_json_schema(content)
+    if kind == "grammar":
+        return matcher.grammar_from_lark(json.loads(content))
+    return matcher.grammar_from_json_schema(content, {"whitespace_pattern": JSON_SPACE})
 
 
 @lru_cache(maxsize=8)  # reading a tokenizer takes about a second

@@ -18,7 +18,7 @@ MOST_TOP_LOGPROBS = 100
 # drawn from, all rules and filters applied.
 LOGPROBS = ("raw", "scaled", "processed")
 
-GUIDES = ("guided_choice", "guided_regex", "guided_json")
+GUIDES = ("guided_choice", "guided_regex", "guided_json", "guided_grammar")
 # With the values that switch them off.
 RULE_DEFAULTS: dict[str, Any] = {
     "presence_penalty": 0.0,
@@ -41,6 +41,8 @@ RULE_DEFAULTS: dict[str, Any] = {
     "guided_choice": None,
     "guided_regex": None,
     "guided_json": None,
+    "guided_grammar": None,
+    "guided_whitespace_pattern": None,
     "logprobs": "scaled",
     "top_logprobs": 0,
     "prompt_logprobs": None,
@@ -78,7 +80,7 @@ class Rules:
     trim_stop: bool = False
     """Whether a stop sequence or string is left out of tokens and log-probabilities, with what it shares a token."""
     guide: tuple[str, str] | None = None
-    """"choice", "regex" or "json", and what it says, as JSON."""
+    """"choice", "regex", "json" or "grammar", and what it says, as JSON."""
     logprobs: str = "scaled"
     top_logprobs: int = 0
     """Likeliest tokens reported at each position."""
@@ -153,7 +155,9 @@ def read_rules(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> Ru
     _check_numbers(values)
     if not ({"stop_sequences", "stop_strings"} & set(values)):
         values.pop("trim_stop", None)
-    guide = _guide({name: given[name] for name in GUIDES if name in given})
+    guide = _guide(
+        {name: given[name] for name in GUIDES if name in given}, values.pop("guided_whitespace_pattern", None)
+    )
     if guide is not None:
         values["guide"] = guide
     if guide is not None or "stop_strings" in values:
@@ -164,7 +168,7 @@ def read_rules(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> Ru
 
 def is_on(name: str, value: Any) -> bool:
     """Whether the rule `name` with this value is not switched off."""
-    if value is None or name in GUIDES:
+    if value is None or name in GUIDES or name == "guided_whitespace_pattern":
         return value is not None
     if isinstance(value, list | tuple | dict) and len(value) == 0:
         return False
@@ -237,14 +241,16 @@ def _decay(value: Any) -> tuple[int, float]:
     return value[0], float(value[1])
 
 
-def _guide(given: dict[str, Any]) -> tuple[str, str] | None:
+def _guide(given: dict[str, Any], json_space: str | None) -> tuple[str, str] | None:
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)} cannot both guide a row; pass one of them")
+    if not given and json_space is not None:
+        raise ValueError(f"guided_whitespace_pattern={json_space!r} has no guided_json to shape; pass both or neither")
     if not given:
         return None
     from hybrid_engine.generation.sampling.guides import read_guide
 
-    return read_guide(*next(iter(given.items())))
+    return read_guide(*next(iter(given.items())), json_space)
 
 
 def _tokenizer(merged: dict[str, Any], option: str) -> Any:
