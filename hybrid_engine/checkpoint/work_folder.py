@@ -32,9 +32,42 @@ def writing_files(folder: Path) -> Iterator[Path]:
     writing = folder / WRITING
     make(writing)
     try:
-        yield writing
-        for path in sorted(path for path in writing.iterdir() if path.name != MARK):
-            path.replace(folder / path.name)
+        with _naming(folder):
+            yield writing
+            for path in sorted(path for path in writing.iterdir() if path.name != MARK):
+                path.replace(folder / path.name)
+    finally:
+        remove(writing)
+
+
+@contextmanager
+def writing_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder`, which takes its place at the end; `folder` must not exist, or be empty.
+
+    After an error it is removed. A process that is killed leaves `folder` as it was; the next call removes the rest.
+
+    Raises:
+        ValueError: something is in the way.
+        OSError: the disk is full, or the like.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    writing = folder.parent / f".{folder.name}{WRITING}"
+    make(writing)
+    try:
+        with _naming(folder):
+            yield writing
+            writing.replace(folder)
+    except BaseException:
+        remove(writing)
+        raise
+    (folder / MARK).unlink()  # last: until then a killed process has left a folder that the next one may remove
+
+
+@contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Lets an error of the system say which folder was being written, whatever a library wrapped it in."""
+    try:
+        yield
     except Exception as error:
         cause = find_cause(error)
         if isinstance(cause, OSError):
@@ -42,8 +75,6 @@ def writing_files(folder: Path) -> Iterator[Path]:
                 cause.errno, f"{str(folder)!r} could not be written to ({cause.strerror or cause}); free space there"
             ) from None
         raise
-    finally:
-        remove(writing)
 
 
 def save_state_dict(state: dict[str, Any], path: Path) -> None:

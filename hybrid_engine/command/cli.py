@@ -30,6 +30,7 @@ import hybrid_engine.command.doctor as doctor
 import hybrid_engine.command.launcher as launcher
 import hybrid_engine.command.measure_links as measure_links
 import hybrid_engine.command.plan as plan
+import hybrid_engine.command.real_model as real_model
 from hybrid_engine.command.config_file import read_config_file
 from hybrid_engine.command.freed_memory import keep_freed_memory
 from hybrid_engine.command.option_names import InOptions, in_options
@@ -44,6 +45,7 @@ OTHERS: dict[str, Any] = {
     "report": page,
     "measure-links": measure_links,
     "doctor": doctor,
+    "real-model": real_model,
 }
 """Commands that are no recipes: modules with a DESCRIPTION and a `main` of the arguments behind the name."""
 PLAN = "plan"
@@ -90,15 +92,20 @@ def run(arguments: Sequence[str], act: Callable[..., int] | None = None) -> int:
         print(f"hybrid-engine: {in_options(str(error), names_of(options))}", file=sys.stderr)
         return REFUSED
     except OSError as error:
-        if error.errno not in NO_PLACE or not is_ours(error):
-            raise
-        print(f"hybrid-engine: {error}", file=sys.stderr)
-        return FAILED
+        return _failed_writing(error)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             settled = {option.name: option.default for option in options} | given
             print("; ".join(["hybrid-engine: interrupted", *how_to_go_on(name, settled)]), file=sys.stderr)
         return INTERRUPTED
+
+
+def _failed_writing(error: OSError) -> int:
+    """Says that the disk takes no more and returns the exit status; raises what is anything else."""
+    if error.errno not in NO_PLACE or not is_ours(error):
+        raise error
+    print(f"hybrid-engine: {error}", file=sys.stderr)
+    return FAILED
 
 
 def names_of(options: Sequence[Option]) -> list[str]:
@@ -126,6 +133,8 @@ def run_other(name: str, arguments: Sequence[str]) -> int:
             raise
         print(f"hybrid-engine: {error}", file=sys.stderr)
         return REFUSED
+    except OSError as error:
+        return _failed_writing(error)
 
 
 def run_recipe(name: str, options: Sequence[Option], given: Mapping[str, Any]) -> int:
