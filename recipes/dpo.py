@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from transformers import PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_pair
-from hybrid_engine.recipes.data.held_out import hold_out
 from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
+from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import read_preference_rows
@@ -117,9 +118,9 @@ def run(config: Config) -> Path:
     source = find_first_actor(config)
     tokenizer = load_tokenizer(source)
     check_positions(config, source)
-    rows, encoded = keep_what_fits(config, source, rows, [encode_pair(tokenizer, row) for row in rows])
-    tokens = [encode_pair(tokenizer, row) for row in held_out_rows]
-    held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, tokens)
+    encode = partial(encode_pair, tokenizer)
+    rows, encoded = keep_what_fits(config, source, rows, encode)
+    held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, encode)
     check_enough(config, len(encoded), len(held_out_encoded), "pairs")
     check_budget(config.tokens_per_micro_batch, [pair.lengths for pair in encoded])
     prompts = fit_prompts(prompts, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
@@ -169,7 +170,7 @@ def load_pairs(config: Config) -> tuple[list[PreferenceRow], list[PreferenceRow]
     if config.dataset is None:
         train, held_out = (build_preferences(part, config.seed) for part in split(stdlib_examples()))
     else:
-        train, held_out = hold_out(read_preference_rows(config.dataset, *config.part))
+        train, held_out = load_parts(config.source, read_preference_rows)
     random.Random(config.seed).shuffle(train)
     train = train[: config.max_pairs or None]
     check_enough(config, len(train), len(held_out), "pairs")

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
 from hybrid_engine.recipes.batch.model import build_answering
-from hybrid_engine.recipes.data.encoding import encode_prompt
+from hybrid_engine.recipes.data.parts import read_once
 from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, prompt_shown
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
+from hybrid_engine.recipes.experience.start import keep_usable
 from hybrid_engine.recipes.rewards.learned import LearnedReward
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
@@ -79,7 +80,7 @@ class Config(RewardOptions, DataOptions):
     max_prompts: int | None = None
     """take only the first so many prompts"""
     held_out: bool = False
-    """take only the tenth of the prompts that training on this data set holds out"""
+    """take only the prompts that training on this data set holds out, with the same --held-out-share and --row-key"""
     max_prompt_tokens: int = 1024
     """longer prompts lose their beginning"""
     max_new_tokens: int = 512
@@ -123,8 +124,8 @@ def run(config: Config) -> Path:
         config.reward_time_limit,
         partial(LearnedReward.load, most_rows=config.rows_per_pass),
     )
-    tokenizer, rows = load_tokenizer(str(config.model)), load_rows(config)
-    check_rows(config, tokenizer, rows, rewards)
+    tokenizer = load_tokenizer(str(config.model))
+    rows = load_rows(config, tokenizer, rewards)
     rows = fit_prompts(rows, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     model = load_model(AutoModelForCausalLM, str(config.model))
     engine = build_answering(model, config.dtype, max_running=config.max_running)
@@ -164,24 +165,26 @@ def check_folder(config: Config) -> None:
         )
 
 
-def load_rows(config: Config) -> list[PromptRow]:
-    """The prompts to answer, with what stands beside them."""
-    dataset = str(config.dataset)
-    rows = load_prompt_rows(dataset, *config.part)[1] if config.held_out else read_prompt_rows(dataset, *config.part)
-    return rows[: config.max_prompts]
+def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewards) -> list[PromptRow]:
+    """The prompts to answer, with what stands beside them.
 
-
-def check_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[PromptRow], rewards: Rewards) -> None:
-    """ValueError where there are too few prompts, a reward lacks a column, or the model has too few positions."""
+    Raises:
+        ValueError: there are too few, a reward lacks a column or cannot read a row, or the model has too few positions.
+    """
+    if config.held_out:
+        rows = load_prompt_rows(config.source, rewards.columns)[1]
+    else:
+        rows = read_once(config.source, read_prompt_rows, rewards.columns)
+    rows = rows[: config.max_prompts]
+    rewards.check_columns(rows)
+    rows, lengths = keep_usable(config, rows, tokenizer, rewards)
     if len(rows) < get_world_size():
         raise ValueError(
-            f"--dataset={config.dataset!r}: {len(rows)} prompts are fewer than the {get_world_size()} processes; give "
-            "more prompts, or start fewer processes"
+            f"{config.source.shown}: {len(rows)} prompts are fewer than the {get_world_size()} processes; give more "
+            "prompts, or start fewer processes"
         )
-    rewards.check_rows(rows)
-    longest = max(len(encode_prompt(tokenizer, row)) for row in rows)
-    limit = num_positions(load_config(str(config.model)))
-    check_positions(config, longest, f"--model={config.model!r}", limit)
+    check_positions(config, max(lengths), f"--model={config.model!r}", num_positions(load_config(str(config.model))))
+    return rows
 
 
 def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:

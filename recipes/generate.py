@@ -33,7 +33,9 @@ from hybrid_engine.recipes.batch.terminal import TERMINAL, opened, read_rows, wr
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
+from hybrid_engine.recipes.data.sources import DataSource
 from hybrid_engine.recipes.runs.checks import LARGEST_SEED, check_at_least, check_between, check_count
+from hybrid_engine.recipes.runs.options import RowOptions
 from hybrid_engine.recipes.runs.run_log import say
 
 WITHOUT_EFFECT = ("out", "restart", "max_running", "tp", "pp")
@@ -41,7 +43,7 @@ WITHOUT_EFFECT = ("out", "restart", "max_running", "tp", "pp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelOptions):
+class Config(RowOptions, ModelOptions):
     """Answers prompts, from a file into a file or in the terminal.
 
         hybrid-engine generate --model runs/sums/actor --prompts problems.jsonl --out answers.jsonl
@@ -54,10 +56,6 @@ class Config(ModelOptions):
     prompts: str | None = None
     """a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" of texts or conversations;
     - reads one prompt a line from the terminal"""
-    split: str | None = None
-    """which split of --prompts is answered, where it has several; default: train"""
-    dataset_config: str | None = None
-    """which configuration of --prompts is answered, where it has several"""
     out: str | None = None
     """the .jsonl file for the answers; - writes them to the terminal as they come"""
     num_samples: int = 1
@@ -95,6 +93,11 @@ class Config(ModelOptions):
             raise ValueError(f"--tp={self.tp} --pp={self.pp}: several processes answer files only; name files, not -")
 
     @property
+    def source(self) -> DataSource:
+        """Where the prompts come from."""
+        return self.source_of(str(self.prompts), option="prompts")
+
+    @property
     def is_shared(self) -> bool:
         """Whether several processes share the model."""
         return self.tp * self.pp > 1
@@ -106,7 +109,7 @@ def run(config: Config) -> Path | None:
     if TERMINAL in (config.prompts, config.out):
         answer_in_terminal(config)
         return None
-    rows = read_prompt_rows(str(config.prompts), config.split, config.dataset_config, "prompts")
+    rows = read_prompt_rows(config.source)
     out = Path(str(config.out))
     journal = on_rank_zero(lambda: Journal(out, identity_of(config, rows), config.restart))
     left = [number for number in range(len(rows)) if number not in journal.finished]
@@ -221,7 +224,7 @@ def answer_in_terminal(config: Config) -> None:
     engine, tokenizer = load_answering(config)
     options = read_sampling(config, engine, tokenizer)
     with opened(str(config.out)) as out, live_batch(engine.generator, None, max_running=1) as batch:
-        for number, row in enumerate(read_rows(str(config.prompts), config.split, config.dataset_config)):
+        for number, row in enumerate(read_rows(config.source)):
             tokens = encode_prompt(tokenizer, row)
             check_fits(tokens, options, batch.longest, row.place)
             for key in sample_keys(config.seed, [prompt_digest(tokens)], [], config.num_samples):

@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from transformers import PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_completion
-from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
+from hybrid_engine.recipes.data.held_out import prompt_text
 from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, measure_in_parts, train_in_parts
+from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
 from hybrid_engine.recipes.data.reading import label_pairs, read_labelled_rows
@@ -144,9 +146,9 @@ def run(config: Config) -> Path:
     source = find_first_actor(config)
     tokenizer = load_tokenizer(source)
     check_positions(config, source)
-    rows, encoded = keep_what_fits(config, source, rows, [encode_completion(tokenizer, row) for row in rows])
-    tokens = [encode_completion(tokenizer, row) for row in held_out_rows]
-    held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, tokens)
+    encode = partial(encode_completion, tokenizer)
+    rows, encoded = keep_what_fits(config, source, rows, encode)
+    held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, encode)
     check_enough(config, len(encoded), len(held_out_encoded), "answers")
     longest = max(len(answer.prompt_ids) for answer in encoded) + max(len(answer.response_ids) for answer in encoded)
     check_budget(config.tokens_per_micro_batch, [(longest,)])  # mismatched: any answer behind any prompt
@@ -198,7 +200,7 @@ def load_answers(config: Config) -> tuple[list[LabelledRow], list[LabelledRow]]:
     if config.dataset is None:
         train, held_out = (label_pairs(build_preferences(part, config.seed)) for part in split(stdlib_examples()))
     else:
-        train, held_out = hold_out(read_labelled_rows(config.dataset, *config.part))
+        train, held_out = load_parts(config.source, read_labelled_rows)
     random.Random(config.seed).shuffle(train)
     train = train[: config.num_answers or None]
     check_enough(config, len(train), len(held_out), "answers")

@@ -42,7 +42,7 @@ from hybrid_engine.recipes.rewards.classifier import (
 )
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_trainable
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_between, check_count, check_divides
+from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_count, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
@@ -78,8 +78,6 @@ class Config(DataOptions, ResumeOptions):
     dataset: str | None = None
     """pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: made of the standard library's
     summaries"""
-    held_out_share: float = 0.1
-    """share of the data set's prompts that are not trained on and measured; 0 measures nothing"""
     chat_template: str | None = None
     """file with a Jinja chat template for a tokenizer that has none, or another"""
     max_tokens: int | None = None
@@ -116,7 +114,6 @@ class Config(DataOptions, ResumeOptions):
             check_count(name, getattr(self, name), 0)
         check_at_least("center_coef", self.center_coef, 0)
         check_above("learning_rate", self.learning_rate, 0)
-        check_between("held_out_share", self.held_out_share, 0, 0.9)
         if self.eval_every and self.dataset and not self.held_out_share:
             raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
 

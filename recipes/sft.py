@@ -39,7 +39,7 @@ from hybrid_engine.recipes.data.sequences import (
 from hybrid_engine.recipes.planning.following import follow_examples, write_result
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_trainable
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_between, check_count, check_divides, check_one_of
+from hybrid_engine.recipes.runs.checks import check_above, check_count, check_divides, check_one_of
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
@@ -81,8 +81,6 @@ class Config(DataOptions, ResumeOptions):
     task: str = "docs"
     """what is learned without --dataset: docs (signatures and summaries), sums (additions by a pupil who forgets the
     carry) or calculator (conversations of a pupil who may ask one); the tokens of both are characters"""
-    held_out_share: float = 0.1
-    """share of the data set's prompts that are not trained on and measured; 0 measures nothing"""
     chat_template: str | None = None
     """file with a Jinja chat template for a tokenizer that has none, or another"""
     max_tokens: int | None = None
@@ -123,7 +121,6 @@ class Config(DataOptions, ResumeOptions):
         check_count("vocab_size", self.vocab_size, 300)
         for name in ("max_examples", "eval_every", "lora_rank"):
             check_count(name, getattr(self, name), 0)
-        check_between("held_out_share", self.held_out_share, 0, 0.9)
         check_above("learning_rate", self.learning_rate, 0)
         check_count("hidden_size", self.hidden_size, 1)
         check_divides("hidden_size", self.hidden_size, 64)

@@ -13,6 +13,7 @@ from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows, select_prompts
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
+from hybrid_engine.recipes.data.sources import DataSource
 from hybrid_engine.recipes.tasks.pep257 import conforms, pep257_violations
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 from hybrid_engine.recipes.tasks.stdlib_pairs import FAULTS, build_preferences, mend
@@ -144,6 +145,10 @@ def test_prompts_of_a_jsonl_file_and_of_a_saved_dataset_are_split_by_their_hash(
     assert [[row.prompt for row in rows] for rows in saved] == [train_texts, held_out_texts]
 
 
+def read_part(dataset, split=None, configuration=None):
+    return read_prompt_rows(DataSource(datasets=(dataset,), split=split, configuration=configuration))
+
+
 def test_of_several_splits_the_chosen_one_is_read_and_those_that_there_are_are_named(tmp_path):
     splits = {name: Dataset.from_dict({"prompt": [name]}) for name in ("train", "test")}
     DatasetDict(splits).save_to_disk(tmp_path / "both")
@@ -152,20 +157,20 @@ def test_of_several_splits_the_chosen_one_is_read_and_those_that_there_are_are_n
         (tmp_path / "files" / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
     for folder in ("both", "files"):
         path = str(tmp_path / folder)
-        assert [[row.prompt for row in read_prompt_rows(path, split)] for split in (None, "test")] == [
+        assert [[row.prompt for row in read_part(path, split)] for split in (None, "test")] == [
             ["train"],
             ["test"],
         ]
         with pytest.raises(ValueError, match=r"^--split='tset': --dataset=.* has the splits 'train', 'test'; choose"):
-            read_prompt_rows(path, "tset")
+            read_part(path, "tset")
     DatasetDict(test=splits["test"]).save_to_disk(tmp_path / "test only")
     with pytest.raises(ValueError, match=r"^--dataset=.*test only' has the splits 'test'; choose one by --split"):
         read_prompt_rows(str(tmp_path / "test only"))
     splits["test"].save_to_disk(tmp_path / "plain")
     for name, rule in (("plain", "has no splits; leave the option out"), ("files/test.jsonl", "is a file, which has")):
         with pytest.raises(ValueError, match=f"^--split='test': --dataset='.*{name}' {rule}"):
-            read_prompt_rows(str(tmp_path / name), "test")
-    with pytest.raises(ValueError, match="--split='test' is a part of a data set; give --dataset, or leave it out"):
+            read_part(str(tmp_path / name), "test")
+    with pytest.raises(ValueError, match="--split='test' is for a data set; give --dataset, or leave it out"):
         dpo.Config(split="test")
 
 
@@ -186,15 +191,15 @@ def configured(tmp_path):
 
 def test_of_several_configurations_the_chosen_one_is_read_and_those_that_there_are_are_named(configured, tmp_path):
     for name, part in (("main", None), ("socratic", "test")):
-        (row,) = read_prompt_rows(configured, part, name)
+        (row,) = read_part(configured, part, name)
         assert row.prompt == f"{name} {part or 'train'}"
     names = "has the configurations 'main', 'socratic'; choose one by --dataset-config$"
     with pytest.raises(ValueError, match=f"^--dataset='.*configured' {names}"):
         read_prompt_rows(configured)
     with pytest.raises(ValueError, match=f"^--dataset-config='mian': --dataset='.*configured' {names}"):
-        read_prompt_rows(configured, None, "mian")
+        read_part(configured, None, "mian")
     with pytest.raises(ValueError, match=r"^--split='tset': .* has the splits 'train', 'test'"):
-        read_prompt_rows(configured, "tset", "main")
+        read_part(configured, "tset", "main")
 
 
 def test_what_has_no_configurations_refuses_the_option(tmp_path):
@@ -202,8 +207,8 @@ def test_what_has_no_configurations_refuses_the_option(tmp_path):
     Dataset.from_dict({"prompt": ["a"]}).save_to_disk(tmp_path / "saved")
     for name, rule in ((path, "is a file, which has no"), (str(tmp_path / "saved"), "was saved without")):
         with pytest.raises(ValueError, match=f"^--dataset-config='main': --dataset='{name}' {rule} configurations"):
-            read_prompt_rows(name, None, "main")
-    with pytest.raises(ValueError, match=r"^--dataset-config='main' is a part of a data set; give --dataset"):
+            read_part(name, None, "main")
+    with pytest.raises(ValueError, match=r"^--dataset-config='main' is for a data set; give --dataset"):
         dpo.Config(dataset_config="main")
 
 

@@ -9,8 +9,9 @@ from chat import MARKED_TEMPLATE, PLAIN_TEMPLATE, build_chat_tokenizer
 from datasets import Dataset
 
 from hybrid_engine.recipes.data.encoding import Encoded, encode_completion, encode_pair, encode_prompt
-from hybrid_engine.recipes.data.held_out import hold_out
+from hybrid_engine.recipes.data.held_out import hold_out, prompt_key
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
+from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.prompts import load_prompt_rows
 from hybrid_engine.recipes.data.reading import (
     read_labelled_rows,
@@ -27,6 +28,7 @@ from hybrid_engine.recipes.data.rows import (
     TextRow,
     detect_format,
 )
+from hybrid_engine.recipes.data.sources import DataSource
 
 
 def user(text):
@@ -240,7 +242,7 @@ def test_a_data_set_of_another_format_is_refused_with_the_remedy(tmp_path, read,
         (
             "a.csv",
             "prompt,answer\na,1\nb,2,3\n",
-            "line 3 has 3 values for 2 columns; mend it, and put what holds a comma",
+            "line 3 has 3 values for 2 columns; fix it, and put what holds a comma",
         ),
         ("a.csv", "prompt,answer\na\n", "line 2 has 1 values for 2 columns"),
         ("a.csv", "prompt,prompt\na,b\n", "line 1 names the column 'prompt' 2 times; rename the others"),
@@ -280,9 +282,91 @@ def test_held_out_rows_share_no_prompt_with_the_others_and_keep_their_columns(tm
     assert not prompts[0] & prompts[1] and len(train) + len(held_out) == 80 and 8 <= len(held_out) <= 40
     assert hold_out(read_prompt_rows(path), 0)[1] == []
     train, held_out = load_prompt_rows(path)
-    assert len(train) + len(held_out) == 40 and all(
+    assert len(train) + len(held_out) == 80 and all(
         eval(row.prompt[0]["content"]) == row.columns["answer"] for row in train
     )
+
+
+def parts_of(path, read, columns=(), **options):
+    return load_parts(DataSource(datasets=(path,), **options), read, columns)
+
+
+def test_conversations_with_one_prompt_and_several_answers_are_held_out_together(tmp_path):
+    first = [[user(f"sum {n // 3}"), assistant("?"), user("so?")] for n in range(90)]
+    chats = [{"messages": [*turns, assistant(f"answer {n}")]} for n, turns in enumerate(first)]
+    pairs = [{"prompt": turns, "completion": [assistant(f"answer {n}")]} for n, turns in enumerate(first)]
+    prompts = [{"prompt": turns} for turns in first]
+    held_out_prompts = []
+    for rows, read in ((chats, read_learned_rows), (pairs, read_learned_rows), (prompts, read_prompt_rows)):
+        train, held_out = parts_of(write(tmp_path / "data.jsonl", rows), read)
+        asked = [
+            [json.dumps((row.messages if isinstance(row, ConversationRow) else row.prompt)[:3]) for row in part]
+            for part in (train, held_out)
+        ]
+        assert len(train) + len(held_out) == 90 and 6 <= len(held_out) <= 45 and set(asked[0]).isdisjoint(asked[1])
+        held_out_prompts.append(asked[1])
+    assert held_out_prompts[0] == held_out_prompts[1] == held_out_prompts[2]
+
+
+def test_a_prompt_is_the_same_as_text_as_a_conversation_and_below_a_system_turn():
+    system = {"role": "system", "content": "Be brief."}
+    assert prompt_key("2 + 2?") == prompt_key([user("2 + 2?")]) == prompt_key([system, user("2 + 2?")]) == "2 + 2?"
+    keys = {prompt_key(turns) for turns in ("a", [user("a"), assistant("b")], [assistant("a")], [system], [user("b")])}
+    assert len(keys) == 5
+
+
+def test_a_conversation_that_answers_a_held_out_prompt_on_its_way_is_not_trained_on(tmp_path, capsys):
+    single = [[user(f"q {n}"), assistant("a")] for n in range(40)]
+    longer = [[user(f"q {n}"), assistant("b"), user(f"then {n}"), assistant("c")] for n in range(40)]
+    path = write(tmp_path / "data.jsonl", [{"messages": turns} for turns in single + longer])
+    train, held_out = parts_of(path, read_learned_rows, held_out_share=0.3)
+    asked = {row.messages[0]["content"] for row in held_out if len(row.messages) == 2}
+    assert asked and asked.isdisjoint(row.messages[0]["content"] for row in train)
+    assert f"{80 - len(train) - len(held_out)} conversations answer a held-out prompt" in capsys.readouterr().out
+
+
+def test_one_prompt_with_many_seeds_is_many_rows_and_the_seeds_are_held_out(tmp_path):
+    games = [{"prompt": "Play the game.", "seed": seed, "id": n} for n, seed in enumerate([*range(60), *range(60)])]
+    path = write(tmp_path / "games.jsonl", [*games, *({"prompt": f"p{n}", "seed": 0} for n in range(60))])
+    train, held_out = load_prompt_rows(path)
+    assert len(train) + len(held_out) == 180
+    others = [[row.prompt for row in part if row.prompt[0] == "p"] for part in (train, held_out)]
+    for columns, options in ((["seed"], {}), ([], {"row_key": ("seed",)})):
+        train, held_out = parts_of(path, read_prompt_rows, columns, **options)
+        seeds = [{row.columns["seed"] for row in part if row.prompt[0] == "P"} for part in (train, held_out)]
+        assert seeds[0] | seeds[1] == set(range(60)) and not seeds[0] & seeds[1] and 1 <= len(seeds[1]) <= 15
+        assert len(train) + len(held_out) == 180
+        # where one prompt is one task, what a reward reads changes nothing
+        assert [[row.prompt for row in part if row.prompt[0] == "p"] for part in (train, held_out)] == others
+
+
+def test_rows_that_say_the_same_are_left_out_only_if_asked(tmp_path, capsys):
+    rows = [{"prompt": f"p{n // 2}", "completion": "a" if n % 4 else "b", "seed": n // 4} for n in range(80)]
+    path = write(tmp_path / "data.jsonl", rows)
+    assert sum(map(len, parts_of(path, read_learned_rows))) == 80
+    assert sum(map(len, parts_of(path, read_learned_rows, deduplicates=True))) == 60  # the answers of half differ
+    assert sum(map(len, parts_of(path, read_prompt_rows, deduplicates=True))) == 40
+    assert "--deduplicate: 20 of 80 rows say what another says, and are left out" in capsys.readouterr().out
+    games = write(tmp_path / "games.jsonl", [{"prompt": "Play.", "seed": n // 2} for n in range(80)])
+    assert sum(map(len, parts_of(games, read_prompt_rows, ["seed"], deduplicates=True))) == 40
+
+
+def test_bad_rows_are_told_together_or_left_out(tmp_path, capsys):
+    path = tmp_path / "data.jsonl"
+    bad = ['{"prompt": 5}', "torn", '{"prompt": ""}', "[]", '{"prompt": null}', '{"prompt": [{"role": "user"}]}']
+    path.write_text("\n".join(['{"prompt": "a"}', *bad, '{"prompt": "b"}']))
+    with pytest.raises(ValueError, match="6 of 8 rows cannot be used") as raised:
+        read_prompt_rows(str(path))
+    words = str(raised.value)
+    assert words.startswith(f"--dataset={str(path)!r}: 6 of 8 rows cannot be used: line 2 has prompt=5; ")
+    assert all(f"line {n} " in words for n in (2, 3, 4, 5, 6)) and "line 7" not in words and "| and 1 more;" in words
+    assert words.endswith("--skip-bad-rows leaves them out") and "\n" not in words
+    source = DataSource(datasets=(str(path),), skips_bad_rows=True)
+    assert [row.prompt for row in read_prompt_rows(source)] == ["a", "b"]
+    assert "6 of 8 rows are left out: line 2 has prompt=5;" in capsys.readouterr().out.replace("\n", " ")
+    path.write_text("torn\n[]\n")
+    with pytest.raises(ValueError, match=r"--skip-bad-rows leaves none of 2 rows of --dataset=.*line 1 is not JSON"):
+        read_prompt_rows(source)
 
 
 def texts(tokenizer, *parts):

@@ -13,15 +13,16 @@ from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
+from hybrid_engine.recipes.data.sources import DataSource
 
 TERMINAL = "-"
 """What stands for the terminal in place of a file."""
 
 
-def read_rows(prompts: str, split: str | None, configuration: str | None) -> Iterator[PromptRow]:
+def read_rows(source: DataSource) -> Iterator[PromptRow]:
     """The rows of a file, or of the terminal's lines as they are written; empty lines are passed over."""
-    if prompts != TERMINAL:
-        yield from read_prompt_rows(prompts, split, configuration, "prompts")
+    if source.datasets != (TERMINAL,):
+        yield from read_prompt_rows(source)
         return
     for number, line in enumerate(sys.stdin, 1):
         if line.strip():

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.recipes.data.bad_rows import encode_each
 from hybrid_engine.recipes.data.encoding import Encoded, encode_completion, read_template
-from hybrid_engine.recipes.data.held_out import check_parts, hold_out_of
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
+from hybrid_engine.recipes.data.parts import check_parts, load_parts
 from hybrid_engine.recipes.data.reading import read_learned_rows
 from hybrid_engine.recipes.data.rows import LearnedRow, texts_of
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, num_positions
@@ -47,8 +49,7 @@ def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
     if config.dataset is None:
         train, held_out = TASKS[config.task](config.seed)
     else:
-        rows = read_learned_rows(config.dataset, *config.part)
-        train, held_out = hold_out_of(config.dataset, rows, config.held_out_share)
+        train, held_out = load_parts(config.source, read_learned_rows)
     train = train[: config.max_examples or None]
     if config.model:
         tokenizer, positions = load_tokenizer(config.model), num_positions(load_config(config.model))
@@ -62,8 +63,8 @@ def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
     model = f"--model={config.model!r}" if config.model else "what is made without --model"
     limit, encoded = limit_of(config.max_tokens, positions, model), []
     for part in (train, held_out):
-        tokens = [encode_completion(tokenizer, row) for row in part]
-        encoded.append(keep_fitting(part, tokens, limit, skips=config.skip_too_long)[1])
+        rows, tokens = encode_each(config, part, partial(encode_completion, tokenizer))
+        encoded.append(keep_fitting(rows, tokens, limit, skips=config.skip_too_long)[1])
     if config.dataset is not None:
-        check_parts(config.dataset, encoded[0], encoded[1], config.held_out_share)
+        check_parts(config.source, encoded[0], encoded[1])
     return tokenizer, Corpus(train=encoded[0], held_out=encoded[1], pad_token=tokenizer.pad_token_id)

@@ -1,7 +1,8 @@
-"""Reading the rows of a data set: a file, a folder or a name on the Hugging Face hub.
+"""Reading the rows of a data set: a file, a folder, a name on the Hugging Face hub or one of `NAMED`.
 
 JSON lines, JSON and CSV are read with Python's own modules, which know the line of what is wrong and take text for
-text; all the rest is read by `datasets`.
+text; all the rest is read by `datasets`. A row that cannot be read is an error in its place, so that all that are wrong
+can be told together.
 """
 
 import codecs
@@ -18,10 +19,15 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars, get_dataset_config_names, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
-from hybrid_engine.recipes.runs.checks import flag
+from hybrid_engine.recipes.data.sources import DataSource
 
-Rows = Iterator[tuple[str, Any]]
-"""Where each row stands in its file, such as "line 3", and the row."""
+Rows = Iterator[tuple[str, dict[str, Any] | ValueError]]
+"""Where each row stands in its file, such as "line 3", and its values by column, or what is wrong with it."""
+NamedReader = Callable[[str, str | None, str | None], Rows]
+"""From the whole name of a data set, a split and a configuration (None: not given) to its rows; ValueError for a name
+or a part that there is not."""
+NAMED: dict[str, NamedReader] = {}
+"""Readers of data sets that are made, not stored, by what stands before the colon of their names."""
 BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
@@ -31,40 +37,48 @@ class Table:
 
     source: str
     """The option as it is typed: `--dataset='data.jsonl'`."""
-    rows: list[tuple[str, dict[str, Any]]]
-    """Where each row stands, as `--dataset='data.jsonl': line 3`, and its values by column."""
+    rows: list[tuple[str, dict[str, Any] | ValueError]]
+    """Where each row stands, as `--dataset='data.jsonl': line 3`, and its values by column, or what is wrong with it;
+    the words of such an error follow the place."""
     columns: list[str]
     """Every column that any row has, sorted."""
 
 
-def read_table(
-    dataset: str, split: str | None = None, configuration: str | None = None, option: str = "dataset"
-) -> Table:
-    """The rows of `--dataset`, in their order; of several splits those of `--split`, or of `train`.
+def read_table(source: DataSource) -> Table:
+    """The rows of one data set, in their order; of several splits those of `--split`, or of `train`.
 
-    Of several configurations, as data sets of the hub may have them, those of `--dataset-config` are read.
+    Of several configurations, as data sets of the hub may have them, those of `--dataset-config` are read. Every data
+    set that a recipe is given becomes rows here.
 
     Raises:
-        ValueError: nothing can be read, with the line or row; there is no such split or configuration, or one of
-            several is to be chosen, with those that there are.
+        ValueError: nothing can be read; there is no such split or configuration, or one of several is to be chosen,
+            with those that there are.
     """
-    source, path = f"{flag(option)}={dataset!r}", Path(dataset)
+    (dataset,), shown = source.datasets, source.shown
+    rows = list(_rows_of_dataset(shown, dataset, source.split, source.configuration))
+    if not rows:
+        raise ValueError(f"{shown} has no rows; give a data set with some")
+    columns = sorted({str(name) for _, row in rows if not isinstance(row, ValueError) for name in row})
+    return Table(source=shown, rows=[(f"{shown}: {place}", row) for place, row in rows], columns=columns)
+
+
+def _rows_of_dataset(source: str, dataset: str, split: str | None, configuration: str | None) -> Rows:
+    path, scheme = Path(dataset), dataset.partition(":")[0]
+    if scheme in NAMED and scheme != dataset:
+        return NAMED[scheme](dataset, split, configuration)
     try:
         is_file = path.is_file()
     except OSError as error:  # a name that is too long
         raise ValueError(f"{source} must be a file, a folder or a hub name: {error}") from error
-    is_file = is_file or path.suffix.lower() in READERS
-    if is_file and split is not None:
+    if not is_file and path.suffix.lower() not in READERS:
+        return _rows_of(_load_table(source, dataset, split, configuration))
+    if split is not None:
         raise ValueError(f"--split={split!r}: {source} is a file, which has no splits; leave the option out")
-    if is_file and configuration is not None:
+    if configuration is not None:
         raise ValueError(
             f"--dataset-config={configuration!r}: {source} is a file, which has no configurations; leave the option out"
         )
-    rows = list(_read_file(source, path) if is_file else _rows_of(_load_table(source, dataset, split, configuration)))
-    if not rows:
-        raise ValueError(f"{source} has no rows; give a data set with some")
-    columns = sorted({str(name) for _, row in rows for name in row})
-    return Table(source=source, rows=[(f"{source}: {place}", row) for place, row in rows], columns=columns)
+    return _read_file(source, path)
 
 
 def _read_file(source: str, path: Path) -> Rows:
@@ -95,21 +109,18 @@ def _read_json_lines(source: str, path: Path) -> Rows:
     # Only a line feed ends a line: JSON may hold U+2028 and its kin as they are, at which splitlines() would cut.
     for number, line in enumerate(_read_text(source, path).split("\n"), start=1):
         if line.strip():
-            yield f"line {number}", _parse_object(source, f"line {number}", line)
+            yield f"line {number}", _parse_object(line)
 
 
-def _parse_object(source: str, place: str, text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any] | ValueError:
     try:
-        row = json.loads(text)
+        return _check_object(json.loads(text))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source}: {place} is not JSON ({error}); mend the file") from error
-    return _check_object(source, place, row)
+        return ValueError(f"is not JSON ({error}); fix the file")
 
 
-def _check_object(source: str, place: str, row: Any) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError(f"{source}: {place} must be a JSON object; mend the file")
-    return row
+def _check_object(row: Any) -> dict[str, Any] | ValueError:
+    return row if isinstance(row, dict) else ValueError("must be a JSON object; fix the file")
 
 
 def _read_json(source: str, path: Path) -> Rows:
@@ -121,9 +132,9 @@ def _read_json(source: str, path: Path) -> Rows:
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not JSON ({error}); mend the file") from error
+        raise ValueError(f"{source} is not JSON ({error}); fix the file") from error
     for number, entry in enumerate(entries, start=1):
-        yield f"entry {number}", _check_object(source, f"entry {number}", entry)
+        yield f"entry {number}", _check_object(entry)
 
 
 def _read_csv(source: str, path: Path) -> Rows:
@@ -135,14 +146,17 @@ def _read_csv(source: str, path: Path) -> Rows:
             if count > 1:
                 raise ValueError(f"{source}: line 1 names the column {name!r} {count} times; rename the others")
         for values in filter(None, reader):
-            if len(values) != len(names):
-                raise ValueError(
-                    f"{source}: line {reader.line_num} has {len(values)} values for {len(names)} columns; mend it, and "
-                    "put what holds a comma in double quotes"
-                )
-            yield f"line {reader.line_num}", dict(zip(names, values, strict=True))
+            yield f"line {reader.line_num}", _name_values(names, values)
     except csv.Error as error:
-        raise ValueError(f"{source}: line {reader.line_num} is not CSV ({error}); mend the file") from error
+        raise ValueError(f"{source}: line {reader.line_num} is not CSV ({error}); fix the file") from error
+
+
+def _name_values(names: list[str], values: list[str]) -> dict[str, Any] | ValueError:
+    if len(values) == len(names):
+        return dict(zip(names, values, strict=True))
+    return ValueError(
+        f"has {len(values)} values for {len(names)} columns; fix it, and put what holds a comma in double quotes"
+    )
 
 
 def _read_parquet(source: str, path: Path) -> Rows:

@@ -2,14 +2,16 @@
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.recipes.data.bad_rows import encode_each
 from hybrid_engine.recipes.data.encoding import encode_completion
-from hybrid_engine.recipes.data.held_out import check_parts, hold_out_of
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
-from hybrid_engine.recipes.data.pairs import Pair, encode_pairs, num_characters
+from hybrid_engine.recipes.data.pairs import Pair, build_pair, num_characters
+from hybrid_engine.recipes.data.parts import check_parts, load_parts
 from hybrid_engine.recipes.data.reading import read_preference_rows
 from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
 from hybrid_engine.recipes.runs.stages import load_config, num_positions
@@ -45,18 +47,17 @@ def load_pair_corpus(config: Any, tokenizer: PreTrainedTokenizerBase, source: st
         good = [encode_completion(tokenizer, stdlib_row(example)) for example in train_examples[:NUM_REFERENCES]]
         references = [answer.prompt_ids + answer.response_ids for answer in good]
     else:
-        rows = read_preference_rows(config.dataset, *config.part)
-        train, held_out = hold_out_of(config.dataset, rows, config.held_out_share)
+        train, held_out = load_parts(config.source, read_preference_rows)
     random.Random(config.seed).shuffle(train)
     train = train[: config.num_pairs or None]
     limit = limit_of(config.max_tokens, num_positions(load_config(source)), f"--model={source!r}")
     encoded = []
     for part in (train, held_out):
-        pairs = encode_pairs(tokenizer, part, kind_column=None if config.dataset else "kind")
-        encoded.append(keep_fitting(part, pairs, limit, skips=config.skip_too_long))
+        encode = partial(build_pair, tokenizer, kind_column=None if config.dataset else "kind")
+        encoded.append(keep_fitting(*encode_each(config, part, encode), limit, skips=config.skip_too_long))
     (train, pairs), (_, held_out_pairs) = encoded
     if config.dataset is not None:
-        check_parts(config.dataset, pairs, held_out_pairs, config.held_out_share)
+        check_parts(config.source, pairs, held_out_pairs)
         references = [pair.chosen for pair in pairs[:NUM_REFERENCES]]
     lengths = [num_characters(row) for row in train]
     batches = epochs_of_similar_length(lengths, config.batch_size, config.epochs, config.seed)

@@ -36,16 +36,10 @@ class Pair(NamedTuple):
         return max(self.lengths)
 
 
-def encode_pairs(
-    tokenizer: PreTrainedTokenizerBase, rows: list[PreferenceRow], kind_column: str | None = None
-) -> list[Pair]:
-    """The rows as tokens; the column `kind_column` tells what is wrong with the rejected answers."""
-    pairs = []
-    for row in rows:
-        chosen, rejected = (answer.prompt_ids + answer.response_ids for answer in encode_pair(tokenizer, row))
-        kind = row.columns[kind_column] if kind_column else None
-        pairs.append(Pair(chosen, rejected, row.margin or 0.0, kind))
-    return pairs
+def build_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow, kind_column: str | None = None) -> Pair:
+    """The row as tokens; the column `kind_column` tells what is wrong with the rejected answer."""
+    chosen, rejected = (answer.prompt_ids + answer.response_ids for answer in encode_pair(tokenizer, row))
+    return Pair(chosen, rejected, row.margin or 0.0, row.columns[kind_column] if kind_column else None)
 
 
 def num_characters(row: PreferenceRow) -> int:

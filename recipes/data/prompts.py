@@ -1,6 +1,6 @@
 """The prompts of a data set of the user's, in its column `prompt`, and the order in which a run takes prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,9 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import get_world_size
 from hybrid_engine.recipes.data.encoding import encode_prompt
-from hybrid_engine.recipes.data.held_out import hold_out, prompt_text
+from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
+from hybrid_engine.recipes.data.sources import DataSource
 from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.recipes.runs.stages import mix_seed
 
@@ -28,23 +29,24 @@ class PromptTokens(NamedTuple):
 
 
 def load_prompt_rows(
-    dataset: str, split: str | None = None, configuration: str | None = None
+    source: DataSource | str, columns: Collection[str] = ()
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training and held-out prompts of a data set, disjoint, with its other columns: about a tenth is held out.
+    """Training and held-out prompts of a data set, with its other columns; no prompt is in both.
 
-    Of equal prompts the first row is kept. See `reading.read_prompt_rows` for the arguments.
+    Args:
+        source: what is read, and how; or only the name of a data set.
+        columns: those that the rewards read: prompts that are equal and differ in them are tasks of their own.
 
     Raises:
         ValueError: the data set cannot be read, the column `prompt` is missing or a value of it is neither text nor a
             conversation, or one of the two parts would be empty.
     """
-    found = read_prompt_rows(dataset, split, configuration)
-    rows = list({prompt_text(row.prompt): row for row in reversed(found)}.values())[::-1]
-    train, held_out = hold_out(rows)
-    if not train or not held_out:
+    source = DataSource.of(source)
+    train, held_out = load_parts(source, read_prompt_rows, columns)
+    if not held_out:
         raise ValueError(
-            f"--dataset={dataset!r} has {len(rows)} distinct prompts, of which {len(held_out)} are held out by "
-            "their hash (about a tenth); training and evaluation both need at least one: give more prompts"
+            f"--held-out-share={source.held_out_share} holds out none of the {len(train)} prompts of {source.shown}, "
+            "and a run is evaluated on one at least; raise it"
         )
     return train, held_out
 

@@ -5,6 +5,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from hybrid_engine.recipes.data.bad_rows import each_good
 from hybrid_engine.recipes.data.data_files import Table, read_table
 from hybrid_engine.recipes.data.rows import (
     CompletionRow,
@@ -18,6 +19,7 @@ from hybrid_engine.recipes.data.rows import (
     Turns,
     detect_format,
 )
+from hybrid_engine.recipes.data.sources import DataSource
 
 R = TypeVar("R")
 LABELS = {True: True, False: False, "true": True, "false": False, "True": True, "False": False, "1": True, "0": False}
@@ -25,63 +27,69 @@ LABELS = {True: True, False: False, "true": True, "false": False, "True": True, 
 LARGEST_NUMBER = 1e12
 
 
-def read_prompt_rows(
-    dataset: str, split: str | None = None, configuration: str | None = None, option: str = "dataset"
-) -> list[PromptRow]:
+def read_prompt_rows(source: DataSource | str) -> list[PromptRow]:
     """The rows of a data set with a column `prompt`; whatever other columns it has are kept beside it.
 
     Args:
-        dataset: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a folder (saved with `save_to_disk`, or of data files)
-            or a name on the Hugging Face hub.
-        split: which one is read of several; None: `train`.
-        configuration: which one is read of a data set that has several.
-        option: how the user named it, for errors.
+        source: what is read, and how; or only the name of a data set: a `.jsonl`, `.json`, `.csv` or `.parquet` file, a
+            folder (saved with `save_to_disk`, or of data files) or a name on the Hugging Face hub.
 
     Raises:
         ValueError: nothing can be read, there is no such column, or a value is empty or no text and no conversation;
-            it names the data set, the row and the remedy. So do all functions of this file.
+            it names the data set, the rows and the remedy. So do all functions of this file.
     """
-    table = read_table(dataset, split, configuration, option)
-    _check_columns(table, {"prompt"}, "rename the column that holds the prompts")
-    return _each(
-        table, lambda place, row: PromptRow(prompt=_turns(place, "prompt", row), **_rest(place, row, "prompt"))
-    )
+    return _read(source, _prompt_rows)
 
 
-def read_learned_rows(dataset: str, split: str | None = None, configuration: str | None = None) -> list[LearnedRow]:
+def read_learned_rows(source: DataSource | str) -> list[LearnedRow]:
     """What supervised training learns: `messages`, `prompt` with `completion`, or `text`; see `read_prompt_rows`."""
-    table = read_table(dataset, split, configuration)
-    if "messages" in table.columns:
-        return _each(table, _conversation_row)
-    if "completion" not in table.columns and "text" in table.columns:
-        return _each(
-            table, lambda place, row: TextRow(text=_text(place, "text", row.get("text")), **_rest(place, row, "text"))
-        )
-    remedy = "or 'messages', or 'text': rename the columns that hold the prompts and their answers"
-    _check_columns(table, {"prompt", "completion"}, remedy)
-    return _each(table, _completion_row)
+    return _read(source, _learned_rows)
 
 
-def read_preference_rows(
-    dataset: str, split: str | None = None, configuration: str | None = None
-) -> list[PreferenceRow]:
+def read_preference_rows(source: DataSource | str) -> list[PreferenceRow]:
     """Preference pairs: `chosen` and `rejected`, with their `prompt` or beginning with it; see `read_prompt_rows`.
 
     A column `margin` says by how much the chosen answer is better. Two equal answers are refused.
     """
-    table = read_table(dataset, split, configuration)
-    _check_columns(table, {"chosen", "rejected"}, "rename the columns that hold the better and the worse answer")
-    return _each(table, _preference_row)
+    return _read(source, _preference_rows)
 
 
-def read_labelled_rows(dataset: str, split: str | None = None, configuration: str | None = None) -> list[LabelledRow]:
+def read_labelled_rows(source: DataSource | str) -> list[LabelledRow]:
     """Answers with a `label`, True for a good one; a data set of preference pairs gives two for each pair."""
-    table = read_table(dataset, split, configuration)
+    return _read(source, _labelled_rows)
+
+
+def _read(source: DataSource | str, read: Callable[[Table, bool], list[R]]) -> list[R]:
+    source = DataSource.of(source)
+    return [row for one in source.each() for row in read(read_table(one), one.skips_bad_rows)]
+
+
+def _prompt_rows(table: Table, skips: bool) -> list[PromptRow]:
+    _check_columns(table, {"prompt"}, "rename the column that holds the prompts")
+    return _build_each(table, _prompt_row, skips)
+
+
+def _learned_rows(table: Table, skips: bool) -> list[LearnedRow]:
+    if "messages" in table.columns:
+        return _build_each(table, _conversation_row, skips)
+    if "completion" not in table.columns and "text" in table.columns:
+        return _build_each(table, _text_row, skips)
+    remedy = "or 'messages', or 'text': rename the columns that hold the prompts and their answers"
+    _check_columns(table, {"prompt", "completion"}, remedy)
+    return _build_each(table, _completion_row, skips)
+
+
+def _preference_rows(table: Table, skips: bool) -> list[PreferenceRow]:
+    _check_columns(table, {"chosen", "rejected"}, "rename the columns that hold the better and the worse answer")
+    return _build_each(table, _preference_row, skips)
+
+
+def _labelled_rows(table: Table, skips: bool) -> list[LabelledRow]:
     if "label" not in table.columns and detect_format(table.columns) == "preference pairs":
-        return label_pairs([_preference_row(place, row) for place, row in table.rows])
+        return label_pairs(_preference_rows(table, skips))
     remedy = "rename the columns that hold the prompts, the answers and whether an answer is good"
     _check_columns(table, {"prompt", "completion", "label"}, remedy)
-    return _each(table, _labelled_row)
+    return _build_each(table, _labelled_row, skips)
 
 
 def label_pairs(pairs: Sequence[PreferenceRow]) -> list[LabelledRow]:
@@ -93,19 +101,33 @@ def label_pairs(pairs: Sequence[PreferenceRow]) -> list[LabelledRow]:
     ]
 
 
-def _each(table: Table, build: Callable[[str, dict[str, Any]], R]) -> list[R]:
-    return [build(place, row) for place, row in table.rows]
+def _build_each(table: Table, build: Callable[[str, dict[str, Any]], R], skips: bool) -> list[R]:
+    def make(entry: tuple[str, dict[str, Any] | ValueError]) -> R:
+        place, row = entry
+        if isinstance(row, ValueError):
+            raise ValueError(f"{place} {row}")
+        return build(place, row)
+
+    return each_good(table.rows, make, table.source, skips=skips)[1]
 
 
 def _check_columns(table: Table, needed: set[str], remedy: str) -> None:
     missing = needed - set(table.columns)
-    if not missing:
+    if not missing or not table.columns:  # no row could be read, which is told with the rows
         return
     found = detect_format(table.columns)
     raise ValueError(
-        f"{table.source} has the columns {', '.join(map(repr, table.columns)) or 'none'}"
+        f"{table.source} has the columns {', '.join(map(repr, table.columns))}"
         f"{f' ({found})' if found else ''} and must have {' and '.join(map(repr, sorted(missing)))}; {remedy}"
     )
+
+
+def _prompt_row(place: str, row: dict[str, Any]) -> PromptRow:
+    return PromptRow(prompt=_turns(place, "prompt", row), **_rest(place, row, "prompt"))
+
+
+def _text_row(place: str, row: dict[str, Any]) -> TextRow:
+    return TextRow(text=_text(place, "text", row.get("text")), **_rest(place, row, "text"))
 
 
 def _conversation_row(place: str, row: dict[str, Any]) -> ConversationRow:
@@ -186,7 +208,7 @@ def _turns(place: str, name: str, row: dict[str, Any]) -> Turns:
 
 def _text(place: str, name: str, value: Any, kind: str = "text") -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{place} has {name}={reprlib.repr(value)}; it must be {kind}, not empty: mend or remove it")
+        raise ValueError(f"{place} has {name}={reprlib.repr(value)}; it must be {kind}, not empty: fix or remove it")
     _check_encodable(place, name, [value])
     return value
 
@@ -200,7 +222,7 @@ def _message(place: str, name: str, message: Any) -> Message:
         )
     content = kept.get("content", "")
     if not isinstance(content, (str, list)):
-        raise ValueError(f"{place} has {name}['content']={reprlib.repr(content)}; it must be text: mend the row")
+        raise ValueError(f"{place} has {name}['content']={reprlib.repr(content)}; it must be text: fix the row")
     _check_encodable(place, name, [content] if isinstance(content, str) else [])
     return kept
 
@@ -210,7 +232,7 @@ def _check_encodable(place: str, name: str, texts: Iterable[str]) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # half of a pair, which JSON can write and no tokenizer reads
-            raise ValueError(f"{place} has a {name} that is no text: {error}; mend it") from error
+            raise ValueError(f"{place} has a {name} that is no text: {error}; fix it") from error
 
 
 def _check_alike(place: str, prompt: Turns, answer: Turns, name: str) -> None:
@@ -230,6 +252,6 @@ def _number(place: str, name: str, value: Any) -> float:
     if not abs(number) <= LARGEST_NUMBER:
         raise ValueError(
             f"{place} has {name}={reprlib.repr(value)}; it must be a finite number, of at most {LARGEST_NUMBER:g} "
-            "either way: mend the row"
+            "either way: fix the row"
         )
     return number

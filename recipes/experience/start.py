@@ -6,9 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.recipes.data.bad_rows import encode_each
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
@@ -19,6 +22,7 @@ from hybrid_engine.recipes.rewards.learned import LearnedReward, critic_source
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import check_divides
+from hybrid_engine.recipes.runs.options import DataOptions
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.recipes.runs.run_folder import RUN_RESULTS
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, move_aside, num_positions
@@ -71,16 +75,21 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     load_model = _on_shared_base(source) if getattr(config, "shared_base", False) else load_judge
     rewards = load_rewards(specs, *given, load_model) if specs else None
 
-    train, held_out = load_prompt_rows(config.dataset, *config.part) if config.dataset else task.load_rows(config.seed)
-    rows, held_out = [*train, *held_out], held_out[: config.eval_prompts]
+    tokenizer = load_tokenizer(source) if source is not None else None
+    columns = rewards.columns if rewards is not None else ()
+    train, held_out = load_prompt_rows(config.source, columns) if config.dataset else task.load_rows(config.seed)
+    if rewards is not None:
+        rewards.check_columns([*train, *held_out])
+    train, train_lengths = keep_usable(config, train, tokenizer, rewards)
+    held_out, held_out_lengths = keep_usable(config, held_out, tokenizer, rewards)
+    rows, lengths = [*train, *held_out], [*train_lengths, *held_out_lengths]
+    held_out = held_out[: config.eval_prompts]
     if len(held_out) < get_world_size():
         raise ValueError(
             f"--eval-prompts={config.eval_prompts} leaves {len(held_out)} held-out prompts, which must reach the "
             f"number of processes, {get_world_size()}; raise it, or give more prompts"
         )
-    if rewards is not None:
-        rewards.check_rows(rows)
-    lengths = check_prompts(config, source, rows, specs if has_critic else ())
+    check_longest(config, source, max(lengths), specs if has_critic else ())
 
     if config.restart:
         move_aside(folder, RUN_RESULTS)
@@ -90,10 +99,11 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         made = reward_stage.run(reward_stage.Config(**stage_options(config), model=config.model, lora_rank=rank))
         load_model = _on_shared_base(actor) if rank else load_judge
         rewards = load_rewards([str(made)], None, config.reward_time_limit, load_model)
-    tokenizer, longest = load_tokenizer(actor), config.max_prompt_tokens
-    train, held_out = (fit_prompts(part, tokenizer, longest, skips=config.skip_too_long) for part in (train, held_out))
-    if lengths is None:
+    longest = config.max_prompt_tokens
+    if tokenizer is None:
+        tokenizer = load_tokenizer(actor)
         lengths = [len(encode_prompt(tokenizer, row)) for row in rows]
+    train, held_out = (fit_prompts(part, tokenizer, longest, skips=config.skip_too_long) for part in (train, held_out))
     answered = PromptTokens.of(lengths, longest)
     return Start(source=actor, train=train, held_out=held_out, rewards=rewards, answered=answered)
 
@@ -122,31 +132,41 @@ def check_given_together(config: Any, task: OwnTask) -> None:
             raise ValueError(f"--dataset={config.dataset!r} has prompts of its own, and {reason}; give --{name}")
 
 
-def check_prompts(
-    config: Any, source: str | None, rows: Sequence[PromptRow], critics: Sequence[str]
-) -> list[int] | None:
-    """Whether every prompt can be encoded, and actor and critic have positions enough for it and an answer behind it.
+def keep_usable(
+    config: DataOptions, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase | None, rewards: Rewards | None
+) -> tuple[list[PromptRow], list[int]]:
+    """The rows whose prompts can be encoded and that the rewards can read, and the tokens of each prompt.
+
+    Without a tokenizer, which is still to be made, a byte is a token at most.
+
+    Raises:
+        ValueError: others are not to be left out.
+    """
+
+    def measure(row: PromptRow) -> int:
+        if rewards is not None:
+            rewards.check_row(row)
+        return num_bytes(row) if tokenizer is None else len(encode_prompt(tokenizer, row))
+
+    return encode_each(config, rows, measure)
+
+
+def check_longest(config: Any, source: str | None, longest: int, critics: Sequence[str]) -> None:
+    """ValueError where actor or critic lacks positions for the longest prompt and an answer behind it.
 
     Args:
         config: as of `prepare`.
-        source: of the actor; None where it is still to be made, and its tokenizer too: a byte is a token at most.
-        rows: the prompts.
+        source: of the actor; None where it is still to be made.
+        longest: tokens of a prompt.
         critics: rewards, of which the first that is a model with the actor's tokens becomes the critic.
-
-    Returns:
-        Tokens of each prompt; None without an actor.
     """
     if source is None:
-        check_positions(config, max(map(num_bytes, rows)), "the model that stage sft makes", MAX_POSITIONS)
-        return None
-    tokenizer = load_tokenizer(source)
-    lengths = [len(encode_prompt(tokenizer, row)) for row in rows]
-    longest = max(lengths)
+        check_positions(config, longest, "the model that stage sft makes", MAX_POSITIONS)
+        return
     check_positions(config, longest, f"--model={source!r}", num_positions(load_config(source)))
     critic = critic_source(critics, source)
     if critic is not None:
         check_positions(config, longest, f"--reward={critic!r}", num_positions(load_config(critic, "reward")))
-    return lengths
 
 
 def num_bytes(row: PromptRow) -> int:

@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.recipes import agent, dpo, kto, reward, sft
+from hybrid_engine.recipes.data.bad_rows import encode_each
 from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair, encode_prompt
 from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
@@ -60,7 +61,7 @@ def _read_reward(config: reward.Config) -> Read:
 def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Read:
     """What a plan reads of a recipe that learns from its own answers."""
     first, tokenizer = _first_actor(config, task)
-    train, held_out = load_prompt_rows(config.dataset, *config.part) if config.dataset else task.load_rows(config.seed)
+    train, held_out = load_prompt_rows(config.source) if config.dataset else task.load_rows(config.seed)
     specs = config.reward or ((task.reward,) if task.reward else ())
     lengths = [len(encode_prompt(tokenizer, row)) for row in [*train, *held_out]]
     answered = PromptTokens.of(lengths, config.max_prompt_tokens)
@@ -139,6 +140,6 @@ def _that_fit(
     """Of rows to train on and held-out ones those to train on that the model has positions for; refuses what the run
     will refuse."""
     limit = limit_of(None, num_positions(first), f"--model={config.model!r}")
-    found = [keep_fitting(rows, [encode(row) for row in rows], limit, skips=config.skip_too_long)[1] for rows in parts]
+    found = [keep_fitting(*encode_each(config, rows, encode), limit, skips=config.skip_too_long)[1] for rows in parts]
     check_enough(config, len(found[0]), len(found[1]), what)
     return found[0]

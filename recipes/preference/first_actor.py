@@ -1,6 +1,6 @@
 """What is checked of a run before anything is trained, where its actor comes from, and the actor's engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import sft as sft_stage
+from hybrid_engine.recipes.data.bad_rows import encode_each
 from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
@@ -53,9 +54,10 @@ def check_enough(config: PreferenceOptions, num_train: int, num_held_out: int, w
 
 
 def keep_what_fits(
-    config: PreferenceOptions, source: str, rows: Sequence[R], tokens: Sequence[T]
+    config: PreferenceOptions, source: str, rows: Sequence[R], encode: Callable[[R], T]
 ) -> tuple[list[R], list[T]]:
     """The rows, with their tokens, that the model has positions for; ValueError for others, or without them."""
+    rows, tokens = encode_each(config, rows, encode)
     limit = limit_of(None, num_positions(load_config(source)), f"--model={source!r}")
     return keep_fitting(rows, tokens, limit, skips=config.skip_too_long)
 

@@ -97,10 +97,18 @@ def everything_given(answers: Answers) -> dict[str, Any]:
 
 def columns_needed(function: Callable[..., Any]) -> frozenset[str]:
     """The columns that `function` cannot be called without."""
+    return frozenset(parameter.name for parameter in _columns(function) if parameter.default is parameter.empty)
+
+
+def columns_optional(function: Callable[..., Any]) -> frozenset[str]:
+    """The columns that `function` names and has a default for."""
+    return frozenset(parameter.name for parameter in _columns(function) if parameter.default is not parameter.empty)
+
+
+def _columns(function: Callable[..., Any]) -> list[inspect.Parameter]:
     parameters = _parameters(function)
     known = {*GIVEN, *first_positional(parameters)}
-    needed = [p for p in parameters if p.kind in BY_NAME and p.default is p.empty and p.name not in known]
-    return frozenset(parameter.name for parameter in needed)
+    return [parameter for parameter in parameters if parameter.kind in BY_NAME and parameter.name not in known]
 
 
 def first_positional(parameters: Collection[inspect.Parameter]) -> list[str]:

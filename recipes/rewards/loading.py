@@ -15,7 +15,12 @@ from pathlib import Path
 
 from hybrid_engine.recipes.rewards.answers import Judge, Reward
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN
-from hybrid_engine.recipes.rewards.functions import call_function, columns_needed, find_function
+from hybrid_engine.recipes.rewards.functions import (
+    call_function,
+    columns_needed,
+    columns_optional,
+    find_function,
+)
 from hybrid_engine.recipes.rewards.learned import LearnedReward, names_model
 from hybrid_engine.recipes.rewards.rewards import TIME_LIMIT_SECONDS, Rewards
 from hybrid_engine.recipes.runs.checks import check_weights
@@ -79,7 +84,11 @@ def _load(spec: str, name: str, weight: float, load_model: Callable[[str], Judge
         _check_not_misspelt(spec)
         return build(judge=load_model(spec))
     function = find_function(spec)
-    return build(judge=partial(call_function, function), columns=columns_needed(function))
+    return build(
+        judge=partial(call_function, function),
+        columns=columns_needed(function),
+        optional_columns=columns_optional(function),
+    )
 
 
 def _check_not_misspelt(spec: str) -> None:

@@ -38,8 +38,19 @@ class Rewards:
         """What each reward was named by."""
         return [reward.spec for reward in self.rewards]
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns of the data that the rewards read by name."""
+        return frozenset().union(*(reward.columns | reward.optional_columns for reward in self.rewards))
+
     def check_rows(self, rows: Sequence[Row]) -> None:
         """ValueError unless every row has what the rewards read, and they can read it; to be asked before any work."""
+        self.check_columns(rows)
+        for row in rows:
+            self.check_row(row)
+
+    def check_columns(self, rows: Sequence[Row]) -> None:
+        """ValueError where a reward reads a column that no row has."""
         found = set().union(*(row.columns for row in rows))
         for reward in self.rewards:
             for column in sorted(reward.columns - found):
@@ -48,8 +59,11 @@ class Rewards:
                     f"{', '.join(map(repr, sorted(found))) or 'no other columns'}; rename a column, or name "
                     "another in the reward (docs/rewards.md)"
                 )
-            for row in rows:
-                check_row(reward, row)
+
+    def check_row(self, row: Row) -> None:
+        """ValueError, with the place of `row`, where it lacks what a reward reads, or a reward cannot read it."""
+        for reward in self.rewards:
+            check_row(reward, row)
 
     def __call__(self, answers: Answers) -> Scores:
         """The scores of this process's answers; collective: an error of one process is raised on all.

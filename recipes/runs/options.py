@@ -3,12 +3,14 @@
 A recipe that declares a field again gives it another default; what it means stays.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hybrid_engine.recipes.data.sources import DataSource
 from hybrid_engine.recipes.runs.checks import (
     check_above,
     check_at_least,
+    check_between,
     check_common,
     check_count,
     check_one_of,
@@ -70,29 +72,60 @@ class ResumeOptions(RunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Which rows of the user's data set there are."""
+class RowOptions:
+    """How rows are read from a data set."""
 
-    dataset: str | None = None
-    """a .jsonl, .json, .csv or .parquet file, a folder or a hub name"""
     split: str | None = None
     """the split that is read of a data set that has several; default: train"""
     dataset_config: str | None = None
     """the configuration that is read of a data set that has several, as the hub calls its parts"""
+    skip_bad_rows: bool = False
+    """leave out rows that cannot be used, and say how many and what is wrong with the first; else they are an error"""
+
+    def source_of(self, *datasets: str, option: str) -> DataSource:
+        """The data sets that `option` names, as these options read them."""
+        return DataSource(
+            datasets=datasets,
+            option=option,
+            split=self.split,
+            configuration=self.dataset_config,
+            skips_bad_rows=self.skip_bad_rows,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(RowOptions):
+    """Which rows of the user's data set there are."""
+
+    dataset: str | None = None
+    """a .jsonl, .json, .csv or .parquet file, a folder or a hub name"""
+    held_out_share: float = 0.1
+    """share of the data set's prompts that are not trained on and measured, chosen by their hash"""
+    row_key: tuple[str, ...] = ()
+    """columns that tell rows of one prompt apart, such as the seed of a game: each value is held out, or trained on, by
+    itself; default: the columns that the rewards read"""
+    deduplicate: bool = False
+    """of rows that say the same, in prompt, answers and the columns of --row-key, keep only the first"""
     skip_too_long: bool = False
     """leave out rows that are too long, and say how many: rows that would be refused, and prompts that would lose their
     beginning"""
 
     def __post_init__(self) -> None:
-        for name in ("split", "dataset_config"):
+        for name in ("split", "dataset_config", "row_key", "deduplicate", "skip_bad_rows"):
             value = getattr(self, name)
-            if value is not None and self.dataset is None:
-                raise ValueError(f"{flag(name)}={value!r} is a part of a data set; give --dataset, or leave it out")
+            if value and self.dataset is None:
+                raise ValueError(f"{flag(name)}={value!r} is for a data set; give --dataset, or leave it out")
+        check_between("held_out_share", self.held_out_share, 0, 0.9)
 
     @property
-    def part(self) -> tuple[str | None, str | None]:
-        """Split and configuration of the data set."""
-        return self.split, self.dataset_config
+    def source(self) -> DataSource:
+        """Where the rows come from; only with `dataset`."""
+        return replace(
+            self.source_of(str(self.dataset), option="dataset"),
+            row_key=self.row_key,
+            deduplicates=self.deduplicate,
+            held_out_share=self.held_out_share,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
