@@ -3,6 +3,8 @@
 N packed tokens, P positions, R rotated dimensions.
 """
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ class RotaryAngles:
 
     def __init__(self, rotaries: dict[str | None, Rotary], recomputes_longrope: bool):
         self.rotaries, self._recomputes_longrope = rotaries, recomputes_longrope
+        self._first_position = 0
         self.tables: dict[str | None, Rows] = {}
         """Cosines and sines by position, each `[P, R]`; `prepare` makes them."""
 
@@ -47,7 +50,22 @@ class RotaryAngles:
         """Makes the tables reach `num_positions`; computed once and kept while they are long enough."""
         for kind, rotary in self.rotaries.items():
             if kind not in self.tables or len(self.tables[kind][0]) < num_positions:
-                self.tables[kind] = rotary.table(num_positions, dtype, device)
+                self.tables[kind] = rotary.table(num_positions, dtype, device, self._first_position)
+
+    @contextmanager
+    def shifted(self, first_position: int) -> Iterator[None]:
+        """Inside, sequences begin at `first_position`, as if so many tokens came before that nobody attends to.
+
+        The modules' own frequencies, which longer sequences change, are those of before again afterwards.
+        """
+        tables, self.tables, self._first_position = self.tables, {}, first_position
+        try:
+            with ExitStack() as stack:
+                for rotary in self.rotaries.values():
+                    stack.enter_context(rotary.keeping_module())
+                yield
+        finally:
+            self.tables, self._first_position = tables, 0
 
     def rows(self, batch: Batch, dtype: torch.dtype) -> dict[str | None, Rows]:
         """The angles of each token of `batch`, by kind of layer."""
@@ -59,7 +77,8 @@ class RotaryAngles:
             cos, sin = map(torch.cat, of_parts)
             return cos, sin
         if isinstance(batch, PrefillBatch) and self.rotaries[kind].depends_on_length:
-            return self.rotaries[kind].rows(batch.positions, batch.row_lengths, dtype)
+            first = self._first_position
+            return self.rotaries[kind].rows(batch.positions + first, batch.row_lengths + first, dtype)
         cos, sin = self.tables[kind]
         return cos[batch.positions], sin[batch.positions]
 

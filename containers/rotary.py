@@ -9,6 +9,8 @@ the batch, and the same again after a preemption.
 P positions, R rotated dimensions. Source: transformers, modeling_rope_utils.py.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from hybrid_engine.ops.rotary import rotary_rows
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 LENGTH_ROPE_TYPES = ("dynamic", "longrope")
+CHANGED_NUMBERS = ("max_seq_len_cached", "attention_scaling")
+"""Ends of the names of numbers that a forward pass of transformers' modules changes."""
 
 
 class Rotary:
@@ -63,10 +67,26 @@ class Rotary:
         angles = positions.float()[:, None] * self._frequencies(lengths)
         return rotary_rows(angles, self.scaling, dtype, self.is_interleaved)
 
-    def table(self, num_positions: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows `[P, R]` of tokens that are the last of their row, by position."""
-        positions = torch.arange(num_positions, device=device)
+    def table(
+        self, num_positions: int, dtype: torch.dtype, device: torch.device, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows `[P, R]` of tokens that are the last of their row, by position from `first` on."""
+        positions = torch.arange(first, first + num_positions, device=device)
         return self.rows(positions, positions + 1, dtype)
+
+    @contextmanager
+    def keeping_module(self) -> Iterator[None]:
+        """Afterwards the module's frequencies are those of before: forward passes of long sequences change them."""
+        module = self.module
+        buffers = {name: (buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None}
+        numbers = {name: value for name, value in vars(module).items() if name.endswith(CHANGED_NUMBERS)}
+        try:
+            yield
+        finally:
+            for name, (buffer, values) in buffers.items():
+                module._buffers[name] = buffer.copy_(values)
+            for name, value in numbers.items():
+                setattr(module, name, value)
 
     def _frequencies(self, lengths: torch.Tensor) -> torch.Tensor:
         """`[N, R/2]` or `[1, R/2]` fp32."""

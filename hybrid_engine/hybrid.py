@@ -313,7 +313,7 @@ class HybridEngine(ZeroEngine):
     def logprob_difference(self) -> LogprobDifference | None:
         """How far rollout and trainer were apart when last measured: at start-up, or by `observe_logprobs`.
 
-        None when the model has no containers and nothing was observed yet.
+        Without containers it is the model's own `generate()` that was measured; None: that failed.
         """
         return self.generator.logprob_difference
 

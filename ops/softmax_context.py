@@ -91,12 +91,18 @@ class SoftmaxContextOp:
     ):
         assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.scale, self.window, self.softcap, self.alibi_rounds = scale, window, softcap, alibi_rounds
+        self.scale, self.softcap, self.alibi_rounds = scale, softcap, alibi_rounds
         self.norm_kind, self.qk_norm_eps = qk_norm, qk_norm_eps
         self.qk_norm = None if qk_norm is None else NORM_OPS[qk_norm](qk_norm_eps)
         self.is_interleaved = is_interleaved
+        self.set_window(window)
+
+    def set_window(self, window: int | None) -> None:
+        """Attends within another window from now on; recorded steps keep theirs."""
+        self.window = window
+        heads = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
         self._numbers = cpu_kernels.AttentionNumbers(
-            num_kv_heads, num_heads // num_kv_heads, head_dim, window or 0, is_interleaved, scale, softcap or 0.0
+            *heads, window or 0, self.is_interleaved, self.scale, self.softcap or 0.0
         )
 
     def __call__(

@@ -151,9 +151,9 @@ class Attached:
 
     @property
     def logprob_difference(self) -> LogprobDifference | None:
-        """How far containers and the model's forward were apart when they were built.
+        """How far the rollout and the model's forward were apart at start-up; None: it could not be measured.
 
-        None where there are no containers; `generator.fallback_reason` then says why.
+        The rollout is that of containers, or the model's own `generate()` where `generator.fallback_reason` says why.
         """
         return None if self.generator is None else self.generator.logprob_difference
 

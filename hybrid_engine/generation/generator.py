@@ -35,8 +35,9 @@ from hybrid_engine.generation.model_group import ModelGroup
 from hybrid_engine.generation.output import GenerateOutput, add_prompt_scores
 from hybrid_engine.generation.pipeline.rollouts import StageRollouts
 from hybrid_engine.generation.pipeline.stage_model import StageModel
-from hybrid_engine.generation.probing.agreement import LogprobDifference
+from hybrid_engine.generation.probing.agreement import LogprobDifference, describe_switch
 from hybrid_engine.generation.probing.container_probe import ContainerProbe
+from hybrid_engine.generation.probing.probe import MAX_ROUNDING_FP32
 from hybrid_engine.generation.request import Request, Wishes
 from hybrid_engine.generation.sampling.in_step import InStep
 from hybrid_engine.ops.dispatch import fallback_forced
@@ -71,6 +72,8 @@ class Generator:
         self.fallback_reason: str | None = None
         self.logprob_difference: LogprobDifference | None = None
         """How far rollout and trainer were apart when last measured, by the narrow probe or on a rollout."""
+        self.switch_difference: LogprobDifference | None = None
+        """The same around the length that changes rope's frequencies, by the narrow probe; None: none does."""
         self.native: ContainerRollouts | None = None
         self.is_live = False
         """Whether a live batch has the workspace."""
@@ -107,7 +110,20 @@ class Generator:
             if self.config.exact:
                 raise ValueError(f"hybrid_engine.exact: {error}; leave hybrid_engine.exact out") from error
             self.drop_containers(str(error))
+            self.measure_own()
         self.gatherer.count_bytes()  # no rollout's
+
+    def measure_own(self) -> None:
+        """How far the model's own `generate()` is from its forward, where no containers run; collective."""
+        if not self.group.has_whole_module:
+            return
+        difference = self.logprob_difference = self.probe.run_own(self.own.generate)
+        is_fp32 = next(self.module.parameters()).dtype == torch.float32
+        if difference is not None and is_fp32 and difference.max > MAX_ROUNDING_FP32:
+            say_once(
+                f"the model's own generate() and its forward are up to {difference.max:.2g} apart in log-probability, "
+                "more than rounding explains"
+            )
 
     def _build_model(self) -> InferenceModel:
         if self.group.stage is not None:
@@ -146,6 +162,7 @@ class Generator:
     def drop_containers(self, reason: str) -> None:
         """Generates by the model's own `generate()` from now on, for this reason."""
         self.model, self.native, self.logprob_difference, self.fallback_reason = None, None, None, reason
+        self.switch_difference = None
 
     def probe_widely(self) -> bool:
         """The wide probe, see `ContainerProbe.run_widely`; False: its verdict was known, or there is none. Collective.
@@ -195,6 +212,9 @@ class Generator:
     def use_containers(self, model: InferenceModel, difference: LogprobDifference | None) -> None:
         """Generates on `model` from now on, found to be so far from the trainer; its weights must have been bound."""
         self.model, self.logprob_difference, self.fallback_reason = model, difference, None
+        self.switch_difference = difference.past_switch if difference is not None else None
+        if self.switch_difference is not None and model.angles.trained_length is not None:
+            say_once(describe_switch(self.switch_difference, model.angles.trained_length))
         parts = (self.gatherer, self.lasting, self.workspace, self.config)
         if isinstance(model, StageModel):  # other units take other turns
             self.native = StageRollouts(model, *parts, self.group.partners, peers=self.group.layer_partners)

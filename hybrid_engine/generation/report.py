@@ -6,6 +6,7 @@ from hybrid_engine.containers.linear import is_adapted
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.pipeline.stage_model import StageModel
+from hybrid_engine.generation.probing.agreement import describe_switch
 from hybrid_engine.observing.memory_plan import format_bytes
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
@@ -23,6 +24,8 @@ def describe_generation(generator: Generator) -> str:
         lines.append(
             f"log-probabilities, rollout against trainer: mean {difference.mean:.2e}, max {difference.max:.2e} apart"
         )
+    if generator.switch_difference is not None and generator.model is not None:
+        lines.append(describe_switch(generator.switch_difference, generator.model.angles.trained_length or 0))
     return "\n".join(lines)
 
 

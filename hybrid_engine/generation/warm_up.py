@@ -57,6 +57,7 @@ def warm_up(
             probe_seconds = time.perf_counter() - start
     except UnsupportedModelError as error:
         generator.drop_containers(str(error))
+        generator.measure_own()
     if generator.model is None or generator.native is None:
         return WarmUp(time.perf_counter() - start, probe_seconds, 0, 0.0)
     prompts, options = _prompts(generator, num_prompts, prompt_length, options)

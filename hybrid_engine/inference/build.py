@@ -299,7 +299,11 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
         weights.encoder.bind()
         weights.encoder.fuse_lora()  # reads this rank's part of the adapters while all is there
         weights.encoder.unfuse_lora()
-    if weights.decoder is None or engine.generator is None:
+    if engine.generator is None:
+        return
+    if weights.decoder is None:
+        if engine.generator.group.size == 1:
+            engine.generator.measure_own()
         return
     model, difference = weights.decoder, None
     with bound(model, engine.generator.gatherer):
@@ -311,6 +315,7 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
             if weights.held is not None:
                 raise
             engine.generator.drop_containers(str(error))
+            engine.generator.measure_own()
             return
         if weights.held is not None and hasattr(engine.module, "get_base_model"):
             read_adapters(engine.module, model)
@@ -320,6 +325,7 @@ def transpose_for_inference(engine: InferenceEngine, weights: Weights) -> None:
             engine.generator.probe_widely()
         except UnsupportedModelError as error:
             engine.generator.drop_containers(str(error))
+            engine.generator.measure_own()
 
 
 def read_adapters(module: nn.Module, model: InferenceModel) -> None:

@@ -83,7 +83,7 @@ class InferenceEngine(nn.Module):
 
     @property
     def logprob_difference(self) -> LogprobDifference | None:
-        """How far the containers are from the module's forward; None where they were not measured."""
+        """How far the containers, or the model's own `generate()`, are from its forward; None: not measured."""
         return None if self.generator is None else self.generator.logprob_difference
 
     @property

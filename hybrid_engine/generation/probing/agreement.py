@@ -15,6 +15,17 @@ class LogprobDifference:
 
     mean: float
     max: float
+    past_switch: "LogprobDifference | None" = None
+    """The same around the length that changes rope's frequencies, where both must differ; None: none does."""
+
+
+def describe_switch(difference: LogprobDifference, length: int) -> str:
+    """How far rollouts that grow beyond `length` tokens must be from the trainer, in one line."""
+    return (
+        f"rollouts that grow beyond {length} tokens: rope's frequencies change there, in the rollout for the tokens "
+        "that follow, in the trainer's forward for all of them; around that length log-probabilities are "
+        f"{difference.mean:.2g} apart in the mean and {difference.max:.2g} at most"
+    )
 
 
 def compare_logprobs(

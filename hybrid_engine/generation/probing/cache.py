@@ -9,7 +9,6 @@ import json
 import os
 import platform
 from contextlib import suppress
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def keep_verdict(key: str, difference: LogprobDifference) -> None:
     temporary = path.with_suffix(f".{os.getpid()}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(difference)))
+        temporary.write_text(json.dumps({"mean": difference.mean, "max": difference.max}))
         temporary.replace(path)
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from hybrid_engine.containers import InferenceModel
-from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.distributed.verdict import Partners, attempt
 from hybrid_engine.generation.bound_weights import pass_over_layers
 from hybrid_engine.generation.exact import ExactModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
-from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_widely
+from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_module, probe_widely
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.zero.gathering import WeightGatherer
 
@@ -53,6 +53,25 @@ class ContainerProbe:
             if isinstance(model, ExactModel):
                 return probe_bits(self._module, model, layers, model.run_trainer, self._world_size)
             return probe_containers(self._module, model, layers, self._world_size)
+
+    def run_own(self, generate: Callable[..., Any]) -> LogprobDifference | None:
+        """How far the module's `generate()`, token by token with a cache, is from its forward; None: it cannot say.
+
+        Collective. A module whose forward or `generate()` takes more than tokens, as an encoder-decoder does, and one
+        whose `generate()` fails on a few tokens are not measured: their first rollout says what is wrong with them.
+        """
+        (cannot,) = self._partners.highest([int(self._module.config.is_encoder_decoder)])
+        if cannot:
+            return None
+        difference, error = attempt(lambda: self._run_own(generate))
+        (has_failed,) = self._partners.highest([int(error is not None)])
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        return None if has_failed else difference
+
+    def _run_own(self, generate: Callable[..., Any]) -> LogprobDifference:
+        with self._readable(None):
+            return probe_module(self._module, generate, self._world_size)
 
     def run_widely(
         self, model: InferenceModel, device: torch.device, block_size: int, recorder: Any, num_sharing: int

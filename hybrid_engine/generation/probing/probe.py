@@ -1,7 +1,8 @@
 """Runs containers and the module's own forward pass over the same tokens: do they compute the same function?
 
 The narrow probe is a few tokens of one sequence, prefilled and decoded one by one; it runs whenever containers are
-built. The wide one meets what large rollouts meet: more than one split of attention's context, tiles of many rows, a
+built, also with the windows of attention shortened to its few tokens, and at the positions where rope's frequencies
+change. The wide one meets what large rollouts meet: more than one split of attention's context, tiles of many rows, a
 recorded step. Containers that disagree with the module by more than rounding explains are not used.
 
 All rows of the wide probe's decode steps are places of one sequence, so that its keys and values are needed only once.
@@ -9,6 +10,7 @@ R rows, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.generation.probing.agreement import LogprobDifference, compare_logprobs, evaluating
 from hybrid_engine.generation.probing.own_error import widened
+from hybrid_engine.generation.probing.short_windows import short_windows, widest_window
 from hybrid_engine.ops import DecodeBatch, PrefillBatch, token_logprobs
 
 MAX_ROUNDING_FP32 = 1e-3
@@ -35,6 +38,8 @@ NUM_RECORDED_ROWS = 8
 NUM_EXACT_TOKENS, EXACT_BLOCK_SIZE, EXACT_ROWS = 80, 32, (1, 8, 33)
 """More keys than one chunk of `fixed_attention.py`, more rows than one piece of `fixed_shapes.py`."""
 
+Found = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""By what gave them: log-probabilities of tokens, and the places of the tokens before them in the sequence."""
 LayerPass = Callable[[], Iterable[InferenceLayer]]
 """Called once per forward pass of the containers; yields their layers in order, with weights to read."""
 
@@ -45,11 +50,19 @@ def probe_containers(
 ) -> LogprobDifference:
     """The narrow probe; weights must be gathered, or `layers` gathers each as it comes.
 
-    Collective over `world_size` processes, which come to the same verdict.
+    Collective over `world_size` processes, which come to the same verdict. What it returns is the difference within
+    the real windows; `past_switch` says how far rollout and trainer must be apart at lengths that change rope.
 
     Raises:
         UnsupportedModelError: they compute different functions.
     """
+    difference = _probe_beginning(module, model, layers, world_size)
+    _probe_windows(module, model, layers, world_size)
+    return replace(difference, past_switch=_probe_rope_switch(module, model, layers, world_size))
+
+
+def _probe_beginning(module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int) -> LogprobDifference:
+    """The narrow probe's tokens as they are, decoded one by one."""
     tokens = _tokens(model, NUM_NARROW_TOKENS)
     num_prefilled = max(1, len(tokens) // 2)
     passes = _Passes(model, layers, tokens, len(tokens))
@@ -60,6 +73,64 @@ def probe_containers(
     if model.dtype != torch.float32:
         tokens = _tokens(model, NUM_OWN_TOKENS)
     return _judge(module, model, tokens, {"prefill and decode": (found, places)}, world_size)
+
+
+def _probe_windows(module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int) -> None:
+    """The same with short windows; longer than the real ones where the module keeps those where nothing changes them.
+
+    GPT-Neo's module is such: its masks are made when it is built.
+    """
+    tokens = _tokens(model, NUM_NARROW_TOKENS if model.dtype == torch.float32 else NUM_OWN_TOKENS)
+    with short_windows(module, model) as has_windows:
+        if not has_windows:
+            return
+        shortened = _module_logprobs(module, tokens)
+    plain = _module_logprobs(module, tokens)
+    if compare_logprobs(shortened, plain, torch.ones_like(plain), world_size).max > 0.0:
+        with short_windows(module, model):
+            _judge(module, model, tokens, _all_places(model, layers, tokens, "short windows"), world_size)
+        return
+    window = widest_window(model)
+    tokens = _tokens(model, window + NUM_NARROW_TOKENS)
+    if 0 < window < len(tokens):
+        _judge(module, model, tokens, _all_places(model, layers, tokens, "windows"), world_size)
+
+
+def _probe_rope_switch(
+    module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int
+) -> LogprobDifference | None:
+    """The positions around the length at which rope's frequencies change; None where they never do.
+
+    A prompt beyond it must be computed as the module computes it. A response that grows beyond it cannot be: its keys
+    were rotated by the lengths that its row had, in transformers' `generate()` as here, and a forward pass rotates
+    them all by the last one. Returns how far that is, over the few tokens before and after.
+    """
+    length = model.angles.trained_length
+    if length is None:
+        return None
+    num_tokens = NUM_NARROW_TOKENS if model.dtype == torch.float32 else NUM_OWN_TOKENS
+    tokens = _some_tokens(num_tokens, model.vocab_size, model.device)
+    num_before = min(length, num_tokens // 2)
+    first = length - num_before
+    with model.angles.shifted(first):
+        passes = _Passes(model, layers, tokens, len(tokens))
+        prompt = {"a prompt at which rope changes": passes.prefill_all()}
+        _judge(module, model, tokens, prompt, world_size, first)
+        if model.recompute_length is None:
+            grown = passes.decode(list(range(num_tokens - 1)))
+        else:
+            grown = torch.cat([passes.prefill(num_before), passes.prefill(num_tokens)[num_before:-1]])
+        trainer = _module_logprobs(module, tokens, first)
+        found = token_logprobs(grown, tokens[1:])
+        return compare_logprobs(found, trainer, torch.ones_like(trainer), world_size)
+
+
+def _all_places(model: InferenceModel, layers: LayerPass, tokens: torch.Tensor, what: str) -> Found:
+    """Every token's log-probability by one prefill, and by one step that decodes them all."""
+    passes = _Passes(model, layers, tokens, len(tokens))
+    prefilled, places = passes.prefill_all()
+    decoded = token_logprobs(passes.decode(places.tolist()), tokens[1:])
+    return {f"prefill, {what}": (prefilled, places), f"decode, {what}": (decoded, places)}
 
 
 @torch.no_grad()
@@ -77,8 +148,7 @@ def probe_widely(
     """
     tokens = _tokens(model, NUM_WIDE_TOKENS)
     passes = _Passes(model, layers, tokens, block_size)
-    places = torch.arange(len(tokens) - 1, device=tokens.device)
-    found = {"prefill": (token_logprobs(passes.prefill(len(tokens))[:-1], tokens[1:]), places)}
+    found = {"prefill": passes.prefill_all()}
     for num_rows in WIDE_ROWS:
         rows = _spread(num_rows, len(tokens))
         places = torch.tensor(rows, device=tokens.device)
@@ -121,9 +191,39 @@ def probe_bits(
     return difference
 
 
+@torch.no_grad()
+def probe_module(module: nn.Module, generate: Callable[..., Any], world_size: int = 1) -> LogprobDifference:
+    """How far the log-probabilities of a module's own `generate()`, which caches, are from one forward pass of it.
+
+    Over a few tokens; collective over `world_size` processes.
+    """
+    device = next(module.parameters()).device
+    vocab_size = module.config.get_text_config().vocab_size
+    prompt = _some_tokens(NUM_NARROW_TOKENS // 2, vocab_size, device)
+    lengths = {"max_new_tokens": NUM_NARROW_TOKENS // 2, "min_new_tokens": NUM_NARROW_TOKENS // 2}
+    with evaluating(module):
+        output = generate(
+            prompt[None],
+            attention_mask=torch.ones_like(prompt)[None],
+            do_sample=False,
+            num_beams=1,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **lengths,
+        )
+    tokens = output.sequences[0]
+    found = token_logprobs(torch.cat(output.logits), tokens[len(prompt) :])
+    trainer = _module_logprobs(module, tokens)[len(prompt) - 1 :]
+    return compare_logprobs(found, trainer, torch.ones_like(trainer), world_size)
+
+
 def _tokens(model: InferenceModel, most: int) -> torch.Tensor:
     limits = [limit for limit in (model.max_positions, model.angles.trained_length) if limit is not None]
-    return (torch.arange(min([most, *limits]), device=model.device) * 7919 + 11) % model.vocab_size
+    return _some_tokens(min([most, *limits]), model.vocab_size, model.device)
+
+
+def _some_tokens(number: int, vocab_size: int, device: torch.device) -> torch.Tensor:
+    return (torch.arange(number, device=device) * 7919 + 11) % vocab_size
 
 
 def _spread(num_rows: int, length: int) -> list[int]:
@@ -155,6 +255,11 @@ class _Passes:
             row_lengths=torch.full_like(places, length),
         )
         return self.model.forward(batch, self.kv, self.layers())
+
+    def prefill_all(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of all tokens but the first, and the places before them."""
+        places = torch.arange(len(self.tokens) - 1, device=self.tokens.device)
+        return token_logprobs(self.prefill(len(self.tokens))[:-1], self.tokens[1:]), places
 
     def decode(self, rows: list[int], is_identity: bool = False) -> torch.Tensor:
         """Logits `[R, V]` after the tokens at `rows`, whose predecessors' keys and values are there."""
@@ -196,15 +301,20 @@ def _judge(
     module: nn.Module,
     model: InferenceModel,
     tokens: torch.Tensor,
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    found: Found,
     world_size: int,
+    first: int = 0,
 ) -> LogprobDifference:
-    """Compares the log-probabilities in `found`, each with its places in the sequence, with the module's."""
-    trainer = _module_logprobs(module, tokens)
+    """Compares the log-probabilities in `found` with the module's, for which the tokens are at positions from `first`.
+
+    Raises:
+        UnsupportedModelError: they are farther apart than rounding explains.
+    """
+    trainer = _module_logprobs(module, tokens, first)
     bound, has_flips = MAX_ROUNDING_FP32, False
     if model.dtype != torch.float32:
         with widened(module, [layer.module for layer in model.layers]):
-            exact = _module_logprobs(module, tokens)
+            exact = _module_logprobs(module, tokens, first)
         own_error = compare_logprobs(trainer, exact, torch.ones_like(trainer), world_size).max
         bound, has_flips = bound + MAX_TIMES_OWN_ERROR * own_error, model.has_experts
     for what, (logprobs, places) in found.items():
@@ -222,10 +332,13 @@ def _judge(
     return compare_logprobs(everything, trainer[places], torch.ones_like(everything), world_size)
 
 
-def _module_logprobs(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each token but the first, by one forward pass of the module."""
+def _module_logprobs(module: nn.Module, tokens: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Log-probability of each token but the first, by one forward pass of the module; the first one is at `first`."""
+    positions = {}
+    if first:
+        positions["position_ids"] = torch.arange(first, first + len(tokens), device=tokens.device)[None]
     with evaluating(module):
-        logits = module(input_ids=tokens[None], use_cache=False).logits[0]
+        logits = module(input_ids=tokens[None], use_cache=False, **positions).logits[0]
     if logits.shape[0] != len(tokens):
         raise UnsupportedModelError(f"the model's forward gives {logits.shape[0]} positions for {len(tokens)} tokens")
     return token_logprobs(logits[:-1], tokens[1:])
