@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import httpx
@@ -205,11 +206,148 @@ def test_an_answer_is_one_of_the_texts_or_fits_the_schema_that_it_must(client, t
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     messages = [{"role": "user", "content": "hi"}]
-    no_spaces = dict.fromkeys(map(str, tokenizer.encode(" \t\n\r")), -100)
+    spaces = dict.fromkeys(map(str, tokenizer.encode(" \t\n\r")), 100)  # as many as may be
     said = client.chat.completions.create(
-        model="tiny", messages=messages, max_tokens=60, response_format=format, logit_bias=no_spaces
+        model="tiny", messages=messages, max_tokens=120, response_format=format, logit_bias=spaces
     )
     assert json.loads(said.choices[0].message.content)["a"] in (1, 2)
+    for extra, expected in (
+        ({"structured_outputs": {"json": schema, "whitespace_pattern": ""}}, ['{"a":1}', '{"a":2}']),
+        ({"structured_outputs": {"choice": ["yes"]}}, ["yes"]),
+        ({"guided_grammar": 'start: "a"~3'}, ["aaa"]),
+    ):
+        assert ask(client, max_tokens=12, extra_body=extra).choices[0].text in expected
+
+
+def test_the_drawn_token_is_among_the_likeliest(client, tokenizer):
+    messages = [{"role": "user", "content": "hi"}]
+    said = {"model": "tiny", "messages": messages, "max_tokens": 20, "temperature": 3, "seed": 1, "logprobs": True}
+    places = client.chat.completions.create(top_logprobs=2, **said).choices[0].logprobs.content
+    for place in places:
+        shown = [(top.token, top.logprob) for top in place.top_logprobs]
+        assert (place.token, place.logprob) in shown and len(shown) in (2, 3)
+        assert shown == sorted(shown, key=lambda top: -top[1])
+    assert any(len(place.top_logprobs) == 3 for place in places)  # some were none of the likeliest two
+    assert all(p.top_logprobs == [] for p in client.chat.completions.create(**said).choices[0].logprobs.content)
+    for number in (0, 2):
+        told = ask(client, logprobs=number, temperature=3, max_tokens=20).choices[0].logprobs
+        for token, logprob, tops in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+            assert token in tops and len(tops) <= number + 1
+            assert token == "\ufffd" or tops[token] == logprob  # parts of characters have one name
+    extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    told = ask(client, logprobs=1, extra_body=extra).choices[0]
+    assert told.logprobs.tokens == [f"token_id:{token}" for token in told.token_ids]
+    assert all(token in tops for token, tops in zip(told.logprobs.tokens, told.logprobs.top_logprobs, strict=True))
+
+
+NULL = [
+    "n",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stop",
+    "stream",
+    "logprobs",
+]
+NULL += ["stream_options", "top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos", "guided_choice", "user"]
+OF_NO_CONSEQUENCE = {
+    "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x",
+    "prompt_cache_key": "x", "stream_options": {"include_usage": True}, "priority": 0, "cache_salt": "x",
+    "use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True,
+}  # fmt: skip
+FOR_CHATS = {
+    "reasoning_effort": "low", "verbosity": "low", "modalities": ["text"], "functions": [], "prediction": None,
+    "tool_choice": "auto", "tools": [], "parallel_tool_calls": False, "documents": [], "echo": False,
+    "top_logprobs": 0, "add_generation_prompt": True, "continue_final_message": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+@pytest.mark.parametrize("name", ["null", "of no consequence"])
+def test_null_is_a_fields_default_and_what_changes_nothing_changes_nothing(server, path, name):
+    is_chat = path.startswith("chat")
+    body = (CHAT if is_chat else GOOD) | {"max_tokens": 9, "seed": 4}
+    names = [*NULL, *(["response_format", "tools", "tool_choice", "max_completion_tokens"] * is_chat)]
+    fields = dict.fromkeys(names) if name == "null" else OF_NO_CONSEQUENCE | (FOR_CHATS if is_chat else {})
+    plain, same = post(f"{server.url}/{path}", json=body), post(f"{server.url}/{path}", json=body | fields)
+    assert (plain.status_code, same.status_code) == (200, 200), same.text
+    assert same.json()["choices"] == plain.json()["choices"] and same.json()["usage"] == plain.json()["usage"]
+
+
+def test_an_answer_is_as_new_as_it_is(client, server):
+    begin = int(time.time())
+    assert begin <= ask(client, max_tokens=1).created <= time.time()
+    server.app.model = replace(server.app.model, created=begin - 1000)  # the server is older than its answers
+    events = list(ask(client, max_tokens=3, stream=True))
+    assert {event.created for event in events} == {events[0].created} and events[0].created >= begin
+    assert client.models.retrieve("tiny").created == begin - 1000
+
+
+def test_a_stop_string_ends_no_answer_before_its_least_tokens(client, tokenizer):
+    no_parts = {str(token): -100 for token in range(len(tokenizer)) if not tokenizer.decode([token]).isascii()}
+    fields = {"max_tokens": 30, "logit_bias": no_parts, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+    text = ask(client, **fields).choices[0].text  # a token is a character
+    stop = text[4]
+    for least, begin in ((0, 0), (5, 5), (len(text), len(text))):
+        fields["extra_body"]["min_tokens"] = least
+        expected = text[:begin] + text[begin:].partition(stop)[0]
+        for stream in (False, True):
+            answer = ask(client, stop=[stop], stream=stream, **fields)
+            choices = [event.choices[0] for event in answer] if stream else answer.choices
+            assert "".join(choice.text for choice in choices) == expected
+            assert sum(len(choice.token_ids) for choice in choices) >= least
+    shown = ask(client, stop=[stop], **(fields | {"extra_body": {"include_stop_str_in_output": True}}))
+    assert shown.choices[0].text == text[:5]
+
+
+def test_a_stream_tells_usage_as_it_is_asked_to(client):
+    def usages(**options):
+        return [event.usage for event in ask(client, stream=True, max_tokens=5, stream_options=options)]
+
+    *before, last = usages(include_usage=True, include_obfuscation=False)
+    assert before and before == [None] * len(before) and last.completion_tokens == 5
+    counts = [usage.completion_tokens for usage in usages(include_usage=True, continuous_usage_stats=True)]
+    assert counts == sorted(counts) and counts[-1] == 5 and counts[0] < 5
+
+
+def test_a_chat_tells_the_prompts_tokens_where_vllm_does(client, tokenizer):
+    said = {"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
+    extra = {"return_token_ids": True}
+    whole = client.chat.completions.create(n=2, **said, extra_body=extra)
+    expected = tokenizer.apply_chat_template(said["messages"], add_generation_prompt=True, return_dict=False)
+    assert whole.prompt_token_ids == expected
+    events = list(client.chat.completions.create(stream=True, **said, extra_body=extra))
+    assert [event.prompt_token_ids for event in events if hasattr(event, "prompt_token_ids")] == [expected]
+
+
+def test_tokenize_and_detokenize_are_those_of_the_tokenizer(server, tokenizer):
+    base = server.url.removesuffix("/v1")
+    messages = [{"role": "user", "content": "hi"}]
+    told = post(f"{base}/tokenize", json={"model": "tiny", "prompt": "hello", "return_token_strs": True}).json()
+    ids = tokenizer.encode("hello")
+    assert told == {"count": 5, "max_model_len": LONGEST, "tokens": ids, "token_strs": list("hello")}
+    for begins in (True, False):
+        told = post(f"{base}/tokenize", json={"messages": messages, "add_generation_prompt": begins}).json()
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=begins, return_dict=False)
+        assert told["tokens"] == expected and told["token_strs"] is None
+    text = post(f"{base}/detokenize", json={"model": "tiny", "tokens": expected}).json()
+    assert text == {"prompt": tokenizer.decode(expected)}
+    for path, body in (
+        ("tokenize", {}), ("tokenize", {"prompt": "a", "messages": messages}), ("tokenize", {"prompt": 1}),
+        ("detokenize", {"tokens": [10**6]}), ("detokenize", {"tokens": [-1]}), ("detokenize", {"tokens": "a"}),
+    ):  # fmt: skip
+        answer = post(f"{base}/{path}", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert post(f"{base}/tokenize", json={"model": "other", "prompt": "a"}).status_code == 404
+
+
+def test_an_answer_may_go_on_from_the_last_message(client, tokenizer):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Bon"}]
+    extra = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=3, extra_body=extra)
+    assert tokenizer.decode(answer.prompt_token_ids) == "<start>user\nhi<eos>\n<start>assistant\nBon"
 
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
@@ -333,7 +471,15 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_t
         ("completions", {"logit_bias": {"x": 1}}, 400, "logit_bias"),
         ("completions", {"logit_bias": {"5": 101}}, 400, "logit_bias"),
         ("completions", {"temprature": 1}, 400, "temprature"),
-        ("completions", {"stream_options": {"include_usage": True}}, 400, "stream"),
+        ("completions", {"n": None, "stop": 5}, 400, "stop"),
+        ("completions", {"use_beam_search": True}, 400, "use_beam_search"),
+        ("completions", {"structured_outputs": {"xml": "a"}}, 400, "structured_outputs.xml"),
+        ("completions", {"guided_whitespace_pattern": " "}, 400, "guided_json"),
+        ("chat/completions", {"modalities": ["audio"]}, 400, "modalities"),
+        ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice='required'"),
+        ("chat/completions", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice='f'"),
+        ("chat/completions", {"tool_choice": "sometimes"}, 400, "tool_choice"),
+        ("chat/completions", {"continue_final_message": True, "add_generation_prompt": True}, 400, "exclude"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": "hi"}, 400, "messages"),
         ("chat/completions", {"messages": [{"content": "hi"}]}, 400, "messages"),

@@ -1,21 +1,25 @@
 """What the server makes of requests, without a server: bodies, addresses, conversations."""
 
+import json
+
 import pytest
 from chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from pydantic import ValidationError
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.recipes import serve
 from hybrid_engine.serving.address import bind, check_address, check_free
 from hybrid_engine.serving.answers import Choice
-from hybrid_engine.serving.asked import ServedModel, read_chat, read_completion
+from hybrid_engine.serving.asked import ServedModel, chat_text, chat_tokens, read_chat, read_completion
 from hybrid_engine.serving.errors import RequestError, wrong_body
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 from hybrid_engine.serving.sessions import Sessions, recorder_of_chat
 
 
-def served(template=PLAIN_TEMPLATE):
-    tokenizer = build_chat_tokenizer(template)
+def served(template=PLAIN_TEMPLATE, tokenizer=None):
+    tokenizer = tokenizer or build_chat_tokenizer(template)
     return ServedModel(
         name="tiny", tokenizer=tokenizer, vocab_size=len(tokenizer), longest=500,
         end_tokens=[tokenizer.eos_token_id], created=0,
@@ -101,6 +105,141 @@ def test_a_conversation_goes_on_with_the_tokens_of_the_answer_however_it_ended(e
     assert node is first and prompt[: len(first.tokens)] == first.tokens
     whole = "<start>user\nhi<eos>\n<start>assistant\nthere<eos>\n<start>user\nmore<eos>\n<start>assistant\n"
     assert model.tokenizer.decode(prompt) == whole
+
+
+def stripping_tokenizer(kind):
+    """Its special tokens strip what follows, as Phi-3's do, or a text's first word has a mark, as Llama 2's."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    spaces = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(spaces)
+    specials = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator(["hello there user assistant next one two three"] * 9, trainer)
+    marks = ("<start>", "<eos>")
+    tokenizer.add_special_tokens(
+        [AddedToken(mark, rstrip=kind == "stripping", normalized=False, special=True) for mark in marks]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=PLAIN_TEMPLATE)
+
+
+@pytest.mark.parametrize("kind", ["stripping", "marking"])
+@pytest.mark.parametrize("end", ["<eos>", ""])
+def test_what_is_new_is_encoded_as_in_the_whole_conversation(kind, end):
+    model = served(tokenizer=stripping_tokenizer(kind))
+    sessions = Sessions(model, 0, 10)
+    first = answer(model, sessions, chat("hello there"), "one two" if kind == "stripping" else "", end or "<eos>")
+    if not end:  # cut off before its end
+        first.tokens.pop()
+    told = chat("hello there", first.messages[-1]["content"], "next one")
+    prompt, node = sessions.find_chat("s", told)
+    assert node is first
+    whole = chat_tokens(told, model)
+    new = prompt[len(first.tokens) :]
+    assert new == whole[-len(new) :] and model.tokenizer.decode(new).count("<start>") == 2
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+TOOL_TEMPLATE = PLAIN_TEMPLATE.replace(
+    "{% for message", "{{ tools | tojson if tools else '' }}{{ reasoning_effort or '' }}{% for message", 1
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tools": [TOOL, TOOL]},
+        {"tools": None},
+        {"tool_choice": "none"},
+        {"reasoning_effort": "high"},
+        {"chat_template_kwargs": {"x": 1}},
+    ],
+    ids=str,
+)
+def test_other_tools_begin_a_branch_that_has_them(changes):
+    model = served(TOOL_TEMPLATE)
+    sessions = Sessions(model, 0, 10)
+    fields = {"tools": [TOOL]}
+    request = ChatRequest.model_validate(chat("hi").model_dump(exclude_unset=True) | fields)
+    prompt, _ = sessions.find_chat("s", request)
+    choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, "there", [5, 1], [-1.0] * 2)
+    messages = [*request.template_messages, {"role": "assistant", "content": "there"}]
+    sessions.record("s", None, choice, messages, request.template_inputs)
+    more = chat("hi", "there", "more").model_dump(exclude_unset=True)
+    _, node = sessions.find_chat("s", ChatRequest.model_validate(more | fields))
+    assert node is sessions.trajectories()[0]
+    other = ChatRequest.model_validate(more | fields | changes)
+    prompt, node = sessions.find_chat("s", other)
+    assert node is None and prompt == chat_tokens(other, model)
+
+
+SAID = {
+    "role": "assistant",
+    "content": None,
+    "reasoning_content": "hm",
+    "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1, "b": 2}}}],
+}
+CALL = {"name": "f", "arguments": '{"b": 2, "a": 1}'}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"content": None, "tool_calls": [{"id": "2", "type": "function", "function": CALL}], "refusal": None},
+        {"content": "", "reasoning_content": "hm", "tool_calls": [{"index": 0, "id": "1", "function": CALL}]},
+        {"tool_calls": [{"function": CALL}], "annotations": [], "provider_specific_fields": {"refusal": None}},
+    ],
+    ids=str,
+)
+def test_an_answer_is_known_however_a_client_writes_it(sent):
+    calls = "{{ message['tool_calls'] | length if message.tool_calls is defined else '' }}"
+    model = served(PLAIN_TEMPLATE.replace("{{ '<start>'", calls + "{{ '<start>'"))
+    sessions = Sessions(model, 0, 10)
+    prompt, _ = sessions.find_chat("s", chat("hi"))
+    choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, "", [5, 1], [-1.0] * 2)
+    sessions.record("s", None, choice, [{"role": "user", "content": "hi"}, SAID])
+
+    def ask(**changes):
+        messages = [
+            {"role": "user", "content": "hi", "name": None},
+            {"role": "assistant"} | sent | changes,
+            {"role": "tool", "tool_call_id": "1", "content": "3"},
+        ]
+        return sessions.find_chat("s", ChatRequest(model="tiny", messages=messages))[1]
+
+    assert ask() is sessions.trajectories()[0]
+    assert ask(reasoning_content="other") is None
+    assert ask(content="text") is None
+    other = json.loads(json.dumps(sent["tool_calls"]))
+    other[0]["function"]["arguments"] = '{"a": 1, "b": 3}'
+    assert ask(tool_calls=other) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        ("{{ '[' + message['content'] + ']' }}", "[]"),
+        ("[{{ message['content'] }}]", "[]"),
+        ("[{{ message.content | trim }}]", "[]"),
+        ("{% if message['content'] is none %}call{% else %}[{{ message['content'] }}]{% endif %}", "call"),
+        ("{% if message.content %}[{{ message.content }}]{% endif %}", ""),
+        ("{% if message.tool_calls is defined %}{{ message.tool_calls | length }}{% endif %}", ""),
+    ],
+)
+@pytest.mark.parametrize("message", [{"role": "assistant", "content": None, "tool_calls": None}, {"role": "assistant"}])
+def test_content_that_is_null_is_nothing_unless_the_template_asks_for_null(template, shown, message):
+    model = served("{% for message in messages %}" + template + "{% endfor %}")
+    request = ChatRequest(model="tiny", messages=[message])
+    assert chat_text(request, model, request.template_messages) == shown
+
+
+def test_a_developer_speaks_as_the_system_where_the_template_knows_no_developer():
+    request = ChatRequest(model="tiny", messages=[{"role": "developer", "content": "x"}])
+    for template, role in (
+        ("{{ messages[0].role }}", "system"),
+        ("{# developer #}{{ messages[0].role }}", "developer"),
+    ):
+        assert chat_text(request, served(template), request.template_messages) == role
 
 
 def test_a_template_that_hides_earlier_answers_begins_anew():

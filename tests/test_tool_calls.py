@@ -7,10 +7,11 @@ import pytest
 from chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from test_serving import build
 
+from hybrid_engine.serving.answer_reader import build_reader
 from hybrid_engine.serving.asked import ServedModel
 from hybrid_engine.serving.protocol import ChatRequest
 from hybrid_engine.serving.sessions import Sessions
-from hybrid_engine.serving.tool_calls import ToolCallParser, choose_parser
+from hybrid_engine.serving.tool_calls import choose_parser
 
 TOOLS = [
     {
@@ -29,25 +30,41 @@ WRITTEN = [
     ("llama3", f"<|python_tag|>{ADD}; {ADD}", ""),
     ("mistral", f"Well [TOOL_CALLS] [{ADD}, {ADD}]", "Well"),
     ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]add{"a": 1, "b": 2}', ""),
+    ("hermes", f"<tool_call>\n{ADD}", ""),  # the end came before the closing tag, or within it
+    ("hermes", f"<tool_call>\n{ADD}\n</tool_", ""),
 ]
 TEXTS = [
     ("hermes", "a < b, <tool> and <tool_cal"),
     ("hermes", "<tool_call>no json</tool_call> but text"),
     ("hermes", '<tool_call>{"name": "add"'),
+    ("hermes", 'So:\n\n<tool_call>\n{"name": "add", "arguments": {"a": "x}\n</tool_call>\nwell'),
+    ("hermes", "So:\n<tool_call>\n"),
+    ("hermes", "So:\n "),
     ("hermes", "[TOOL_CALLS] []"),
     ("llama3", '{"answer": 3}'),
+    ("llama3", ' <|python_tag|> {"name": "add"'),
+    ("llama3", "<|python"),
     ("llama3", 'The JSON is {"name": "add", "parameters": {}}'),
     ("mistral", "[TOOL_CALLS] what"),
+    ("mistral", 'So: [TOOL_CALLS][{"name": "add"'),
     ("mistral", "[TOOL"),
 ]
 
 
-def read(parser, text, size, tools=TOOLS, tokenizer=None):
-    """What is shown, and the calls, where `size` characters come at once."""
-    reader = ToolCallParser(parser, tokenizer or build_chat_tokenizer(), tools)
-    shown = "".join(reader.add(text[place : place + size]) for place in range(0, len(text), size))
-    shown += reader.finish()
-    return shown, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in reader.calls]
+def read_all(parser, text, size, tools=TOOLS, tokenizer=None, prompt=""):
+    """Text, reasoning and calls of an answer of which `size` characters come at once."""
+    tokenizer = tokenizer or build_chat_tokenizer()
+    reader = build_reader(parser, tokenizer, tools, tokenizer.encode(prompt))
+    parts = [reader.add(text[place : place + size]) for place in range(0, len(text), size)] + [reader.finish()]
+    calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in reader.calls]
+    return "".join(part.text for part in parts), "".join(part.reasoning for part in parts), calls
+
+
+def read(*args, **options):
+    """The same of an answer without reasoning."""
+    text, reasoning, calls = read_all(*args, **options)
+    assert reasoning == ""
+    return text, calls
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -61,10 +78,44 @@ def test_calls_are_found_however_the_text_is_cut(parser, text, before, size):
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize(("parser", "text"), TEXTS)
 def test_what_is_no_call_stays_text(parser, text, size):
-    shown, calls = read(parser, text, size)
-    assert calls == []
-    closed = text.startswith("<tool_call>{") * "</tool_call>"  # the answer ended within
-    assert shown == text + closed
+    assert read(parser, text, size) == (text, [])
+
+
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_a_closing_tag_inside_a_string_closes_nothing(size):
+    call = '<tool_call>{"name": "add", "arguments": {"a": "x</tool_call>y"}}</tool_call>'
+    assert read("hermes", f"{call}\n{call}", size) == ("", [("add", {"a": "x</tool_call>y"})] * 2)
+    broken = '<tool_call>{"name": "add", "arguments": {"a": "x}</tool_call>'
+    assert read("hermes", f"{broken}\n{broken} so", size) == (f"{broken}\n{broken} so", [])
+
+
+REASONED = [
+    ("<think>\nadd them\n</think>\n\nThe sum", "The sum", 0),
+    (f"<think>add them</think><tool_call>{ADD}</tool_call>", "", 1),
+    (f" <think>\nadd them\n</think>\n<tool_call>{ADD}</tool_call>", "", 1),
+    ("<think>\nadd them", "", 0),
+    ("<think>\nadd them\n</think>", "", 0),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("text", "shown", "num_calls"), REASONED)
+def test_reasoning_is_no_text_and_holds_no_calls(text, shown, num_calls, size):
+    expected = (shown, "add them", [("add", {"a": 1, "b": 2})] * num_calls)
+    assert read_all("hermes", text, size) == expected
+    example = f"add <tool_call>{ADD}</tool_call> them"
+    assert read_all("hermes", text.replace("add them", example), size) == (shown, example, expected[2])
+    begun = text.lstrip().removeprefix("<think>")
+    assert read_all("hermes", begun, size, prompt="<start>assistant\n<think>\n") == expected
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_reasoning_comes_before_the_other_forms_too(size):
+    for parser, call in (("llama3", ADD), ("mistral", f"[TOOL_CALLS] [{ADD}]")):
+        expected = ("", "hm", [("add", {"a": 1, "b": 2})])
+        assert read_all(parser, f"<think>\nhm\n</think>\n\n{call}", size) == expected
+    assert read_all("llama3", "<think>hm</think>\nno", size) == ("no", "hm", [])
+    assert read("hermes", "a <think>b</think>", size) == ("a <think>b</think>", [])
 
 
 def test_the_tokenizers_own_words_come_first():
@@ -76,6 +127,7 @@ def test_the_tokenizers_own_words_come_first():
                 "open_pattern": r"CALL (?P<name>\w+) ", "close": "END", "repeats": True, "content": "json",
                 "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
             },
+            "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
             "content": {"content": "text"},
         },
     }  # fmt: skip
@@ -83,8 +135,14 @@ def test_the_tokenizers_own_words_come_first():
     text = 'first CALL add {"a": 1, "b": 2}END then'
     for size in (1, 1000):
         assert read("tokenizer", text, size, tokenizer=tokenizer) == ("first  then", [("add", {"a": 1, "b": 2})])
-    broken = "CALL add nothing END"
-    assert read("tokenizer", broken, 1000, tokenizer=tokenizer)[1] == []
+    broken = "first CALL add nothing END then"
+    for size in (1, 1000):
+        assert read("tokenizer", broken, size, tokenizer=tokenizer) == (broken, [])
+    reasoned = 'hm</think>CALL add {"a": 1}END'
+    for prompt, text in (("<start>assistant\n<think>", reasoned), ("<start>assistant\n", f"<think>{reasoned}")):
+        for size in (1, 1000):
+            found = read_all("tokenizer", text, size, tokenizer=tokenizer, prompt=prompt)
+            assert found == ("", "hm", [("add", {"a": 1})])
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,12 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         includes_stop: bool = False,
         shown_tokens: Collection[int] = (),
+        min_tokens: int = 0,
     ):
         """`tokenizer` is transformers'; `includes_stop`: whether the stop string is shown itself.
 
-        `shown_tokens` are special tokens that are not skipped.
+        `shown_tokens` are special tokens that are not skipped. A stop string that ends within the first `min_tokens`
+        tokens is text like any other.
 
         Raises ValueError for an empty stop string.
         """
@@ -56,11 +58,14 @@ class IncrementalDetokenizer:
         self._skipped -= set(shown_tokens)
         self._window: list[int] = []  # tokens that are decoded again
         self._num_read = 0  # characters of the window's text that were taken
+        self._num_unstoppable = min_tokens  # tokens to come in which no stop string ends
+        self._free = 0  # characters of the text below, and of what follows it, in which none ends
         self._text = ""  # taken and not given out: may begin a stop string
         self._held: str | None = ""  # the rest of the window's text as it stands; None: not decoded yet
 
     def add(self, token: int) -> str:
         """The text that may be shown now that `token` has come; often empty."""
+        self._num_unstoppable -= 1
         if self.stopped is not None or token in self._skipped:
             return ""
         self._window.append(token)
@@ -73,6 +78,8 @@ class IncrementalDetokenizer:
             stable = max(self._num_read, min(stable, len(text) - 1))
         self._text += text[self._num_read : stable]
         self._num_read, self._held = stable, text[stable:]
+        if self._num_unstoppable >= 0:
+            self._free = len(self._text) + len(self._held)
         self._shorten(text)
         return self._give_out()
 
@@ -84,14 +91,14 @@ class IncrementalDetokenizer:
         if self._held is None:
             self._held = self._decode()[self._num_read :]
         text = self._text + self._held
-        found = first_stop(text, self.stop_strings)
+        found = first_stop(text, self.stop_strings, self._free)
         return text if found is None else text[: self._end_of(found)]
 
     def finish(self) -> str:
         """The rest of the text, when no token comes any more; up to a stop string."""
         rest = self.held
         if self.stopped is None:
-            found = first_stop(self._text + (self._held or ""), self.stop_strings)
+            found = first_stop(self._text + (self._held or ""), self.stop_strings, self._free)
             self.stopped = None if found is None else found[1]
         self._text, self._held, self._num_read, self._window = "", "", 0, []
         return rest
@@ -103,13 +110,14 @@ class IncrementalDetokenizer:
         return bool(_BYTE_TOKEN.fullmatch(str(self.tokenizer.convert_ids_to_tokens(token))))
 
     def _give_out(self) -> str:
-        found = first_stop(self._text, self.stop_strings)
+        found = first_stop(self._text, self.stop_strings, self._free)
         if found is not None:
             self.stopped = found[1]
             given, self._text = self._text[: self._end_of(found)], ""
             return given
         end = len(self._text) - longest_beginning(self._text, self.stop_strings)
         given, self._text = self._text[:end], self._text[end:]
+        self._free = max(0, self._free - end)
         return given
 
     def _end_of(self, found: tuple[int, str]) -> int:
@@ -147,9 +155,12 @@ def check_stop_strings(stop_strings: Any, option: str = "stop_strings") -> None:
         )
 
 
-def first_stop(text: str, stop_strings: Sequence[str]) -> tuple[int, str] | None:
-    """Where in `text` the stop string begins that is complete first, of those the longest, and which it is."""
-    found = [(text.find(stop), stop) for stop in stop_strings]
+def first_stop(text: str, stop_strings: Sequence[str], free: int = 0) -> tuple[int, str] | None:
+    """Where in `text` the stop string begins that is complete first, of those the longest, and which it is.
+
+    None ends in the first `free` characters.
+    """
+    found = [(text.find(stop, max(0, free - len(stop) + 1)), stop) for stop in stop_strings]
     return min(
         ((start, stop) for start, stop in found if start >= 0),
         key=lambda place: (place[0] + len(place[1]), place[0]),

@@ -1,17 +1,18 @@
 """Answers in OpenAI's shapes, whole or piece by piece."""
 
 import secrets
+import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
-
-from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.generation.live import Progress
-from hybrid_engine.serving.asked import Asked, ServedModel
+from hybrid_engine.serving.answer_reader import AnswerReader, Shown, build_reader
+from hybrid_engine.serving.asked import Asked, ServedModel, parser_for
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
-from hybrid_engine.serving.tool_calls import NONE, ToolCallParser, shown_tokens
+from hybrid_engine.serving.tool_calls import NONE, shown_tokens
 
 Tops = list[list[tuple[int, float]]]
 """The likeliest tokens at each position with their log-probabilities."""
@@ -29,6 +30,7 @@ class Piece:
     finish_reason: str | None
     calls: list[dict[str, Any]] = field(default_factory=list)
     """Of tools, OpenAI's objects."""
+    reasoning: str = ""
 
 
 @dataclass
@@ -45,52 +47,82 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     tops: Tops = field(default_factory=list)
     finish_reason: str | None = None
-    tool_calls: ToolCallParser | None = None
-    """Finds calls in the text; None: it is given as it is."""
+    reader: AnswerReader | None = None
+    """Finds calls and reasoning in the text; None: it is given as it is."""
+    most_calls: int | None = None
+    """The answer ends with so many."""
+    reasoning: str = ""
     prompt_was_told: bool = False
     """An event of a stream before gave the prompt's tokens."""
 
     def add(self, told: Progress) -> Piece:
-        """Takes in what a turn brought, up to a stop string, and says what it added."""
-        text, count = "", 0
+        """Takes in what a turn brought, up to a stop string or the last call, and says what it added."""
+        num_known_calls, count = len(self.calls), 0
+        parts: list[Shown] = []
         for token in told.tokens:
-            text += self.detokenizer.add(token)
+            parts.append(self._show(self.detokenizer.add(token)))
             count += 1
-            if self.detokenizer.stopped is not None:
+            if self._is_stopped:
                 break
-        self.finish_reason = told.finish_reason
-        if told.finish_reason is not None:
-            text += self.detokenizer.finish()
-        if self.detokenizer.stopped is not None:
-            self.finish_reason = "stop"
-        text, calls = self._without_calls(text)
+        self.finish_reason = "stop" if self._is_stopped else told.finish_reason
+        if self.finish_reason is not None:
+            parts.append(self._show_rest())
         first = len(self.tokens)
-        tops = told.sequence.tops[first : first + count]
-        piece = Piece(self.index, text, told.tokens[:count], told.logprobs[:count], tops, self.finish_reason, calls)
+        piece = Piece(
+            self.index,
+            "".join(part.text for part in parts),
+            told.tokens[:count],
+            told.logprobs[:count],
+            told.sequence.tops[first : first + count],
+            self.finish_reason,
+            self.calls[num_known_calls:],
+            "".join(part.reasoning for part in parts),
+        )
+        self._take(piece)
+        return piece
+
+    def _take(self, piece: Piece) -> None:
         self.text += piece.text
+        self.reasoning += piece.reasoning
         self.tokens += piece.tokens
         self.logprobs += piece.logprobs
         self.tops += piece.tops
-        return piece
 
-    def _without_calls(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """What is to be shown of `text`, and the calls that it completes."""
-        if self.tool_calls is None:
-            return text, []
-        known = len(self.tool_calls.calls)
-        text = self.tool_calls.add(text)
-        if self.finish_reason is not None:
-            text += self.tool_calls.finish()
-            if self.tool_calls.calls and self.finish_reason == "stop":
-                self.finish_reason = "tool_calls"
-        return text, self.tool_calls.calls[known:]
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Calls of tools so far, OpenAI's objects."""
+        return [] if self.reader is None else self.reader.calls[: self.most_calls]
+
+    @property
+    def _is_stopped(self) -> bool:
+        return self.detokenizer.stopped is not None or len(self.calls) == self.most_calls
+
+    def _show(self, text: str) -> Shown:
+        if self.reader is None:
+            return Shown(text)
+        return Shown() if len(self.calls) == self.most_calls or not text else self.reader.add(text)
+
+    def _show_rest(self) -> Shown:
+        """At the end of the answer: what was held back."""
+        shown = self._show(self.detokenizer.finish())
+        if self.detokenizer.stopped is not None:  # it may have come with the last characters
+            self.finish_reason = "stop"
+        if self.reader is None:
+            return shown
+        if len(self.calls) != self.most_calls:
+            rest = self.reader.finish()
+            shown = Shown(shown.text + rest.text, shown.reasoning + rest.reasoning)
+        if self.calls and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+        return shown
 
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message."""
-        if self.tool_calls is None or not self.tool_calls.calls:
-            return {"role": "assistant", "content": self.text}
-        return {"role": "assistant", "content": self.text or None, "tool_calls": self.tool_calls.calls}
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        if not self.calls:
+            return {"role": "assistant", "content": self.text} | reasoning
+        return {"role": "assistant", "content": self.text or None, "tool_calls": self.calls} | reasoning
 
     def keep_nothing(self, told: Progress) -> Piece:
         """Passes over what a turn brought: only the prompt was to be scored."""
@@ -111,7 +143,7 @@ class Writer:
 
     def __init__(self, asked: Asked, model: ServedModel):
         self.asked, self.model, self.request = asked, model, asked.request
-        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
         drawn: list[tuple[list[int], Sequence | None]] = [(row.prompt.tokens, row) for row in asked.sequences]
         self.choices = [
             self._choice_for(index, prompt, sequence)
@@ -120,8 +152,19 @@ class Writer:
         self._choice_of = {choice.sequence: choice for choice in self.choices}
 
     def _choice_for(self, index: int, prompt: list[int], sequence: Sequence | None) -> Choice:
-        detokenizer = IncrementalDetokenizer(self.model.tokenizer, self.asked.request.stops)
-        return Choice(index, prompt, detokenizer, sequence)
+        return Choice(index, prompt, self._detokenizer(), sequence)
+
+    def _detokenizer(self, shown: Collection[int] = ()) -> IncrementalDetokenizer:
+        """`shown`: special tokens that belong to the text."""
+        request = self.request
+        return IncrementalDetokenizer(
+            self.model.tokenizer,
+            request.stops,
+            skip_special_tokens=request.skip_special_tokens,
+            includes_stop=request.include_stop_str_in_output,
+            shown_tokens=shown,
+            min_tokens=request.min_tokens,
+        )
 
     def add(self, told: Progress) -> Piece:
         """What `told` adds to its choice."""
@@ -135,7 +178,14 @@ class Writer:
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         """One event of a stream."""
-        return self._body(self.chunk_name, [self._chunk_choice(self.choices[piece.index], piece)])
+        return self._chunk([self._chunk_choice(self.choices[piece.index], piece)])
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event before the last one, whose usage is null where the last one has it, or that so far."""
+        options, body = self.request.usage_of_stream, self._body(self.chunk_name, choices)
+        if options.continuous_usage_stats:
+            return body | {"usage": self.usage()}
+        return body | {"usage": None} if options.include_usage else body
 
     def opening(self) -> list[dict[str, Any]]:
         """The events before the first token."""
@@ -152,7 +202,7 @@ class Writer:
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.id, "object": name, "created": self.model.created, "model": self.request.model}
+        head = {"id": self.id, "object": name, "created": self.created, "model": self.request.model}
         return head | {"choices": choices}
 
     def _ids(self, choice: Choice, tokens: list[int]) -> dict[str, Any]:
@@ -163,6 +213,10 @@ class Writer:
             return {"token_ids": tokens}
         choice.prompt_was_told = True
         return {"token_ids": tokens, "prompt_token_ids": choice.prompt}
+
+    def _name(self, token: int) -> str:
+        """What log-probabilities call it; part of a character is a replacement character."""
+        return f"token_id:{token}" if self.request.return_tokens_as_token_ids else self.model.tokenizer.decode([token])
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
@@ -181,7 +235,7 @@ class CompletionWriter(Writer):
         """The prompts, where they are echoed."""
         if not self.request.echo:
             return []
-        return [self._body(self.chunk_name, [self._choice(c, self._echo(c), None, 0)]) for c in self.choices]
+        return [self._chunk([self._choice(c, self._echo(c), None, 0)]) for c in self.choices]
 
     def _echo(self, choice: Choice) -> Piece:
         """The prompt as a piece; before its first token there is nothing that could say how likely that was."""
@@ -214,15 +268,16 @@ class CompletionWriter(Writer):
         """`offset`: characters of the choice before the piece."""
         if self.request.logprobs is None:
             return None
-        tokenizer = self.model.tokenizer
-        names = token_texts(tokenizer, piece.tokens)
-        # Tokens may have one text, such as parts of characters: the likelier comes last and stays.
-        tops = [{tokenizer.decode([token]): value for token, value in reversed(found)} for found in piece.tops]
+        texts = [self.model.tokenizer.decode([token]) for token in piece.tokens]
         return {
-            "tokens": names,
+            "tokens": [self._name(token) for token in piece.tokens],
             "token_logprobs": piece.logprobs,
-            "text_offset": [offset + sum(map(len, names[:place])) for place in range(len(names))],
-            "top_logprobs": [tops[place] or None for place in range(len(tops))] or [None] * len(piece.tokens),
+            "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+            "top_logprobs": [
+                # Tokens may have one text, such as parts of characters: the likelier comes last and stays.
+                {self._name(token): value for token, value in reversed(likeliest)} or None
+                for likeliest in with_drawn(piece.tokens, piece.logprobs, piece.tops)
+            ],
         }
 
 
@@ -230,22 +285,28 @@ class ChatWriter(Writer):
     """Writes answers as the bodies of `/v1/chat/completions`, whole or in events."""
 
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    request: ChatRequest
 
     def _choice_for(self, index: int, prompt: list[int], sequence: Sequence | None) -> Choice:
-        request, model = self.asked.request, self.model
-        assert isinstance(request, ChatRequest)
-        if not request.tools or request.tool_choice == "none" or model.tool_call_parser == NONE:
+        request, model = self.request, self.model
+        parser = parser_for(request, model)
+        if parser == NONE:
             return super()._choice_for(index, prompt, sequence)
-        shown = shown_tokens(model.tool_call_parser, model.tokenizer, model.end_tokens)
-        detokenizer = IncrementalDetokenizer(model.tokenizer, request.stops, shown_tokens=shown)
-        parser = ToolCallParser(model.tool_call_parser, model.tokenizer, request.tools)
-        return Choice(index, prompt, detokenizer, sequence, tool_calls=parser)
+        detokenizer = self._detokenizer(shown_tokens(parser, model.tokenizer, model.end_tokens))
+        reader = build_reader(parser, model.tokenizer, request.offered_tools or [], prompt)
+        most_calls = None if request.parallel_tool_calls else 1
+        return Choice(index, prompt, detokenizer, sequence, reader=reader, most_calls=most_calls)
 
     def opening(self) -> list[dict[str, Any]]:
         """The events before the first token, which say who speaks."""
         delta = {"role": "assistant", "content": ""}
         first = {"delta": delta, "logprobs": None, "finish_reason": None}
-        return [self._body(self.chunk_name, [{"index": index} | first]) for index in range(len(self.choices))]
+        return [self._chunk([{"index": index} | first]) for index in range(len(self.choices))]
+
+    def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """The prompt's token ids are here as vLLM has them, once, and in each choice as completions have them."""
+        told = [choice["prompt_token_ids"] for choice in choices if "prompt_token_ids" in choice]
+        return super()._body(name, choices) | ({"prompt_token_ids": told[0]} if told else {})
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = self._logprobs(choice.tokens, choice.logprobs, choice.tops)
@@ -254,8 +315,10 @@ class ChatWriter(Writer):
 
     def _chunk_choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
         if piece.calls:
-            known = len(choice.message["tool_calls"]) - len(piece.calls)
+            known = len(choice.calls) - len(piece.calls)
             delta["tool_calls"] = [{"index": known + place} | call for place, call in enumerate(piece.calls)]
         logprobs = self._logprobs(piece.tokens, piece.logprobs, piece.tops)
         shown = {"index": piece.index, "delta": delta, "logprobs": logprobs, "finish_reason": piece.finish_reason}
@@ -264,17 +327,25 @@ class ChatWriter(Writer):
     def _logprobs(self, tokens: list[int], logprobs: list[float], tops: Tops) -> dict[str, Any] | None:
         if self.request.num_top_logprobs is None:
             return None
+        likeliest = with_drawn(tokens, logprobs, tops) if self.request.num_top_logprobs else [[]] * len(tokens)
         content = [
-            self._shown(token, logprob) | {"top_logprobs": [self._shown(*pair) for pair in likeliest]}
-            for token, logprob, likeliest in zip(tokens, logprobs, tops or [[]] * len(tokens), strict=True)
+            self._shown(token, logprob) | {"top_logprobs": [self._shown(*pair) for pair in pairs]}
+            for token, logprob, pairs in zip(tokens, logprobs, likeliest, strict=True)
         ]
         return {"content": content, "refusal": None}
 
     def _shown(self, token: int, logprob: float) -> dict[str, Any]:
-        name = self.model.tokenizer.decode([token])
-        return {"token": name, "logprob": logprob, "bytes": list(name.encode())}
+        text = self.model.tokenizer.decode([token])
+        return {"token": self._name(token), "logprob": logprob, "bytes": list(text.encode())}
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """The text of each token by itself; part of a character becomes a replacement character."""
-    return [tokenizer.decode([token]) for token in tokens]
+def with_drawn(tokens: list[int], logprobs: list[Any], tops: Tops) -> Tops:
+    """`tops` with the token that is there, last where it is none of the likeliest; without any for an unscored one."""
+    pairs = zip(tokens, logprobs, tops or [[]] * len(tokens), strict=True)
+    return [likeliest if logprob is None else _with(token, logprob, likeliest) for token, logprob, likeliest in pairs]
+
+
+def _with(token: int, logprob: float, likeliest: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The token's log-probability is the one that is reported, to the last bit."""
+    found = {**dict(likeliest), token: logprob}
+    return list(found.items())

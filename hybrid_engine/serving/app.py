@@ -17,11 +17,24 @@ from starlette.routing import Route
 
 from hybrid_engine.generation.live_thread import LiveThread
 from hybrid_engine.serving.answers import ChatWriter, CompletionWriter, Piece, Writer
-from hybrid_engine.serving.asked import ServedModel, chat_tokens, read_chat, read_completion
+from hybrid_engine.serving.asked import (
+    ServedModel,
+    chat_tokens,
+    check_tokens,
+    read_chat,
+    read_completion,
+    read_tokens,
+)
 from hybrid_engine.serving.errors import RequestError, broken, wrong_body
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.metrics import Metrics
-from hybrid_engine.serving.protocol import MAX_SESSION_ID, ChatRequest, CompletionRequest
+from hybrid_engine.serving.protocol import (
+    MAX_SESSION_ID,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from hybrid_engine.serving.sessions import Recorder, Sessions, recorder_of_chat, recorder_of_tokens
 
 MAX_BODY_BYTES = 4 * 2**20
@@ -59,6 +72,8 @@ class App:
             routes=[
                 Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
                 Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+                Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
+                Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
                 Route("/v1/models", self._guarded(self.models)),
                 Route("/v1/models/{name:path}", self._guarded(self.one_model)),
                 Route("/health", self.health),
@@ -118,6 +133,20 @@ class App:
         record = recorder_of_chat(self.sessions, session_id, asked, node)
         return await self._answer(request, ChatWriter(asked, self.model), record)
 
+    async def tokenize(self, request: Request) -> Response:
+        """`POST /tokenize`: the token ids of a prompt or a chat, as vLLM tells them."""
+        body = await self._body(request, TokenizeRequest)
+        tokens = read_tokens(body, self.model)
+        told = {"count": len(tokens), "max_model_len": self.model.longest, "tokens": tokens}
+        names = self.model.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return JSONResponse(told | {"token_strs": names})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`POST /detokenize`: the text of token ids, special ones included."""
+        body = await self._body(request, DetokenizeRequest)
+        check_tokens(body.tokens, self.model, "tokens")
+        return JSONResponse({"prompt": self.model.tokenizer.decode(body.tokens)})
+
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
         return JSONResponse({"object": "list", "data": [self._model_card(name) for name in self.model.names]})
@@ -164,7 +193,8 @@ class App:
             body = kind.model_validate(read_json(raw))
         except ValidationError as error:
             raise wrong_body(error) from error
-        self._check_model(body.model)  # type: ignore[attr-defined]
+        if body.model is not None:  # type: ignore[attr-defined]
+            self._check_model(body.model)  # type: ignore[attr-defined]
         return body
 
     async def _read(self, request: Request) -> bytes:
@@ -232,8 +262,7 @@ class App:
                     yield _event(writer.chunk(piece))
             if record is not None:
                 record(writer.choices)
-            options = writer.request.stream_options
-            if options is not None and options.include_usage:
+            if writer.request.usage_of_stream.include_usage:
                 yield _event(writer.usage_chunk())
             yield "data: [DONE]\n\n"
             is_complete = True

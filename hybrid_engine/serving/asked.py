@@ -1,17 +1,19 @@
 """From a checked body to sequences: prompts as token ids, options in the engine's words, names for the noise."""
 
+import re
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.serving.errors import RequestError
-from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields
-from hybrid_engine.serving.tool_calls import NONE
+from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
+from hybrid_engine.serving.tool_calls import NONE, calls_grammar, forcing_parser
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,28 +70,67 @@ def chat_tokens(request: ChatRequest, model: ServedModel) -> list[int]:
     return model.tokenizer.encode(chat_text(request, model, request.template_messages), add_special_tokens=False)
 
 
-def chat_text(
-    request: ChatRequest, model: ServedModel, messages: list[dict[str, Any]], *, begins_answer: bool = True
-) -> str:
+def chat_text(request: ChatRequest, model: ServedModel, messages: list[dict[str, Any]]) -> str:
     """What the chat template makes of `messages`; raises RequestError where it has none or fails."""
-    if model.tokenizer.chat_template is None:
+    template = model.tokenizer.chat_template
+    if template is None:
         raise RequestError(
             f"{model.name} has no chat template; use /v1/completions, or start the server with --chat-template",
             param="messages",
             code="no_chat_template",
         )
+    if "developer" not in str(template):
+        messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+    filled = [m | {"content": ""} if "content" in m and m["content"] is None else m for m in messages]
     try:
-        return model.tokenizer.apply_chat_template(
-            messages,
-            tools=None if request.tool_choice == "none" else request.tools,
-            add_generation_prompt=begins_answer,
-            tokenize=False,
-            **request.chat_template_kwargs,
-        )
+        try:
+            return _apply_template(request, model, messages)
+        except Exception:
+            if filled == messages:
+                raise
+            return _apply_template(request, model, filled)  # the template concatenates content that is null
     except Exception as error:  # a template is a program of the model's, and may fail in any way
         raise RequestError(
             f"messages: the chat template of {model.name} refuses them: {error}", param="messages", code="template"
         ) from error
+
+
+# DeepSeek's templates write calls where content is null; `apply_chat_template` leaves out what is.
+_ASKS_FOR_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
+
+
+def _apply_template(request: ChatRequest, model: ServedModel, messages: list[dict[str, Any]]) -> str:
+    tokenizer, inputs = model.tokenizer, request.template_inputs
+    inputs["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
+    inputs["continue_final_message"] = request.continue_final_message
+    template = tokenizer.get_chat_template(None, inputs.get("tools"))
+    if any("content" in m and m["content"] is None for m in messages) and _ASKS_FOR_NULL.search(template):
+        texts, _ = render_jinja_template([messages], chat_template=template, **(tokenizer.special_tokens_map | inputs))
+        return texts[0]
+    return tokenizer.apply_chat_template(messages, tokenize=False, **inputs)
+
+
+def parser_for(request: ChatRequest, model: ServedModel) -> str:
+    """How calls are found in answers to `request`; "none" where there are none to be found."""
+    if not request.offered_tools:
+        return NONE
+    return model.tool_call_parser if request.forced_tools is None else forcing_parser(model.tool_call_parser)
+
+
+def read_tokens(request: TokenizeRequest, model: ServedModel) -> list[int]:
+    """The token ids of what `/tokenize` is asked about; raises RequestError where the chat template refuses it."""
+    if request.prompt is not None:
+        return model.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+    chat = ChatRequest.model_construct(
+        model=model.name,
+        messages=request.messages,
+        tools=request.tools,
+        chat_template_kwargs=request.chat_template_kwargs,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+    )
+    text = chat_text(chat, model, chat.template_messages)
+    return model.tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
 
 
 def _tokens(prompt: str | list[int], model: ServedModel) -> list[int]:
@@ -98,12 +139,17 @@ def _tokens(prompt: str | list[int], model: ServedModel) -> list[int]:
         if not tokens:
             raise RequestError("prompt is empty and the model has no token to begin with; send text", param="prompt")
         return tokens
-    beyond = [token for token in prompt if token >= model.vocab_size]
+    check_tokens(prompt, model, "prompt")
+    return prompt
+
+
+def check_tokens(tokens: list[int], model: ServedModel, param: str) -> None:
+    """Raises RequestError for a token id that the model does not have; `param` is their field."""
+    beyond = [token for token in tokens if token >= model.vocab_size]
     if beyond:
         raise RequestError(
-            f"prompt: token id {beyond[0]} is outside the vocabulary 0..{model.vocab_size - 1}", param="prompt"
+            f"{param}: token id {beyond[0]} is outside the vocabulary 0..{model.vocab_size - 1}", param=param
         )
-    return prompt
 
 
 def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, model: ServedModel) -> Asked:
@@ -130,6 +176,15 @@ def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
     return Asked(request, prompts, num_new, sequences)
 
 
+def _forced_calls(request: SamplingFields, model: ServedModel) -> dict[str, Any]:
+    """The guide of an answer that must call a tool; empty where it need not."""
+    if not isinstance(request, ChatRequest) or request.forced_tools is None:
+        return {}
+    parser, is_single = parser_for(request, model), not request.parallel_tool_calls
+    is_single |= request.tool_choice != "required"  # a named tool is called once
+    return {"guided_grammar": calls_grammar(parser, request.forced_tools, model.tokenizer, is_single=is_single)}
+
+
 def _options(request: SamplingFields, num_new: int, prompt_length: int, model: ServedModel) -> GenerationOptions:
     """The engine's options; raises RequestError for the first it refuses."""
     ends = [] if request.ignore_eos else model.end_tokens
@@ -146,6 +201,7 @@ def _options(request: SamplingFields, num_new: int, prompt_length: int, model: S
         "top_logprobs": request.num_top_logprobs or 0,
         "tokenizer": model.tokenizer,
         **request.guide,
+        **_forced_calls(request, model),
         "eos_token_id": [*ends, *request.stop_token_ids] or None,
     }
     if is_sampled:

@@ -96,6 +96,9 @@ def wrong_body(error: ValidationError) -> RequestError:
         return RequestError(
             f"{param} is missing; every request must have it", param=param, code="missing_required_parameter"
         )
+    if first["type"] == "extra_forbidden":
+        name = ".".join(map(str, first["loc"]))
+        return RequestError(f"{name} is not served; leave it out", param=param, code="unknown_parameter")
     shown = "" if isinstance(value, dict) and param is None else f"={_short(value)}"
     reason = first["msg"].removeprefix("Value error, ")
     return RequestError(f"{param or 'body'}{shown}: {reason}", param=param, code="invalid_value")

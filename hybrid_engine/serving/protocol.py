@@ -1,14 +1,26 @@
-"""The bodies of requests: OpenAI's fields, checked, and what vLLM's clients send beside them.
+"""The bodies of requests: OpenAI's fields, checked, and what vLLM's clients send in addition to them.
 
 Every field that changes an answer is served or refused; `user`, `metadata` and their like are accepted and say nothing.
+A field that is null has its default.
 """
 
 import inspect
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    field_validator,
+    model_validator,
+)
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.generation.sampling.rules import GUIDES
 from hybrid_engine.serving.tool_calls import for_template
 
 MAX_CHOICES = 128
@@ -31,17 +43,65 @@ Tokens = Annotated[list[TokenId], Field(min_length=1)]
 TokenLists = Annotated[list[Tokens], Field(min_length=1)]
 
 
-class StreamOptions(BaseModel):
-    """What a stream has beside its pieces."""
+def only(*served: Any) -> Any:
+    """The type of a field that is there for clients that send one of the values `served`, which change nothing."""
+
+    def check(value: Any) -> Any:
+        if value not in served:
+            raise ValueError(f"only {' or '.join(map(repr, served))} is served; send that, or leave the field out")
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
+
+
+class Body(BaseModel):
+    """A JSON object with known fields, in which null stands for a field's default."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_defaults_for_null(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class StreamOptions(Body):
+    """What a stream has in addition to its pieces."""
+
     include_usage: StrictBool = False
+    """A last event with the usage."""
+    continuous_usage_stats: StrictBool = False
+    """Every event has the usage so far; vLLM's name."""
+    include_obfuscation: Any = None
+    """Of no consequence: nothing is padded here."""
 
 
-class SamplingFields(BaseModel):
+class StructuredOutputs(Body):
+    """What the text of an answer must be, by vLLM's names; the fields of a request that say the same begin `guided_`.
+
+    Its other fields name what this server does not have, so they are refused.
+    """
+
+    choice: list[StrictStr] | None = None
+    regex: StrictStr | None = None
+    json_: Annotated[dict[str, Any] | StrictStr | None, Field(alias="json")] = None
+    json_object: only(True, False) = None  # type: ignore[valid-type]
+    grammar: StrictStr | None = None
+    whitespace_pattern: StrictStr | None = None
+
+    @property
+    def guide(self) -> dict[str, Any]:
+        """The engine's options."""
+        schema = {"type": "object"} if self.json_object and self.json_ is None else self.json_
+        named = {"choice": self.choice, "regex": self.regex, "json": schema, "grammar": self.grammar}
+        named["whitespace_pattern"] = self.whitespace_pattern
+        return {f"guided_{name}": value for name, value in named.items() if value is not None}
+
+
+class SamplingFields(Body):
     """What both kinds of request have; OpenAI's defaults, not the model's own."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: StrictStr
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -66,18 +126,39 @@ class SamplingFields(BaseModel):
     ignore_eos: StrictBool = False
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] = []
     return_token_ids: StrictBool = False
-    """The token ids of prompt and answer beside the text."""
+    """The token ids of prompt and answer in addition to the text."""
+    return_tokens_as_token_ids: StrictBool = False
+    """Log-probabilities name a token `token_id:17` in place of its text."""
+    skip_special_tokens: StrictBool = True
+    include_stop_str_in_output: StrictBool = False
     guided_choice: list[StrictStr] | None = None
     guided_regex: StrictStr | None = None
     guided_json: dict[str, Any] | StrictStr | None = None
+    guided_grammar: StrictStr | None = None
+    """Lark's notation, as llguidance reads it."""
+    guided_whitespace_pattern: StrictStr | None = None
+    """Regular expression of the white space between the parts of guided JSON."""
+    structured_outputs: StructuredOutputs | None = None
     session_id: Annotated[StrictStr, Field(min_length=1, max_length=MAX_SESSION_ID)] | None = None
     """The conversation that this request belongs to; the header `X-Session-Id` says the same."""
 
-    # Of no consequence for an answer.
+    # Of no consequence for an answer: OpenAI's, then vLLM's.
     user: Any = None
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+    """Text that the answer may have; it only makes answers of others faster."""
+    priority: Any = None
+    request_id: Any = None
+    cache_salt: Any = None
+    spaces_between_special_tokens: Any = None
+    length_penalty: Any = None
+    """Of beam search."""
+    use_beam_search: only(False) = None  # type: ignore[valid-type]
 
     @field_validator("stop")
     @classmethod
@@ -104,12 +185,6 @@ class SamplingFields(BaseModel):
                 raise ValueError(f"{token!r} is no token id; name tokens by their number")
         return bias
 
-    @model_validator(mode="after")
-    def _check_stream(self) -> "SamplingFields":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is given without stream; set stream to true or leave it out")
-        return self
-
     @property
     def num_top_logprobs(self) -> int | None:
         """Likeliest tokens reported at each position; None: no log-probabilities at all."""
@@ -118,8 +193,14 @@ class SamplingFields(BaseModel):
     @property
     def guide(self) -> dict[str, Any]:
         """What the text of the answer must be, by the engine's names."""
-        named = {name: getattr(self, name) for name in ("guided_choice", "guided_regex", "guided_json")}
-        return {name: value for name, value in named.items() if value is not None}
+        names = (*GUIDES, "guided_whitespace_pattern")
+        named = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return named if self.structured_outputs is None else named | self.structured_outputs.guide
+
+    @property
+    def usage_of_stream(self) -> StreamOptions:
+        """What a stream says of usage."""
+        return self.stream_options or StreamOptions()
 
     @property
     def stops(self) -> list[str]:
@@ -138,7 +219,7 @@ class CompletionRequest(SamplingFields):
     )
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = 16
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    """So many likeliest tokens of each position beside the one that was drawn."""
+    """So many likeliest tokens of each position, and the one that was drawn."""
     echo: StrictBool = False
     """The prompt comes before the answer, with its log-probabilities if they are asked for."""
     best_of: StrictInt | None = None
@@ -172,6 +253,15 @@ class Message(BaseModel):
     role: Annotated[StrictStr, Field(min_length=1)]
     content: StrictStr | list[dict[str, Any]] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, values: Any) -> Any:
+        """Clients send fields back that are null, which a template may take to be there; content may be null."""
+        if not isinstance(values, dict):
+            return values
+        named = {name: value for name, value in values.items() if value is not None or name == "content"}
+        return {"content": None} | named if named.get("role") == "assistant" else named
+
     @field_validator("content")
     @classmethod
     def _join_texts(cls, content: Any) -> Any:
@@ -184,17 +274,16 @@ class Message(BaseModel):
         return "".join(part["text"] for part in content)
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Body):
     """A schema with its name."""
 
     model_config = ConfigDict(extra="allow")
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Body):
     """What an answer must look like."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -203,6 +292,26 @@ class ResponseFormat(BaseModel):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema belongs to type json_schema; send both or neither")
         return self
+
+
+class NamedFunction(Body):
+    """A function by its name."""
+
+    name: StrictStr
+
+
+class NamedTool(Body):
+    """The tool that an answer must call."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+def tool_name(tool: dict[str, Any]) -> str | None:
+    """What a tool of a request is called; None where it does not say."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 class ChatRequest(SamplingFields):
@@ -215,11 +324,28 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     """Given to the chat template."""
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Any = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool = True
+    """False: an answer ends with its first call."""
     response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] = {}
     """Further names that the chat template reads."""
+    reasoning_effort: StrictStr | None = None
+    """Given to the chat template; those that do not read it are as they were."""
+    documents: list[dict[str, Any]] | None = None
+    """The same."""
+    add_generation_prompt: StrictBool = True
+    """Whether the assistant's turn begins after the messages."""
+    continue_final_message: StrictBool = False
+    """The answer goes on from the last message, whose turn does not end."""
+
+    # Of no consequence for an answer.
+    verbosity: Any = None
+    modalities: only(["text"]) = None  # type: ignore[valid-type]
+    functions: only([]) = None  # type: ignore[valid-type]
+    echo: only(False) = None  # type: ignore[valid-type]
+    best_of: only(1) = None  # type: ignore[valid-type]
+    include_reasoning: only(True) = None  # type: ignore[valid-type]
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -232,9 +358,47 @@ class ChatRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is given without logprobs; set logprobs to true or leave it out")
         return self
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> "ChatRequest":
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other; set one of them")
+        if self.forced_tools is not None and not self.forced_tools:
+            known = ", ".join(repr(name) for name in map(tool_name, self.tools or [])) or "none"
+            raise ValueError(
+                f"tool_choice={self._choice!r} names no function of tools, which has {known}; send it there"
+            )
+        return self
+
+    @property
+    def _choice(self) -> str | None:
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else self.tool_choice
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Tools that the model is told of and may call; None: it may call none."""
+        return None if self.tool_choice == "none" or not self.tools else self.tools
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]] | None:
+        """Tools one of which the answer must call; None: it need not call any."""
+        if self.tool_choice in (None, "auto", "none"):
+            return None
+        named = [tool for tool in self.tools or [] if self._choice in ("required", tool_name(tool))]
+        return [tool for tool in named if tool_name(tool) is not None]
+
+    @property
+    def template_inputs(self) -> dict[str, Any]:
+        """What the chat template reads in addition to messages."""
+        named = {"tools": self.offered_tools, "reasoning_effort": self.reasoning_effort, "documents": self.documents}
+        return {name: value for name, value in named.items() if value is not None} | self.chat_template_kwargs
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -258,3 +422,31 @@ class ChatRequest(SamplingFields):
     def template_messages(self) -> list[dict[str, Any]]:
         """The messages as chat templates read them."""
         return [for_template(message.model_dump(exclude_unset=True)) for message in self.messages]
+
+
+class TokenizeRequest(Body):
+    """The body of `/tokenize`, as vLLM has it: a prompt, or the messages of a chat."""
+
+    model: StrictStr | None = None
+    prompt: StrictStr | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: StrictBool | None = None
+    """None: those of a prompt, and none in addition to what a chat template writes."""
+    return_token_strs: StrictBool = False
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check_source(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("send either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """The body of `/detokenize`, as vLLM has it."""
+
+    model: StrictStr | None = None
+    tokens: list[TokenId]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.generation.batching.sequence import Sequence as BatchSequence
 from hybrid_engine.serving.answers import Choice
@@ -19,6 +21,9 @@ from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import ChatRequest
 from hybrid_engine.serving.tool_calls import for_template
 
+REASONING = "reasoning_content"
+NUM_LEFT = 8
+"""Tokens in front of what is new that it is encoded with."""
 MAX_SESSION_TOKENS = 2**25
 """Of all conversations together unless told otherwise; some 60 bytes each."""
 # Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
@@ -39,6 +44,8 @@ class Trajectory:
     """Of the weights that drew the token; -1 where nothing was drawn."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """As the client has them, the answer included; empty for `/v1/completions`."""
+    template_inputs: dict[str, Any] = field(default_factory=dict)
+    """What the chat template read in addition to messages: tools and the like."""
     finish_reason: str | None = None
     sequence: BatchSequence | None = None
     """What drew the last answer; its keys and values may still be there."""
@@ -63,8 +70,10 @@ class Sessions:
 
     def find_chat(self, session_id: str, request: ChatRequest) -> tuple[list[int], Trajectory | None]:
         """The prompt's token ids, and the node that it goes on from; None where it begins a branch."""
-        messages = [_comparable(message) for message in request.template_messages]
-        node = self._longest(session_id, lambda node: _begins_with(messages, node.messages))
+        messages, inputs = request.template_messages, request.template_inputs
+        node = self._longest(
+            session_id, lambda node: node.template_inputs == inputs and _goes_on_from(messages, node.messages)
+        )
         if node is not None and (rest := self._rest(request, node)) is not None:
             return node.tokens + rest, node
         return chat_tokens(request, self.model), None
@@ -82,7 +91,7 @@ class Sessions:
         """The tokens that follow `node`; None where the template does not show its answer as it was."""
         messages = request.template_messages
         place = len(node.messages) - 1
-        answer = {name: value for name, value in messages[place].items() if name != "tool_calls"}
+        answer = {name: value for name, value in messages[place].items() if name not in ("tool_calls", REASONING)}
         shown = [*messages[:place], answer | {"content": _PLACEHOLDER}, *messages[place + 1 :]]
         try:
             text = chat_text(request, self.model, shown)
@@ -91,13 +100,25 @@ class Sessions:
         before, found, rest = text.rpartition(_PLACEHOLDER)
         if not found or _PLACEHOLDER in before:
             return None
-        last = node.tokens[-1]
-        if last in self.model.end_tokens:  # the answer brought its own end
-            rest = rest.removeprefix(self.model.tokenizer.decode([last]))
-        return self.model.tokenizer.encode(rest, add_special_tokens=False)
+        last = self.model.tokenizer.decode(node.tokens[-1:])
+        if node.tokens[-1] in self.model.end_tokens:  # the answer brought its own end
+            return encode_after(self.model.tokenizer, last, rest.removeprefix(last))
+        return encode_after(self.model.tokenizer, self.model.tokenizer.decode(node.tokens[-NUM_LEFT:]), rest)
 
-    def record(self, session_id: str, node: Trajectory | None, choice: Choice, messages: list[dict[str, Any]]) -> None:
-        """Keeps an answer that goes on from `node`, or begins a branch; `messages` as the client has them now."""
+    def record(
+        self,
+        session_id: str,
+        node: Trajectory | None,
+        choice: Choice,
+        messages: list[dict[str, Any]],
+        inputs: dict[str, Any] | None = None,
+    ) -> None:
+        """Keeps an answer that goes on from `node`, or begins a branch.
+
+        Args:
+            messages: as the client has them now.
+            inputs: what the chat template read in addition to them.
+        """
         tokens, num_drawn = choice.prompt + choice.tokens, len(choice.tokens)
         num_known = 0 if node is None else len(node.tokens)
         num_new = len(choice.prompt) - num_known
@@ -107,7 +128,8 @@ class Sessions:
             ([] if node is None else node.written) + [False] * num_new + [True] * num_drawn,
             ([] if node is None else node.logprobs) + [0.0] * num_new + choice.logprobs,
             ([] if node is None else node.versions) + [-1] * num_new + [self.version] * num_drawn,
-            [_comparable(message) for message in messages],
+            [_without_empty(message) for message in messages],
+            inputs or {},
             choice.finish_reason,
             choice.sequence,
         )
@@ -154,9 +176,50 @@ def _begins_with(whole: list[Any], start: list[Any]) -> bool:
     return 0 < len(start) < len(whole) and whole[: len(start)] == start
 
 
-def _comparable(message: dict[str, Any]) -> dict[str, Any]:
+def encode_after(tokenizer: PreTrainedTokenizerBase, left: str, text: str) -> list[int]:
+    """The tokens of `text` where it follows `left`, which is in tokens already.
+
+    By itself it may come out as others: special tokens strip the space next to them, some tokenizers begin a text with
+    one. Where the two texts share a token, the tokens are those of `text` by itself.
+    """
+    left = left.rstrip()
+    before = tokenizer.encode(left, add_special_tokens=False)
+    whole = tokenizer.encode(left + text, add_special_tokens=False)
+    if whole[: len(before)] == before:
+        return whole[len(before) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _without_empty(message: dict[str, Any]) -> dict[str, Any]:
     """Clients send fields back that are empty."""
     return {name: value for name, value in message.items() if value not in (None, [], {})}
+
+
+def _goes_on_from(messages: list[dict[str, Any]], known: list[dict[str, Any]]) -> bool:
+    """Whether `messages` begin with all that is `known`, and have more."""
+    return 0 < len(known) < len(messages) and all(map(_says_the_same, messages, known))
+
+
+def _says_the_same(message: dict[str, Any], known: dict[str, Any]) -> bool:
+    """Whether a client's `message` is the one that is `known`; it need not send reasoning back."""
+    theirs, ours = _what_it_says(message), _what_it_says(known)
+    if REASONING not in theirs:
+        ours.pop(REASONING, None)
+    return theirs == ours
+
+
+def _what_it_says(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without what clients add, drop or rewrite: empty fields, and in answers all but text and calls."""
+    named = {name: value for name, value in message.items() if value not in (None, [], {}, "")}
+    if named.get("role") != "assistant":
+        return named
+    said = {name: named[name] for name in ("role", "content", REASONING) if name in named}
+    return said | {"calls": [_called(call) for call in named.get("tool_calls", [])]}
+
+
+def _called(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (function.get("name"), function.get("arguments")) if isinstance(function, dict) else call
 
 
 Recorder = Callable[[Sequence[Choice]], None]
@@ -172,7 +235,8 @@ def recorder_of_chat(sessions: Sessions, session_id: str, asked: Asked, node: Tr
 
     def record(choices: Sequence[Choice]) -> None:
         for choice in choices:
-            sessions.record(session_id, node, choice, [*request.template_messages, for_template(choice.message)])
+            messages = [*request.template_messages, for_template(choice.message)]
+            sessions.record(session_id, node, choice, messages, request.template_inputs)
 
     return record
 

@@ -1,15 +1,18 @@
-"""Calls of tools in what a model writes: found while it comes, and handed out as OpenAI's `tool_calls`.
+"""Calls of tools in what a model writes: their forms, and how they are read and forced.
 
 How a model writes them is said by its tokenizer's `response_template`, which transformers reads; for tokenizers that
-have none, there are the three common forms. What looks like a call and is none stays text.
+have none, there are the three common forms. What looks like a call and is none stays text (`answer_reader.py`).
 """
 
 import json
 import re
 import secrets
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.generation.sampling.guides import JSON_SPACE
 
 AUTO, NONE, OWN = "auto", "none", "tokenizer"
 
@@ -18,22 +21,41 @@ class Form(NamedTuple):
     """How a family of models writes calls."""
 
     sign: str
-    """A template that has it, and no other form's, writes this form."""
-    opening: str
-    """Regular expression of what begins a call, or several."""
-    kept: str = ""
-    """The part of the opening that belongs to the call."""
+    """A template that has it, and no other form's, writes this form. In front of calls."""
     closing: str | None = None
-    """None: the end of the answer."""
+    """After a call; None: calls go on to the end of the answer."""
+    is_whole: bool = False
+    """Whether an answer with calls has nothing before them: they begin with a brace, the sign is optional."""
+    arguments: str = "arguments"
+    """What the model calls them."""
+    grammar: tuple[str, str, str] = ("", "", "")
+    """The first call, further ones, the end in Lark's notation; `{0}` is the sign, `{1}` the closing."""
     special: tuple[str, ...] = ()
     """Special tokens to be read as text."""
 
 
 FORMS = {
-    "hermes": Form("<tool_call>", r"\s*<tool_call>", closing="</tool_call>", special=("<tool_call>", "</tool_call>")),
-    "llama3": Form("<|python_tag|>", r"\A\s*(?:<\|python_tag\|>\s*)?\{", "{", special=("<|python_tag|>",)),
-    "mistral": Form("[TOOL_CALLS]", r"\s*\[TOOL_CALLS\]", special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    "hermes": Form(
+        "<tool_call>",
+        "</tool_call>",
+        grammar=(r'{0} "\n" call "\n" {1}', r'("\n" {0} "\n" call "\n" {1})*', ""),
+        special=("<tool_call>", "</tool_call>"),
+    ),
+    "llama3": Form(
+        "<|python_tag|>",
+        is_whole=True,
+        arguments="parameters",
+        grammar=("call", '("; " call)*', ""),
+        special=("<|python_tag|>",),
+    ),
+    "mistral": Form(
+        "[TOOL_CALLS]",
+        grammar=('{0} "[" call', '(", " call)*', '"]"'),
+        special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    ),
 }
+WITHOUT_FORM = "llama3"
+"""The form of calls that an answer must have where the model shows none: a JSON object."""
 PARSERS = (AUTO, NONE, OWN, *FORMS)
 _NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")  # Mistral's later form: f[ARGS]{"x": 1}
 _BETWEEN = re.compile(r"[\s;,]*(?:\[TOOL_CALLS\])?\s*")
@@ -49,10 +71,6 @@ def choose_parser(wanted: str, tokenizer: PreTrainedTokenizerBase) -> str:
     has_own = getattr(tokenizer, "response_template", None) is not None
     if wanted == OWN and not has_own:
         raise ValueError("tool_call_parser='tokenizer': it has no response_template; name a form, or none")
-    if wanted != NONE and not hasattr(tokenizer, "get_response_parser"):
-        if wanted == AUTO:
-            return NONE
-        raise ValueError(f"tool_call_parser={wanted!r} needs a newer transformers; upgrade it, or pass none")
     if wanted != AUTO:
         return wanted
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
@@ -64,85 +82,46 @@ def choose_parser(wanted: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def shown_tokens(parser: str, tokenizer: PreTrainedTokenizerBase, end_tokens: list[int]) -> set[int]:
-    """Special tokens that the parser must see as text."""
+    """Special tokens that the reader of answers must see as text."""
     if parser == OWN:
         return set(tokenizer.all_special_ids) - set(end_tokens)
     known = tokenizer.get_vocab()
-    return {known[text] for text in FORMS[parser].special if text in known}
+    return {known[text] for text in (*FORMS[parser].special, "<think>", "</think>") if text in known}
 
 
-class ToolCallParser:
-    """Reads one answer; `calls` has those found so far, as OpenAI's objects.
+def forcing_parser(parser: str) -> str:
+    """The parser of answers that must be calls, where `parser` reads those that may be."""
+    return parser if parser in FORMS else WITHOUT_FORM
+
+
+def calls_grammar(
+    parser: str, tools: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, *, is_single: bool
+) -> str:
+    """The grammar of answers that are calls of `tools`, in Lark's notation; `is_single`: one call only.
 
     Args:
-        parser: as `choose_parser` found it, not "none".
-        tools: of the request.
+        parser: one of FORMS.
+        tools: of a request, each with a name; arguments follow its `parameters`, a JSON schema.
     """
-
-    def __init__(self, parser: str, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]]):
-        self.calls: list[dict[str, Any]] = []
-        self._form = FORMS.get(parser)
-        template = tokenizer.response_template if self._form is None else _response_template(self._form)
-        self._reader: Any = tokenizer.get_response_parser(template, prefix="", tools=tools)
-        self._region = ""  # what came of the region that is open
-
-    def add(self, text: str) -> str:
-        """Takes in what came; returns what of it, and of what came before, is no call."""
-        if self._reader is None:
-            return text
-        try:
-            return "".join(self._read(event) for event in self._reader.feed(text))
-        except (ValueError, KeyError):
-            return self._give_up(text)
-
-    def finish(self) -> str:
-        """At the end of the answer: returns what of the text that was held back is no call."""
-        if self._reader is None:
-            return ""
-        try:
-            return "".join(self._read(event) for event in self._reader.finalize()[1])
-        except (ValueError, KeyError):
-            return self._give_up("")
-
-    def _give_up(self, text: str) -> str:
-        """What the tokenizer's template cannot read is text to its end."""
-        self._reader = None
-        return self._region + text
-
-    def _read(self, event: dict[str, Any]) -> str:
-        kind, field = event["type"], event["field"]
-        if kind == "region_open":
-            self._region = ""
-        elif kind == "region_chunk" and field == "content":
-            return event["text"]
-        elif kind == "region_chunk":
-            self._region += event["text"]
-        elif field == "tool_calls":
-            region, self._region = self._region, ""
-            found = _own_calls(event["value"]) if self._form is None else parse_calls(self._form.kept + region)
-            if not found and self._form is not None:
-                return self._as_written(region)
-            self.calls += [_call(name, arguments) for name, arguments in found]
-        elif field != "content" and isinstance(event["value"], str):
-            return event["value"]  # reasoning and the like
-        return ""
-
-    def _as_written(self, region: str) -> str:
-        assert self._form is not None
-        sign = self._form.sign if self._form.kept == "" else ""
-        return sign + self._form.kept + region + (self._form.closing or "")
+    form = FORMS[parser]
+    tags = [_terminal(tag, tokenizer) for tag in (form.sign, form.closing or "")]
+    first, more, last = (part.format(*tags) for part in form.grammar)
+    objects = " | ".join(_object_grammar(tool["function"], form.arguments) for tool in tools)
+    return f"start: {first} {'' if is_single else more} {last}\ncall: {objects}\n"
 
 
-def _response_template(form: Form) -> dict[str, Any]:
-    calls = {"open_pattern": form.opening, "repeats": True, "content": "text", "content_args": {"strip": False}}
-    if form.closing is not None:
-        calls["close"] = form.closing
-    return {"start_anchor": "\0", "fields": {"tool_calls": calls, "content": {"content": "text"}}}
+def _object_grammar(function: dict[str, Any], arguments: str) -> str:
+    begin = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
+    schema = function.get("parameters") or {"type": "object", "properties": {}}
+    schema = {"x-guidance": {"whitespace_pattern": JSON_SPACE}} | schema
+    return f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"'
 
 
-def _own_calls(value: Any) -> list[tuple[str, Any]]:
-    functions = [item.get("function", {}) for item in (value if isinstance(value, list) else [value])]
-    return [(function["name"], function.get("arguments", {})) for function in functions]
+def _terminal(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """`text` in Lark's notation; special tokens are no text there."""
+    token = tokenizer.get_vocab().get(text)
+    added = tokenizer.added_tokens_decoder.get(token)
+    return f"<[{token}]>" if added is not None and added.special else json.dumps(text)
 
 
 def parse_calls(text: str) -> list[tuple[str, Any]]:
@@ -166,7 +145,19 @@ def parse_calls(text: str) -> list[tuple[str, Any]]:
     return found
 
 
-def _call(name: str, arguments: Any) -> dict[str, Any]:
+def is_cut_in_string(text: str) -> bool:
+    """Whether `text` is JSON that ends inside a string, in which anything may stand."""
+    try:
+        json.JSONDecoder().raw_decode(text.lstrip())
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except RecursionError:
+        pass
+    return False
+
+
+def as_tool_call(name: str, arguments: Any) -> dict[str, Any]:
+    """A call as OpenAI's object."""
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {
         "id": f"call_{secrets.token_hex(12)}",

@@ -1,0 +1,214 @@
+"""One answer as text, reasoning and calls of tools, while it comes.
+
+Nothing is invented and nothing is lost: what is no call, or was cut off within one, is text as the model wrote it. Only
+white space around calls and reasoning is left out.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from hybrid_engine.generation.detokenize import longest_beginning
+from hybrid_engine.serving.tool_calls import FORMS, OWN, Form, as_tool_call, is_cut_in_string, parse_calls
+
+THINK, THOUGHT = "<think>", "</think>"
+REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
+"""Names that response templates have for it."""
+
+
+class Shown(NamedTuple):
+    """What may be shown of an answer."""
+
+    text: str = ""
+    reasoning: str = ""
+
+
+class AnswerReader(Protocol):
+    """Takes an answer in as it comes."""
+
+    calls: list[dict[str, Any]]
+    """Those that are complete, OpenAI's objects."""
+
+    def add(self, text: str) -> Shown:
+        """Takes in what came; what of it, and of what was held back, may be shown."""
+
+    def finish(self) -> Shown:
+        """The rest, at the end of the answer."""
+
+
+def build_reader(
+    parser: str, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], prompt: list[int]
+) -> AnswerReader:
+    """The reader of one answer to the tokens `prompt`; `parser` as `choose_parser` found it, not "none"."""
+    if parser == OWN:
+        return TemplateReader(tokenizer, tools, prompt)
+    begun = tokenizer.decode(prompt[-8:]).rstrip().endswith(THINK)
+    return FormReader(FORMS[parser], is_reasoning=begun)
+
+
+class FormReader:
+    """Reads calls of one form, and reasoning in front of everything else.
+
+    Args:
+        is_reasoning: the prompt ends with the beginning of reasoning.
+    """
+
+    def __init__(self, form: Form, *, is_reasoning: bool = False):
+        self.form = form
+        self.calls: list[dict[str, Any]] = []
+        self._buffer = ""  # not read yet, or of a call that is not complete
+        self._body = 0  # where the call in the buffer begins after its sign
+        self._after_space: Callable[[bool], Shown] = self._read_reasoning
+        self._read = self._skip_space if is_reasoning else self._read_beginning
+
+    def add(self, text: str) -> Shown:
+        """Takes in what came; what of it, and of what was held back, may be shown."""
+        self._buffer += text
+        return self._advance(False)
+
+    def finish(self) -> Shown:
+        """The rest, at the end of the answer."""
+        return self._advance(True)
+
+    def _advance(self, is_end: bool) -> Shown:
+        parts: list[Shown] = []
+        before = None
+        while before != (self._read, len(self._buffer)):
+            before = self._read, len(self._buffer)
+            parts.append(self._read(is_end))
+        return Shown("".join(part.text for part in parts), "".join(part.reasoning for part in parts))
+
+    def _read_beginning(self, is_end: bool) -> Shown:
+        visible = self._buffer.lstrip()
+        if visible.startswith(THINK):
+            self._buffer = visible[len(THINK) :]
+            self._read, self._after_space = self._skip_space, self._read_reasoning
+        elif is_end or not THINK.startswith(visible):
+            self._read = self._read_whole if self.form.is_whole else self._read_text
+        return Shown()
+
+    def _skip_space(self, is_end: bool) -> Shown:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer or is_end:
+            self._read = self._after_space
+        return Shown()
+
+    def _read_reasoning(self, is_end: bool) -> Shown:
+        text, found, rest = self._buffer.partition(THOUGHT)
+        if found:
+            self._buffer, self._read = rest, self._skip_space
+            self._after_space = self._read_whole if self.form.is_whole else self._read_text
+            return Shown(reasoning=text.rstrip())
+        return Shown(reasoning=self._take_before(THOUGHT, is_end).rstrip() if is_end else self._take_before(THOUGHT))
+
+    def _take_before(self, tag: str, is_end: bool = False) -> str:
+        """The buffer up to what may be white space in front of `tag`, which it does not have; at the end all of it."""
+        end = len(self._buffer)
+        if not is_end:
+            end = len(self._buffer[: end - longest_beginning(self._buffer, [tag])].rstrip())
+        taken, self._buffer = self._buffer[:end], self._buffer[end:]
+        return taken
+
+    def _read_text(self, is_end: bool) -> Shown:
+        text, found, _ = self._buffer.partition(self.form.sign)
+        if not found:
+            return Shown(self._take_before(self.form.sign, is_end))
+        shown = text.rstrip()
+        self._body = len(text) + len(found) - len(shown)
+        self._buffer, self._read = self._buffer[len(shown) :], self._read_call
+        return Shown(shown)
+
+    def _read_whole(self, is_end: bool) -> Shown:
+        """The beginning of an answer that has calls and nothing else, or none."""
+        visible = self._buffer.lstrip()
+        rest = visible.removeprefix(self.form.sign).lstrip()
+        if rest.startswith("{"):
+            self._body, self._read = len(self._buffer) - len(rest), self._read_call
+        elif is_end or (rest and not self.form.sign.startswith(visible)):
+            self._read = self._pass_on
+        return Shown()
+
+    def _pass_on(self, is_end: bool) -> Shown:
+        text, self._buffer = self._buffer, ""
+        return Shown(text)
+
+    def _read_call(self, is_end: bool) -> Shown:
+        if self.form.closing is not None and (end := self._find_end(self.form.closing)) is not None:
+            return self._close(end - len(self.form.closing), end)
+        if not is_end:
+            return Shown()
+        if self.form.closing is not None and self.form.closing in self._buffer[self._body :]:
+            end = self._buffer.index(self.form.closing, self._body)  # its string never ended
+            return self._close(end, end + len(self.form.closing))
+        open_end = longest_beginning(self._buffer, [self.form.closing]) if self.form.closing else 0
+        return self._close(len(self._buffer) - open_end, len(self._buffer))
+
+    def _find_end(self, closing: str) -> int | None:
+        """Where the call in the buffer is closed; a closing inside a string of its JSON is none."""
+        place = self._buffer.find(closing, self._body)
+        while place >= 0 and is_cut_in_string(self._buffer[self._body : place]):
+            place = self._buffer.find(closing, place + 1)
+        return None if place < 0 else place + len(closing)
+
+    def _close(self, body_end: int, end: int) -> Shown:
+        """Reads the calls that are in the buffer up to `end`; it is text where there are none."""
+        written, self._read = self._buffer[:end], self._read_text
+        found = parse_calls(self._buffer[self._body : body_end])
+        self._buffer = self._buffer[end:]
+        self.calls += [as_tool_call(name, arguments) for name, arguments in found]
+        return Shown() if found else Shown(written)
+
+
+class TemplateReader:
+    """Reads answers by the tokenizer's `response_template`, as transformers does.
+
+    Args:
+        prompt: what is answered; it may have begun some part of the answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]], prompt: list[int]):
+        self.calls: list[dict[str, Any]] = []
+        self._reader: Any = tokenizer.get_response_parser(prefix=prompt, tools=tools)
+        self._pending = ""  # came, and was neither shown nor part of what has been read
+
+    def add(self, text: str) -> Shown:
+        """Takes in what came; what of it, and of what was held back, may be shown."""
+        self._pending += text
+        if self._reader is None:
+            return self._give_up()
+        return self._attempt(lambda: self._reader.feed(text))
+
+    def finish(self) -> Shown:
+        """The rest, at the end of the answer."""
+        return Shown() if self._reader is None else self._attempt(lambda: self._reader.finalize()[1])
+
+    def _attempt(self, read: Callable[[], list[dict[str, Any]]]) -> Shown:
+        try:
+            parts = [self._show(event) for event in read()]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return self._give_up()
+        return Shown("".join(part.text for part in parts), "".join(part.reasoning for part in parts))
+
+    def _give_up(self) -> Shown:
+        """What the template cannot read is text to the end of the answer."""
+        self._reader = None
+        text, self._pending = self._pending, ""
+        return Shown(text)
+
+    def _show(self, event: dict[str, Any]) -> Shown:
+        kind, field, is_reasoning = event["type"], event["field"], event["field"] in REASONING_FIELDS
+        if kind == "region_chunk" and (field == "content" or is_reasoning):
+            self._pending = self._pending.partition(event["text"])[2]
+            return Shown(reasoning=event["text"]) if is_reasoning else Shown(event["text"])
+        if kind != "region_close" or field == "content" or is_reasoning:
+            return Shown()
+        if field == "tool_calls":
+            self.calls += _own_calls(event["value"])
+        self._pending = ""
+        return Shown(event["value"]) if field != "tool_calls" and isinstance(event["value"], str) else Shown()
+
+
+def _own_calls(value: Any) -> list[dict[str, Any]]:
+    functions = [item["function"] for item in (value if isinstance(value, list) else [value])]
+    return [as_tool_call(function["name"], function.get("arguments", {})) for function in functions]
