@@ -47,7 +47,7 @@ from hybrid_engine.optim.stepping import end_micro_batch
 from hybrid_engine.parallel.stage_training import StagedBatches
 from hybrid_engine.training.faster_linears import use_faster_linears
 from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
-from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_parameters
+from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_copies, mark_parameters
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.split_module import num_stages_of, original_of, together, unit_size_of
@@ -117,6 +117,7 @@ class ZeroEngine(Uncopied):
         self.module = model
         self.optimizer = build_optimizer(optimizer, groups, self.sharding, config) if trains else None
         self.sharding.settle()
+        mark_copies(self.sharding)
         self.checks = CallChecks(self)
         self.lr_scheduler = build_lr_scheduler(lr_scheduler, self.optimizer, config)
         self.global_steps = 0

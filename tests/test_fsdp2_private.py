@@ -4,6 +4,7 @@
 """
 
 import ast
+import importlib
 import re
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def owners():
         "a parameter group": group,
         "a parameter": group.fsdp_params[0],
         "the package": torch.distributed.fsdp._fully_shard,
+        "torch.distributed": torch.distributed,
+        "its contract": importlib.import_module("torch.distributed._composable.contract"),
     }
     dist.destroy_process_group()
 
@@ -60,6 +63,8 @@ def test_the_table_was_read():
         "a parameter group",
         "a parameter",
         "the package",
+        "torch.distributed",
+        "its contract",
     }
 
 

@@ -138,6 +138,38 @@ def _evaluation_below_stage_3(world_size):
     return plain, engine(input_ids=torch.arange(9)[None]).logits.detach(), engine.report()
 
 
+def _set_by_one_process(rank, stage, trains):
+    """What every process has where one alone has written, before and after a step that changes nothing."""
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}, "bf16": {"enabled": stage == 2}}
+    if trains:
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
+    engine = deepspeed.initialize(model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), config=config)[0]
+    weight, bias = engine.module[0].weight, engine.module[1].bias
+    found = []
+    for modifier in (0, 1):
+        with deepspeed.zero.GatheredParameters([bias, weight, engine.module[0].bias], modifier_rank=modifier):
+            if rank == modifier:
+                weight.data.fill_(5.0 + modifier)
+                bias.data = torch.full_like(bias, 3.0 + modifier)
+        loss = engine(torch.ones(1, 4, dtype=weight.dtype)).mean()
+        if trains:
+            engine.backward(loss)
+            engine.step()
+        whole = whole_weights(engine)
+        found.append([whole[name].unique().tolist() for name in ("0.weight", "1.bias")])
+    return found
+
+
+def _sets_below_stage_3(rank, world_size):
+    return {(s, trains): _set_by_one_process(rank, s, trains) for s in (0, 1, 2) for trains in (True, False)}
+
+
+def test_the_modifiers_changes_reach_every_rank_below_stage_3_too():
+    for results in run_distributed(_sets_below_stage_3, 2):
+        for case, found in results.items():
+            assert found == [[[5.0], [3.0]], [[6.0], [4.0]]], case
+
+
 def _set_in_bf16(world_size):
     """A value that is set must survive the next step, whose masters are another copy."""
     engine = build(world_size, bf16={"enabled": True}, scheduler=None)

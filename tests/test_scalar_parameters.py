@@ -1,4 +1,7 @@
-"""Parameters without a dimension, as the `logit_scale` of CLIP: trained, saved and gathered like all others."""
+"""Parameters without a dimension, as the `logit_scale` of CLIP: trained, saved and gathered like all others.
+
+And those without elements, as the weight of a linear with no output.
+"""
 
 import itertools
 import unittest.mock
@@ -25,13 +28,14 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.gain = nn.Parameter(torch.tensor(gain))
+        self.nothing = nn.Linear(WIDTH, 0)
 
     def forward(self, x):
-        return x + self.gain * torch.tanh(self.linear(x))
+        return x + self.gain * torch.tanh(self.linear(x)) + self.nothing(x).sum()
 
 
 class Model(nn.Module):
-    """Scalars of the model and of its layers, one under two names, and one that is frozen."""
+    """Scalars of the model and of its layers, one under two names, and one that is frozen; and empty ones."""
 
     def __init__(self):
         super().__init__()
@@ -39,11 +43,13 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([Layer(0.5), Layer(0.8)])
         self.scale = nn.Parameter(torch.tensor(1.3))
         self.tied = self.scale
+        self.rows = nn.Parameter(torch.zeros(0, WIDTH))
         self.offset = nn.Parameter(torch.tensor(0.2), requires_grad=False)
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x) * self.tied
+        x = torch.cat([x, self.rows.to(x)])
         return (x * self.scale.exp() + self.offset).float().square().mean(1)
 
 
@@ -307,11 +313,19 @@ def test_zero_init_and_gathered_parameters():
         assert after["scale"] != before["scale"] and after["offset"] == before["offset"]
 
 
+def with_empty_frozen():
+    """A model that torch's Adafactor steps, which divides by the number of elements."""
+    model = Model()
+    for param in model.parameters():
+        param.requires_grad_(param.requires_grad and param.numel() > 0)
+    return model
+
+
 def worker_optimizers(rank, world_size, stage, names):
     found = {}
     for name in names:
         engine, *_ = hybrid_engine.initialize(
-            model=Model(),
+            model=with_empty_frozen(),
             config={k: v for k, v in settings(stage).items() if k != "optimizer"},
             optimizer=lambda params, name=name: getattr(torch.optim, name)(params, lr=LR),
         )

@@ -30,6 +30,9 @@ versions` runs the tests with each of them.
 | `to_sharded_dtensor()`, `reset_sharded_param()`          | a parameter       | 2.11 to 2.15  |
 | `_get_grad_inner_tensor()`, `mesh_info`, `pin_memory`    | a parameter       | 2.11 to 2.15  |
 | `is_dtensor`                                             | a parameter       | 2.11 to 2.15  |
+| `_pre_forward_hook_handle`, `_post_forward_hook_handle`  | its state         | 2.11 to 2.15  |
+| `STATE_KEY`, `REGISTRY_KEY`                              | its contract      | 2.11 to 2.15  |
+| `_composable_state._module_state_mapping`                | torch.distributed | 2.11 to 2.15  |
 
 What torch 2.15 changed: a parameter's public `grad_dtype` says in which dtype FSDP2 leaves its reduced gradient, where
 `_orig_dtype` and `_sharding_spec` said so before. Gradients that wait for their reduction are `_unsharded_param.grad`.
@@ -43,6 +46,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -163,10 +168,14 @@ def unreduced_gradients(modules: Iterable[FSDPModule]) -> Iterator[torch.Tensor]
 def drop_unreduced_gradients(modules: Iterable[FSDPModule]) -> None:
     """Forgets the gradients that wait for a backward pass which reduces them."""
     for param in fsdp_params(modules):
-        if _keeps_gradients_apart(param):
-            param.unsharded_accumulated_grad = None
-        if hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = None
+        _drop_unreduced(param)
+
+
+def _drop_unreduced(param: Any) -> None:
+    if _keeps_gradients_apart(param):
+        param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
 
 
 def unreduced_gradient(param: Any) -> torch.Tensor | None:
@@ -196,6 +205,25 @@ def finish_backward(root: FSDPModule, modules: Iterable[FSDPModule]) -> None:
     root._get_fsdp_state()._root_post_backward_final_callback()
 
 
+def reduce_without_empty(modules: Iterable[FSDPModule]) -> None:
+    """Has each group leave parameters without elements out of its reduction, which takes none; their gradients are
+    empty too."""
+    for group in _param_groups(modules):
+        empty = [param for param in group.fsdp_params if not param.sharded_param.numel()]
+        if empty:
+            group.post_backward = partial(_reduce_without, group, empty)
+
+
+def _reduce_without(group: Any, empty: list[Any], *unused: Any) -> None:
+    if group.reduce_grads:
+        for param in empty:
+            if unreduced_gradient(param) is not None:
+                _drop_unreduced(param)
+                shard = param.sharded_param
+                shard.grad = torch.zeros_like(shard, dtype=shard.grad_dtype)
+    type(group).post_backward(group, *unused)
+
+
 def reduce_all_trained(modules: Iterable[FSDPModule], note: Callable[[int, list[Any]], None]) -> None:
     """Has each group reduce the gradients of all its trained parameters, zeros for those that have none here.
 
@@ -208,10 +236,10 @@ def reduce_all_trained(modules: Iterable[FSDPModule], note: Callable[[int, list[
     """
     for number, module in enumerate(modules):
         for group in _param_groups([module]):
-            group.post_backward = partial(_reduce_all, group, partial(note, number))
+            group.post_backward = partial(_reduce_all, group, group.post_backward, partial(note, number))
 
 
-def _reduce_all(group: Any, note: Callable[[list[Any]], None], *unused: Any) -> None:
+def _reduce_all(group: Any, reduce: Callable[..., None], note: Callable[[list[Any]], None], *unused: Any) -> None:
     if group.reduce_grads:
         trained = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param") and p._unsharded_param.requires_grad]
         gradients = [(param, unreduced_gradient(param)) for param in trained]
@@ -219,7 +247,7 @@ def _reduce_all(group: Any, note: Callable[[list[Any]], None], *unused: Any) -> 
         dtypes = {grad.dtype for _, grad in gradients if grad is not None}
         for param in trained:
             _hold_gradient(param, dtypes)
-    type(group).post_backward(group, *unused)
+    reduce(*unused)
 
 
 def _hold_gradient(param: Any, dtypes: set[torch.dtype]) -> None:
@@ -297,6 +325,40 @@ def keep_whole_in_state_dict(modules: Iterable[FSDPModule]) -> None:
             *[param._post_load_hook_handle for param in group.fsdp_params],
         ):
             handle.remove()
+
+
+def on_wrapped_class(module: FSDPModule, name: str, function: Callable[..., Any]) -> None:
+    """Gives the class that FSDP2 made for `module` a method."""
+    setattr(type(module), name, function)
+
+
+def plain_class(module: FSDPModule) -> type[nn.Module]:
+    """The class that `module` had before it was wrapped."""
+    return type(module).__mro__[2]  # its own, FSDPModule, and that one
+
+
+def hook_ids(modules: Iterable[FSDPModule]) -> set[int]:
+    """The numbers of all hooks that FSDP2 has put on `modules` and on the modules of their parameters."""
+    modules = list(modules)
+    states = [module._get_fsdp_state() for module in modules]
+    handles = [h for state in states for h in (state._pre_forward_hook_handle, state._post_forward_hook_handle)]
+    for group in _param_groups(modules):
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        handles += [param._post_load_hook_handle for param in group.fsdp_params]
+    return {handle.id for handle in handles}
+
+
+def forget_wrapping(attributes: dict[str, Any]) -> None:
+    """Takes out of a module's `attributes` what FSDP2 has put there."""
+    for key in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+        attributes.pop(key, None)
+
+
+def forget_states(modules: Iterable[FSDPModule]) -> None:
+    """Lets `modules`, which were unwrapped for good, be wrapped again."""
+    for module in modules:
+        _module_state_mapping.pop(module, None)
 
 
 def end_passes(module: FSDPModule) -> None:

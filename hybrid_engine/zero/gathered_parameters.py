@@ -29,10 +29,12 @@ from torch.utils.hooks import unserializable_hook
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.distributed.interrupts import holding_interrupts
-from hybrid_engine.distributed.processes import get_world_size
+from hybrid_engine.distributed.processes import default_device, get_world_size
 from hybrid_engine.zero.sharding import Sharding, full_tensor, local_tensor
 
 MARKS = ("ds_id", "ds_shape", "ds_numel", "ds_tensor")
+COPY = "_number_of_copy"
+"""The attribute of a parameter that every process has whole, below stage 3; no script asks for it."""
 _numbers = itertools.count()
 
 
@@ -76,6 +78,13 @@ def mark_parameters(sharding: Sharding) -> None:
         whole.ds_status, whole.ds_is_copy = ZeroParamStatus.AVAILABLE, True
 
 
+def mark_copies(sharding: Sharding) -> None:
+    """Marks parameters that are whole on each of several processes: one process's changes inside a block reach all."""
+    if sharding.world_size > 1 and sharding.unit_size == 1 and (sharding.stays_whole or not sharding.is_sharded):
+        for param in sharding.leaves():
+            vars(param)[COPY] = next(_numbers)
+
+
 def mark_parameter(param: Any) -> None:
     """Gives a parameter DeepSpeed's attributes; processes must mark theirs in one order, that of `ds_id`."""
     param.ds_id = next(_numbers)
@@ -107,9 +116,10 @@ class GatheredParameters:
     """Makes stage 3 parameters whole inside the block; collective, entered and left by every process.
 
     Args:
-        params: a parameter or several; those without `ds_id` are left alone.
+        params: a parameter or several; those without `ds_id`, which are whole anyway, only get the modifier's changes,
+            and those of no engine none.
         modifier_rank: the process whose changes reach the parameters everywhere, and with the next step their fp32
-            masters. None discards all changes.
+            masters. None discards all changes at stage 3; below, each process keeps its own, which must be the same.
         fwd_module: has no meaning here.
         enabled: False does nothing.
 
@@ -136,6 +146,9 @@ class GatheredParameters:
             check_integer("GatheredParameters: modifier_rank", modifier_rank, 0, get_world_size() - 1)
         marked = {id(p): p for p in entries if hasattr(p, "ds_id")} if enabled else {}
         self.params: list[Any] = sorted(marked.values(), key=lambda p: p.ds_id)
+        is_changed = enabled and modifier_rank is not None
+        copies = {id(p): p for p in entries if is_changed and p is not None and COPY in vars(p)}
+        self.copies: list[Any] = sorted(copies.values(), key=lambda p: vars(p)[COPY])
         self.modifier_rank = modifier_rank
         self._is_inside = False
 
@@ -200,6 +213,8 @@ class GatheredParameters:
         if self.modifier_rank is not None and error is None:
             for param, whole in changed:
                 _write_back(param, whole, self.modifier_rank)
+            for param in self.copies:
+                _send_copy(param, self.modifier_rank)
 
 
 def _gather(param: DTensor) -> nn.Parameter:
@@ -216,6 +231,14 @@ def _refuse_gradient(grad: torch.Tensor) -> None:
         "backward(): the loss depends on a parameter inside GatheredParameters, where it has no gradient; compute the "
         "loss by the engine's forward pass"
     )
+
+
+def _send_copy(param: nn.Parameter, modifier_rank: int) -> None:
+    """Gives every process the modifier's value of a parameter that each has whole."""
+    sent = param.data.to(default_device()).contiguous()
+    dist.broadcast(sent, src=modifier_rank)
+    if sent.data_ptr() != param.data.data_ptr():
+        param.data.copy_(sent)
 
 
 def _write_back(param: DTensor, whole: torch.Tensor, modifier_rank: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from hybrid_engine.distributed.verdict import attempt, everyone
+from hybrid_engine.zero.unwrapping import EngineHook
 
 Result = TypeVar("Result")
 
@@ -26,7 +27,7 @@ class JointForward:
         self._expected = list(range(len(self._modules)))
         """What the last whole pass came through; before the first, each module once."""
         for number, module in enumerate(self._modules):
-            module.register_forward_pre_hook(partial(self._note, number))
+            module.register_forward_pre_hook(EngineHook(partial(self._note, number)))
 
     def _note(self, number: int, *unused: object) -> None:
         """After FSDP2 has gathered a module for its forward pass; not where a backward pass computes it anew."""

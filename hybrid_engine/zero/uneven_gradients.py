@@ -22,6 +22,7 @@ from hybrid_engine.distributed.processes import gather_objects, get_rank
 from hybrid_engine.distributed.verdict import everyone
 from hybrid_engine.zero.fsdp2_private import finish_backward, fsdp_params, reduce_all_trained
 from hybrid_engine.zero.trained_parameter import TrainedParameter
+from hybrid_engine.zero.unwrapping import EngineHook
 
 
 class UnevenGradients:
@@ -39,7 +40,7 @@ class UnevenGradients:
         self._expected: list[int] = []  # what the order of that pass will be, or that of the last one was
         reduce_all_trained(self._modules, self._note)
         for number, module in enumerate(self._modules):
-            module.register_forward_pre_hook(partial(self._pass_through, number))
+            module.register_forward_pre_hook(EngineHook(partial(self._pass_through, number)))
 
     def _note(self, group: int, used: list[Any]) -> None:
         """Before a group is reduced: the records of its parameters that have a gradient here."""

@@ -18,11 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hybrid_engine.zero.sharding import local_tensor
+from hybrid_engine.zero.unwrapping import EngineHook
 
 
 def copy_views_in_outputs(module: nn.Module) -> None:
     """From now on `module(...)` returns copies of views and parameters; to be called before FSDP2 sets its hooks."""
-    module.register_forward_hook(_copy_after_forward)
+    module.register_forward_hook(EngineHook(_copy_after_forward))
 
 
 def copy_views_in_outputs_of(module: nn.Module, method_name: str) -> None:

@@ -20,7 +20,7 @@ from hybrid_engine.distributed.mesh_groups import with_own_group
 from hybrid_engine.distributed.processes import default_device, get_rank, get_world_size, join_alone
 from hybrid_engine.zero.built_shards import placeholders
 from hybrid_engine.zero.external_parameters import take_external_uses
-from hybrid_engine.zero.fsdp2_private import keep_whole_in_state_dict, make_root
+from hybrid_engine.zero.fsdp2_private import keep_whole_in_state_dict, make_root, reduce_without_empty
 from hybrid_engine.zero.layer_groups import find_groups, is_forward_method
 from hybrid_engine.zero.mesh import build_mesh, find_norm_group
 from hybrid_engine.zero.passes import loss_factor
@@ -34,6 +34,7 @@ from hybrid_engine.zero.split_module import (
     tensor_axes,
     unit_size_of,
 )
+from hybrid_engine.zero.unwrapping import allow_copies
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
 
 MAX_IN_LINE = 3
@@ -99,6 +100,7 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
                 part.set_gradient_divide_factor(num_units * factor)
     _register_forward_methods(module)
     make_root(module)
+    reduce_without_empty([*layers, module])
     if stage < 3:
         keep_whole_in_state_dict([*layers, module])
     return Sharding(
@@ -139,6 +141,7 @@ def _fully_shard(
     part.set_reshard_after_backward(stage == 3)
     # Averages are then a sum and a division; gloo has no reduction with a factor.
     part.set_force_sum_reduction_for_comms(True)
+    allow_copies(part)
 
 
 def _register_forward_methods(module: nn.Module) -> None:

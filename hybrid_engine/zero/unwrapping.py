@@ -1,0 +1,97 @@
+"""Takes off a module what FSDP2 and an engine have put on it: for its copies, and for an engine that takes it over.
+
+FSDP2 refuses to copy a module that it has wrapped. Below stage 3 an engine's module is whole, and scripts copy it, for
+a moving average or a target network: the copy is a module of the class that the user wrote, without an engine.
+"""
+
+import copy
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine.zero.fsdp2_private import forget_wrapping, hook_ids, on_wrapped_class, plain_class
+from hybrid_engine.zero.layer_groups import is_forward_method
+
+
+class EngineHook:
+    """A hook that an engine has put on a module: a copy of the module does not have it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def allow_copies(module: FSDPModule) -> None:
+    """From now on `copy.deepcopy` and `pickle` give plain modules of `module`, as long as its parameters are whole."""
+    on_wrapped_class(module, "__deepcopy__", _copy)
+    on_wrapped_class(module, "__reduce_ex__", _reduce)
+
+
+def _copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    _check_whole(module, "copy.deepcopy")
+    with _plain(module):
+        return copy.deepcopy(module, memo)
+
+
+def _reduce(module: nn.Module, protocol: Any) -> Any:
+    _check_whole(module, "pickle")
+    return operator.getitem, ([copy.deepcopy(module)], 0)  # pickle wants a class's own objects from it
+
+
+def _check_whole(module: nn.Module, what: str) -> None:
+    shard = next((name for name, param in module.named_parameters() if type(param) is DTensor), None)
+    if shard is not None:
+        raise ValueError(
+            f"{what}: of {shard} this process has a shard only, which another module cannot have; run it inside "
+            f"zero.GatheredParameters(list(module.parameters())), which makes the parameters whole"
+        )
+
+
+@contextmanager
+def _plain(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` and what is in it are as before an engine wrapped them, with the parameters of now."""
+    parts: list[Any] = list(module.modules())
+    before = [(part.__class__, part.__dict__) for part in parts]
+    try:
+        for part in parts:
+            # Users hold handles of hooks, which refer to the dictionaries that these are in.
+            hooks = {name: copy.copy(held) for name, held in vars(part).items() if _holds_hooks(name)}
+            object.__setattr__(part, "__dict__", {**vars(part), **hooks})
+        unwrap(module)
+        yield
+    finally:
+        for part, (kind, attributes) in zip(parts, before, strict=True):
+            part.__class__ = kind
+            object.__setattr__(part, "__dict__", attributes)
+
+
+def unwrap(root: nn.Module) -> None:
+    """Makes the parts of `root` modules of the classes that they had before they were wrapped; local.
+
+    Parameters stay as they are now, whole or shards.
+    """
+    parts = list(root.modules())
+    wrapped = [part for part in parts if isinstance(part, FSDPModule)]
+    ids = hook_ids(wrapped)
+    for part in parts:
+        for name in filter(_holds_hooks, list(vars(part))):
+            hooks = vars(part)[name]
+            for number in [number for number, hook in hooks.items() if number in ids or isinstance(hook, EngineHook)]:
+                del hooks[number]
+    for part in wrapped:
+        kind = plain_class(part)
+        for name in [name for name in vars(part) if is_forward_method(name) and hasattr(kind, name)]:
+            del vars(part)[name]  # gathers around the method of that name
+        forget_wrapping(vars(part))
+        cast(Any, part).__class__ = kind
+
+
+def _holds_hooks(name: str) -> bool:
+    return name.startswith("_") and "_hooks" in name
