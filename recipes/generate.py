@@ -22,10 +22,11 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.distributed.processes import get_rank, on_rank_zero
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.end_tokens import answer_text, end_token_ids
 from hybrid_engine.generation.given_sequences import run_sequences
 from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_opening import live_batch
-from hybrid_engine.generation.options import GenerationOptions, end_token_ids, read_options
+from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.recipes.batch.journal import Journal
 from hybrid_engine.recipes.batch.model import ModelOptions, load_answering, most_tokens
 from hybrid_engine.recipes.batch.shared import join, load_shared, telling
@@ -168,7 +169,7 @@ def read_sampling(config: Config, engine: Any, tokenizer: PreTrainedTokenizerBas
     sampled = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     vocab_size, defaults = engine.config.get_text_config().vocab_size, engine.generation_config
     given = {"max_new_tokens": config.max_new_tokens, "suppress_tokens": defaults.suppress_tokens}
-    given |= {"eos_token_id": list(end_token_ids(defaults, tokenizer, vocab_size))}
+    given |= {"eos_token_id": end_token_ids(engine, tokenizer)}
     return read_options(given | (sampled if config.temperature > 0 else {}), 0, vocab_size)
 
 
@@ -213,7 +214,7 @@ def answer_of(row: PromptRow, sequences: list[Sequence], tokenizer: PreTrainedTo
     return {
         "prompt": row.prompt,
         **row.columns,
-        "responses": [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in sequences],
+        "responses": [answer_text(tokenizer, s.tokens, s.options.eos_token_ids) for s in sequences],
         "finish_reasons": [sequence.finish_reason for sequence in sequences],
         "num_tokens": [len(sequence.tokens) for sequence in sequences],
     }

@@ -8,6 +8,7 @@ import pytest
 from chat import MARKED_TEMPLATE, PLAIN_TEMPLATE, build_chat_tokenizer
 from datasets import Dataset
 
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.recipes.data.encoding import Encoded, encode_completion, encode_pair, encode_prompt
 from hybrid_engine.recipes.data.held_out import hold_out, prompt_key
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
@@ -406,6 +407,34 @@ def test_a_prompt_has_the_token_that_begins_a_text_and_not_the_one_that_ends_it(
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<start> $A <eos>", special_tokens=specials)
     encoded = encode_completion(tokenizer, CompletionRow(prompt="ab", completion="cd"))
     assert texts(tokenizer, encoded.prompt_ids, encoded.response_ids) == ("<start>ab", "cd<eos>")
+
+
+def test_text_that_a_template_has_rendered_gets_no_second_beginning_and_end(caplog):
+    from tokenizers.processors import TemplateProcessing
+
+    say_once.cache_clear()
+    tokenizer = build_chat_tokenizer("{{ '<start>' }}" + PLAIN_TEMPLATE)
+    specials = [("<start>", tokenizer.convert_tokens_to_ids("<start>")), ("<eos>", tokenizer.eos_token_id)]
+    for single in ("<start> $A", "<start> $A <eos>"):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=specials)
+        turns = [user("a"), assistant("b")]
+        prompt = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, tokenize=False)
+        whole = tokenizer.apply_chat_template(turns, tokenize=False)
+        completion = whole.removeprefix(prompt)
+        assert completion == "b<eos>\n"
+        rendered = encode_completion(tokenizer, CompletionRow(prompt=prompt, completion=completion))
+        assert rendered == encode_completion(tokenizer, CompletionRow(prompt=turns[:1], completion=turns[1:]))
+        assert encode_prompt(tokenizer, PromptRow(prompt=prompt)) == rendered.prompt_ids
+        text = encode_completion(tokenizer, TextRow(text=whole))
+        assert text.prompt_ids + text.response_ids == rendered.prompt_ids + rendered.response_ids
+        pair = encode_pair(tokenizer, PreferenceRow(prompt=prompt, chosen=completion, rejected="c"))
+        assert pair_texts(tokenizer, pair) == (prompt, "b<eos>", "c<eos>")
+    assert caplog.messages == [
+        "text that begins with <start> gets no second one from the tokenizer",
+        "text that ends with <eos> gets no <eos> behind it",
+    ]
+    with pytest.raises(ValueError, match="this row has text of one token, '<eos>', which nothing comes before"):
+        encode_completion(build_chat_tokenizer(None), TextRow(text="<eos>"))
 
 
 TWO_TURNS = [user("a"), assistant("b"), user("c"), assistant("d")]

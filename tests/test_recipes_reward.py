@@ -163,8 +163,10 @@ def test_padding_is_never_the_token_that_answers_end_with(tmp_path, capsys):
     both = save_model(tmp_path / "both", pad_token="<eos>", bos_token="<start>")
     tokenizer = load_scoring_tokenizer(both)
     assert tokenizer.pad_token == "<start>" and "'<start>' will be padding" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="pads with its eos_token '<eos>'; the score is read at the last token"):
+    with pytest.raises(ValueError, match="pads with '<eos>', which ends answers; the score is read at the last"):
         load_scoring_tokenizer(save_model(tmp_path / "none", pad_token="<eos>"))
+    of_turns = save_model(tmp_path / "turns", eos_token="<pad>", pad_token="<eos>", bos_token="<start>")
+    assert load_scoring_tokenizer(of_turns).pad_token == "<start>"  # the template ends turns with <eos>
 
 
 @pytest.mark.parametrize(

@@ -241,12 +241,6 @@ def read_options(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> 
     )
 
 
-def end_token_ids(config: GenerationConfig, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """What ends an answer to a user: what the model's own config says, and its tokenizer's end."""
-    ends = (*token_ids("eos_token_id", config.eos_token_id, vocab_size), tokenizer.eos_token_id)
-    return token_ids("eos_token_id", [end for end in dict.fromkeys(ends) if end is not None], vocab_size)
-
-
 def token_ids(option: str, value: Any, vocab_size: int) -> tuple[int, ...]:
     """One id, a list or a tensor of ids as a tuple, without those beyond the vocabulary, which cannot be drawn."""
     if value is None:

@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hybrid_engine.generation.end_tokens import end_token_ids
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.live_opening import live_batch
-from hybrid_engine.generation.options import end_token_ids, token_ids
+from hybrid_engine.generation.options import token_ids
 from hybrid_engine.serving.following import FollowingServer
 from hybrid_engine.serving.server import Server
 
@@ -57,7 +58,7 @@ def build_server(
             name=name,
             tokenizer=served,
             vocab_size=vocab_size,
-            end_tokens=list(end_token_ids(defaults, served, vocab_size)),
+            end_tokens=end_token_ids(module, served),
             suppressed=token_ids("suppress_tokens", defaults.suppress_tokens, vocab_size),
             link=link,
             adapters=adapters,

@@ -44,14 +44,14 @@ def opened(out: str) -> Iterator[IO[str]]:
 
 
 def write_answer(batch: LiveBatch, sequence: Sequence, tokenizer: PreTrainedTokenizerBase, out: IO[str]) -> None:
-    """Runs one sequence and writes its text as it comes, then a new line."""
-    detokenizer = IncrementalDetokenizer(tokenizer)
+    """Runs one sequence and writes its text as it comes, without its end, then a new line."""
+    detokenizer, ends = IncrementalDetokenizer(tokenizer), sequence.options.eos_token_ids
     batch.add([sequence])
     while batch.has_work:
         for told in batch.turn():
             if told.finish_reason == "error":
                 raise RuntimeError("the model's logits are not finite; check the weights for NaN or inf")
-            out.write("".join(map(detokenizer.add, told.tokens)))
+            out.write("".join(detokenizer.add(token) for token in told.tokens if token not in ends))
             out.flush()
     out.write(detokenizer.finish() + "\n")
     out.flush()

@@ -2,17 +2,21 @@
 
 Text is encoded prompt and answer apart, so that the prompt's tokens are those that a rollout begins from, and an answer
 ends with the end-of-sequence token. A conversation is rendered as a whole, and split where it goes on from its prompt.
+Text that a template has rendered already keeps the tokens that it begins and ends with, and gets no second ones.
 """
 
 import inspect
 import re
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.config.notices import say_once
+from hybrid_engine.generation.end_tokens import answer_ends
 from hybrid_engine.recipes.data.packing import Prompt
 from hybrid_engine.recipes.data.rows import (
     CompletionRow,
@@ -114,8 +118,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> list[in
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a finished answer given as text, and the end-of-sequence token."""
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    """The tokens of a finished answer given as text, and the end-of-sequence token where the text has no end."""
+    return _ended(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, row: LearnedRow | LabelledRow) -> Encoded:
@@ -126,7 +130,9 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, row: LearnedRow | Labe
     which nothing comes before.
     """
     if isinstance(row, TextRow):
-        ids = [*_encode_text_prompt(tokenizer, row, row.text), tokenizer.eos_token_id]
+        ids = _ended(tokenizer, _encode_text_prompt(tokenizer, row, row.text))
+        if len(ids) < 2:
+            raise ValueError(f"{row.place} has text of one token, {row.text!r}, which nothing comes before; remove it")
         return Encoded(prompt_ids=ids[:1], response_ids=ids[1:])
     if isinstance(row, ConversationRow):
         return _encode_messages(tokenizer, row)
@@ -189,11 +195,22 @@ def _check_unlike(row: Row, pair: EncodedPair) -> EncodedPair:
 def _encode_text_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[int]:
     """With the token that the tokenizer puts before a text, without the one that some put behind it."""
     ids = list(tokenizer(text)["input_ids"])
-    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+    eos = tokenizer.eos_token_id
+    if ids and ids[-1] == eos and (ids[-2:-1] == [eos] or not text.endswith(tokenizer.eos_token)):
         ids.pop()
     if not ids:
         raise ValueError(f"{row.place} has text without tokens, {text!r}, which nothing can follow; remove it")
+    length = _num_added_before(tokenizer, ids)
+    if length and ids[length : 2 * length] == ids[:length]:
+        say_once(f"text that begins with {tokenizer.decode(ids[:length])} gets no second one from the tokenizer")
+        ids = ids[length:]
     return ids
+
+
+def _num_added_before(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
+    """How many of `ids`, those of a text, the tokenizer puts before any text."""
+    of_nothing = tokenizer("")["input_ids"]
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(of_nothing, ids, strict=False))])
 
 
 def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: ConversationRow) -> Encoded:
@@ -270,13 +287,29 @@ def _opening(prompt: list[Message]) -> dict[str, bool]:
 
 
 def _until_end(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int]) -> list[int]:
-    """The response up to its end-of-sequence token, where a rollout stops; templates put a line feed behind it."""
-    last = max((index for index, token in enumerate(ids) if token == tokenizer.eos_token_id), default=None)
-    if last is not None and not tokenizer.decode(ids[last + 1 :]).strip():
-        ids = ids[: last + 1]
+    """The response up to the token that ends its last turn, where a rollout stops; templates put more behind it."""
     if not ids:
         raise ValueError(f"{row.place} has an answer without tokens; mend or remove the row")
-    return ids
+    return ids[: _end_of_answer(tokenizer, ids)]
+
+
+def _ended(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """`ids` with the end-of-sequence token behind them, or up to the end that they have."""
+    length = _end_of_answer(tokenizer, ids)
+    if length is None:
+        return [*ids, tokenizer.eos_token_id]
+    say_once(
+        f"text that ends with {tokenizer.decode(ids[length - 1 : length])} gets no {tokenizer.eos_token} behind it"
+    )
+    return ids[:length]
+
+
+def _end_of_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int | None:
+    """How many of `ids` an answer is that ends with the first end behind its text; None where no end is there."""
+    ends, length = answer_ends(tokenizer), len(ids)
+    while length and (ids[length - 1] in ends or not tokenizer.decode([ids[length - 1]]).strip()):
+        length -= 1
+    return next((place + 1 for place in range(length, len(ids)) if ids[place] in ends), None)
 
 
 def _template_options(row: Row) -> dict[str, Any]:

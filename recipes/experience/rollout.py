@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.generation.end_tokens import answer_text, end_token_ids
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, attach_responses, pad_prompts
@@ -61,9 +62,11 @@ def sample(
     """`options.num_samples` answers to each of `rows`.
 
     The actor, a `HybridEngine`, must be in evaluation mode; collective when it is sharded. Longer prompts lose their
-    beginning. The same seed, rows and weights give the same answers.
+    beginning. Answers end with any of `end_token_ids`, which is not part of their text. The same seed, rows and weights
+    give the same answers.
     """
     prompts = [encode_prompt(tokenizer, row)[-options.max_prompt_tokens :] for row in rows]
+    ends = end_token_ids(actor.module, tokenizer)
     prompt_ids, prompt_mask = pad_prompts(prompts, tokenizer.pad_token_id, actor.device)
     output = actor.generate(
         prompt_ids,
@@ -75,7 +78,7 @@ def sample(
         max_new_tokens=options.max_new_tokens,
         num_return_sequences=options.num_samples,
         pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=ends,
         return_dict_in_generate=True,
         seed=seed,
     )
@@ -84,7 +87,7 @@ def sample(
     responses = [row[mask].tolist() for row, mask in zip(sequences.responses, sequences.response_mask, strict=True)]
     answers = Answers(
         prompts=_repeat([row.prompt for row in rows], options.num_samples),
-        responses=[tokenizer.decode(ids, skip_special_tokens=True) for ids in responses],
+        responses=[answer_text(tokenizer, ids, ends) for ids in responses],
         prompt_ids=_repeat(prompts, options.num_samples),
         response_ids=responses,
         is_cut_off=[reason == "length" for reason in output.finish_reason],

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
+from hybrid_engine.generation.end_tokens import answer_ends
 from hybrid_engine.recipes.data.packing import Layout, layout_of, pack
 from hybrid_engine.recipes.data.passes import in_passes, split
 from hybrid_engine.recipes.data.sequences import build_sequences
@@ -22,21 +23,22 @@ ROWS_PER_PASS = 64
 def load_scoring_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer of a model whose classifier reads its score at the last token that is not padding.
 
-    Where it would pad with its end-of-sequence token, the token that begins texts is the padding: it ends none.
+    Where it would pad with a token that ends answers, the token that begins texts is the padding: it ends none.
 
     Raises:
         ValueError: it does not load, or has no other token to pad with.
     """
     tokenizer = load_tokenizer(source)
-    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+    ends = answer_ends(tokenizer)
+    if tokenizer.pad_token_id not in ends:
         return tokenizer
-    if tokenizer.bos_token_id in (None, tokenizer.eos_token_id):
+    if tokenizer.bos_token_id in (None, *ends):
         raise ValueError(
-            f"--model={source!r} pads with its eos_token {tokenizer.eos_token!r}; the score is read at the last token "
-            "that is not padding, so pad must differ: set another pad_token in its tokenizer"
+            f"--model={source!r} pads with {tokenizer.pad_token!r}, which ends answers; the score is read at the last "
+            "token that is not padding, so pad must differ: set another pad_token in its tokenizer"
         )
-    tokenizer.pad_token = tokenizer.bos_token
-    say(f"--model={source!r} has no padding apart from its eos_token: {tokenizer.pad_token!r} will be padding")
+    end, tokenizer.pad_token = tokenizer.pad_token, tokenizer.bos_token
+    say(f"--model={source!r} pads with {end!r}, which ends answers: {tokenizer.pad_token!r} will be padding")
     return tokenizer
 
 

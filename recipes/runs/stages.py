@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from hybrid_engine.checkpoint.adapters import save_adapter
 from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.processes import on_rank_zero
+from hybrid_engine.generation.end_tokens import end_token_ids
 from hybrid_engine.recipes.runs.checks import flag
 from hybrid_engine.recipes.runs.model_card import ADAPTER, write_model_card
 from hybrid_engine.recipes.runs.run_folder import check_out, set_aside
@@ -55,6 +56,7 @@ def save_stage(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
     An adapter is merged into the weights, and stands by itself in `adapter/` below them, for peft. The README.md says
     what the run has left so far: call this when its options and figures are written.
     """
+    _name_ends(engine.module, tokenizer)
     unfinished, replaced = (folder.with_name(f".{folder.name}-{state}") for state in ("unfinished", "replaced"))
     on_rank_zero(lambda: shutil.rmtree(unfinished, ignore_errors=True))
     engine.save_16bit_model(unfinished)
@@ -70,6 +72,12 @@ def save_stage(engine: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) ->
         shutil.rmtree(replaced, ignore_errors=True)
 
     on_rank_zero(publish)
+
+
+def _name_ends(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Puts what ended the run's answers into the model's generation_config, for programs that load it later."""
+    if getattr(model, "generation_config", None) is not None:  # a classifier has none
+        model.generation_config.eos_token_id = end_token_ids(model, tokenizer)
 
 
 def _run_folder(folder: Path) -> Path:
