@@ -1,6 +1,7 @@
 """The rules that rewards know by name, how several are added, what they measure, and what of them is refused."""
 
 import math
+import re
 import sys
 from dataclasses import replace
 
@@ -60,10 +61,29 @@ def test_a_rule_judges_by_its_definition(spec, responses, references, expected):
 @pytest.mark.parametrize(
     ("text", "number"),
     [("", None), ("v.", None), ("-", None), ("1.", 1.0), (".5", 0.5), ("$1,000,000", 1e6), ("3 of 4%", 4.0),
-     ("2.5e-3", 0.0025), ("x2", 2.0), ("7-3", -3.0), ("1,2", 2.0), ("e5", 5.0)],
+     ("2.5e-3", 0.0025), ("x2", 2.0), ("1,2", 2.0), ("e5", 5.0), ("3-5", 5.0), ("7-3", 3.0), ("x=-5", -5.0),
+     ("2024-12", 12.0), ("f(2)-3", 3.0), ("(-3)", -3.0), ("It is \u22125.", -5.0), ("\u20135", -5.0), ("3\u20135", 5.0),
+     ("-$1,234.50", -1234.5), ("$-2", -2.0), ("+4", 4.0), ("5.", 5.0), ("1,234.", 1234.0), ("1{,}234", 1234.0),
+     (r"1,\!234", 1234.0), ("12,3456", 3456.0), ("1/2", 0.5), ("-3 / 4", -0.75), (r"-\frac{3}{4}", -0.75),
+     (r"\dfrac{1,000}{8}", 125.0), ("5/0", 0.0), ("12/24/2024", 2024.0), ("10^-3", -3.0), ("2e3/4", 500.0)],
 )  # fmt: skip
 def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("spec", "reference", "right", "wrong"),
+    [
+        ("exact", ["yes", "Yes"], ("yes", "Yes"), ("['yes', 'Yes']", "no")),
+        ("exact", {"ground_truth": "yes", "style": "rule"}, ("yes",), ("ground_truth", "rule")),
+        ("exact:column=answer,after=####", ["so #### 4", "four"], ("#### 4", "####four"), ("4", "#### 3")),
+        ("number", {"ground_truth": ["4", 5]}, ("it is 4", "5.0"), ("45", "4, 6")),
+        ("number", (18, "20"), ("18", "20"), ("1820",)),
+    ],
+)
+def test_a_reference_may_name_several_right_answers(spec, reference, right, wrong):
+    assert scores_of(spec, list(right), answer=[reference] * len(right)) == [1] * len(right)
+    assert scores_of(spec, list(wrong), answer=[reference] * len(wrong)) == [0] * len(wrong)
 
 
 def test_the_reference_may_stand_in_another_column():
@@ -147,13 +167,20 @@ def test_columns_that_a_reward_cannot_do_without_are_asked_for_before_any_work(m
         ("exact", None, "which is no answer"),
         ("exact:after=####", "steps ####", "which is no answer"),
         ("number", "none", "which has no number in it"),
+        ("number", ["1", "none"], "which has no number in it"),
+        ("exact", float("nan"), "which is no answer"),
+        ("exact", [], "which is a list without an answer"),
+        ("exact", ["a", None], "which is no answer"),
+        ("exact", {"style": "rule"}, "which is an object without 'ground_truth'"),
     ],
 )
 def test_a_reference_that_a_rule_cannot_read_is_named_with_its_row_before_any_work(spec, value, rule):
     rows = [
         PromptRow(prompt="p", columns={"answer": answer}, place=f"line {n}") for n, answer in enumerate(("1", value))
     ]
-    with pytest.raises(ValueError, match=f"^line 1 has answer={value!r}, {rule} for --reward={spec!r}; mend it"):
+    with pytest.raises(
+        ValueError, match=f"^line 1 has {re.escape(f'answer={value!r}')}, {rule} for --reward={spec!r}; m"
+    ):
         load_rewards([spec]).check_rows(rows)
     load_rewards([spec]).check_rows(rows[:1])
 

@@ -10,6 +10,7 @@
 `exact`, `number` and `math` read the reference from the data's column `answer`, or from another:
 `number:column=solution,tolerance=0.01`. `after=TEXT` takes the response's answer, and the reference's, from what
 follows the last TEXT, as `exact:after=####`; a response without it has no answer. Blanks at both ends do not count.
+A reference may be a list of right answers, of which the response's must be one, or verl's `{"ground_truth": ...}`.
 """
 
 import re
@@ -21,7 +22,14 @@ from hybrid_engine.recipes.rewards.answers import Answers, UnusableReference
 from hybrid_engine.recipes.rewards.math_equivalence import load_math_equivalence
 from hybrid_engine.recipes.rewards.spec_options import SpecOptions
 
-NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d*|\.\d+)?(?:(?<=[\d.])[eE][-+]?\d+)?")
+GROUND_TRUTH = "ground_truth"
+"""The key of a reference answer within verl's column `reward_model`."""
+_WHOLE = r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?!\d)|\d+)"
+_DECIMAL = rf"(?:{_WHOLE}(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+# Behind a digit, a letter or a bracket a dash is no sign: 3-5 is a range or a difference, 2024-12 a date.
+_SIGN = r"(?<![\w)\]}%])[-+\u2212\u2013\ufe63\uff0d]"
+NUMBER = re.compile(rf"(?P<sign>{_SIGN})?[$€£¥]?(?P<first>{_DECIMAL})(?P<others>(?: ?[/\u2044] ?{_DECIMAL})*)")
+_LATEX_FRACTION = re.compile(rf"\\[dt]?frac\{{({_DECIMAL})\}}\{{({_DECIMAL})\}}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +108,25 @@ BUILT_IN: dict[str, Callable[[str, str], Rule]] = {
 
 
 def last_number(text: str) -> float | None:
-    """The last number in `text`, with or without commas between thousands; None without one."""
-    found = [match for match in NUMBER.findall(text) if any(character.isdigit() for character in match)]
-    return float(found[-1].replace(",", "")) if found else None
+    """The last number in `text` as a person reads it; None without one.
+
+    With or without commas between thousands and a currency, with any minus sign; 3/4 and \\frac{3}{4} are 0.75, of a
+    date the last number counts.
+    """
+    found = [*NUMBER.finditer(_LATEX_FRACTION.sub(r"\1/\2", text))]
+    return _value_of(found[-1]) if found else None
+
+
+def _value_of(number: re.Match[str]) -> float:
+    first, *others = map(_decimal, re.split("[/\u2044]", number["first"] + number["others"]))
+    if len(others) > 1 or others == [0.0]:
+        return others[-1]
+    value = first / others[0] if others else first
+    return -value if number["sign"] not in (None, "+") else value
+
+
+def _decimal(text: str) -> float:
+    return float(re.sub(r"[,{}\\! ]", "", text))
 
 
 def _compare(spec: str, options: SpecOptions, is_right: Callable[[str, str], bool]) -> Rule:
@@ -111,19 +135,20 @@ def _compare(spec: str, options: SpecOptions, is_right: Callable[[str, str], boo
 
     def judge(answers: Answers) -> list[float]:
         scores = []
-        for index, (response, reference) in enumerate(zip(answers.responses, answers.columns[column], strict=True)):
+        for index, (response, value) in enumerate(zip(answers.responses, answers.columns[column], strict=True)):
             try:
-                scores.append(float(_is_right_answer(is_right, response, _reference(reference, after), after)))
+                scores.append(float(_is_right_answer(is_right, response, read_references(value, after), after)))
             except ValueError as error:
                 raise UnusableReference(
-                    f"--reward={spec!r}: {column}={reference!r} of the prompt {answers.shown_prompt(index)} {error}; "
+                    f"--reward={spec!r}: {column}={value!r} of the prompt {answers.shown_prompt(index)} {error}; "
                     "mend the data"
                 ) from error
         return scores
 
     def check(columns: Mapping[str, Any]) -> None:
         try:
-            is_right("", _reference(columns[column], after))
+            for reference in read_references(columns[column], after):
+                is_right("", reference)
         except ValueError as error:
             raise ValueError(
                 f"has {column}={columns[column]!r}, which {error} for --reward={spec!r}; mend it"
@@ -132,17 +157,26 @@ def _compare(spec: str, options: SpecOptions, is_right: Callable[[str, str], boo
     return Rule(judge=judge, columns=frozenset({column}), check=check)
 
 
-def _is_right_answer(is_right: Callable[[str, str], bool], response: str, reference: str, after: str) -> bool:
+def _is_right_answer(is_right: Callable[[str, str], bool], response: str, references: list[str], after: str) -> bool:
     if after and after not in response:
         return False
-    return is_right(_behind(response, after), reference)
+    return any(is_right(_behind(response, after), reference) for reference in references)
 
 
-def _reference(value: Any, after: str) -> str:
+def read_references(value: Any, after: str) -> list[str]:
+    """The right answers that a row's value names, as text; ValueError, in words that follow the value, for none."""
+    if isinstance(value, Mapping):
+        if GROUND_TRUTH not in value:
+            raise ValueError(f"is an object without {GROUND_TRUTH!r}")
+        return read_references(value[GROUND_TRUTH], after)
+    if isinstance(value, (list, tuple)):
+        if not value:
+            raise ValueError("is a list without an answer")
+        return [reference for one in value for reference in read_references(one, after)]
     text = _behind(str(value), after)
-    if value is None or not text:
+    if value is None or value != value or not text:  # nan stands for a value that is missing
         raise ValueError("is no answer")
-    return text
+    return [text]
 
 
 def _behind(text: str, mark: str) -> str:
