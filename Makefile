@@ -57,7 +57,7 @@ help:
 	@echo 'PYTHON=...   the interpreter to build .venv with (now $(PYTHON)), Python 3.10 or newer'
 
 demo: $(INSTALLED)
-	$(BIN)/hybrid-engine ppo --out runs/demo --restart --tokens-per-micro-batch 2048
+	$(BIN)/hybrid-engine ppo --out runs/demo --restart --missing-eos-penalty 3 --tokens-per-micro-batch 2048
 
 # Two tests at a time: they wait for processes that start. Those of a file share what they build.
 test: $(INSTALLED)

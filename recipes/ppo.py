@@ -119,8 +119,10 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     """how far the probability ratio counts from 1"""
     value_clip: float = 0.5
     """how far a value counts from the one at the rollout"""
-    missing_eos_score: float = -3.0
-    """score of a response that was cut off at max_new_tokens, in place of the reward"""
+    missing_eos_penalty: float = 0.0
+    """what is taken off the reward of a response that was cut off at max_new_tokens"""
+    missing_eos_score: float | None = None
+    """out of use, goes with the next version: score of a cut-off response, in place of the reward"""
     kl_bound: float = 6.0
     """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
     shared_base: bool = False
@@ -135,13 +137,19 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
         check_shared_base(self)
         for name in ("minibatch_size", "ppo_epochs"):
             check_count(name, getattr(self, name), 1)
-        for name in ("kl_coef", "kl_bound"):
+        for name in ("kl_coef", "kl_bound", "missing_eos_penalty"):
             check_at_least(name, getattr(self, name), 0)
         for name in ("actor_lr", "critic_lr", "clip", "value_clip"):
             check_above(name, getattr(self, name), 0)
         for name in ("gamma", "lam"):
             check_between(name, getattr(self, name), 0, 1)
-        check_finite("missing_eos_score", self.missing_eos_score)
+        if self.missing_eos_score is not None:
+            check_finite("missing_eos_score", self.missing_eos_score)
+            if self.missing_eos_penalty:
+                raise ValueError(
+                    f"--missing-eos-score={self.missing_eos_score} takes the place of the reward that "
+                    f"--missing-eos-penalty={self.missing_eos_penalty} is taken off; give the penalty alone"
+                )
         check_divides("rollout_size", self.rollout_size, self.minibatch_size)
 
     @property
@@ -154,6 +162,11 @@ def run(config: Config) -> Path:
     """Runs the missing stages and PPO; returns the folder of the final actor. Collective."""
     out = Path(config.out)
     hybrid_engine.init_distributed()
+    if config.missing_eos_score is not None:
+        say(
+            "--missing-eos-score goes with the next version: on rewards of another scale it may pay not to stop; "
+            "--missing-eos-penalty takes a number off the reward instead"
+        )
     start = prepare(config, SUMMARIES, has_critic=True)
     seed_everything(config.seed)
     actor_rate = config.actor_lr or suitable_rate(config, small=1e-4)

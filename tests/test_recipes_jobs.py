@@ -250,6 +250,7 @@ def test_own_prompts_rewards_with_weights_and_adapter_run_without_the_judge(stag
     assert all(line["score"] == 7.0 and "judge_pass_rate" not in line for line in metrics)
     assert all((line["reward_five"], line["reward_one"]) == (5.0, 1.0) for line in metrics)
     output = capsys.readouterr().out
+    assert output.count("--missing-eos-score goes with the next version") == 1
     assert "E2E latency" not in output  # a step has one line, with its times
     assert all(output.count(f"PPO {step}/2") == 1 for step in (1, 2)) and output.count("generate_seconds") == 2
     assert not (tmp_path / "run" / "sft").exists() and not (tmp_path / "run" / "reward").exists()
@@ -273,7 +274,7 @@ def test_the_reward_lands_on_the_last_response_token_and_nowhere_else(stages, tm
 
     monkeypatch.setattr(ppo, "gae", spy)
     monkeypatch.setattr(ppo, "sample", keep_rollout)
-    ppo.run(replace(TINY, out=new_run(stages, tmp_path), steps=1, kl_coef=0.0, missing_eos_score=-3.25))
+    ppo.run(replace(TINY, out=new_run(stages, tmp_path), steps=1, kl_coef=0.0, missing_eos_penalty=3.25))
     ((rewards, mask),) = seen
     (rollout,) = rollouts
     raw = load_rewards([str(tmp_path / "reward")])(rollout.answers).total
@@ -283,7 +284,7 @@ def test_the_reward_lands_on_the_last_response_token_and_nowhere_else(stages, tm
         assert position == int(mask[row].sum()) - 1
         is_cut_off = rollout.sequences.responses[row, position].item() != end_token
         assert is_cut_off == rollout.answers.is_cut_off[row]
-        assert rewards[row, position] == pytest.approx(-3.25 if is_cut_off else raw[row])
+        assert rewards[row, position] == pytest.approx(raw[row] - 3.25 * is_cut_off)
 
 
 def run_ppo_of(rank, world_size, config):

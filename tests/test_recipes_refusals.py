@@ -53,6 +53,7 @@ NAN, INFINITY = float("nan"), float("inf")
         (ppo, "lam", (-0.1, 2.0, NAN), "must be from 0 to 1"),
         (ppo, "zero_stage", (-1, 7), "must be from 0 to 3"),
         (ppo, "missing_eos_score", (NAN, INFINITY), "must be finite"),
+        (ppo, "missing_eos_penalty", (-1.0,), "must be at least 0"),
         (ppo, "temperature", (NAN, INFINITY), "must be finite"),
         (ppo, "kl_coef", (NAN, INFINITY), "must be finite"),
         (ppo, "clip", (NAN, INFINITY), "must be finite"),

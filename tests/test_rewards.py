@@ -14,7 +14,7 @@ from hybrid_engine.recipes.experience.critic_experience import reward_tokens
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN, last_number
 from hybrid_engine.recipes.rewards.loading import load_rewards, names_of
-from hybrid_engine.recipes.rewards.scores import Scores, replace_cut_off, reward_figures
+from hybrid_engine.recipes.rewards.scores import Scores, penalise_cut_off, replace_cut_off, reward_figures
 
 
 def scores_of(spec, responses, **columns):
@@ -281,6 +281,20 @@ def test_an_answer_that_was_cut_off_has_the_score_of_those_and_keeps_its_rewards
     scores = replace_cut_off(load_rewards([f"{name}:score"])(answers), answers, -3.0)
     assert scores.total == [2.0, -3.0] and scores.per_token == [[1.0, 1.0], [0.0, -3.0]]
     assert scores.by_name == {"score": [2.0, 2.0]}
+
+
+def test_a_penalty_is_taken_off_the_score_of_an_answer_that_was_cut_off_whatever_its_scale(module):
+    name = module("def score(response_ids): return [[1.0 for _ in ids] for ids in response_ids]")
+    answers = replace(answers_of(["p", "q", "r"], ["a", "b", ""]), is_cut_off=[False, True, True])
+    judged = load_rewards([f"{name}:score", "length:target=1"], [1.0, -100.0])(answers)
+    scores = penalise_cut_off(judged, answers, 3.0)
+    assert scores.total == [judged.total[0], judged.total[1] - 3.0, judged.total[2] - 3.0]
+    assert [sum(row) for row in scores.per_token] == scores.total and scores.by_name == judged.by_name
+    assert scores.per_token[1] == [1.0, judged.per_token[1][1] - 3.0]
+    whole = load_rewards(["length:target=1"])(answers)
+    assert penalise_cut_off(whole, answers, 0.0) == whole
+    unjudged = Scores(total=[math.nan] * 3, by_name={}, per_token=None)
+    assert all(map(math.isnan, penalise_cut_off(unjudged, answers, 3.0).total))
 
 
 def test_ppo_puts_a_process_rewards_numbers_on_their_tokens_beside_the_kl_penalty():

@@ -17,12 +17,15 @@ from hybrid_engine.recipes.experience.roles import Roles
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions
 from hybrid_engine.recipes.experience.start import Start
 from hybrid_engine.recipes.rewards.answers import Answers
-from hybrid_engine.recipes.rewards.scores import Scores, replace_cut_off
+from hybrid_engine.recipes.rewards.scores import Scores, penalise_cut_off, replace_cut_off
 
 
 def judge(roles: Roles, config: Any, answers: Answers) -> Scores:
-    """The rewards of `answers`; those that were cut off have `missing_eos_score`."""
-    return replace_cut_off(roles.rewards(answers), answers, config.missing_eos_score)
+    """The rewards of `answers`; `missing_eos_penalty` is taken off those of answers that were cut off."""
+    scores = roles.rewards(answers)
+    if config.missing_eos_score is not None:
+        return replace_cut_off(scores, answers, config.missing_eos_score)
+    return penalise_cut_off(scores, answers, config.missing_eos_penalty)
 
 
 def rollout_sums(rollout: Rollout, logprobs_ref: torch.Tensor, config: Any) -> Sums:

@@ -6,7 +6,7 @@ B: answers, T: tokens of an answer.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_engine.distributed.processes import gather_objects
@@ -60,6 +60,16 @@ def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: A
         per_token=_per_token(rewards, values, answers, weights) if is_process else None,
         is_step=_is_step(rewards, values, answers) if is_process else None,
     )
+
+
+def penalise_cut_off(scores: Scores, answers: Answers, penalty: float) -> Scores:
+    """`scores` less `penalty` for each answer that was cut off; on its last token. As TRL's `missing_eos_penalty`."""
+    costs = [penalty if is_cut else 0.0 for is_cut in answers.is_cut_off]
+    per_token = scores.per_token
+    if per_token is not None:
+        per_token = [[*row[:-1], row[-1] - cost] if row else row for row, cost in zip(per_token, costs, strict=True)]
+    total = [number - cost for number, cost in zip(scores.total, costs, strict=True)]
+    return replace(scores, total=total, per_token=per_token)
 
 
 def replace_cut_off(scores: Scores, answers: Answers, score: float) -> Scores:
