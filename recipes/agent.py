@@ -20,7 +20,6 @@ import torch
 from jinja2 import TemplateError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-import hybrid_engine
 from hybrid_engine.distributed.processes import all_processes
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.algorithms.advantages import compute_advantages
@@ -37,13 +36,14 @@ from hybrid_engine.recipes.experience.policy import Policy, build_policy
 from hybrid_engine.recipes.experience.policy_experience import Experience, present_batch
 from hybrid_engine.recipes.planning.following import follow_memory, write_result
 from hybrid_engine.recipes.planning.read import Read
-from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, suitable_rate
 from hybrid_engine.recipes.runs.run_checks import check_folder
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_tokenizer, mix_seed, move_aside, save_stage, seed_everything
 from hybrid_engine.recipes.tasks.calculator import (
     LONGEST_RESULT,
@@ -90,7 +90,7 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
     max_new_tokens: int = 24
     """longest answer of one turn"""
     learning_rate: float | None = None
-    """peak of the linear schedule; default: 1.5e-3, with --model 1e-6, of an adapter 1e-5"""
+    """peak of the learning rate; default: 1.5e-3, with --model 1e-6, of an adapter 1e-5"""
     algorithm: Algorithm = Algorithm()  # noqa: RUF009  frozen
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Episode:
 def run(config: Config) -> Path:
     """Makes what is missing and trains; returns the folder of the final actor."""
     out = Path(config.out)
-    hybrid_engine.init_distributed()
+    config = begin_run(config, "agent")
     check_folder(out, config)
     if config.restart:
         move_aside(out, RUN_RESULTS)
@@ -134,10 +134,12 @@ def run(config: Config) -> Path:
     source = config.model or str(sft_stage.run(first_stage))
     seed_everything(config.seed)
     rate = config.learning_rate or suitable_rate(config, small=1.5e-3)
-    policy = build_policy(config, source, rate, config.steps, keeps_reference=False)
+    schedule = Schedule.of(config, config.steps, "agent")
+    policy = build_policy(config, source, rate, schedule, keeps_reference=False)
     read = read_episodes(config, policy.actor.module.config, policy.tokenizer)
     follow_memory("agent", config, read, [policy.actor])
     say(policy.actor.report())
+    say(schedule.describe())
     say("\n".join(describe(config.algorithm)))
     before = evaluate(policy, config)
     started = time.perf_counter()

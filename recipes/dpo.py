@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_pair
 from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
@@ -57,11 +56,12 @@ from hybrid_engine.recipes.preference.pairs import (
     refer,
 )
 from hybrid_engine.recipes.runs.best import Best, keep_lowest
-from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_tokenizer, move_aside, save_stage, seed_everything
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
@@ -109,7 +109,7 @@ class Config(PairLossOptions, PreferenceOptions):
 def run(config: Config) -> Path:
     """Trains the actor on the pairs; returns the folder it is saved to. Collective."""
     out = Path(config.out)
-    hybrid_engine.init_distributed()
+    config = begin_run(config, "dpo")
     check_run(config)
     rows, held_out_rows = load_pairs(config)
     prompts = prompts_of(held_out_rows, config)
@@ -126,9 +126,11 @@ def run(config: Config) -> Path:
     prompts = fit_prompts(prompts, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
-    actor = build_actor(config, source, num_steps)
+    schedule = Schedule.of(config, num_steps, "dpo")
+    actor = build_actor(config, source, schedule)
     follow_preferences("dpo", config, actor, encoded)
     say(f"DPO: {len(rows)} pairs, {len(held_out_rows)} held out, {num_steps} steps")
+    say(schedule.describe())
 
     reading, loss_of = Reading(tokenizer.pad_token_id), config.build_loss(config.beta)
     with without_adapter(actor.module):

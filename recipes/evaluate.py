@@ -37,18 +37,18 @@ from hybrid_engine.recipes.runs.checks import (
 )
 from hybrid_engine.recipes.runs.config_files import CONFIG, write_config
 from hybrid_engine.recipes.runs.options import DataOptions, RewardOptions
+from hybrid_engine.recipes.runs.precision import DtypeOptions, torch_dtype
 from hybrid_engine.recipes.runs.run_checks import check_positions
 from hybrid_engine.recipes.runs.run_folder import check_out, left_behind
 from hybrid_engine.recipes.runs.run_log import samples_table, say, write_json
 from hybrid_engine.recipes.runs.stages import load_config, load_model, load_tokenizer, move_aside, num_positions
 
 RESULTS = ("result.json", "samples.jsonl", CONFIG)
-DTYPES = ("fp32", "bf16", "fp16")
 NUM_SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RewardOptions, DataOptions):
+class Config(RewardOptions, DataOptions, DtypeOptions):
     """Measures a model: it answers every prompt of a data set several times, and the answers are scored.
 
         hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
@@ -91,8 +91,6 @@ class Config(RewardOptions, DataOptions):
     """answers that are decoded at once on a process; 0: what suits the device"""
     rows_per_pass: int = 0
     """answers that a reward model scores at once, at most; 0: 64"""
-    dtype: str = "fp32"
-    """what the model computes in: fp32, bf16 or fp16"""
 
     def __post_init__(self) -> None:
         for name in ("model", "dataset", "reward"):
@@ -110,8 +108,7 @@ class Config(RewardOptions, DataOptions):
         check_above("temperature", self.temperature, 0)
         check_between("seed", self.seed, 0, LARGEST_SEED)
         check_finite("threshold", self.threshold)
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype={self.dtype!r} must be one of {', '.join(DTYPES)}; choose one")
+        DtypeOptions.__post_init__(self)
 
 
 def run(config: Config) -> Path:
@@ -122,13 +119,13 @@ def run(config: Config) -> Path:
         config.reward,
         config.reward_weights or None,
         config.reward_time_limit,
-        partial(LearnedReward.load, most_rows=config.rows_per_pass),
+        partial(LearnedReward.load, most_rows=config.rows_per_pass, dtype=torch_dtype(config.dtype)),
     )
     tokenizer = load_tokenizer(str(config.model))
     rows = load_rows(config, tokenizer, rewards)
     rows = fit_prompts(rows, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     model = load_model(AutoModelForCausalLM, str(config.model))
-    engine = build_answering(model, config.dtype, max_running=config.max_running)
+    engine = build_answering(model, config, max_running=config.max_running)
     say(engine.report())
 
     num_samples = config.num_samples or config.k

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-import hybrid_engine
 from hybrid_engine.distributed.processes import all_processes, get_world_size
 from hybrid_engine.recipes.algorithms.advantages import check_steps, compute_advantages, compute_step_advantages
 from hybrid_engine.recipes.algorithms.choices import Algorithm
@@ -46,7 +45,7 @@ from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.planning.following import follow_answers, write_result
 from hybrid_engine.recipes.runs.best import Best, keep_highest
-from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count, check_finite
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import (
@@ -59,6 +58,7 @@ from hybrid_engine.recipes.runs.options import (
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
 from hybrid_engine.rl.aggregation import StepCounts, count_step
 from hybrid_engine.rl.shaping import overlong_penalty, without_cut_off
@@ -101,7 +101,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     """passes over each rollout"""
     max_new_tokens: int = 48
     learning_rate: float | None = None
-    """peak of the linear schedule; default: 7e-4, with --model 1e-6, of an adapter on it 1e-5"""
+    """peak of the learning rate; default: 7e-4, with --model 1e-6, of an adapter on it 1e-5"""
     measure_kl: bool = True
     """keep the first weights to report the KL to them, also where the algorithm has none (an adapter's are its base)"""
     eval_prompts: int = 128
@@ -146,15 +146,17 @@ class Carried(NamedTuple):
 def run(config: Config) -> Path:
     """Makes what is missing and trains; returns the folder of the final actor. Collective."""
     out = Path(config.out)
-    hybrid_engine.init_distributed()
+    config = begin_run(config, "grpo")
     start = prepare(config)
     seed_everything(config.seed)
     num_updates = config.steps * config.epochs * (config.rollout_size * config.group_size // config.minibatch_size)
+    schedule = Schedule.of(config, num_updates, "grpo")
     keeps_reference = config.measure_kl or config.algorithm.needs_reference
     rate = config.learning_rate or suitable_rate(config, small=7e-4)
-    policy = build_policy(config, start.source, rate, num_updates, keeps_reference)
+    policy = build_policy(config, start.source, rate, schedule, keeps_reference)
     follow_answers("grpo", config, start, policy)
     say(policy.actor.report())
+    say(schedule.describe())
     say("\n".join(describe(config.algorithm)))
 
     before = evaluate_policy(policy, start.held_out, start.rewards, config)

@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.held_out import prompt_text
@@ -64,12 +63,13 @@ from hybrid_engine.recipes.preference.labelled import (
 )
 from hybrid_engine.recipes.preference.options import PreferenceOptions
 from hybrid_engine.recipes.runs.best import Best, keep_lowest
-from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import suitable_rate
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_tokenizer, move_aside, save_stage, seed_everything
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
@@ -108,7 +108,7 @@ class Config(PreferenceOptions):
     max_answers: int | None = None
     """train on a random sample of so many answers; 0 uses all; default: 2560, with --dataset all"""
     learning_rate: float | None = None
-    """peak of the linear schedule; default: 2e-4, with --model 1e-6, of an adapter on it 1e-5"""
+    """peak of the learning rate; default: 2e-4, with --model 1e-6, of an adapter on it 1e-5"""
     desirable_weight: float = 1.0
     """weight of a desirable answer's loss; raise it where there are few of them"""
     undesirable_weight: float = 1.0
@@ -137,7 +137,7 @@ class Config(PreferenceOptions):
 def run(config: Config) -> Path:
     """Trains the actor on the answers; returns the folder it is saved to. Collective."""
     out = Path(config.out)
-    hybrid_engine.init_distributed()
+    config = begin_run(config, "kto")
     check_run(config)
     rows, held_out_rows = load_answers(config)
     prompts = prompts_of(held_out_rows, config)
@@ -155,9 +155,11 @@ def run(config: Config) -> Path:
     prompts = fit_prompts(prompts, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     seed_everything(config.seed)
     num_steps = config.epochs * (len(encoded) // config.batch_size)
-    actor = build_actor(config, source, num_steps)
+    schedule = Schedule.of(config, num_steps, "kto")
+    actor = build_actor(config, source, schedule)
     follow_preferences("kto", config, actor, encoded)
     say(f"KTO: {len(rows)} answers, {len(held_out_rows)} held out, {num_steps} steps")
+    say(schedule.describe())
 
     reading = Reading(tokenizer.pad_token_id)
     with without_adapter(actor.module):

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_world_size
 from hybrid_engine.recipes.data.encoding import EncodedPair
 from hybrid_engine.recipes.data.micro_batches import check_budget
@@ -45,7 +44,7 @@ from hybrid_engine.recipes.preference.answers import Reading
 from hybrid_engine.recipes.preference.options import PairLossOptions
 from hybrid_engine.recipes.preference.pairs import TrainingPair
 from hybrid_engine.recipes.runs.best import Best, keep_highest
-from hybrid_engine.recipes.runs.checkpoints import load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count, check_divides
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import (
@@ -58,6 +57,7 @@ from hybrid_engine.recipes.runs.options import (
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import save_stage, seed_everything
 from hybrid_engine.rl.preferences import best_and_worst
 
@@ -102,7 +102,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
     micro_batch_size: int = 32
     """pairs of a forward pass on one process, at most"""
     learning_rate: float | None = None
-    """peak of the linear schedule; default: 3e-4, with --model 1e-6, of an adapter on it 1e-5"""
+    """peak of the learning rate; default: 3e-4, with --model 1e-6, of an adapter on it 1e-5"""
     max_new_tokens: int = 48
     exact: bool = False
     """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)"""
@@ -126,14 +126,16 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
 def run(config: Config) -> Path:
     """Makes what is missing and trains; returns the folder of the final actor. Collective."""
     out = Path(config.out)
-    hybrid_engine.init_distributed()
+    config = begin_run(config, "online-dpo")
     start = prepare(config)
     seed_everything(config.seed)
     num_updates = config.steps * (config.rollout_size // config.minibatch_size)
+    schedule = Schedule.of(config, num_updates, "online-dpo")
     rate = config.learning_rate or suitable_rate(config, small=3e-4)
-    policy = build_policy(config, start.source, rate, num_updates, keeps_reference=True)
+    policy = build_policy(config, start.source, rate, schedule, keeps_reference=True)
     follow_answers("online-dpo", config, start, policy)
     say(policy.actor.report())
+    say(schedule.describe())
 
     before = evaluate_policy(policy, start, config)
     followed = follow(out, policy.actor, policy.tokenizer, config.temperature, before)

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 
-import hybrid_engine
 from hybrid_engine.distributed.processes import all_processes, gather_objects, get_rank, get_world_size
 from hybrid_engine.recipes.data.micro_batches import Figures, train_in_parts
 from hybrid_engine.recipes.data.prompts import select_prompts
@@ -46,7 +45,7 @@ from hybrid_engine.recipes.planning.following import follow_answers, write_resul
 from hybrid_engine.recipes.rewards.scores import reward_figures
 from hybrid_engine.recipes.runs.adapters import check_shared_base
 from hybrid_engine.recipes.runs.best import Best, keep_highest
-from hybrid_engine.recipes.runs.checkpoints import SavedRun, load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import (
     check_above,
     check_at_least,
@@ -66,6 +65,7 @@ from hybrid_engine.recipes.runs.options import (
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import mix_seed, save_stage, seed_everything
 from hybrid_engine.rl.advantages import gae, whiten
 from hybrid_engine.rl.aggregation import token_mean
@@ -161,7 +161,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
 def run(config: Config) -> Path:
     """Runs the missing stages and PPO; returns the folder of the final actor. Collective."""
     out = Path(config.out)
-    hybrid_engine.init_distributed()
+    config = begin_run(config, "ppo")
     if config.missing_eos_score is not None:
         say(
             "--missing-eos-score goes with the next version: on rewards of another scale it may pay not to stop; "
@@ -171,9 +171,11 @@ def run(config: Config) -> Path:
     seed_everything(config.seed)
     actor_rate = config.actor_lr or suitable_rate(config, small=1e-4)
     critic_rate = config.critic_lr or (1e-5 if config.model else 5e-4)
-    roles = build_roles(config, start, actor_rate, critic_rate)
+    schedule = Schedule.of(config, config.num_updates, "ppo")
+    roles = build_roles(config, start, actor_rate, critic_rate, schedule)
     follow_answers("ppo", config, start, roles.policy, roles.critic)
     say(roles.policy.actor.report())
+    say(schedule.describe())
 
     before = evaluate_held_out(roles, start, config)
     followed = follow(out, roles.policy.actor, roles.policy.tokenizer, config.temperature, before)

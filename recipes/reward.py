@@ -41,7 +41,7 @@ from hybrid_engine.recipes.rewards.classifier import (
     score_tokens,
 )
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_trainable
-from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, check_resume, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_count, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
@@ -49,6 +49,7 @@ from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import (
     is_finished,
     load_config,
@@ -95,7 +96,7 @@ class Config(DataOptions, ResumeOptions):
     micro_batch_size: int = 32
     """pairs of a forward pass on one process, at most"""
     learning_rate: float | None = None
-    """peak of the linear schedule; default: 3e-4, with --model or --dataset 1e-5, of an adapter 2e-4"""
+    """peak of the learning rate; default: 3e-4, with --model or --dataset 1e-5, of an adapter 2e-4"""
     center_coef: float = 0.0
     """weight of the squared sum of a pair's scores in the loss, which keeps scores around 0"""
     lora_rank: int = 0
@@ -131,7 +132,7 @@ class Config(DataOptions, ResumeOptions):
 def run(config: Config) -> Path:
     """Trains and saves the reward model unless its folder exists; returns the folder. Collective."""
     out, folder = Path(config.out), Path(config.out) / "reward"
-    hybrid_engine.init_distributed()
+    config = begin_run(config, "reward")
     if is_finished(folder, config.restart):
         return folder
     on_rank_zero(lambda: check_resume(out, config, "reward"))
@@ -152,7 +153,9 @@ def run(config: Config) -> Path:
 
     if not config.resume:
         move_aside(out, results_of("reward"))
-    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, len(corpus.batches)))
+    schedule = Schedule.of(config, len(corpus.batches), "reward")
+    say(schedule.describe())
+    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config), lr_scheduler=schedule.build)
     pack_where_exact(engine, config)
     follow_scored_pairs(config, engine, corpus)
     saved = load_checkpoints({"model": engine}, out / checkpoints_of("reward"), config) if config.resume else SavedRun()
@@ -249,13 +252,12 @@ def measure(engine: Any, pairs: list[Pair], tokenizer: PreTrainedTokenizerBase) 
     return {"held_out_accuracy": accuracy, "held_out_loss": sum(loss for loss, _ in found) / len(pairs)}
 
 
-def engine_config(config: Config, num_steps: int) -> dict[str, Any]:
+def engine_config(config: Config) -> dict[str, Any]:
     """The DeepSpeed config of the model."""
     return build_engine_config(
         batch_size=config.batch_size,
         micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),
         learning_rate=config.peak_learning_rate,
-        num_steps=num_steps,
-        warmup_steps=min(20, num_steps),
         zero_stage=config.zero_stage,
+        dtype=config.dtype,
     )

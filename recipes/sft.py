@@ -38,7 +38,7 @@ from hybrid_engine.recipes.data.sequences import (
 )
 from hybrid_engine.recipes.planning.following import follow_examples, write_result
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_trainable
-from hybrid_engine.recipes.runs.checkpoints import SavedRun, check_resume, load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, check_resume, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_count, check_divides, check_one_of
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
@@ -46,6 +46,7 @@ from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import (
     is_finished,
     load_config,
@@ -107,7 +108,7 @@ class Config(DataOptions, ResumeOptions):
     """examples of a step are alike in length, which saves padding; off where the length says what an example shows:
     steps that learn the one kind and then the other keep a small model from learning either"""
     learning_rate: float | None = None
-    """peak of the linear schedule; default: 1.5e-3, with --model 2e-5, of an adapter 2e-4"""
+    """peak of the learning rate; default: 1.5e-3, with --model 2e-5, of an adapter 2e-4"""
     lora_rank: int = 0
     """train a LoRA adapter of this rank; 0 trains all weights"""
     max_examples: int = 0
@@ -145,7 +146,7 @@ class Config(DataOptions, ResumeOptions):
 def run(config: Config) -> Path:
     """Trains and saves the model unless its folder exists; returns the folder. Collective."""
     out, folder = Path(config.out), Path(config.out) / "sft"
-    hybrid_engine.init_distributed()
+    config = begin_run(config, "sft")
     if is_finished(folder, config.restart):
         return folder
     on_rank_zero(lambda: check_resume(out, config, "sft"))
@@ -162,7 +163,9 @@ def run(config: Config) -> Path:
 
     if not config.resume:
         move_aside(out, results_of("sft"))
-    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config, len(batches)))
+    schedule = Schedule.of(config, len(batches), "sft")
+    say(schedule.describe())
+    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(config), lr_scheduler=schedule.build)
     pack_where_exact(engine, config)
     follow_examples(config, engine, corpus.train, batches)
     saved = load_checkpoints({"model": engine}, out / checkpoints_of("sft"), config) if config.resume else SavedRun()
@@ -252,15 +255,14 @@ def load_or_build_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> n
     return add_adapter(load_model(AutoModelForCausalLM, config.model), config.lora_rank)
 
 
-def engine_config(config: Config, num_steps: int) -> dict[str, Any]:
+def engine_config(config: Config) -> dict[str, Any]:
     """The DeepSpeed config of the model."""
     return build_engine_config(
         batch_size=config.batch_size,
         micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),
         learning_rate=config.peak_learning_rate,
-        num_steps=num_steps,
-        warmup_steps=min(50, num_steps),
         zero_stage=config.zero_stage,
+        dtype=config.dtype,
         weight_decay=0.1,
     )
 

@@ -14,6 +14,7 @@ from hybrid_engine.recipes import agent, sft
 from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
 from hybrid_engine.recipes.experience.policy import build_policy
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import seed_everything
 from hybrid_engine.recipes.tasks import calculator
 from hybrid_engine.recipes.tasks.calculator import Problem, calculate, is_right
@@ -119,7 +120,7 @@ def test_the_environment_answers_with_the_calculator_and_judges_the_last_answer(
 
 def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
     seed_everything(0)
-    policy = build_policy(tiny, tiny.model, 1e-3, 2, keeps_reference=False)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
     episodes = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
     experience = agent.build_experience(policy, episodes, replace(tiny, group_size=4))
     for row, episode in enumerate(episodes):

@@ -27,7 +27,7 @@ class Options:
 
 def build_engines(seed):
     torch.manual_seed(seed)
-    sizes = {"batch_size": 2, "micro_batch_size": 2, "num_steps": NUM_STEPS, "warmup_steps": 2, "zero_stage": 0}
+    sizes = {"batch_size": 2, "micro_batch_size": 2, "zero_stage": 0, "dtype": "fp32"}
     config = build_engine_config(**sizes, learning_rate=0.1)
     return {
         name: hybrid_engine.initialize(model=torch.nn.Linear(3, 1), config=config)[0] for name in ("critic", "actor")

@@ -29,6 +29,7 @@ from hybrid_engine.recipes.experience.start import Start
 from hybrid_engine.recipes.rewards.learned import LearnedReward, build_critic, load_value_model
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.runs.engine_config import largest_micro_batch
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_model
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
@@ -292,7 +293,8 @@ def test_a_reward_without_a_module_or_a_function_is_refused(tmp_path, capsys, sp
 def test_dropout_is_off_in_every_role_of_a_model_whose_config_asks_for_it(sources):
     rewards = load_rewards(["json:dumps", str(sources / "one label")])
     start = Start(source=str(sources / "actor"), train=[], held_out=[], rewards=rewards, answered=PromptTokens(1, 1))
-    roles, adapted = (ppo.build_roles(ppo.Config(lora_rank=rank), start, 1e-4, 1e-4) for rank in (0, 2))
+    schedule = Schedule(kind="constant", num_steps=1, num_warmup_steps=0)
+    roles, adapted = (ppo.build_roles(ppo.Config(lora_rank=rank), start, 1e-4, 1e-4, schedule) for rank in (0, 2))
     critic_of_body = build_critic(str(sources / "actor"), ["json:dumps"])
     scorer = load_value_model(str(sources / "one label"))
     actors = (roles.policy.actor.module, adapted.policy.actor.module, roles.policy.reference)

@@ -30,6 +30,7 @@ from hybrid_engine.recipes.rewards.learned import LearnedReward
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.run_log import RunLog
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.training.adapter_roles import playing
 
@@ -38,6 +39,7 @@ TINY = ppo.Config(
     save_every=1, lora_rank=2, shared_base=True, actor_lr=1e-2, critic_lr=3e-2,
 )  # fmt: skip
 RATES = (1e-2, 3e-2)
+SCHEDULE = Schedule(kind="linear", num_steps=8, num_warmup_steps=2)
 
 
 def randomise(model, seed):
@@ -73,7 +75,7 @@ def build_shared(config):
     start = Start(
         source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward), answered=PromptTokens(1, 1)
     )
-    return ppo.build_roles(config, start, *RATES)
+    return ppo.build_roles(config, start, *RATES, SCHEDULE)
 
 
 def build_separate(config, shared):
@@ -99,7 +101,7 @@ def build_separate(config, shared):
     critic = ValueModel(body, copy.deepcopy(module.heads["critic"]))
     engines = [
         hybrid_engine.initialize(
-            model=model, config=engine_config_of(config, rate, config.num_updates, generates=first)
+            model=model, config=engine_config_of(config, rate, generates=first), lr_scheduler=SCHEDULE.build
         )[0]
         for model, rate, first in ((actor, RATES[0], True), (critic, RATES[1], False))
     ]

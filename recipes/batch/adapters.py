@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from hybrid_engine.recipes.batch.model import (
     BaseModelOptions,
     build_answering,
-    choose_dtype,
     load_answering_tokenizer,
     with_adapter,
 )
@@ -81,4 +80,4 @@ def load_with_adapters(
     names = peft_names(adapters)
     for adapter in adapters:
         model = with_adapter(model, adapter.folder, names[adapter.name])
-    return build_answering(model, choose_dtype(config)), tokenizer, names
+    return build_answering(model, config), tokenizer, names

@@ -4,36 +4,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftModel, load_peft_weights
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
-from hybrid_engine.recipes.runs.checks import check_one_of
+from hybrid_engine.recipes.runs.precision import DtypeOptions, apply_tf32, choose_dtype
 from hybrid_engine.recipes.runs.stages import explained, load_model, load_tokenizer
 
-DTYPES = ("auto", "fp32", "bf16", "fp16")
 MOST_TOKENS_WITHOUT_LIMIT = 32768
 """Of a prompt and its answer, for a model whose config names no most."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseModelOptions:
+class BaseModelOptions(DtypeOptions):
     """Which model answers, adapters aside."""
 
     model: str | None = None
     """Hugging Face name or folder of the model"""
     chat_template: str | None = None
     """a .jinja file that takes the place of the tokenizer's chat template"""
-    dtype: str = "auto"
-    """what the model computes in: fp32, bf16, fp16, or auto: fp32 on a CPU, bf16 on a GPU"""
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("--model is missing; say which model to answer with")
-        check_one_of("dtype", self.dtype, DTYPES)
+        DtypeOptions.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +46,13 @@ def load_answering(config: ModelOptions) -> tuple[Any, PreTrainedTokenizerBase]:
     model = load_model(AutoModelForCausalLM, str(config.model))
     if config.adapter is not None:
         model = with_adapter(model, config.adapter)
-    return build_answering(model, choose_dtype(config)), tokenizer
+    return build_answering(model, config), tokenizer
 
 
-def build_answering(model: nn.Module, dtype: str, **options: Any) -> Any:
+def build_answering(model: nn.Module, config: DtypeOptions, **options: Any) -> Any:
     """An InferenceEngine for prompts and answers as long as `model` takes them; `options` of `init_inference`."""
+    apply_tf32(config)
+    dtype = choose_dtype(config.dtype)
     return hybrid_engine.init_inference(model.eval(), dtype=dtype, max_out_tokens=most_tokens(model), **options)
 
 
@@ -72,13 +70,6 @@ def load_answering_tokenizer(config: BaseModelOptions) -> PreTrainedTokenizerBas
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template={config.chat_template!r} cannot be read: {error}") from error
     return tokenizer
-
-
-def choose_dtype(config: BaseModelOptions) -> str:
-    """What the model computes in, "auto" answered."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "bf16" if torch.cuda.is_available() else "fp32"
 
 
 def with_adapter(model: nn.Module, folder: str, name: str = "default") -> PeftModel:

@@ -16,7 +16,6 @@ from hybrid_engine.inference.empty import build_empty_model
 from hybrid_engine.recipes.batch.model import (
     BaseModelOptions,
     build_answering,
-    choose_dtype,
     load_answering_tokenizer,
     with_adapter,
 )
@@ -47,7 +46,7 @@ def load_shared(
     for name, adapter in adapters.items():
         model = with_adapter(model, adapter, name)
     layout: dict[str, Any] = {"tensor_parallel": {"tp_size": tp}, "pipeline_parallel_size": pp}
-    return build_answering(model, choose_dtype(config), checkpoint=folder, **layout), tokenizer
+    return build_answering(model, config, checkpoint=folder, **layout), tokenizer
 
 
 def _local_folder(source: str) -> str:

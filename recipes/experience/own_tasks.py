@@ -31,7 +31,7 @@ def stage_options(config: RunOptions) -> dict[str, Any]:
 
     Their rows may be longer than the run's own: a budget of tokens holds two sequences that fill a small model.
     """
-    names = ("out", "seed", "zero_stage", "activation_checkpointing", "tracker", "metric_names")
+    names = ("out", "seed", "zero_stage", "activation_checkpointing", "dtype", "tf32", "tracker", "metric_names")
     budget = config.tokens_per_micro_batch and max(config.tokens_per_micro_batch, 2 * MAX_POSITIONS)
     return {name: getattr(config, name) for name in names} | {"tokens_per_micro_batch": budget}
 

@@ -22,7 +22,9 @@ from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
+from hybrid_engine.recipes.runs.precision import torch_dtype
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer
 from hybrid_engine.rl.correction import measure_difference
 from hybrid_engine.training.adapter_roles import playing
@@ -71,23 +73,24 @@ class Policy:
         return logprobs, global_means({"difference": (float(distance) * count if count else 0.0, count)})["difference"]
 
 
-def build_policy(config: Any, source: str, learning_rate: float, num_updates: int, keeps_reference: bool) -> Policy:
+def build_policy(config: Any, source: str, learning_rate: float, schedule: Schedule, keeps_reference: bool) -> Policy:
     """The actor in `source`, without dropout, with an engine and what a recipe's `Config` says of it. Collective.
 
     Args:
         config: with RolloutOptions, minibatch_size, micro_batch_size, lora_rank and zero_stage.
         source: Hugging Face name or folder.
         learning_rate: peak of the schedule.
-        num_updates: optimizer steps of the whole run.
+        schedule: of the whole run.
         keeps_reference: whether the first weights are kept, which an adapter does anyway.
     """
     model = load_model(AutoModelForCausalLM, source)
     reference = None
     if keeps_reference and not config.lora_rank:
-        reference = load_model(AutoModelForCausalLM, source).to(default_device()).eval().requires_grad_(False)
-    engine_config = engine_config_of(config, learning_rate, num_updates, generates=True)
+        reference = load_model(AutoModelForCausalLM, source)
+        reference = reference.to(default_device(), torch_dtype(config.dtype)).eval().requires_grad_(False)
+    engine_config = engine_config_of(config, learning_rate, generates=True)
     model = add_adapter(recompute_activations(model, config), config.lora_rank)
-    actor, *_ = hybrid_engine.initialize(model=model, config=engine_config)
+    actor, *_ = hybrid_engine.initialize(model=model, config=engine_config, lr_scheduler=schedule.build)
     for role in (actor, reference):
         if role is not None:
             pack_where_exact(role, config)
@@ -109,15 +112,14 @@ def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards,
     return evaluate(policy.actor, policy.tokenizer, rows, rewards, options, passes=passes)
 
 
-def engine_config_of(config: Any, learning_rate: float, num_updates: int, *, generates: bool) -> dict[str, Any]:
+def engine_config_of(config: Any, learning_rate: float, *, generates: bool) -> dict[str, Any]:
     """The DeepSpeed config of a role that is trained on rollouts: the actor, which generates, or its critic."""
     return build_engine_config(
         batch_size=config.minibatch_size,
         micro_batch_size=largest_micro_batch(config.minibatch_size // get_world_size(), config.micro_batch_size),
         learning_rate=learning_rate,
-        num_steps=num_updates,
-        warmup_steps=min(4, num_updates),
         zero_stage=config.zero_stage,
+        dtype=config.dtype,
         max_out_tokens=config.max_prompt_tokens + config.max_new_tokens if generates else None,
         exact=config.exact,
         max_running=config.max_running,

@@ -12,6 +12,7 @@ from hybrid_engine.recipes.planning.following import fuses_at_once
 from hybrid_engine.recipes.rewards.learned import build_critic
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_config
 
 
@@ -47,25 +48,27 @@ class Roles:
         return AdapterRole(self.policy.actor, ACTOR) if is_shared else self.policy.actor, self.critic
 
 
-def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float) -> Roles:
+def build_roles(config: Any, start: Start, actor_rate: float, critic_rate: float, schedule: Schedule) -> Roles:
     """Loads the models, without dropout, and gives actor and critic an engine each. Collective.
 
     Args:
-        config: as of `build_policy`, with num_updates.
+        config: as of `build_policy`.
         actor_rate: peak of the actor's learning rate.
         critic_rate: of the critic's.
+        schedule: of both.
         start: the sources of the models; the critic begins as the first reward model that reads the actor's tokens.
     """
     if config.shared_base:
         at_once = fuses_at_once("ppo", config, start, load_config(start.source))
         policy, role, rewards = build_roles_on_shared_base(
-            config, start.source, start.rewards, actor_rate, critic_rate, fuses_at_once=at_once
+            config, start.source, start.rewards, (actor_rate, critic_rate), schedule, fuses_at_once=at_once
         )
         return Roles(policy=policy, critic=role, rewards=rewards)
-    policy = build_policy(config, start.source, actor_rate, config.num_updates, keeps_reference=True)
+    policy = build_policy(config, start.source, actor_rate, schedule, keeps_reference=True)
     critic, *_ = hybrid_engine.initialize(
         model=recompute_activations(build_critic(start.source, start.rewards.specs), config),
-        config=engine_config_of(config, critic_rate, config.num_updates, generates=False),
+        config=engine_config_of(config, critic_rate, generates=False),
+        lr_scheduler=schedule.build,
     )
     pack_where_exact(critic, config)
     critic.train()  # loaded for evaluation, in which transformers recomputes no activations

@@ -30,6 +30,7 @@ from hybrid_engine.recipes.rewards.learned import ROWS_PER_PASS, LearnedReward, 
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.adapters import lora_config
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_model, load_tokenizer, num_positions
 from hybrid_engine.training.adapter_roles import playing
 from hybrid_engine.training.token_values import token_values
@@ -173,26 +174,28 @@ def parameter_groups(model: PeftModel, actor_rate: float, critic_rate: float) ->
 
 
 def build_roles_on_shared_base(
-    config: Any, source: str, rewards: Rewards, actor_rate: float, critic_rate: float, *, fuses_at_once: bool
+    config: Any, source: str, rewards: Rewards, rates: tuple[float, float], schedule: Schedule, *, fuses_at_once: bool
 ) -> tuple[Policy, AdapterRole, Rewards]:
     """Actor with its reference, critic and rewards. Collective.
 
     Args:
-        config: as of `build_policy`, with num_updates.
+        config: as of `build_policy`.
         source: Hugging Face name or folder of the base.
         rewards: of which models are named, and stand on no base yet.
-        actor_rate, critic_rate: peaks of the learning rates.
+        rates: peaks of the learning rates of actor and critic.
+        schedule: of both.
         fuses_at_once: whether a rollout holds all its linears with the adapter in them, which is their memory once
             more, or those of a layer at a time, made anew in every pass.
     """
     models = [reward for reward in rewards.rewards if names_model(reward.spec)]
     roles = {reward.spec: f"reward_{number}" for number, reward in enumerate(models)}
     model = build_shared_base(source, {role: read_reward_adapter(spec) for spec, role in roles.items()}, config)
-    engine_config = engine_config_of(config, actor_rate, config.num_updates, generates=True)
-    engine_config["scheduler"]["params"]["warmup_max_lr"] = [actor_rate, critic_rate]
+    engine_config = engine_config_of(config, rates[0], generates=True)
     engine_config["hybrid_engine"]["pin_parameters"] = fuses_at_once
-    groups = parameter_groups(model, actor_rate, critic_rate)
-    engine, *_ = hybrid_engine.initialize(model=model, model_parameters=groups, config=engine_config)
+    groups = parameter_groups(model, *rates)
+    engine, *_ = hybrid_engine.initialize(
+        model=model, model_parameters=groups, config=engine_config, lr_scheduler=schedule.build
+    )
     pack_where_exact(engine, config)
     policy = Policy(actor=engine, tokenizer=load_tokenizer(source), reference=None, has_adapter=True)
     judges = {spec: _shared_reward(engine, spec, role, source) for spec, role in roles.items()}

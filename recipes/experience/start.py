@@ -23,6 +23,7 @@ from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import check_divides
 from hybrid_engine.recipes.runs.options import DataOptions
+from hybrid_engine.recipes.runs.precision import torch_dtype
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.recipes.runs.run_folder import RUN_RESULTS
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, move_aside, num_positions
@@ -70,7 +71,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
     if source is not None:
         check_model(source, config.lora_rank)
-    load_judge = partial(LearnedReward.load, most_rows=config.rows_per_pass)
+    load_judge = partial(LearnedReward.load, most_rows=config.rows_per_pass, dtype=torch_dtype(config.dtype))
     given = (config.reward_weights or None, config.reward_time_limit)
     load_model = _on_shared_base(source) if getattr(config, "shared_base", False) else load_judge
     rewards = load_rewards(specs, *given, load_model) if specs else None

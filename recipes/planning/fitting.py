@@ -12,6 +12,7 @@ from hybrid_engine.recipes.planning.packed import check_one_process
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.reading import read_run
 from hybrid_engine.recipes.planning.roles import Setting, plan_memory
+from hybrid_engine.recipes.runs.precision import choose_dtype
 
 ADAPTER_RANK = 16
 """Of an adapter that is proposed."""
@@ -93,7 +94,8 @@ def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
     check_one_process((read.first, read.critic), wishes.processes)
     setting = Setting(recipe=recipe, config=config, num_processes=wishes.processes, device=device.type)
     found = plan_memory(read, setting)
-    title = f"{recipe} on {wishes.processes} process{'es' * (wishes.processes > 1)}, a {device.type} each, fp32"
+    processes = f"{wishes.processes} process{'es' * (wishes.processes > 1)}"
+    title = f"{recipe} on {processes}, a {device.type} each, {choose_dtype(config.dtype, device.type)}"
     remedies = [] if found.peak_bytes <= memory else _remedies(read, setting, found, memory)
     return Fitted(title=title, plan=found, memory_bytes=memory, memory_text=text, remedies=remedies)
 

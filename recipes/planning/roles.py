@@ -38,13 +38,11 @@ from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.widest import widest_passes
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
+from hybrid_engine.recipes.runs.precision import torch_dtype
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.stages import without_dropout
 from hybrid_engine.training.pass_memory import PassShape, count_pass
 from hybrid_engine.zero.layer_groups import find_groups
-
-WEIGHT = torch.float32
-"""What recipes load and train in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +56,11 @@ class Setting:
     """Type of the devices."""
     ran: Pass | None = None
     """The largest training pass, where that has run; None: as the lengths that are known before the run make it."""
+
+    @property
+    def weight(self) -> torch.dtype:
+        """What models compute in."""
+        return torch_dtype(self.config.dtype, self.device)
 
 
 def plan_memory(read: Read, setting: Setting) -> MemoryPlan:
@@ -96,23 +99,23 @@ def _roles(read: Read, setting: Setting, shape: PassShape, accumulates: bool) ->
     recipe, config = setting.recipe, setting.config
     counted: dict[str, Any] = {"shape": shape, "accumulates": accumulates, "setting": setting}
     if recipe == "reward":
-        model = _build(AutoModelForSequenceClassification, read.first, num_labels=1)
+        model = _build(AutoModelForSequenceClassification, read.first, setting.weight, num_labels=1)
         model = add_adapter(recompute_activations(model, config), config.lora_rank, "SEQ_CLS")
         return [_trained("reward model", model, _base(model).score, **counted)], model
-    actor = _build(AutoModelForCausalLM, read.first)
+    actor = _build(AutoModelForCausalLM, read.first, setting.weight)
     if getattr(config, "shared_base", False):
         return _on_shared_base(actor, read, **counted)
     frozen = []
     if _keeps_reference(recipe, config):
-        frozen.append(_frozen("reference", _shapes(actor)))
+        frozen.append(_frozen("reference", _shapes(actor), setting))
     actor = add_adapter(recompute_activations(actor, config), config.lora_rank)
     trained = [
         _trained("model" if recipe == "sft" else "actor", actor, _base(actor).get_output_embeddings(), **counted)
     ]
     if read.critic is not None:
-        critic = recompute_activations(_value_model(read.critic), config)
+        critic = recompute_activations(_value_model(read.critic, setting.weight), config)
         trained.append(_trained("critic", critic, critic.head, **counted))
-    frozen += [_frozen("reward model", _shapes(_value_model(model))) for model in read.rewards]
+    frozen += [_frozen("reward model", _shapes(_value_model(model, setting.weight)), setting) for model in read.rewards]
     return [*trained, *frozen], actor
 
 
@@ -124,21 +127,21 @@ def _on_shared_base(
     counted: dict[str, Any] = {"shape": shape, "accumulates": accumulates, "setting": setting}
     actor = add_adapter(recompute_activations(base, config), config.lora_rank)
     ranks = read.adapter_ranks
-    critic = _value_adapter(read.first, ranks[0] if ranks else config.lora_rank, config)
-    sharded = Sharded(config.zero_stage, setting.num_processes, WEIGHT.itemsize)
+    critic = _value_adapter(read.first, ranks[0] if ranks else config.lora_rank, setting)
+    sharded = Sharded(config.zero_stage, setting.num_processes, setting.weight.itemsize)
     own = kept_parts([found for found in _shapes(critic) if found.is_trained], sharded)
     trained = [
         _trained("actor", actor, head, **counted),
         replace(_trained("critic", critic, critic.head, **counted), kept=own),
     ]
-    scorers = [_value_adapter(read.first, rank, config) for rank in ranks]
-    frozen = [_frozen("reward model", [s for s in _shapes(scorer) if s.is_trained]) for scorer in scorers]
+    scorers = [_value_adapter(read.first, rank, setting) for rank in ranks]
+    frozen = [_frozen("reward model", [s for s in _shapes(scorer) if s.is_trained], setting) for scorer in scorers]
     return [*trained, *frozen], actor
 
 
-def _value_adapter(config: PretrainedConfig, rank: int, options: Any) -> ValueModel:
+def _value_adapter(config: PretrainedConfig, rank: int, setting: Setting) -> ValueModel:
     """A role with a head of values, as if the base were its own."""
-    model = recompute_activations(_value_model(config), options)
+    model = recompute_activations(_value_model(config, setting.weight), setting.config)
     return ValueModel(add_adapter(model.backbone, rank, "FEATURE_EXTRACTION"), model.head).train()
 
 
@@ -149,12 +152,12 @@ def _keeps_reference(recipe: str, config: Any) -> bool:
     return recipe != "grpo" or config.measure_kl or config.algorithm.needs_reference
 
 
-def _build(auto_class: Any, config: PretrainedConfig, **options: Any) -> Any:
-    """In full precision; which of its weights are quantised is noted in it for `_shapes`."""
+def _build(auto_class: Any, config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
+    """Without dropout; which of its weights are quantised is noted in it for `_shapes`."""
     made = type(config).from_dict(config.to_dict() | options)
     quantisation = made.__dict__.pop("quantization_config", None)
     try:
-        model = auto_class.from_config(without_dropout(made), dtype=WEIGHT).train()
+        model = auto_class.from_config(without_dropout(made), dtype=dtype).train()
     except ValueError as error:  # of transformers, which names all that there are
         raise ValueError(
             f"--model is a {made.model_type}, of which {auto_class.__name__} makes no model; name a causal language "
@@ -172,9 +175,9 @@ _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Bytes of the weights that are quantised in the models that were built here."""
 
 
-def _value_model(config: PretrainedConfig) -> ValueModel:
-    backbone = _build(AutoModel, config)
-    return ValueModel(backbone, nn.Linear(backbone.config.get_text_config().hidden_size, 1)).train()
+def _value_model(config: PretrainedConfig, dtype: torch.dtype) -> ValueModel:
+    backbone = _build(AutoModel, config, dtype)
+    return ValueModel(backbone, nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=dtype)).train()
 
 
 def _base(model: nn.Module) -> Any:
@@ -191,7 +194,7 @@ def _trained(
     """A model with an engine of its own."""
     config = setting.config
     shapes = _shapes(model)
-    sharded = Sharded(config.zero_stage, setting.num_processes, WEIGHT.itemsize)
+    sharded = Sharded(config.zero_stage, setting.num_processes, setting.weight.itemsize)
     body: Callable[..., Any] = model.backbone if isinstance(model, ValueModel) else _base(model).base_model
     is_language = head.out_features > 1
     keeps_shards = sharded.stage >= 2 and sharded.num_processes > 1  # gradients are reduced as they come
@@ -217,7 +220,9 @@ def _trained(
     if is_language:
         what = f"the head's of {shape.num_asked:,} tokens: kept tiles of logits, one more, hidden states"
         passing.append(Part("head pieces", found.pieces, what))
-    largest = max((math.prod(s.dims) for s in shapes if s.packed_bytes is not None), default=0) * WEIGHT.itemsize
+    largest = (
+        max((math.prod(s.dims) for s in shapes if s.packed_bytes is not None), default=0) * setting.weight.itemsize
+    )
     if largest:
         passing.append(Part("dequantised", largest, "the largest quantised linear in full precision, one at a time"))
     gathered = _gathered_part(model, sharded)
@@ -259,17 +264,17 @@ def _gathered_part(model: nn.Module, sharded: Sharded) -> Part:
     return Part("gathered weights", sharded.dtype_bytes * values, f"{sharded.dtype_bytes} bytes x {values:,} {what}")
 
 
-def _frozen(name: str, shapes: list[Shape]) -> RolePlan:
+def _frozen(name: str, shapes: list[Shape], setting: Setting) -> RolePlan:
     """A model that only says something; whole on every process."""
     shapes = [shape._replace(is_trained=False) for shape in shapes]
-    sharded = Sharded(0, 1, WEIGHT.itemsize)
+    sharded = Sharded(0, 1, setting.weight.itemsize)
     return RolePlan(name=name, kept=kept_parts(shapes, sharded), gradients=gradient_part(shapes, sharded))
 
 
 def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_streamed: bool) -> list[Part]:
     """What a rollout takes beside what is kept, of training or of an evaluation, whichever is larger, behind prompts of
     so many tokens; with its weights ready before it begins, or layer by layer."""
-    config = setting.config
+    config, size = setting.config, setting.weight.itemsize
     longest = prompt_tokens + config.max_new_tokens - 1  # the last token drawn is never fed
     options = HybridEngineConfig(enabled=True, max_running=config.max_running)
     rollouts = [(config.eval_prompts, getattr(config, "eval_samples", 1))] if hasattr(config, "eval_prompts") else []
@@ -285,9 +290,9 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
     try:
         model = InferenceModel(actor)
     except UnsupportedModelError:
-        return [_own_cache(_base(actor).config.get_text_config(), demand.max_running, longest)]
+        return [_own_cache(_base(actor).config.get_text_config(), demand.max_running, longest, size)]
     text = model.base.config.get_text_config()
-    parts = [kv_part(model.kv_shape(demand.wanted, demand.block_size), WEIGHT.itemsize, demand.max_running)]
+    parts = [kv_part(model.kv_shape(demand.wanted, demand.block_size), size, demand.max_running)]
     if fused := model.buffer_bytes(is_streamed):
         what = "of one layer at a time" if is_streamed else "once more, dequantised where they are quantised"
         parts.append(Part("fused adapters", fused, f"the linears with an adapter, {what}"))
@@ -296,22 +301,22 @@ def _generation(actor: nn.Module, prompt_tokens: int, setting: Setting, *, is_st
         layers = sorted((sum(p.numel() for p in layer.module.parameters()) for layer in model.layers), reverse=True)
         values -= sum(layers[2:]) if is_streamed else 0
         how = "of what is outside the layers and of two of them" if is_streamed else "whole while it generates"
-        formula = f"{WEIGHT.itemsize} bytes x {values:,} parameters, {how}"
-        parts.append(Part("gathered weights", values * WEIGHT.itemsize, formula))
+        formula = f"{size} bytes x {values:,} parameters, {how}"
+        parts.append(Part("gathered weights", values * size, formula))
     fed = min(MAX_PREFILL_TOKENS, demand.max_running * prompt_tokens)
     width = 3 * text.hidden_size + 3 * getattr(text, "intermediate_size", 4 * text.hidden_size)
-    what = f"{WEIGHT.itemsize} bytes x {fed:,} tokens of prompts in a pass x {width} (3 times hidden and MLP size)"
-    parts.append(Part(PREFILL, WEIGHT.itemsize * fed * width, what))
+    what = f"{size} bytes x {fed:,} tokens of prompts in a pass x {width} (3 times hidden and MLP size)"
+    parts.append(Part(PREFILL, size * fed * width, what))
     logits = 4 * demand.max_running * text.vocab_size
     parts.append(Part(LOGITS, 2 * logits, f"2 x 4 bytes x {demand.max_running} rows x {text.vocab_size:,} tokens"))
     return parts
 
 
-def _own_cache(text: Any, rows: int, columns: int) -> Part:
+def _own_cache(text: Any, rows: int, columns: int, size: int) -> Part:
     """What the model's own `generate()` keeps of keys and values; a model without attention has none."""
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
     if heads is None:
         return Part(OWN_CACHE, 0, "no attention, no keys and values; its states are not counted")
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     shape = (text.num_hidden_layers, 2, rows, heads, columns, width)
-    return kv_part(shape, WEIGHT.itemsize, rows)._replace(name=OWN_CACHE)
+    return kv_part(shape, size, rows)._replace(name=OWN_CACHE)

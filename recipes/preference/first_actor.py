@@ -19,6 +19,7 @@ from hybrid_engine.recipes.runs.checks import check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_stage
+from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_config, load_model, num_positions
 
 
@@ -72,19 +73,18 @@ def check_positions(config: PreferenceOptions, source: str) -> None:
         )
 
 
-def build_actor(config: PreferenceOptions, source: str, num_steps: int) -> Any:
+def build_actor(config: PreferenceOptions, source: str, schedule: Schedule) -> Any:
     """The engine of the model in `source`, without dropout; with `lora_rank` of an adapter on it. Collective."""
     model = add_adapter(recompute_activations(load_model(AutoModelForCausalLM, source), config), config.lora_rank)
     engine_config = build_engine_config(
         batch_size=config.batch_size,
         micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),
         learning_rate=config.peak_learning_rate,
-        num_steps=num_steps,
-        warmup_steps=min(10, num_steps),
         zero_stage=config.zero_stage,
+        dtype=config.dtype,
         max_out_tokens=config.max_prompt_tokens + config.max_new_tokens,
         max_running=config.max_running,
     )
-    actor = hybrid_engine.initialize(model=model, config=engine_config)[0]
+    actor = hybrid_engine.initialize(model=model, config=engine_config, lr_scheduler=schedule.build)[0]
     pack_where_exact(actor, config)
     return actor

@@ -21,7 +21,7 @@ class PreferenceOptions(DataOptions, AnswerOptions, ResumeOptions):
     micro_batch_size: int = 16
     """samples of a forward pass on one process, at most"""
     learning_rate: float | None = None
-    """peak of the linear schedule; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5"""
+    """peak of the learning rate; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5"""
     lora_rank: int = 0
     """train a LoRA adapter of this rank; 0 trains all weights"""
     eval_every: int = 20

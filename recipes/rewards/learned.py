@@ -38,10 +38,13 @@ class LearnedReward:
         self.folder, self.model, self.tokenizer, self.num_positions = folder, model, tokenizer, num_positions
 
     @classmethod
-    def load(cls, folder: str, most_rows: int = 0) -> "LearnedReward":
-        """The model of `folder`, on this process's device; it scores `most_rows` answers at once; 0: as it likes."""
+    def load(cls, folder: str, most_rows: int = 0, dtype: torch.dtype = torch.float32) -> "LearnedReward":
+        """The model of `folder`, on this process's device in `dtype`.
+
+        It scores `most_rows` answers at once; 0: as it likes.
+        """
         tokenizer = load_tokenizer(folder, "reward")
-        model = load_value_model(folder).to(default_device()).eval().requires_grad_(False)
+        model = load_value_model(folder).to(default_device(), dtype).eval().requires_grad_(False)
         limit_rows(model, most_rows)
         return cls(folder, model, tokenizer, num_positions(model.backbone.config))
 

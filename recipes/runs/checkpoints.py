@@ -14,22 +14,30 @@ of its data, from the step alone. The loop of a recipe:
 
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peft import PeftModel
 
 from hybrid_engine.checkpoint.folder import discard
-from hybrid_engine.distributed.processes import on_rank_zero
+from hybrid_engine.distributed.processes import init_distributed, on_rank_zero
 from hybrid_engine.recipes.runs.checks import flag
+from hybrid_engine.recipes.runs.precision import AUTO, apply_tf32, choose_dtype
 from hybrid_engine.recipes.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
 from hybrid_engine.recipes.runs.run_lock import check_not_running
 from hybrid_engine.recipes.runs.run_log import say
+from hybrid_engine.recipes.runs.schedule import DEFAULT_TYPE, EARLIER_TYPE
 
 OPTIONS = "options.json"
 """The options of the run, beside its checkpoints: they can be compared before any model is loaded."""
 _MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_every", "eval_prompts", "tracker"})
+
+_EARLIER = {"lr_scheduler_type": EARLIER_TYPE, "dtype": "fp32"}
+"""What runs did that were begun before there was such an option."""
+_OPEN = (None, AUTO)
+"""Values of options that a run settles as it begins."""
+ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,23 @@ class SavedRun:
     """steps that it had done"""
     state: Mapping[str, Any] = field(default_factory=dict)
     """what the recipe gave `save_checkpoints`"""
+
+
+def begin_run(config: ConfigT, recipe: str) -> ConfigT:
+    """Joins the processes of a run of `recipe`; returns its options with the open ones settled, as they are stored.
+
+    A run that goes on has what it began with, and one that was begun before there was an option what was done then.
+    Collective.
+    """
+    options: Any = config
+    init_distributed()
+    apply_tf32(options)
+    folder = Path(options.out) / checkpoints_of(recipe)
+    saved = on_rank_zero(lambda: _read_options(folder)) if options.resume else None
+    found = {"lr_scheduler_type": DEFAULT_TYPE, "dtype": choose_dtype(AUTO)}
+    if saved is not None:
+        found = {name: saved.get(name, _EARLIER[name]) for name in found}
+    return replace(options, **{name: value for name, value in found.items() if getattr(options, name) in _OPEN})
 
 
 def save_checkpoints(
@@ -107,8 +132,13 @@ def check_saved_options(folder: Path, config: Any) -> None:
     Raises:
         ValueError: naming the first that differs.
     """
-    if (folder / OPTIONS).is_file():
-        _check_options(json.loads((folder / OPTIONS).read_text()), config)
+    if (saved := _read_options(folder)) is not None:
+        _check_options(saved, config)
+
+
+def _read_options(folder: Path) -> dict[str, Any] | None:
+    """The options of the run whose checkpoints are in `folder`; None without any."""
+    return json.loads((folder / OPTIONS).read_text()) if (folder / OPTIONS).is_file() else None
 
 
 def _options(config: Any) -> dict[str, Any]:
@@ -143,7 +173,7 @@ def _write(path: Path, text: str) -> None:
 def _check_options(saved: dict[str, Any], config: Any) -> None:
     given, unset = _options(config), _unset(config)
     for name in sorted(given.keys() - _MAY_DIFFER):
-        if name not in saved and given[name] == unset.get(name):
+        if name not in saved and given[name] == _EARLIER.get(name, unset.get(name)):
             continue  # saved before there was such an option
         if name not in saved:
             raise ValueError(

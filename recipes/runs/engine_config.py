@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from hybrid_engine.recipes.runs.precision import dtype_blocks
+
 ADAM_EPS = 1e-5
 """PyTorch's 1e-8 takes aggressive first steps where gradients are small (Huang et al., "N implementation details")."""
 
@@ -11,30 +13,28 @@ def build_engine_config(
     batch_size: int,
     micro_batch_size: int,
     learning_rate: float,
-    num_steps: int,
-    warmup_steps: int,
     zero_stage: int,
+    dtype: str,
     weight_decay: float = 0.0,
     max_out_tokens: int | None = None,
     exact: bool = False,
     max_running: int = 0,
 ) -> dict[str, Any]:
-    """A config for `hybrid_engine.initialize`: AdamW, gradients clipped to norm 1, linear warmup and decay to 0.
+    """A config for `hybrid_engine.initialize`: AdamW, gradients clipped to norm 1.
 
     Args:
         batch_size: samples of an optimizer step over all processes.
         micro_batch_size: samples of a forward pass on one process.
-        learning_rate: the peak.
-        num_steps: optimizer steps of the whole run.
-        warmup_steps: optimizer steps until the peak.
+        learning_rate: the peak of the schedule (`schedule.py`).
         zero_stage: 0 to 3.
+        dtype: what the role computes in, as `--dtype` has it.
         weight_decay: decoupled.
         max_out_tokens: prompt and response tokens of the longest sequence that the role generates; None for a role
             that does not generate.
         exact: whether a role that generates does so, and trains, in exact mode (docs/exact.md).
         max_running: sequences that such a role decodes at once; 0 leaves it to the engine.
     """
-    config: dict[str, Any] = {
+    config: dict[str, Any] = dtype_blocks(dtype) | {
         "train_batch_size": batch_size,
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "zero_optimization": {"stage": zero_stage},
@@ -42,15 +42,6 @@ def build_engine_config(
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": learning_rate, "betas": [0.9, 0.95], "eps": ADAM_EPS, "weight_decay": weight_decay},
-        },
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {
-                "warmup_max_lr": learning_rate,
-                "warmup_num_steps": warmup_steps,
-                "total_num_steps": num_steps,
-                "warmup_type": "linear",
-            },
         },
     }
     if max_out_tokens is not None:

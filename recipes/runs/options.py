@@ -18,6 +18,8 @@ from hybrid_engine.recipes.runs.checks import (
     flag,
 )
 from hybrid_engine.recipes.runs.metric_names import FRAMEWORKS
+from hybrid_engine.recipes.runs.precision import DtypeOptions
+from hybrid_engine.recipes.runs.schedule import ScheduleOptions
 from hybrid_engine.recipes.runs.trackers import check_trackers
 
 
@@ -58,7 +60,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeOptions(RunOptions):
+class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
     """A run that leaves checkpoints and goes on from the last of them."""
 
     resume: bool = False
@@ -67,7 +69,9 @@ class ResumeOptions(RunOptions):
     """steps between checkpoints; 0 saves none"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        RunOptions.__post_init__(self)
+        ScheduleOptions.__post_init__(self)
+        DtypeOptions.__post_init__(self)
         check_count("save_every", self.save_every, 0)
 
 

@@ -1,0 +1,120 @@
+"""What recipes compute in: one meaning of `--dtype` in all commands, fp32 masters, and plans that count it."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_actors import save_small_actor, save_sums
+
+from hybrid_engine.command.plan import Wishes
+from hybrid_engine.recipes import dpo, evaluate, generate, grpo, ppo, serve, sft
+from hybrid_engine.recipes.experience.policy import build_policy
+from hybrid_engine.recipes.planning.fitting import plan
+from hybrid_engine.recipes.runs.checkpoints import begin_run
+from hybrid_engine.recipes.runs.precision import DtypeOptions, choose_dtype
+from hybrid_engine.recipes.runs.schedule import Schedule
+from hybrid_engine.recipes.tasks.arithmetic import build_tokenizer
+
+CONSTANT = Schedule(kind="constant", num_steps=4, num_warmup_steps=0)
+COMMANDS = (grpo, ppo, dpo, sft, evaluate, generate, serve)
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("actor")
+    model, dataset = save_small_actor(folder, build_tokenizer()), save_sums(folder)
+    sizes = {"rollout_size": 4, "group_size": 4, "minibatch_size": 16, "eval_prompts": 2, "eval_samples": 2}
+    lengths = {"max_prompt_tokens": 8, "max_new_tokens": 4, "save_every": 1, "eval_every": 0, "steps": 3}
+
+    def build(out, **options):
+        given = {"model": model, "dataset": dataset, "reward": ("regex:[0-4]$",), "out": str(out)}
+        return grpo.Config(**sizes | lengths | given | {"learning_rate": 1e-3} | options)
+
+    return build
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_all_commands_have_one_dtype_option(command):
+    assert issubclass(command.Config, DtypeOptions)
+    assert {field.name: field.default for field in command.Config.__dataclass_fields__.values()}["dtype"] == "auto"
+
+
+def test_auto_is_bf16_on_a_gpu_and_fp32_on_a_cpu(monkeypatch):
+    for is_gpu, expected in ((True, "bf16"), (False, "fp32")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_gpu=is_gpu: is_gpu)
+        assert choose_dtype("auto") == expected
+        assert choose_dtype("fp16") == "fp16"
+
+
+def test_a_run_keeps_what_auto_became(rollouts, tmp_path, monkeypatch):
+    config = rollouts(tmp_path)
+    assert begin_run(config, "grpo").dtype == "fp32"
+    options = tmp_path / "checkpoints" / "options.json"
+    options.parent.mkdir()
+    for saved, expected in (({"dtype": "bf16"}, "bf16"), ({}, "fp32")):  # the second of a version without the option
+        options.write_text(json.dumps(saved))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda expected=expected: expected == "fp32")
+        assert begin_run(replace(config, resume=True), "grpo").dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "fp8"}, "--dtype=fp8 must be one of auto, fp32, bf16, fp16"),
+        ({"dtype": "bf16", "tf32": True}, "--tf32 is about fp32, and --dtype=bf16 computes in 16 bits"),
+    ],
+)
+def test_other_dtypes_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        DtypeOptions(**options)
+
+
+def test_tf32_is_on_where_it_is_asked_for(rollouts, tmp_path):
+    for tf32 in (True, False):
+        begin_run(rollouts(tmp_path, tf32=tf32), "grpo")
+        assert torch.backends.cuda.matmul.allow_tf32 == tf32
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_actor_and_reference_compute_in_16_bits_and_masters_stay_fp32(rollouts, tmp_path, dtype):
+    config = rollouts(tmp_path, dtype=dtype)
+    policy = build_policy(config, config.model, 1e-3, CONSTANT, keeps_reference=True)
+    expected = {torch.bfloat16 if dtype == "bf16" else torch.float16}
+    assert {p.dtype for p in policy.actor.module.parameters()} == expected
+    assert {p.dtype for p in policy.reference.parameters()} == expected
+    masters = [p for group in policy.actor.optimizer.inner.param_groups for p in group["params"]]
+    assert {p.dtype for p in masters} == {torch.float32}
+
+
+def test_a_run_in_bf16_that_was_interrupted_goes_on_to_the_bit(rollouts, tmp_path, monkeypatch):
+    whole = grpo.run(rollouts(tmp_path / "whole", dtype="bf16"))
+    torn, save = rollouts(tmp_path / "torn", dtype="bf16"), grpo.save_checkpoints
+
+    def save_and_end(engines, folder, step, *more):
+        save(engines, folder, step, *more)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(grpo, "save_checkpoints", save_and_end)
+    with pytest.raises(KeyboardInterrupt):
+        grpo.run(torn)
+    monkeypatch.setattr(grpo, "save_checkpoints", save)
+    resumed = grpo.run(replace(torn, resume=True, dtype="auto"))
+    weights = [load_file(folder / "model.safetensors") for folder in (whole, resumed)]
+    assert {tensor.dtype for tensor in weights[0].values()} == {torch.bfloat16}
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    with pytest.raises(ValueError, match="--resume: --dtype='fp32' but the interrupted run had 'bf16'"):
+        grpo.run(replace(torn, resume=True, dtype="fp32"))
+
+
+def test_the_plan_counts_16_bits_and_is_what_the_run_takes(rollouts, tmp_path):
+    wishes = Wishes(memory="1GB", processes=1, as_json=False)
+    fitted = {dtype: plan("grpo", rollouts(tmp_path, dtype=dtype), wishes) for dtype in ("fp32", "bf16")}
+    assert fitted["bf16"].title.endswith("a cpu each, bf16")
+    kept = {dtype: {part.name: part.num_bytes for part in found.plan.roles[0].kept} for dtype, found in fitted.items()}
+    assert 2 * kept["bf16"]["weights"] == kept["fp32"]["weights"] == kept["bf16"]["masters"]
+    grpo.run(rollouts(tmp_path / "run", dtype="bf16"))
+    memory = json.loads((tmp_path / "run" / "result.json").read_text())["memory"]
+    assert memory["planned_for_lengths_bytes"] == pytest.approx(memory["measured_bytes"], rel=0.05)
