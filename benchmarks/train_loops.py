@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaForCausalLM
 
 import hybrid_engine
-from hybrid_engine.optim.build import cast_parameters
+from hybrid_engine.optim.build import cast_module
 from hybrid_engine.zero.sharding import full_tensor
 
 # With torch's eps of 1e-8 the update of a parameter whose gradient is nothing but rounding is a coin toss.
@@ -216,10 +216,10 @@ class PlainFSDPLoop(PlainLoop):
 def build_loop(kind: str, case: Case, shape: TrainShape, device: str) -> TrainingLoop:
     """`kind` is "engine" or "plain". Both begin with the weights that a model in the case's dtype has."""
     model = build_model(shape, device)
-    cast_parameters(model, case.dtype)
+    cast_module(model, case.dtype)
     if kind == "engine":
         return EngineLoop(model, case, shape)
     if case.processes > 1:
-        cast_parameters(model, torch.float32)
+        cast_module(model, torch.float32)
         return PlainFSDPLoop(model, case, shape)
     return (PlainMastersLoop if case.dtype == torch.bfloat16 else PlainLoop)(model, case, shape)

@@ -15,6 +15,7 @@ from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.training_state import TrainingState
+from hybrid_engine.zero.sharding import saved_buffers
 
 Result = TypeVar("Result")
 
@@ -44,7 +45,7 @@ def with_shards(training: TrainingState, action: Callable[[], Result]) -> Result
 def collect_weights(training: TrainingState) -> dict[str, torch.Tensor]:
     """The parameters, or their masters, and the buffers that are saved, by their keys; as shards where they are."""
     masters = {t.name: t.master for t in training.optimizer.parameters} if training.optimizer is not None else {}
-    named = {**dict(training.module.named_parameters()), **masters, **_persistent_buffers(training.module)}
+    named = {**dict(training.module.named_parameters()), **masters, **saved_buffers(training.module)}
     return {f"{WEIGHTS}{name}": tensor.detach() for name, tensor in named.items()}
 
 
@@ -58,6 +59,11 @@ def collect_tensors(training: TrainingState) -> dict[str, torch.Tensor]:
 def optimizer_keys(state: dict[str, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The tensors of an optimizer's state, given by parameter name, by their keys."""
     return {f"{OPTIMIZER}{key}.{name}": value for name, values in state.items() for key, value in values.items()}
+
+
+def other_copies(training: TrainingState) -> set[str]:
+    """The names of what this process does not save, as rank 0 does: buffers, which each process has of its own."""
+    return set(saved_buffers(training.module)) if training.sharding.rank else set()
 
 
 def frozen_names(training: TrainingState) -> set[str]:
@@ -134,12 +140,3 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}
-
-
-def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, child in module.named_modules()
-        for name, buffer in child.named_buffers(recurse=False)
-        if name not in child._non_persistent_buffers_set
-    }

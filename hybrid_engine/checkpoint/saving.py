@@ -15,6 +15,7 @@ from hybrid_engine.checkpoint.contents import (
     collect_tensors,
     collect_values,
     frozen_names,
+    other_copies,
     with_shards,
 )
 from hybrid_engine.checkpoint.lock import lock_folder
@@ -109,7 +110,8 @@ def _write_tensors(
     def collect() -> dict[str, Any]:
         if training.optimizer is not None:
             training.optimizer.masters.renew()
-        return {key: t for key, t in collect_tensors(training).items() if key.removeprefix(WEIGHTS) not in left_out}
+        not_here = {*left_out, *other_copies(training)}
+        return {key: t for key, t in collect_tensors(training).items() if key.removeprefix(WEIGHTS) not in not_here}
 
     def read_back() -> dict[str, str]:
         with held.allowed():

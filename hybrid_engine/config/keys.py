@@ -294,7 +294,9 @@ NOT_SUPPORTED: dict[str, dict[str, NotSupported]] = {
         "weight_quantization": NotSupported(COMPRESSION),
     },
     "data_types": {
-        "buffer_dtype": NotSupported("buffers keep the dtype they were built with", off=(None,)),
+        "buffer_dtype": NotSupported(
+            "buffers that are saved have the dtype of the parameters, others the one they were built with", off=(None,)
+        ),
         "param_dtype": NotSupported("fp16 and bf16 choose the dtype of parameters", off=(None,)),
     },
     "zero_optimization": {

@@ -41,7 +41,7 @@ from hybrid_engine.inference.engine import InferenceEngine
 from hybrid_engine.inference.held_slices import HeldSlices
 from hybrid_engine.inference.linears import share_linears
 from hybrid_engine.observing.memory_plan import format_bytes
-from hybrid_engine.optim.build import cast_parameters
+from hybrid_engine.optim.build import cast_module
 from hybrid_engine.zero.sharding import Sharding
 
 DEFAULT_MAX_OUT_TOKENS = 1024
@@ -223,7 +223,7 @@ def convert_dtype(model: nn.Module, config: InferenceConfig, device: torch.devic
         return
     if not _has_dtype(device, config.dtype):
         raise ValueError(f"dtype={config.dtype}: {device} does not compute in it; use fp32, or fp16 on an older GPU")
-    cast_parameters(model, config.dtype)
+    cast_module(model, config.dtype)
 
 
 class _OwnOptions(HybridEngineConfig):

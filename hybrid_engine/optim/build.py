@@ -20,7 +20,7 @@ from hybrid_engine.optim.masters import build_trained_parameters
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.param_groups import NamedGroup, build_groups, repoint_groups
 from hybrid_engine.optim.trainable import check_model, check_optimizer
-from hybrid_engine.zero.sharding import Sharding
+from hybrid_engine.zero.sharding import Sharding, saved_buffers
 
 
 def check_choices(model: Any, optimizer: Any, lr_scheduler: Any, config: EngineConfig) -> None:
@@ -70,10 +70,11 @@ def _check_kind(name: str, value: Any, is_fit: bool, expected: str) -> None:
         raise ValueError(f"{name}={type(value).__name__} must be {expected}; pass one")
 
 
-def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the floating-point parameters in place, and no buffer.
+def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the floating-point parameters in place, and the buffers that are saved with them, as a BatchNorm's.
 
-    Buffers keep their precision on purpose: rotary frequencies in bf16 put distant tokens at the wrong position.
+    Other buffers keep their precision on purpose: rotary frequencies in bf16 put distant tokens at the wrong position.
+    So do those that transformers keeps in fp32 by name, as the biases of a router.
     """
     for param in module.parameters():
         if not param.is_floating_point() or param.dtype == dtype or is_quantised(param):
@@ -84,6 +85,16 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
             torch.utils.swap_tensors(param, cast)
         else:
             param.data = param.data.to(dtype)
+    kept = _kept_in_fp32(module)
+    for name, buffer in saved_buffers(module).items():
+        if buffer.is_floating_point() and not kept.intersection(name.split(".")):
+            buffer.data = buffer.data.to(dtype)
+
+
+def _kept_in_fp32(module: nn.Module) -> set[str]:
+    """The names, or parts of names, of what transformers' models keep in fp32."""
+    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return {name for part in module.modules() for key in attributes for name in getattr(part, key, None) or ()}
 
 
 def build_optimizer(

@@ -10,7 +10,8 @@ whole values: a parameter that is touched is gathered, and sharded again when a 
 the model has the values that rank 0 would have given it without `Init`.
 
 The end of a constructor is seen by wrapping the `__init__` of every module class, for as long as the block lasts.
-Non-floating-point parameters and buffers keep their dtype, buffers also their place.
+Non-floating-point parameters and buffers keep their dtype, buffers also their place: those that are saved with the
+weights are cast by `initialize()`.
 """
 
 import functools

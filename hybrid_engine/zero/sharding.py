@@ -168,3 +168,13 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return value
     # What is offloaded to the CPU meets on the device: nccl reaches no further, and gloo is slow.
     return value.to(value.device_mesh.device_type).full_tensor()
+
+
+def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a state dict has, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, child in module.named_modules()
+        for name, buffer in child.named_buffers(recurse=False)
+        if name not in child._non_persistent_buffers_set
+    }
