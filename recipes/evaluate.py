@@ -193,6 +193,8 @@ def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:
         for group in evaluation.groups:
             line = asdict(group) | {"lengths": [len(tokens) for tokens in group.response_ids]}
             del line["prompt_ids"], line["response_ids"]
+            if not group.extra:
+                del line["extra"]
             file.write(json.dumps(line, default=str) + "\n")
     write_json(folder / "result.json", {"figures": evaluation.figures, "num_prompts": len(evaluation.groups)})
 

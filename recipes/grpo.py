@@ -195,6 +195,7 @@ def train_loop(
     with log:
         for step in range(carried.step, config.steps):
             actor.eval()
+            start.rewards.begin_step(step, config.steps)
             groups = source.draw(
                 config.rollout_size // get_world_size(), config.algorithm.dynamic_sampling, carried.num_drawn, step
             )

@@ -173,6 +173,7 @@ def train_loop(
     with log:
         for step in range(first_step, config.steps):
             actor.eval()
+            start.rewards.begin_step(step, config.steps)
             groups = source.draw(config.rollout_size // get_world_size(), 0, step * config.rollout_size, step)
             actor.train()
             sums = answer_sums(groups.rollout) | {"score": score_sum(groups.scores)}

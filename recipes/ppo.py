@@ -209,6 +209,7 @@ def train_loop(
             seed = mix_seed(config.seed, step)
 
             actor.eval()
+            roles.rewards.begin_step(step, config.steps)
             rollout = sample(actor, roles.policy.tokenizer, mine, options, seed)
             actor.train()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from answers import answers_of
 from distributed import run_distributed
+from trl.rewards import get_repetition_penalty_reward, think_format_reward
 
 from hybrid_engine.recipes.rewards.answers import Reward, RewardError
 from hybrid_engine.recipes.rewards.functions import call_function, columns_needed
@@ -66,6 +67,15 @@ def test_a_function_of_trl_runs_as_it_is():
 
     assert rewards_of(accuracy)(answers_of(["p"], ["x"], answer=["x"], level=[1])).total == [1.0]
     assert rewards_of(chat_length)(answers_of([CHAT], ["four"])).total == [4.0]
+
+
+def test_rewards_of_trl_give_what_trl_makes_of_them():
+    texts = ["<think>\na\n</think>\nb", "b b b b"]
+    answers = answers_of([CHAT, CHAT], texts)
+    repeats = get_repetition_penalty_reward(ngram_size=2)
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    assert call_function(think_format_reward, answers) == think_format_reward(completions) == [1.0, 0.0]
+    assert call_function(repeats, answers) == repeats(completion_ids=answers.response_ids) != [0.0, 0.0]
 
 
 def test_an_object_an_iterator_a_tensor_and_a_coroutine_serve_as_well():

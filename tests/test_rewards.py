@@ -218,6 +218,29 @@ def test_none_leaves_a_reward_out_of_that_answers_sum(module):
     }  # fmt: skip
 
 
+def test_a_function_of_trl_reads_the_state_and_logs(module):
+    name = module(
+        "def score(completions, trainer_state, log_extra, log_metric, completions_ids, **kwargs):\n"
+        "    log_extra('length', [len(ids) for ids in completions_ids])\n"
+        "    log_metric('progress', trainer_state.global_step / trainer_state.max_steps)\n"
+        "    log_metric('progress', 1.0)\n"
+        "    return [None if text == 'a' else 1.0 for text in completions]\n"
+        "async def short(completions, log_extra):\n"
+        "    log_extra('length', [0])\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    answers = answers_of(["p"] * 3, ["a", "bb", "ccc"])
+    rewards = load_rewards([f"{name}:score"])
+    rewards.check_rows([PromptRow(prompt="p")])
+    assert rewards(answers).logged == {"progress": 0.5}
+    rewards.begin_step(3, 4)
+    scores = rewards(answers)
+    assert scores.extra == {"length": [2, 3, 4]} and scores.total[1:] == [1.0, 1.0] and math.isnan(scores.total[0])
+    assert reward_figures(scores)["logged_progress"] == 0.875
+    with pytest.raises(ValueError, match=r"log_extra\('length', ...\) was given 1 values for 3 answers; give one for"):
+        load_rewards([f"{name}:short"])(answers)
+
+
 def test_an_answer_that_no_reward_judges_has_no_score_and_is_named_once(module, capsys):
     name = module("def even(responses): return [None if len(text) % 2 else 1.0 for text in responses]")
     rewards = load_rewards([f"{name}:even"])

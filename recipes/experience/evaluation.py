@@ -8,7 +8,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,6 +50,8 @@ class Group:
     prompt_ids: list[int]
     response_ids: list[list[int]]
     """Without padding, the end-of-sequence token included."""
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    """What reward functions gave to `log_extra`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +191,7 @@ def _groups(answers: Answers, scores: Scores, num_samples: int) -> list[Group]:
                 is_cut_off=list(answers.is_cut_off[rows]),
                 prompt_ids=answers.prompt_ids[start],
                 response_ids=list(answers.response_ids[rows]),
+                extra={name: values[rows] for name, values in scores.extra.items()},
             )
         )
     return groups

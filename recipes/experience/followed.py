@@ -51,6 +51,7 @@ class FollowedAnswers:
                     lengths=[len(ids) for ids in group.response_ids],
                     tokens=tokens[index] if index < len(tokens) else None,
                     logprobs=logprobs[index] if index < len(logprobs) else None,
+                    extra=group.extra or None,
                 )
                 for index, group in enumerate(evaluation.groups)
             ]

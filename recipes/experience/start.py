@@ -100,6 +100,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         made = reward_stage.run(reward_stage.Config(**stage_options(config), model=config.model, lora_rank=rank))
         load_model = _on_shared_base(actor) if rank else load_judge
         rewards = load_rewards([str(made)], None, config.reward_time_limit, load_model)
+    rewards.begin_step(0, config.steps)
     longest = config.max_prompt_tokens
     if tokenizer is None:
         tokenizer = load_tokenizer(actor)

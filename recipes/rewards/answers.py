@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import TrainerState
+
 from hybrid_engine.recipes.data.rows import Turns
 
 SHOWN_CHARACTERS = 200
@@ -59,6 +61,29 @@ class Answers:
         prompt = self.prompts[index]
         text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content")) if prompt else ""
         return repr(text if len(text) <= SHOWN_CHARACTERS else "..." + text[-SHOWN_CHARACTERS:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunView:
+    """The run as reward functions see it, by TRL's names: what they may read, and what they log with one call."""
+
+    state: TrainerState = field(default_factory=lambda: TrainerState(max_steps=1))  # some divide by max_steps
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Adds a number to the mean that the step's figures have under `logged_<name>`."""
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Puts a value of each answer beside the answers that an evaluation keeps."""
+        plain = (value if isinstance(value, str | int | float | None) else str(value) for value in values)
+        self.extra.setdefault(column, []).extend(plain)
+
+    def clear(self) -> None:
+        """Forgets what was logged."""
+        self.metrics.clear()
+        self.extra.clear()
 
 
 Value = float | list[float] | None

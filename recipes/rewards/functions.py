@@ -5,8 +5,9 @@ A function gets lists with an entry for each answer, by name:
     prompts                            texts, or conversations where the data has them
     responses                          the answers as text
     completions                        the same; for conversations `[{"role": "assistant", "content": ...}]`
-    prompt_ids, response_ids           token ids; the latter also as completion_ids
+    prompt_ids, response_ids           token ids; the latter also as completion_ids and completions_ids
     is_cut_off                         True where an answer met the longest length before it ended
+    trainer_state, log_extra, log_metric   TRL's, no lists: see `answers.RunView`
     any other name                     that column of the data set
 
 One that takes `**kwargs` gets all of them, so that reward functions written for TRL run as they are. One that asks for
@@ -21,9 +22,10 @@ from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hybrid_engine.recipes.rewards.answers import Answers
+from hybrid_engine.recipes.rewards.answers import Answers, RunView
 
-GIVEN = ("prompts", "responses", "completions", "prompt_ids", "response_ids", "completion_ids", "is_cut_off")
+OF_ANSWERS = ("prompts", "responses", "completions", "prompt_ids", "response_ids", "is_cut_off")
+GIVEN = (*OF_ANSWERS, "completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric")
 """What every function may ask for by name; a column of the same name is hidden."""
 BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -57,13 +59,15 @@ def find_function(spec: str) -> Callable[..., Any]:
     return function
 
 
-def call_function(function: Callable[..., Any], answers: Answers) -> Any:
+def call_function(function: Callable[..., Any], answers: Answers, view: RunView | None = None) -> Any:
     """What `function` returns for `answers`, awaited if it is asynchronous, as a list if it can be gone through.
+
+    What it logs meanwhile is in `view`.
 
     Raises:
         TypeError: its signature asks for what there is not.
     """
-    offered = {**answers.columns, **everything_given(answers)}
+    offered = {**answers.columns, **everything_given(answers, view or RunView())}
     parameters = _parameters(function)
     first = first_positional(parameters)
     positional = [answers.prompts, answers.responses] if first else []
@@ -77,7 +81,7 @@ def call_function(function: Callable[..., Any], answers: Answers) -> Any:
     return list(returned) if hasattr(returned, "__iter__") and not isinstance(returned, str) else returned
 
 
-def everything_given(answers: Answers) -> dict[str, Any]:
+def everything_given(answers: Answers, view: RunView) -> dict[str, Any]:
     """What functions may ask for by the names `GIVEN`."""
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -89,10 +93,11 @@ def everything_given(answers: Answers) -> dict[str, Any]:
         completions,
         answers.prompt_ids,
         answers.response_ids,
-        answers.response_ids,
         answers.is_cut_off,
     )
-    return dict(zip(GIVEN, map(list, values), strict=True))
+    given = dict(zip(OF_ANSWERS, map(list, values), strict=True))
+    given |= dict.fromkeys(("completion_ids", "completions_ids"), given["response_ids"])
+    return given | {"trainer_state": view.state, "log_extra": view.log_extra, "log_metric": view.log_metric}
 
 
 def columns_needed(function: Callable[..., Any]) -> frozenset[str]:

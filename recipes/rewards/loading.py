@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from hybrid_engine.recipes.rewards.answers import Judge, Reward
+from hybrid_engine.recipes.rewards.answers import Judge, Reward, RunView
 from hybrid_engine.recipes.rewards.built_in import BUILT_IN
 from hybrid_engine.recipes.rewards.functions import (
     call_function,
@@ -49,11 +49,12 @@ def load_rewards(
     if not (math.isfinite(time_limit_seconds) and time_limit_seconds > 0):
         raise ValueError(f"--reward-time-limit={time_limit_seconds} must be above 0, in seconds; raise it")
     weights = check_weights(len(specs), weights)
+    view = RunView()
     rewards = tuple(
-        _load(spec, name, weight, load_model)
+        _load(spec, name, weight, load_model, view)
         for spec, name, weight in zip(specs, names_of(specs), weights, strict=True)
     )
-    return Rewards(rewards=rewards, time_limit_seconds=time_limit_seconds)
+    return Rewards(rewards=rewards, time_limit_seconds=time_limit_seconds, view=view)
 
 
 def names_of(specs: Sequence[str]) -> list[str]:
@@ -74,7 +75,7 @@ def _short_name(spec: str) -> str:
     return before if before in BUILT_IN else behind
 
 
-def _load(spec: str, name: str, weight: float, load_model: Callable[[str], Judge]) -> Reward:
+def _load(spec: str, name: str, weight: float, load_model: Callable[[str], Judge], view: RunView) -> Reward:
     build = partial(Reward, spec=spec, name=name, weight=weight)
     kind, _, given = spec.partition(":")
     if kind in BUILT_IN and not Path(spec).exists():
@@ -85,7 +86,7 @@ def _load(spec: str, name: str, weight: float, load_model: Callable[[str], Judge
         return build(judge=load_model(spec))
     function = find_function(spec)
     return build(
-        judge=partial(call_function, function),
+        judge=partial(call_function, function, view=view),
         columns=columns_needed(function),
         optional_columns=columns_optional(function),
     )

@@ -14,8 +14,8 @@ from typing import Any
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.recipes.data.rows import Row
-from hybrid_engine.recipes.rewards.answers import Answers, Judge, Reward, RewardError, UnusableReference, Value
-from hybrid_engine.recipes.rewards.scores import Scores, WrongCount, combine, read_values
+from hybrid_engine.recipes.rewards.answers import Answers, Judge, Reward, RewardError, RunView, UnusableReference, Value
+from hybrid_engine.recipes.rewards.scores import Scores, WrongCount, combine, read_values, with_logged
 from hybrid_engine.recipes.rewards.time_limit import OutOfTime, within
 from hybrid_engine.recipes.runs.run_log import say
 
@@ -30,6 +30,8 @@ class Rewards:
 
     rewards: tuple[Reward, ...]
     time_limit_seconds: float = TIME_LIMIT_SECONDS
+    view: RunView = field(default_factory=RunView, compare=False)
+    """The run as reward functions see it."""
     told: set[str] = field(default_factory=set, init=False, compare=False)
     """The first prompt with an answer that nobody judged, once the user was told of it; alike on every process."""
 
@@ -42,6 +44,10 @@ class Rewards:
     def columns(self) -> frozenset[str]:
         """The columns of the data that the rewards read by name."""
         return frozenset().union(*(reward.columns | reward.optional_columns for reward in self.rewards))
+
+    def begin_step(self, step: int, num_steps: int) -> None:
+        """Tells reward functions how far the run is: `step` of `num_steps` are done."""
+        self.view.state.global_step, self.view.state.max_steps = step, num_steps
 
     def check_rows(self, rows: Sequence[Row]) -> None:
         """ValueError unless every row has what the rewards read, and they can read it; to be asked before any work."""
@@ -95,12 +101,13 @@ class Rewards:
     def _score(self, answers: Answers, together: Mapping[str, Any]) -> Scores:
         """`together`: what rewards that are collective have said, by their names."""
         values: list[list[Value]] = []
+        self.view.clear()
         for reward in self.rewards:
             if reward.is_collective:
                 values.append(read_values(reward.spec, together[reward.name], answers))
             else:
                 values.append(judge(reward, answers, self.time_limit_seconds) if len(answers) else [])
-        return combine(self.rewards, values, answers)
+        return with_logged(combine(self.rewards, values, answers), self.view, len(answers))
 
     def judged_by(self, judges: Mapping[str, Judge]) -> "Rewards":
         """These rewards, with `judges`, which are collective, in the place of those whose specs they have."""

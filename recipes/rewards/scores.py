@@ -6,11 +6,11 @@ B: answers, T: tokens of an answer.
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid_engine.distributed.processes import gather_objects
-from hybrid_engine.recipes.rewards.answers import Answers, Reward, Value
+from hybrid_engine.recipes.rewards.answers import Answers, Reward, RunView, Value
 from hybrid_engine.recipes.rewards.process import on_last_token, on_tokens
 
 LARGEST_SCORE = 1e12
@@ -32,6 +32,10 @@ class Scores:
     is_step: list[list[bool]] | None = None
     """`[B][T]` beside `per_token`: True on the tokens that end a step, be its number 0; of a list with a number for
     each token these are the tokens whose number is not 0."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """Means of what functions gave to `log_metric`."""
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)
+    """`[B]` for each name that functions gave to `log_extra`."""
 
 
 class WrongCount(ValueError):
@@ -62,6 +66,18 @@ def combine(rewards: Sequence[Reward], values: Sequence[list[Value]], answers: A
     )
 
 
+def with_logged(scores: Scores, view: RunView, num_answers: int) -> Scores:
+    """`scores` of so many answers with what functions logged; ValueError unless `log_extra` got a value of each."""
+    for column, values in view.extra.items():
+        if len(values) != num_answers:
+            raise ValueError(
+                f"--reward: log_extra({column!r}, ...) was given {len(values)} values for {num_answers} answers; give "
+                "one for each, in their order"
+            )
+    means = {name: statistics.fmean(values) for name, values in view.metrics.items()}
+    return replace(scores, logged=means, extra=dict(view.extra))
+
+
 def penalise_cut_off(scores: Scores, answers: Answers, penalty: float) -> Scores:
     """`scores` less `penalty` for each answer that was cut off; on its last token. As TRL's `missing_eos_penalty`."""
     costs = [penalty if is_cut else 0.0 for is_cut in answers.is_cut_off]
@@ -83,7 +99,7 @@ def replace_cut_off(scores: Scores, answers: Answers, score: float) -> Scores:
         marks = zip(is_step, cut, strict=True)
         is_step = [list(map(bool, on_last_token(1.0, len(row)))) if is_cut else row for row, is_cut in marks]
     total = [score if is_cut else own for own, is_cut in zip(scores.total, cut, strict=True)]
-    return Scores(total=total, by_name=scores.by_name, per_token=per_token, is_step=is_step)
+    return replace(scores, total=total, per_token=per_token, is_step=is_step)
 
 
 def _weighted(weights: Sequence[float], row: Sequence[float | None]) -> float:
@@ -191,11 +207,18 @@ def reward_figures(scores: Scores) -> dict[str, float]:
     """`reward_<name>` and `reward_<name>_deviation`: mean and deviation over all processes' answers; collective.
 
     The deviation is that of the answers themselves (divisor n). A reward that judged none has no figures. Beside them
-    `unjudged_share`, of the answers that no reward judged.
+    `unjudged_share`, of the answers that no reward judged, and `logged_<name>`: the mean of what functions gave to
+    `log_metric`, of those processes where they did.
     """
-    everyone = gather_objects((scores.by_name, [math.isnan(number) for number in scores.total]))
-    by_name = {name: [value for part, _ in everyone for value in part[name]] for name in scores.by_name}
-    return named_figures(by_name) | {"unjudged_share": statistics.fmean(mark for _, part in everyone for mark in part)}
+    everyone = gather_objects((scores.by_name, [math.isnan(number) for number in scores.total], scores.logged))
+    by_name = {name: [value for part, _, _ in everyone for value in part[name]] for name in scores.by_name}
+    share = statistics.fmean(mark for _, marks, _ in everyone for mark in marks)
+    return named_figures(by_name) | {"unjudged_share": share} | _means_of([logged for _, _, logged in everyone])
+
+
+def _means_of(logged: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for part in logged for name in part)
+    return {f"logged_{name}": statistics.fmean(part[name] for part in logged if name in part) for name in names}
 
 
 def named_figures(by_name: Mapping[str, Sequence[float | None]]) -> dict[str, float]:

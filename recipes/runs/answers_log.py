@@ -12,7 +12,7 @@ in the first evaluation's lines alone. Whatever a recipe does not know is left o
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class PromptAnswers:
     """the tokens of each answer of the first evaluation"""
     logprobs: Sequence[Sequence[float]] | None = None
     """of each of those tokens under the present weights, in nats"""
+    extra: Mapping[str, Sequence[Any]] | None = None
+    """G values for each name that reward functions gave to `log_extra`"""
 
     def __post_init__(self) -> None:
         assert len(self.rewards) == len(self.responses), f"{len(self.rewards)=} {len(self.responses)=}"
