@@ -19,6 +19,7 @@ from typing import Any
 from datasets import Dataset, disable_progress_bars, get_dataset_config_names, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 
+from hybrid_engine.recipes.data.reasoning_gym_rows import SCHEME, read_questions
 from hybrid_engine.recipes.data.sources import DataSource
 
 Rows = Iterator[tuple[str, dict[str, Any] | ValueError]]
@@ -26,7 +27,7 @@ Rows = Iterator[tuple[str, dict[str, Any] | ValueError]]
 NamedReader = Callable[[str, str | None, str | None], Rows]
 """From the whole name of a data set, a split and a configuration (None: not given) to its rows; ValueError for a name
 or a part that there is not."""
-NAMED: dict[str, NamedReader] = {}
+NAMED: dict[str, NamedReader] = {SCHEME: read_questions}
 """Readers of data sets that are made, not stored, by what stands before the colon of their names."""
 BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 

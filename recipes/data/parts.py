@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from hybrid_engine.recipes.data.held_out import R, earlier_prompt_keys, hold_out, prompt_text, row_keys
+from hybrid_engine.recipes.data.reasoning_gym_rows import HELD_OUT, SCHEME
 from hybrid_engine.recipes.data.sources import DataSource
 from hybrid_engine.recipes.runs.run_log import say
 
@@ -12,7 +13,7 @@ Read = Callable[[DataSource], list[R]]
 
 
 def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ()) -> tuple[list[R], list[R]]:
-    """Training and held-out rows of a run's data.
+    """Training and held-out rows of a run's data, in the parts that the data set itself has, if it has any.
 
     Args:
         source: what the options say.
@@ -24,6 +25,8 @@ def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ())
     """
     columns = source.row_key or columns
     rows = read_once(source, read, columns)
+    if all(dataset.startswith(f"{SCHEME}:") for dataset in source.datasets):
+        return rows, read_once(replace(source, split=HELD_OUT), read, columns)
     train, held_out = hold_out(rows, source.held_out_share, columns)
     train = _apart_from(held_out, train)
     check_parts(source, train, held_out)

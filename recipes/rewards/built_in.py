@@ -6,6 +6,7 @@
     regex:PATTERN               the pattern is found in the response
     length:target=200           0 at 200 tokens, -1 at none and at twice as many
     length:most=200             0 up to 200 tokens, -1 at twice as many
+    reasoning_gym               the score of the library reasoning-gym (`reasoning_gym_score.py`)
 
 `exact`, `number` and `math` read the reference from the data's column `answer`, or from another:
 `number:column=solution,tolerance=0.01`. `after=TEXT` takes the response's answer, and the reference's, from what
@@ -20,6 +21,7 @@ from typing import Any
 
 from hybrid_engine.recipes.rewards.answers import Answers, UnusableReference
 from hybrid_engine.recipes.rewards.math_equivalence import load_math_equivalence
+from hybrid_engine.recipes.rewards.reasoning_gym_score import build_judge
 from hybrid_engine.recipes.rewards.spec_options import SpecOptions
 
 GROUND_TRUTH = "ground_truth"
@@ -97,12 +99,19 @@ def build_length(spec: str, given: str) -> Rule:
     return Rule(judge=lambda answers: [-penalty * distance(len(tokens)) for tokens in answers.response_ids])
 
 
+def build_reasoning_gym(spec: str, given: str) -> Rule:
+    """The score of the library reasoning-gym, from 0 to 1, by the data set that the question comes from."""
+    judge, check = build_judge(spec, given)
+    return Rule(judge=judge, columns=frozenset({"answer", "metadata"}), check=check)
+
+
 BUILT_IN: dict[str, Callable[[str, str], Rule]] = {
     "exact": build_exact,
     "number": build_number,
     "math": build_math,
     "regex": build_regex,
     "length": build_length,
+    "reasoning_gym": build_reasoning_gym,
 }
 """From a name to what builds the rule from the whole spec and what stands in it behind the colon."""
 

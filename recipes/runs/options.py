@@ -102,7 +102,7 @@ class DataOptions(RowOptions):
     """Which rows of the user's data set there are."""
 
     dataset: str | None = None
-    """a .jsonl, .json, .csv or .parquet file, a folder or a hub name"""
+    """a .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md)"""
     held_out_share: float = 0.1
     """share of the data set's prompts that are not trained on and measured, chosen by their hash"""
     row_key: tuple[str, ...] = ()
@@ -208,8 +208,8 @@ class RewardOptions:
     """What judges answers."""
 
     reward: tuple[str, ...] = ()
-    """exact, number, math, regex:PATTERN, length:..., the folder of a reward model, or module:function; several are
-    added up (docs/rewards.md); default: that of the recipe's own task"""
+    """exact, number, math, regex:PATTERN, length:..., reasoning_gym, the folder of a reward model, or module:function;
+    several are added up (docs/rewards.md); default: that of the recipe's own task"""
     reward_weights: tuple[float, ...] = ()
     """one for each --reward; default: 1 each"""
     reward_time_limit: float = 300.0
