@@ -1,12 +1,14 @@
 """Text given out token by token is the text decoded at the end, for every prefix, whatever the tokenizer."""
 
+import itertools
 import random
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from hybrid_engine.generation.detokenize import IncrementalDetokenizer
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer, token_bytes
+from hybrid_engine.generation.sampling.stops import _ends_with_string
 
 TEXT = [
     "The cat sat on the mat. Isn't it? I'm sure it's 3,14 or so!",
@@ -136,3 +138,49 @@ def test_a_stop_string_is_shown_on_demand():
 def test_bad_stop_strings_are_refused(stops):
     with pytest.raises(ValueError, match="stop_strings="):
         IncrementalDetokenizer(None, stops)
+
+
+WIDE = "the cat 🙂 at 你好 he 👍🏽 é字 the"
+
+
+@pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
+@pytest.mark.parametrize("stop", ["🙂", "你好", "👍🏽", "é字 t", "cat 🙂", "at"])
+def test_a_stop_string_of_several_bytes_ends_a_row_at_the_token_that_completes_it(name, stop):
+    tokenizer = TOKENIZERS[name]()
+    tokens = tokenizer.encode(WIDE, add_special_tokens=False)
+    for prompt in (0, 1):
+        ends = [
+            _ends_with_string(tokenizer, (stop, "never"), tokens[:prompt], tokens[prompt:count])
+            for count in range(prompt + 1, len(tokens) + 1)
+        ]
+        texts = [tokenizer.decode(tokens[:count]) for count in range(prompt, len(tokens) + 1)]
+        expected = [stop in text and stop not in before for before, text in itertools.pairwise(texts)]
+        assert ends.index(True) == expected.index(True)
+
+
+def test_a_stop_string_of_several_bytes_is_found_in_a_tokenizer_in_python():
+    """Its names are letters for bytes, which transformers' criteria do not know to be bytes."""
+    tokenizer = ByT5Tokenizer()
+    tokens = tokenizer("ab 🙂 c", add_special_tokens=False)["input_ids"]
+    ends = [_ends_with_string(tokenizer, ("🙂",), [], tokens[:count]) for count in range(1, len(tokens) + 1)]
+    assert ends == [count == 7 for count in range(1, len(tokens) + 1)]
+
+
+@pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
+def test_the_bytes_of_tokens_are_those_of_the_text(name):
+    tokenizer = TOKENIZERS[name]()
+    tokens = tokenizer.encode(WIDE, add_special_tokens=False)
+    parts = [token_bytes(tokenizer, token) for token in tokens]
+    assert b"".join(parts).decode().removeprefix(" ") == WIDE and len(parts) > len(WIDE.split())
+    assert any(len(part) == 1 and part[0] > 127 for part in parts)  # part of a character, and no replacement for it
+
+
+@pytest.mark.parametrize(("name", "text"), [("metaspace", "the cat sat"), ("wordpiece", "the mats")])
+def test_the_bytes_of_a_token_have_the_space_before_a_word(name, text):
+    tokenizer = TOKENIZERS[name]()
+    parts = [token_bytes(tokenizer, token) for token in tokenizer.encode(text, add_special_tokens=False)]
+    assert b"".join(parts).decode().removeprefix(" ") == text
+
+
+def test_the_bytes_of_a_special_token_are_its_name():
+    assert token_bytes(byte_level(), 0) == b"</s>" and token_bytes(sentencepiece_bpe(), 1) == b"<s>"

@@ -9,9 +9,11 @@ beginning of a stop string. Only the last tokens are decoded each time: they are
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 # Tokens decoded anew for each one that comes: from CONTEXT to LONGEST_WINDOW.
 CONTEXT = 16
@@ -143,6 +145,40 @@ def _decoder(tokenizer: Any, cleans_up: bool) -> Callable[..., str]:
     ):
         return tokenizer.backend_tokenizer.decode
     return tokenizer.decode
+
+
+PREFIX = "abcdef"
+"""Text that stands in front of a token whose own text is asked for: a decoder may strip the first space of a text."""
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes that `token` adds to a text, UTF-8; one that holds part of a character gives that part."""
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    if token in getattr(tokenizer, "added_tokens_decoder", {}):
+        return name.encode()
+    if _BYTE_TOKEN.fullmatch(name):
+        return bytes([int(name[3:5], 16)])
+    letters = _byte_letters(tokenizer)
+    if letters and all(letter in letters for letter in name):
+        return bytes(letters[letter] for letter in name)
+    prefix = _prefix(tokenizer)
+    before, text = tokenizer.decode(prefix), tokenizer.decode([*prefix, token])
+    return text.removeprefix(before).encode() if text.startswith(before) else tokenizer.decode([token]).encode()
+
+
+@lru_cache(maxsize=8)
+def _prefix(tokenizer: Any) -> tuple[int, ...]:
+    return tuple(tokenizer(PREFIX, add_special_tokens=False)["input_ids"])
+
+
+@lru_cache(maxsize=8)
+def _byte_letters(tokenizer: Any) -> dict[str, int]:
+    """The byte that each letter of a token's name stands for; none where the tokenizer's names are text."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    state = b"" if decoder is None else decoder.__getstate__()
+    if b'"ByteLevel"' not in (state.encode() if isinstance(state, str) else state):
+        return dict(getattr(tokenizer, "byte_decoder", {}))
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 def check_stop_strings(stop_strings: Any, option: str = "stop_strings") -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_engine.generation.batching.sequence import Sequence
-from hybrid_engine.generation.detokenize import IncrementalDetokenizer
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer, token_bytes
 from hybrid_engine.generation.live import Progress
 from hybrid_engine.serving.answer_reader import AnswerReader, Shown, build_reader
 from hybrid_engine.serving.asked import Asked, ServedModel, parser_for
@@ -216,7 +216,9 @@ class Writer:
 
     def _name(self, token: int) -> str:
         """What log-probabilities call it; part of a character is a replacement character."""
-        return f"token_id:{token}" if self.request.return_tokens_as_token_ids else self.model.tokenizer.decode([token])
+        if self.request.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        return token_bytes(self.model.tokenizer, token).decode(errors="replace")
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
@@ -335,8 +337,8 @@ class ChatWriter(Writer):
         return {"content": content, "refusal": None}
 
     def _shown(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.model.tokenizer.decode([token])
-        return {"token": self._name(token), "logprob": logprob, "bytes": list(text.encode())}
+        data = token_bytes(self.model.tokenizer, token)
+        return {"token": self._name(token), "logprob": logprob, "bytes": list(data)}
 
 
 def with_drawn(tokens: list[int], logprobs: list[Any], tops: Tops) -> Tops:

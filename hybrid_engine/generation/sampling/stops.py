@@ -34,15 +34,31 @@ def _is_ended(row: Sequence, vocab: int) -> bool:
 
 
 def _ends_with_string(tokenizer: Any, strings: tuple[str, ...], prompt: list[int], tokens: list[int]) -> bool:
-    """Whether the last token completes the string, which may begin in the prompt; transformers' rule."""
-    longest = max(map(len, strings))
+    """Whether the last token completes the string, which may begin in the prompt; transformers' rule.
+
+    That knows the bytes of tokens of the backends of `tokenizers`; for others, text of more than ASCII is decoded.
+    """
+    longest = max(len(string.encode()) for string in strings)  # tokens: one may be a single byte
     last = (prompt[-longest:] + tokens[-longest:])[-longest:]
-    return bool(_criteria(tokenizer, strings)(torch.tensor([last]), None)[0])
+    criteria = _criteria(tokenizer, strings)
+    if criteria is not None and bool(criteria(torch.tensor([last]), None)[0]):
+        return True
+    wide = [string for string in strings if not string.isascii()]
+    if not wide or not tokens:
+        return False
+    text, before = (tokenizer.decode(part, skip_special_tokens=False) for part in (last, last[:-1]))
+    return any(string in text and string not in before for string in wide)
 
 
 @lru_cache(maxsize=32)
-def _criteria(tokenizer: Any, strings: tuple[str, ...]) -> StopStringCriteria:
-    return StopStringCriteria(tokenizer, list(strings))
+def _criteria(tokenizer: Any, strings: tuple[str, ...]) -> StopStringCriteria | None:
+    """transformers'; None where it knows no token that has part of the text of more than ASCII."""
+    try:
+        return StopStringCriteria(tokenizer, list(strings))
+    except ValueError:
+        if all(string.isascii() for string in strings):
+            raise
+        return None
 
 
 def num_before_stop(row: Sequence) -> int:
