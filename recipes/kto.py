@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.held_out import prompt_text
 from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, measure_in_parts, train_in_parts
@@ -237,7 +237,7 @@ def train_loop(
                 measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
                 best = keep_lowest(best, measured["loss"], step + 1, actor, tokenizer, out)
-            log.write(step, figures | {"learning_rate": rate}, SHOWN)
+            log.write(step, figures | {"learning_rate": rate}, [name for name in SHOWN if name in figures])
             if config.is_saved(step):
                 save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())
     return best
@@ -249,8 +249,8 @@ def update(
     """One optimizer step on this process's answers of a step that has `num_answers` over all processes; collective.
 
     Returns:
-        Means over the whole step: `loss` and the figures of `rl.kto.kto_metrics`, their `reward_margin`; the
-        `reference_point` in nats and the norm of the gradient before clipping.
+        Means over the whole step: `loss`, the figures of `rl.kto.kto_metrics` for the kinds of answers in it, and their
+        `reward_margin`; the `reference_point` in nats and the norm of the gradient before clipping.
     """
     budget = config.tokens_per_micro_batch
     point = reference_point(actor, rows, budget, reading)
@@ -264,9 +264,17 @@ def update(
         return losses.sum() / num_answers, sums | {"loss": (losses.sum().item(), len(batch))}
 
     items = Items.of(row.answer for row in rows)
-    figures = step_means(train_in_parts([actor], items, budget, [(actor, micro_batch_loss)]))
-    figures["reward_margin"] = figures["chosen_reward"] - figures["rejected_reward"]
+    means = step_means(train_in_parts([actor], items, budget, [(actor, micro_batch_loss)]))
+    figures = of_kinds(means, {label for part in gather_objects({row.is_desirable for row in rows}) for label in part})
     return figures | {"reference_point": point.item(), "grad_norm": actor.get_global_grad_norm()}
+
+
+def of_kinds(figures: dict[str, float], labels: set[bool]) -> dict[str, float]:
+    """`figures` with their `reward_margin`, without those of a kind of answer that is not among `labels`."""
+    absent = {name for name, label in (("chosen_reward", True), ("rejected_reward", False)) if label not in labels}
+    if not absent:
+        return figures | {"reward_margin": figures["chosen_reward"] - figures["rejected_reward"]}
+    return {name: value for name, value in figures.items() if name not in absent}
 
 
 @torch.no_grad()
@@ -291,5 +299,5 @@ def held_out_figures(actor: Any, rows: Sequence[LabelledAnswer], config: Config,
     numbers = of_answers, references, labels_of(rows), point, config.beta
     losses = kto_loss(*numbers, config.desirable_weight, config.undesirable_weight)
     figures = {name: (total / count.clamp(min=1)).item() for name, (total, count) in kto_metrics(*numbers).items()}
-    figures["reward_margin"] = figures["chosen_reward"] - figures["rejected_reward"]
+    figures = of_kinds(figures, {row.is_desirable for row in rows})
     return {"loss": losses.mean().item(), **figures, "reference_point": point.item()}

@@ -437,6 +437,35 @@ def test_text_that_a_template_has_rendered_gets_no_second_beginning_and_end(capl
         encode_completion(build_chat_tokenizer(None), TextRow(text="<eos>"))
 
 
+def test_what_a_chat_template_is_not_asked_or_does_not_say_is_said_in_one_line(caplog):
+    say_once.cache_clear()
+    unmarked, marked, none = (build_chat_tokenizer(template) for template in (PLAIN_TEMPLATE, MARKED_TEMPLATE, None))
+    text = PromptRow(prompt="Hi")
+    turns = CompletionRow(prompt=[user("a")], completion=TWO_TURNS[1:])
+    for quiet, row in (
+        (none, CompletionRow(prompt="a", completion="b")),
+        (unmarked, CompletionRow(prompt="<start>user\nHi<eos>\n<start>assistant\n", completion="b")),
+        (unmarked, TextRow(text="a b")),
+        (unmarked, ConversationRow(messages=TWO_TURNS[:2])),
+        (marked, ConversationRow(messages=TWO_TURNS)),
+        (marked, turns),
+    ):
+        encode_completion(quiet, row)
+    encode_prompt(none, text)
+    assert caplog.messages == []
+    for _ in range(2):
+        encode_prompt(unmarked, text)
+        encode_completion(unmarked, ConversationRow(messages=TWO_TURNS))
+        encode_completion(unmarked, turns)
+    begins = "the chat template does not mark the assistant's tokens ({% generation %}): "
+    assert caplog.messages == [
+        "prompts are text, to which the model's chat template is not applied; it is to conversations: "
+        '[{"role": "user", "content": ...}]',
+        begins + "of a conversation the last turn alone is learned",
+        begins + "what others say within an answer is learned too",
+    ]
+
+
 TWO_TURNS = [user("a"), assistant("b"), user("c"), assistant("d")]
 OPENED = "<start>user\nsky?<eos>\n<start>assistant\n"
 

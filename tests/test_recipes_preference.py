@@ -205,6 +205,15 @@ def test_held_out_figures_are_those_of_all_pairs_at_once():
     assert figures["chosen_logprob"] == pytest.approx(sum(chosen) / 40, rel=1e-5)
 
 
+@pytest.mark.parametrize("label", [True, False])
+def test_a_step_of_kto_with_answers_of_one_kind_has_no_figures_of_the_other(label):
+    rows = [row._replace(is_desirable=label) for row in labelled_answers()]
+    engine = build_engine(tiny_llama(), Spread())
+    present, absent = ("chosen_reward", "rejected_reward")[:: 1 if label else -1]
+    for figures in (kto.update(engine, rows, NUM_ROWS, KTO, READING), kto.held_out_figures(engine, rows, KTO, READING)):
+        assert not {absent, "reward_margin"} & figures.keys() and {present, "loss", "accuracy"} <= figures.keys()
+
+
 def test_only_what_the_template_marks_is_counted_of_an_answer_and_of_a_mismatched_one():
     model, prompt, response = tiny_llama(), [3, 4], [5, 6, 7, 8]
     masked = Encoded(prompt_ids=prompt, response_ids=response, loss_mask=[True, False, False, True])

@@ -33,6 +33,7 @@ from hybrid_engine.recipes.runs.checks import flag
 
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 """What a row's `chat_template_kwargs` may not say: how a conversation becomes tokens is not its business."""
+_UNMARKED = "the chat template does not mark the assistant's tokens ({% generation %})"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -113,7 +114,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, row: PromptRow) -> list[in
         ValueError: naming the row: no tokens, no chat template, or one that refuses the conversation. So do the others.
     """
     if isinstance(row.prompt, str):
-        return _encode_text_prompt(tokenizer, row, row.prompt)
+        return _encode_question(tokenizer, row, row.prompt)
     return _render(tokenizer, row, row.prompt, **_opening(row.prompt))[0]
 
 
@@ -137,7 +138,7 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, row: LearnedRow | Labe
     if isinstance(row, ConversationRow):
         return _encode_messages(tokenizer, row)
     if isinstance(row.prompt, str) and isinstance(row.completion, str):
-        prompt = _encode_text_prompt(tokenizer, row, row.prompt)
+        prompt = _encode_question(tokenizer, row, row.prompt)
         return Encoded(prompt_ids=prompt, response_ids=encode_answer(tokenizer, row.completion))
     assert not isinstance(row.prompt, str) and not isinstance(row.completion, str), f"{row=}"
     return _encode_turns(tokenizer, row, row.prompt, row.completion)
@@ -159,7 +160,7 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow) -> Encod
     """
     if isinstance(row.prompt, str):
         assert isinstance(row.chosen, str) and isinstance(row.rejected, str), f"{row=}"
-        prompt = _encode_text_prompt(tokenizer, row, row.prompt)
+        prompt = _encode_question(tokenizer, row, row.prompt)
         answers = (encode_answer(tokenizer, text) for text in (row.chosen, row.rejected))
         return _check_unlike(row, EncodedPair.of_tokens(prompt, *answers))
     assert not isinstance(row.chosen, str) and not isinstance(row.rejected, str), f"{row=}"
@@ -192,6 +193,17 @@ def _check_unlike(row: Row, pair: EncodedPair) -> EncodedPair:
     return pair
 
 
+def _encode_question(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[int]:
+    """A prompt that is text; where the model has a chat template that nobody has applied to it, this is said."""
+    ids = _encode_text_prompt(tokenizer, row, text)
+    if tokenizer.chat_template and not {*ids[_num_added_before(tokenizer, ids) :]} & {*tokenizer.all_special_ids}:
+        say_once(
+            "prompts are text, to which the model's chat template is not applied; it is to conversations: "
+            '[{"role": "user", "content": ...}]'
+        )
+    return ids
+
+
 def _encode_text_prompt(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) -> list[int]:
     """With the token that the tokenizer puts before a text, without the one that some put behind it."""
     ids = list(tokenizer(text)["input_ids"])
@@ -216,9 +228,11 @@ def _num_added_before(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int
 def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: ConversationRow) -> Encoded:
     ids, marks = _render(tokenizer, row, row.messages)
     if marks is None:
+        if any(turn["role"] == "assistant" for turn in row.messages[:-1]):
+            say_once(f"{_UNMARKED}: of a conversation the last turn alone is learned")
         if row.messages[-1]["role"] != "assistant" or len(row.messages) == 1:
             raise ValueError(
-                f"{row.place}: the chat template does not mark the assistant's tokens ({{% generation %}}), so the "
+                f"{row.place}: {_UNMARKED}, so the "
                 "last turn is learned: it must be the assistant's, behind another; mend the row or the template"
             )
         return _encode_turns(tokenizer, row, row.messages[:-1], row.messages[-1:])
@@ -278,6 +292,8 @@ def _converse(
                 f"{row.place}: the chat template renders the prompt otherwise once an answer follows it, so that the "
                 "answer's tokens cannot be told; use another template"
             )
+    if marks is None and any(turn["role"] != "assistant" for turn in completion):
+        say_once(f"{_UNMARKED}: what others say within an answer is learned too")
     return _Conversation(ids, length, marks)
 
 
