@@ -332,6 +332,8 @@ def test_tokenize_and_detokenize_are_those_of_the_tokenizer(server, tokenizer):
         told = post(f"{base}/tokenize", json={"messages": messages, "add_generation_prompt": begins}).json()
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=begins, return_dict=False)
         assert told["tokens"] == expected and told["token_strs"] is None
+    info = get(f"{base}/tokenizer_info").json()
+    assert (info["eos_token"], info["bos_token"], info["chat_template"]) == ("<eos>", None, tokenizer.chat_template)
     text = post(f"{base}/detokenize", json={"model": "tiny", "tokens": expected}).json()
     assert text == {"prompt": tokenizer.decode(expected)}
     for path, body in (
@@ -360,8 +362,11 @@ def test_an_echo_says_how_likely_the_prompt_was(client, engine, tokenizer, max_t
     expected = logprobs[:-1].gather(1, ids[0, 1:, None]).squeeze(1).tolist()
     assert choice.logprobs.token_logprobs[0] is None and len(choice.token_ids) == max_tokens
     torch.testing.assert_close(choice.logprobs.token_logprobs[1:], expected, rtol=0, atol=1e-4)
-    best = max(choice.logprobs.top_logprobs[2].values())
-    assert best == pytest.approx(float(logprobs[1].max()), abs=1e-4)
+    for place, likeliest in enumerate(choice.logprobs.top_logprobs[1:]):
+        best, score = max(likeliest.values()), choice.logprobs.token_logprobs[place + 1]
+        assert best == pytest.approx(float(logprobs[place].max()), abs=1e-4)
+        # Harnesses compare the two to the last bit: whether the token is what would have been drawn.
+        assert (best == score) == (int(logprobs[place].argmax()) == int(ids[0, place + 1]))
     assert choice.text.startswith("hello") and choice.logprobs.text_offset[:5] == [0, 1, 2, 3, 4]
     plain = ask(client, max_tokens=3, echo=True).choices[0]
     assert plain.text == "hello" + ask(client, max_tokens=3).choices[0].text

@@ -73,6 +73,7 @@ class App:
                 Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
                 Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
                 Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
+                Route("/tokenizer_info", self._guarded(self.tokenizer_info)),
                 Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
                 Route("/v1/models", self._guarded(self.models)),
                 Route("/v1/models/{name:path}", self._guarded(self.one_model)),
@@ -146,6 +147,16 @@ class App:
         body = await self._body(request, DetokenizeRequest)
         check_tokens(body.tokens, self.model, "tokens")
         return JSONResponse({"prompt": self.model.tokenizer.decode(body.tokens)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """`GET /tokenizer_info`: special tokens and chat template, as vLLM tells them."""
+        tokenizer = self.model.tokenizer
+        told = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        told = dict.fromkeys(names) | told | {"chat_template": tokenizer.chat_template}
+        return JSONResponse(
+            told | {"tokenizer_class": type(tokenizer).__name__, "model_max_length": self.model.longest}
+        )
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
