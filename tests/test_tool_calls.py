@@ -194,7 +194,7 @@ def test_a_client_gets_calls_whole_and_streamed_and_the_conversation_goes_on_by_
         assert "".join(delta.content or "" for delta in deltas) == "Hm"
         (streamed,) = [call for delta in deltas for call in delta.tool_calls or []]
         assert (streamed.index, streamed.function) == (0, type(streamed.function)(**call.function.model_dump()))
-        assert events[-1].choices[0].finish_reason == "tool_calls"
+        assert events[-1].choices[0].finish_reason == "tool_calls" and not events[-1].choices[0].delta.tool_calls
         plain = client.chat.completions.create(**said, tool_choice="none", extra_body=extra | {"session_id": "u"})
         assert plain.choices[0].message.content == text and plain.choices[0].message.tool_calls is None
         # What the tool says goes on from the tokens that were drawn.

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid_engine.generation.batching.sequence import Sequence
@@ -176,9 +176,9 @@ class Writer:
         choices = [self._whole_choice(choice) for choice in self.choices]
         return self._body(self.object_name, choices) | {"usage": self.usage()}
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        """One event of a stream."""
-        return self._chunk([self._chunk_choice(self.choices[piece.index], piece)])
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """The events of a stream that tell `piece`."""
+        return [self._chunk([self._chunk_choice(self.choices[piece.index], piece)])]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """An event before the last one, whose usage is null where the last one has it, or that so far."""
@@ -304,6 +304,13 @@ class ChatWriter(Writer):
         delta = {"role": "assistant", "content": ""}
         first = {"delta": delta, "logprobs": None, "finish_reason": None}
         return [self._chunk([{"index": index} | first]) for index in range(len(self.choices))]
+
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        """The events of a stream that tell `piece`; its end comes after its calls, by which clients know their end."""
+        if not (piece.calls and piece.finish_reason):
+            return super().chunks(piece)
+        end = Piece(piece.index, "", [], [], [], piece.finish_reason)
+        return super().chunks(replace(piece, finish_reason=None)) + super().chunks(end)
 
     def _body(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The prompt's token ids are here as vLLM has them, once, and in each choice as completions have them."""

@@ -267,10 +267,11 @@ class App:
             async with contextlib.aclosing(progress):  # type: ignore[type-var]
                 for event in writer.opening():
                     yield _event(event)
-                if first is not None:
-                    yield _event(writer.chunk(first))
+                for event in [] if first is None else writer.chunks(first):
+                    yield _event(event)
                 async for piece in progress:
-                    yield _event(writer.chunk(piece))
+                    for event in writer.chunks(piece):
+                        yield _event(event)
             if record is not None:
                 record(writer.choices)
             if writer.request.usage_of_stream.include_usage:

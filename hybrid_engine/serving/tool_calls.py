@@ -114,6 +114,8 @@ def _object_grammar(function: dict[str, Any], arguments: str) -> str:
     begin = f'{{"name": {json.dumps(function["name"])}, "{arguments}": '
     schema = function.get("parameters") or {"type": "object", "properties": {}}
     schema = {"x-guidance": {"whitespace_pattern": JSON_SPACE}} | schema
+    if "properties" in schema:  # a schema that does not say so allows arguments that the tool does not have
+        schema = {"additionalProperties": False} | schema
     return f'{json.dumps(begin)} %json {json.dumps(schema)} "}}"'
 
 
