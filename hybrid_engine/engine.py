@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -52,6 +52,9 @@ from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.split_module import num_stages_of, original_of, together, unit_size_of
 from hybrid_engine.zero.wrapping import place_module, shard_module
+
+if TYPE_CHECKING:
+    from hybrid_engine.checkpoint.saved_logits import Probe
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -479,8 +482,24 @@ class ZeroEngine(Uncopied):
                 "is false"
             )
             return False
+        probe = self._ask_for_export() if save_filename is None and not exclude_frozen_parameters else None
         self.sharding.settle()
-        return save_16bit_model(original_of(self.module), save_dir, save_filename, exclude_frozen_parameters)
+        module = original_of(self.module)
+        return save_16bit_model(module, save_dir, save_filename, exclude_frozen_parameters, probe)
+
+    def _ask_for_export(self) -> "Probe | None":
+        """Logits to compare a saved model with; None where the module cannot be asked, which a line says."""
+        from hybrid_engine.checkpoint.saved_logits import ask_model
+
+        if original_of(self.module) is not self.module:  # a plan's module takes the shapes it was planned for
+            return None
+        self.passes.expect_backward(False)
+        ask = partial(ask_model, self.module, self.device)
+        with restoring_modes():
+            probe, error = attempt(partial(self.passes.forward_together, ask))
+        if error is not None:
+            logger.warning("save_16bit_model(): the saved model is not compared with the trained one (%s)", error)
+        return probe
 
     def report(self) -> str:
         """How this engine trains: stage, processes, precision, sharding, and the bytes that takes on this process.

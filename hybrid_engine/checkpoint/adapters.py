@@ -7,7 +7,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import nn
 
-from hybrid_engine.checkpoint.export import gather_weights
+from hybrid_engine.checkpoint.export import gather_weights, unshared
 from hybrid_engine.distributed.processes import on_rank_zero
 
 WEIGHTS = "adapter_model.safetensors"
@@ -33,7 +33,8 @@ def save_adapter(module: nn.Module, folder: Path) -> bool:
 def _write(module: PeftModel, adapter: str, weights: dict, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(module, weights, adapter, save_embedding_layers=False)
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / WEIGHTS, {"format": "pt"})
+    state = unshared({name: tensor.contiguous() for name, tensor in state.items()})
+    save_file(state, folder / WEIGHTS, {"format": "pt"})
     config = copy.deepcopy(module.peft_config[adapter])
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -1,10 +1,13 @@
 """Writes the trained model for `from_pretrained`, adapters merged, or as a state dict; live weights stay as they are.
 
-The weights are gathered to rank 0's memory and given to an empty model of the same class, which saves itself.
+The weights are gathered to rank 0's memory and given to an empty model of the same class, which saves itself. What was
+written is loaded and compared with the trained model before it replaces an earlier save.
 """
 
 import copy
 import os
+import re
+import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hybrid_engine.checkpoint.names import check_file_name, check_folder
 from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
+from hybrid_engine.checkpoint.saved_logits import Probe, check_saved_logits
 from hybrid_engine.checkpoint.work_folder import save_state_dict, writing_files
 from hybrid_engine.containers.linear import active_adapters, carries_lora, stores_transposed
 from hybrid_engine.containers.quantised import dequantise_weight_of, is_quantised
@@ -32,12 +36,14 @@ def save_16bit_model(
     save_dir: str | os.PathLike[str],
     filename: str | None = None,
     without_frozen: bool = False,
+    probe: Probe | None = None,
 ) -> Path:
     """Saves `module`, in the precision it computes in; collective.
 
     A model of transformers becomes a Hugging Face folder: the active adapters of a `PeftModel`, or those that linears
-    carry themselves, are merged into a copy of the base weights, and the base model is saved. Files of an earlier save
-    are replaced one by one when all new ones are complete.
+    carry themselves, are merged into a copy of the base weights, and the base model is saved. Embedding and head that
+    were tied and no longer are equal are saved apart. Files of an earlier save are replaced one by one when all new
+    ones are complete.
 
     Args:
         module: the engine's module, sharded or not, with nothing gathered.
@@ -45,19 +51,25 @@ def save_16bit_model(
         filename: writes the module's state dict, adapters apart, to this file of it instead; None does that only for
             a module that is not of transformers, under the name "pytorch_model.bin".
         without_frozen: writes such a state dict in any case, and leaves parameters out that require no gradient.
+        probe: tokens with the logits that `module` gives them; a folder that gives others is not saved. None compares
+            nothing.
 
     Raises:
-        ValueError: `filename` is no plain name of a file; `save_dir` no path.
+        ValueError: `filename` is not a plain file name; `save_dir` is not a path; an adapter cannot be merged.
+        RuntimeError: the saved model's logits are not those of `probe`.
         OSError: the folder cannot be written to; what is in it stays.
     """
     base = module.get_base_model() if isinstance(module, PeftModel) else module
     folder = check_folder("save_dir", save_dir)
     if filename is not None:
         check_file_name("save_filename", filename)
+    becomes_folder = filename is None and not without_frozen and isinstance(base, PreTrainedModel)
+    if becomes_folder and isinstance(module, PeftModel):
+        _check_can_merge(module)
     left_out = {name for name, p in _named_parameters(module) if without_frozen and not p.requires_grad}
     weights = gather_weights(module, left_out)
-    if filename is None and not without_frozen and isinstance(base, PreTrainedModel):
-        on_rank_zero(lambda: _write(_rebuild(module, base, weights), folder))
+    if becomes_folder:
+        on_rank_zero(lambda: _write(_rebuild(module, base, weights), folder, probe))
     else:
         state = {name: weights.get(name) for name in module.state_dict() if name not in left_out}
         on_rank_zero(lambda: _write_state(state, folder, filename or STATE_DICT))
@@ -89,25 +101,108 @@ def gather_weights(module: nn.Module, left_out: Collection[str]) -> dict[str, to
     return weights
 
 
+def _check_can_merge(model: PeftModel) -> None:
+    """Raises ValueError where an active adapter is not one that peft can merge into weights."""
+    for name in _active_adapters(model):
+        if not hasattr(model.base_model, "merge_and_unload"):
+            raise _cannot_merge(model, name, "no weights of the base model can express it")
+
+
+def _cannot_merge(model: PeftModel, name: str, reason: str) -> ValueError:
+    kind = model.peft_config[name].peft_type.value
+    return ValueError(
+        f"save_16bit_model(): adapter {name!r} is {kind}, which is not merged into weights ({reason}); save "
+        "the adapter by itself, with engine.module.save_pretrained() (inside GatheredParameters at stage 3)"
+    )
+
+
 def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
-    """A plain model with these weights, outside of FSDP and without adapters."""
+    """A plain model on the CPU with these weights, outside of FSDP and without adapters; `weights` may change."""
     _merge_own_adapters(module, weights)
-    config, head = copy.deepcopy(base.config), base.get_output_embeddings()
+    config = copy.deepcopy(base.config)
     if hasattr(config, "quantization_config"):  # what is written is in full precision
         del config.quantization_config
-    if head is not None and carries_lora(head):
-        config.tie_word_embeddings = False  # the head's adapter is no part of the embedding
     with torch.device("meta"):
-        skeleton = _unsharded_class(base)(config)
-        rebuilt = _add_adapters(skeleton, module) if isinstance(module, PeftModel) else skeleton
-    # Buffers that are not saved are no part of a state dict, and stay on the meta device.
-    rebuilt.load_state_dict({name: weights[name] for name in rebuilt.state_dict()}, assign=True)
-    skeleton.tie_weights()
-    if hasattr(base, "generation_config"):  # a classifier has none
-        skeleton.generation_config = copy.deepcopy(base.generation_config)
+        skeleton = unsharded_class(base)(config)
+    # Buffers that are not saved are not part of a state dict, and stay on the meta device.
     if isinstance(module, PeftModel):
-        return rebuilt.merge_and_unload(adapter_names=_active_adapters(module))
+        skeleton = _merge_adapters(skeleton, module, weights)
+    else:
+        skeleton.load_state_dict({name: weights[name] for name in skeleton.state_dict()}, assign=True)
+    _tie_what_is_equal(skeleton)
+    if hasattr(base, "generation_config"):  # a classifier does not have one
+        skeleton.generation_config = copy.deepcopy(base.generation_config)
     return skeleton
+
+
+def _merge_adapters(skeleton: Any, module: PeftModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """`skeleton` with its weights, the active adapters of `module` merged by peft.
+
+    Tied weights stand for themselves here: an adapter of one of them must not change the other, although peft merges
+    into the memory that both share.
+    """
+    weights.update(unshared(weights))
+    plain = {_name_in_base(name): tensor for name, tensor in weights.items()}
+    skeleton.load_state_dict({name: plain[name] for name in skeleton.state_dict()}, assign=True)
+    with torch.random.fork_rng(devices=[]):
+        rebuilt = _add_adapters(skeleton, module)
+    rebuilt.load_state_dict({name: weights[name] for name in rebuilt.state_dict()}, assign=True)
+    _copy_adapter_tensors(module, rebuilt)
+    is_tied = getattr(skeleton.config, "tie_word_embeddings", False)
+    try:
+        with warnings.catch_warnings():
+            # peft compares memory, not values, and then writes into the config that the embeddings are not tied.
+            warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
+            merged = rebuilt.merge_and_unload(adapter_names=_active_adapters(module))
+    except (NotImplementedError, ValueError) as error:
+        raise _cannot_merge(module, _active_adapters(module)[0], str(error)) from error
+    merged.config.tie_word_embeddings = is_tied
+    return merged
+
+
+def _name_in_base(name: str) -> str:
+    """The name that a parameter of a `PeftModel` has in its base model."""
+    wrappers = r"\.(token_adapter\.base_layer|base_layer|original_module)(?=\.)"
+    return re.sub(wrappers, "", name.removeprefix("base_model.model."))
+
+
+def unshared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`weights` with a tensor of its own for each name."""
+    first_names = {id(tensor): name for name, tensor in reversed(weights.items())}
+    return {name: tensor if first_names[id(tensor)] == name else tensor.clone() for name, tensor in weights.items()}
+
+
+@torch.no_grad()
+def _copy_adapter_tensors(source: nn.Module, target: nn.Module) -> None:
+    """Copies what layers of adapters keep outside of state dicts: buffers, and tensors in plain dictionaries.
+
+    Some kinds draw them at random when they are built, as positions in the weight.
+    """
+    buffers = dict(source.named_buffers())
+    for name, buffer in target.named_buffers():
+        if name in buffers and buffers[name].shape == buffer.shape and not buffer.is_meta:
+            buffer.copy_(buffers[name])
+    layers = dict(source.named_modules())
+    for name, layer in target.named_modules():
+        for attribute in vars(layer).keys() - vars(nn.Module()).keys():
+            value, live = getattr(layer, attribute), getattr(layers.get(name), attribute, None)
+            if isinstance(value, dict) and isinstance(live, dict):
+                tensors = {key: tensor for key, tensor in live.items() if isinstance(tensor, torch.Tensor)}
+                value.update({key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()})
+
+
+def _tie_what_is_equal(model: Any) -> None:
+    """Ties the weights that the model's config ties, unless they differ: then the config says that they are apart."""
+    state = model.state_dict()
+    pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    if all(torch.equal(state[target], state[source]) for target, source in pairs):
+        model.tie_weights()
+        return
+    for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
+        config.tie_word_embeddings = False
+    for part in model.modules():
+        if hasattr(part, "all_tied_weights_keys"):
+            part.all_tied_weights_keys = {}
 
 
 def _merge_own_adapters(module: nn.Module, weights: dict[str, torch.Tensor]) -> None:
@@ -120,7 +215,8 @@ def _merge_own_adapters(module: nn.Module, weights: dict[str, torch.Tensor]) -> 
             weights[f"{name}.weight"] = torch.addmm(weight.float(), *factors, alpha=adapter.scale).to(weight.dtype)
 
 
-def _unsharded_class(model: PreTrainedModel) -> Any:
+def unsharded_class(model: PreTrainedModel) -> Any:
+    """The class of transformers that `model` had before it was sharded or split."""
     own = (base for base in type(model).__mro__ if issubclass(base, PreTrainedModel))
     return next(base for base in own if not issubclass(base, FSDPModule) and not is_split_class(base))
 
@@ -143,9 +239,11 @@ def _active_adapters(model: PeftModel) -> list[str]:
     return [active] if isinstance(active, str) else list(active)
 
 
-def _write(model: PreTrainedModel, folder: Path) -> None:
+def _write(model: PreTrainedModel, folder: Path, probe: Probe | None) -> None:
     with writing_files(folder) as writing:
         model.save_pretrained(writing)
+        if probe is not None:
+            check_saved_logits(type(model), writing, probe)
 
 
 def _write_state(state: dict[str, Any], folder: Path, filename: str) -> None:

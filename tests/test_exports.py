@@ -1,0 +1,150 @@
+"""A saved model computes what the trained one does, whatever adapters it carries, and saving changes nothing."""
+
+import peft
+import pytest
+import torch
+from distributed import run_distributed
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import hybrid_engine
+from hybrid_engine.checkpoint.adapters import save_adapter
+from hybrid_engine.checkpoint.saved_logits import ask_model, check_saved_logits
+
+TOKENS = torch.arange(16).view(2, 8)
+ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
+LORA = {
+    "trained embedding": {"modules_to_save": ["embed_tokens"]},
+    "trained head": {"modules_to_save": ["lm_head"]},
+    "trained embedding and head": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "trained embedding, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "tokens": {"trainable_token_indices": [3, 60]},
+    "DoRA": {"use_dora": True},
+    "norms": {"modules_to_save": ["norm", "input_layernorm"]},
+}
+OTHER_KINDS = {
+    "OFTConfig": {"r": 0, "oft_block_size": 8},
+    "FourierFTConfig": {"n_frequency": 20},
+    "ShiraConfig": {"r": 4},
+    "RandLoraConfig": {},
+    "VeraConfig": {},
+}
+
+
+def causal_model(is_tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, tie_word_embeddings=is_tied))
+
+
+def adapted(base: LlamaForCausalLM, config: peft.PeftConfig) -> PeftModel:
+    """`base` with adapters that are far from their start."""
+    model = get_peft_model(base, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def engine_of(model, stage: int = 0):
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
+    return hybrid_engine.initialize(model=model, config=config)[0]
+
+
+def saves_what_it_computes(model, folder) -> None:
+    """Asserts that both exports of `model` give its logits, and that its weights stay as they are."""
+    engine = engine_of(model).eval()
+    with torch.no_grad():
+        expected = engine(input_ids=TOKENS).logits
+    before = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    random_state = torch.get_rng_state()
+    engine.save_16bit_model(folder / "merged")
+    save_adapter(engine.module, folder / "adapter")
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.module.state_dict().items())
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "base"), folder / "adapter")
+    with torch.no_grad():
+        for saved in (merged, apart.eval()):
+            torch.testing.assert_close(saved(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=2e-6)
+        with apart.disable_adapter():
+            assert (apart(input_ids=TOKENS).logits - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", LORA)
+def test_lora_beside_trained_embeddings_heads_and_tokens_is_saved_as_it_computes(name, is_tied, tmp_path):
+    base = causal_model(is_tied)
+    base.save_pretrained(tmp_path / "base")
+    saves_what_it_computes(adapted(base, LoraConfig(**{"r": 4, **ATTENTION, **LORA[name]})), tmp_path)
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_adapters_that_draw_values_when_they_are_built_are_saved_as_they_compute(kind, tmp_path):
+    base = causal_model(False)
+    base.save_pretrained(tmp_path / "base")
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **ATTENTION, **OTHER_KINDS[kind])
+    saves_what_it_computes(adapted(base, config), tmp_path)
+
+
+def test_a_tied_model_whose_adapter_leaves_the_tie_alone_stays_tied(tmp_path):
+    engine = engine_of(adapted(causal_model(True), LoraConfig(r=4, **ATTENTION)))
+    engine.save_16bit_model(tmp_path)
+    assert LlamaConfig.from_pretrained(tmp_path).tie_word_embeddings is True
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
+def test_adapters_that_no_weights_can_express_are_refused_by_name(kind, tmp_path):
+    engine = engine_of(
+        get_peft_model(causal_model(False), getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    )
+    with pytest.raises(ValueError, match=rf"'default' is {kind[:6].upper()}_TUNING.*save_pretrained"):
+        engine.save_16bit_model(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_folder_that_computes_otherwise_is_refused_and_an_earlier_save_stays(tmp_path, monkeypatch):
+    engine = engine_of(adapted(causal_model(False), LoraConfig(r=4, **ATTENTION)))
+    engine.save_16bit_model(tmp_path)
+    earlier = (tmp_path / "model.safetensors").read_bytes()
+    monkeypatch.setattr("peft.tuners.lora.layer.Linear.merge", lambda self, *args, **options: None)
+    with pytest.raises(RuntimeError, match=r"logits differ by .* Nothing was saved"):
+        engine.save_16bit_model(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == earlier
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_of_16_bits_passes_and_a_lost_adapter_does_not(dtype, tmp_path):
+    base = causal_model(False).to(dtype)
+    base.save_pretrained(tmp_path / "base")
+    model = adapted(base, LoraConfig(r=4, lora_alpha=16, **ATTENTION)).to(dtype)
+    probe = ask_model(model, torch.device("cpu"))
+    assert probe is not None
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    check_saved_logits(LlamaForCausalLM, tmp_path / "merged", probe)
+    with pytest.raises(RuntimeError, match="not the trained model"):
+        check_saved_logits(LlamaForCausalLM, tmp_path / "base", probe)
+
+
+def _save_on_a_rank(rank: int, world_size: int, folder, stage: int) -> None:
+    config = LoraConfig(r=4, **ATTENTION, **LORA["trained embedding"])
+    engine = engine_of(adapted(causal_model(True), config), stage)
+    for _ in range(2):
+        engine.backward(engine(input_ids=TOKENS, labels=TOKENS).loss)
+        engine.step()
+    engine.eval()
+    with torch.no_grad():
+        expected = engine(input_ids=TOKENS).logits
+    engine.save_16bit_model(folder)
+    saved = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(saved(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=2e-6)
+    engine.backward(engine(input_ids=TOKENS, labels=TOKENS).loss)  # training goes on
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_processes_save_what_they_compute(stage, tmp_path):
+    run_distributed(_save_on_a_rank, 2, tmp_path, stage)
