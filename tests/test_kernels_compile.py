@@ -1,5 +1,6 @@
 """Every kernel compiles for an H100 without one: here in its most demanding forms, by `make kernels` in all."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -37,3 +38,35 @@ def test_kernels_compile_for_an_h100():
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-2000:]
     assert set(KERNELS.split()) <= set(result.stdout.split())
+
+
+def names_of_strings(tree: ast.Module) -> set[str]:
+    """Fields of a file's NamedTuples that hold strings."""
+    tuples = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and "NamedTuple" in map(ast.unparse, node.bases)
+    ]
+    fields = [field for node in tuples for field in node.body if isinstance(field, ast.AnnAssign)]
+    return {ast.unparse(field.target) for field in fields if ast.unparse(field.annotation) == "str"}
+
+
+def test_kernels_pass_no_string_of_a_tuple_to_another_function():
+    """Triton 3.6 compiles no such call: the field is a plain str there, and neither a constant nor a tensor."""
+    trees = {path.name: ast.parse(path.read_text()) for path in (Path(__file__).parent.parent / "ops").glob("*.py")}
+    strings = set().union(*map(names_of_strings, trees.values()))
+    assert "kind" in strings  # of NormForm
+    kernels = [
+        (name, node)
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
+    ]
+    assert len(kernels) > 20
+    passed = [
+        f"{name}:{argument.lineno} {ast.unparse(argument)}"
+        for name, kernel in kernels
+        for call in ast.walk(kernel)
+        if isinstance(call, ast.Call)
+        for argument in [*call.args, *(keyword.value for keyword in call.keywords)]
+        if isinstance(argument, ast.Attribute) and argument.attr in strings
+    ]
+    assert not passed
