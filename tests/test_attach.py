@@ -648,10 +648,15 @@ def parallel_run(rank, world_size):
     wrapped = DistributedDataParallel(model)
     attached = hybrid_engine.attach(wrapped)
     train_a_step(wrapped, ids[rank : rank + 2])
-    if rank == 0:  # each process generates alone
+    assert_follows(model, ids[rank:], mask[rank:])
+    if rank == 1:  # and the other one not: they do not meet
         assert_follows(model, ids, mask)
-    return runs_on_containers(attached)
+    with torch.random.fork_rng():
+        torch.manual_seed(5 + rank)
+        drawn = model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=6, num_return_sequences=2)
+    return runs_on_containers(attached), drawn
 
 
 def test_with_ddp_each_process_generates_alone():
-    assert run_distributed(parallel_run, 2) == [True, True]
+    (first, drawn), (second, drawn_elsewhere) = run_distributed(parallel_run, 2)
+    assert first and second and not torch.equal(drawn, drawn_elsewhere)

@@ -148,10 +148,14 @@ def _seed_of_fallback(generator: Generator, seed: int | None, bids: list[Bid]) -
 
 
 def _name_noise(group: ModelGroup, plan: Plan, bids: list[Bid], rank: int) -> None:
-    """Gives each sequence of `plan` the key of its noise; processes of a group with the same prompts count once."""
+    """Gives each sequence of `plan` the key of its noise; processes of a group with the same prompts count once.
+
+    `rank` is this process's place among those of `bids`, which is 0 where it generates alone.
+    """
     if group.has_same_prompts:
         keys = keys_of(bids[:: group.size], rank // group.size)
     else:
-        keys = [key for other in group.ranks for key in keys_of(bids, other)]
+        first = rank // group.size * group.size
+        keys = [key for other in range(first, first + group.size) for key in keys_of(bids, other)]
     for sequence, key in zip(plan.sequences, keys, strict=True):
         sequence.key = key
