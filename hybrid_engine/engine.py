@@ -31,7 +31,7 @@ from hybrid_engine.containers.quantised import keep_as_loaded
 from hybrid_engine.distributed.dataloader import build_training_dataloader
 from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
 from hybrid_engine.distributed.presence import naming_who_left
-from hybrid_engine.distributed.processes import broadcast_module, default_device, get_rank
+from hybrid_engine.distributed.processes import broadcast_module, default_device, get_rank, get_world_size
 from hybrid_engine.distributed.verdict import agree, attempt
 from hybrid_engine.generation.memory.usage import describe_memory
 from hybrid_engine.model_checks import check_training
@@ -46,11 +46,15 @@ from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
 from hybrid_engine.optim.stepping import end_micro_batch
 from hybrid_engine.parallel.stage_training import StagedBatches
 from hybrid_engine.training.faster_linears import use_faster_linears
+from hybrid_engine.zero.built_shards import take_over_evaluated
 from hybrid_engine.zero.external_parameters import MIXED, describe_shard_used
+from hybrid_engine.zero.fsdp2_private import wrapping_of
 from hybrid_engine.zero.gathered_parameters import keeping_attributes, mark_copies, mark_parameters
+from hybrid_engine.zero.mesh import mesh_shape
 from hybrid_engine.zero.no_copies import Uncopied
 from hybrid_engine.zero.passes import Passes
 from hybrid_engine.zero.split_module import num_stages_of, original_of, together, unit_size_of
+from hybrid_engine.zero.unwrapping import found_sharding
 from hybrid_engine.zero.wrapping import place_module, shard_module
 
 if TYPE_CHECKING:
@@ -104,6 +108,8 @@ class ZeroEngine(Uncopied):
             else None
         )
         # Everything is checked; from here on the model is changed.
+        mesh = mesh_shape(config, get_world_size() // unit_size_of(model))
+        take_over_evaluated(model, config.zero_optimization.stage, mesh)
         keep_as_loaded(model)
         self.config = config
         self.device = default_device()
@@ -115,6 +121,7 @@ class ZeroEngine(Uncopied):
         if num_stages_of(model) == 1:  # stages, which differ, have rank 0's weights from parallelize()
             broadcast_module(model)
         self.sharding = shard_module(model, config, trains)
+        self._wrapping = wrapping_of(model)
         self.passes = Passes(self.sharding, config, trains)
         mark_parameters(self.sharding)
         self.module = model
@@ -160,9 +167,16 @@ class ZeroEngine(Uncopied):
             ValueError: it uses a parameter of which there is only a shard; or its parameters are no longer those that
                 the engine trains.
         """
+        self._follow_wrapping()
         output = self.passes.forward_together(partial(self._forward, args, kwargs))
         self.backward_hooks.watch(output)
         return output
+
+    def _follow_wrapping(self) -> None:
+        """Goes on evaluating after another engine has taken the module over."""
+        if self.optimizer is None and wrapping_of(self.module) is not self._wrapping:
+            self._wrapping, self.sharding = wrapping_of(self.module), found_sharding(self.sharding)
+            self.passes, self.checks = Passes(self.sharding, self.config, False), CallChecks(self)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.checks.check_single_passes("forward()")

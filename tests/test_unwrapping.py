@@ -43,8 +43,30 @@ def copies(rank, world_size, stage):
     return before, found, train_engine(trained, 1).norms, whole_weights(engine)
 
 
+def taken_over(rank, world_size, stage, with_init):
+    """Trained by an engine of `stage` after two at stage 3 have only evaluated it, which go on beside it."""
+    training, tokens = engine_config(stage, world_size), batches(1)[0][0]
+    evaluating = {"train_batch_size": 2 * world_size, "zero_optimization": {"stage": 3}}
+    with hybrid_engine.zero.Init(config_dict_or_path=evaluating, enabled=with_init):
+        model = tiny_llama()
+    first, second = (hybrid_engine.initialize(model=model, config=evaluating)[0] for _ in range(2))
+    with torch.no_grad():
+        logits = [engine(input_ids=tokens).logits for engine in (first, second, first)]
+    engine = hybrid_engine.initialize(model=model, config=training)[0]
+    weights = train_engine(engine, 2).weights
+    with torch.no_grad():
+        logits.append(first(input_ids=tokens).logits)
+    with pytest.raises(ValueError, match="another engine has sharded it already to train it"):
+        hybrid_engine.initialize(model=model, config=training)
+    return logits, weights
+
+
 def copies_at_every_stage(rank, world_size):
-    return [copies(rank, world_size, stage) for stage in range(4)] + [refused(rank, world_size)]
+    found = [copies(rank, world_size, stage) for stage in range(4)] + [refused(rank, world_size)]
+    return [*found, {case: taken_over(rank, world_size, *case) for case in TAKEN_OVER}]
+
+
+TAKEN_OVER = [(0, False), (1, True), (3, False), (3, True)]
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +101,15 @@ def refused(rank, world_size):
 def test_shards_are_not_copied_and_the_engine_goes_on(runs):
     for results in runs:
         torch.testing.assert_close(results[4], train_plainly(tiny_llama(), 1).weights)
+
+
+@pytest.mark.parametrize("case", TAKEN_OVER)
+def test_a_model_that_was_only_evaluated_is_trained_by_another_engine(runs, case):
+    expected, tokens = train_plainly(tiny_llama(), 2).weights, batches(1)[0][0]
+    trained = tiny_llama()
+    trained.load_state_dict({**expected, "lm_head.weight": expected["model.embed_tokens.weight"]})
+    for results in runs:
+        (*before, after), weights = results[5][case]
+        torch.testing.assert_close(weights, expected)
+        for logits, model in [*((logits, tiny_llama()) for logits in before), (after, trained)]:
+            torch.testing.assert_close(logits, model(input_ids=tokens).logits)

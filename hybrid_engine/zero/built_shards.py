@@ -14,16 +14,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.zero.unwrapping import can_take_over, take_over
+
 
 def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
     """Raises ValueError unless what is sharded of `module` already lies as an engine of this stage and mesh has it.
 
-    No engine takes over what another one has sharded.
+    No engine takes over what another one has sharded and trains.
     """
+    if can_take_over(module):
+        return
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise ValueError(
-            "model: another engine has sharded it already, and it stays with that engine also when the engine is "
-            "deleted; build the model anew for this one"
+            "model: another engine has sharded it already to train it, and it stays with that engine also when the "
+            "engine is deleted; build the model anew for this one, or copy.deepcopy it"
         )
     shards: list[Any] = [param for param in module.parameters() if _is_shard(param)]
     if shards and stage != 3:
@@ -42,6 +46,15 @@ def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...
 def _is_shard(param: Any) -> bool:
     """Whether ZeRO has shared it out; a plan's parts lie over other axes."""
     return isinstance(param, DTensor) and "fsdp" in (param.device_mesh.mesh_dim_names or ())
+
+
+def take_over_evaluated(module: nn.Module, stage: int, mesh_shape: tuple[int, ...]) -> None:
+    """Unwraps a model that only engines without an optimizer have sharded; collective.
+
+    It keeps its shards where they lie as an engine of this stage and mesh has them.
+    """
+    shapes = {param.device_mesh.shape for param in module.parameters() if isinstance(param, DTensor)}
+    take_over(module, keeps_shards=stage == 3 and shapes == {mesh_shape})
 
 
 @contextmanager

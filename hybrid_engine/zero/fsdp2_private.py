@@ -355,6 +355,11 @@ def forget_wrapping(attributes: dict[str, Any]) -> None:
         attributes.pop(key, None)
 
 
+def wrapping_of(module: nn.Module) -> object | None:
+    """What FSDP2 knows of `module`, another object whenever it was wrapped anew; None where it is not wrapped."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
 def forget_states(modules: Iterable[FSDPModule]) -> None:
     """Lets `modules`, which were unwrapped for good, be wrapped again."""
     for module in modules:

@@ -6,16 +6,29 @@ a moving average or a target network: the copy is a module of the class that the
 
 import copy
 import operator
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hybrid_engine.zero.fsdp2_private import forget_wrapping, hook_ids, on_wrapped_class, plain_class
+from hybrid_engine.zero.fsdp2_private import (
+    end_passes,
+    forget_states,
+    forget_wrapping,
+    hook_ids,
+    on_wrapped_class,
+    plain_class,
+)
 from hybrid_engine.zero.layer_groups import is_forward_method
+from hybrid_engine.zero.sharding import Sharding, full_tensor
+
+_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Modules that engines have wrapped which only evaluate: another engine may take them over.
 
 
 class EngineHook:
@@ -95,3 +108,55 @@ def unwrap(root: nn.Module) -> None:
 
 def _holds_hooks(name: str) -> bool:
     return name.startswith("_") and "_hooks" in name
+
+
+def note_evaluated(root: nn.Module) -> None:
+    """Says that the engine which has wrapped `root` only evaluates."""
+    _evaluated.add(root)
+
+
+def can_take_over(root: nn.Module) -> bool:
+    """Whether all that is wrapped of `root` is so for engines that only evaluate, and that there is such a part."""
+    parts = list(root.modules())
+    evaluated = {part for whole in parts if whole in _evaluated for part in whole.modules()}
+    wrapped = [part for part in parts if isinstance(part, FSDPModule)]
+    return bool(wrapped) and evaluated.issuperset(wrapped)
+
+
+def take_over(root: nn.Module, keeps_shards: bool) -> None:
+    """Unwraps what engines that only evaluate have wrapped of `root`, for another engine; collective.
+
+    Without `keeps_shards` the parameters become whole.
+    """
+    if not can_take_over(root):
+        return
+    wrapped = [part for part in root.modules() if isinstance(part, FSDPModule)]
+    for part in wrapped:
+        end_passes(part)
+        part.reshard()
+    unwrap(root)
+    forget_states(wrapped)
+    for part in root.modules():
+        _evaluated.discard(part)
+    if not keeps_shards:
+        _make_whole(root)
+
+
+def _make_whole(root: nn.Module) -> None:
+    whole: dict[int, nn.Parameter] = {}
+    for part in root.modules():
+        for name, param in part._parameters.items():
+            if isinstance(param, DTensor):
+                if id(param) not in whole:  # tied parameters stay one
+                    value = full_tensor(param).to(param.device)
+                    whole[id(param)] = nn.Parameter(value, requires_grad=param.requires_grad)
+                part._parameters[name] = whole[id(param)]
+
+
+def found_sharding(before: Sharding) -> Sharding:
+    """How a module lies now, for an engine that only evaluates it and of which another one has taken it over."""
+    root = before.root
+    if any(type(param) is DTensor for param in root.parameters()):
+        layers = [part for part in root.modules() if isinstance(part, FSDPModule) and part is not root]
+        return replace(before, layers=cast(list[nn.Module], layers))
+    return Sharding(root=root, stage=0, world_size=before.world_size, rank=before.rank)

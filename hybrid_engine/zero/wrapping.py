@@ -34,7 +34,7 @@ from hybrid_engine.zero.split_module import (
     tensor_axes,
     unit_size_of,
 )
-from hybrid_engine.zero.unwrapping import allow_copies
+from hybrid_engine.zero.unwrapping import allow_copies, note_evaluated
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs, copy_views_in_outputs_of
 
 MAX_IN_LINE = 3
@@ -103,6 +103,8 @@ def shard_module(module: nn.Module, config: EngineConfig, trains: bool = True) -
     reduce_without_empty([*layers, module])
     if stage < 3:
         keep_whole_in_state_dict([*layers, module])
+    if not trains:
+        note_evaluated(module)
     return Sharding(
         root=module,
         layers=layers,
