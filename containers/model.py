@@ -125,7 +125,10 @@ class InferenceModel:
         head = self.base.get_output_embeddings()
         if head is None:
             raise UnsupportedModelError(f"{type(self.base).__name__} has no LM head")
-        columns = self.parallel.chunks(TransposedLinear(head, "lm_head").num_outputs)
+        num_outputs = TransposedLinear(head, "lm_head").num_outputs
+        if num_outputs < config.vocab_size:
+            raise UnsupportedModelError(f"an LM head of {num_outputs} tokens for a vocabulary of {config.vocab_size}")
+        columns = self.parallel.chunks(num_outputs)
         self.lm_head = TransposedLinear(head, "lm_head", self.parallel, columns=columns)
         self.lm_head_op, self.project = VectorMatMulOp(fp32_output=True), VectorMatMulOp()
         self.logit_softcap = config_value(config, policy.logit_softcap) if policy.logit_softcap else None
@@ -246,6 +249,8 @@ class InferenceModel:
             hidden = self.final_norm.apply(hidden)
         if self.project_out:
             hidden = self.project(hidden, *self.project_out.pair)
+        # A head in fp32 on a model in 16 bits takes what it is given in fp32, by a hook of the module.
+        hidden = hidden.to(self.lm_head.pair[0].dtype)
         logits = self._gather_vocabulary(self.lm_head_op(hidden, *self.lm_head.pair))
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap

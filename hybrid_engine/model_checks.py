@@ -56,9 +56,19 @@ def check_training(
     return groups
 
 
+def check_uncompiled(function: str, model: nn.Module) -> None:
+    """Raises ValueError for what `torch.compile(model)` returns, a module around the model; local."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(
+            f"{function}(): model is what torch.compile() returned, which has no generate() of its own; pass the model "
+            "itself, after model.compile() if its forward should be compiled"
+        )
+
+
 def check_generates(model: nn.Module) -> None:
     """Raises ValueError where a hybrid engine could not generate with `model`; local."""
     config = getattr(model, "config", None)
+    check_uncompiled("initialize", model)
     if not hasattr(type(model), "generate") or getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"hybrid_engine.enabled: {type(model).__name__} is no decoder-only language model with generate(); "

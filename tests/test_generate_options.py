@@ -390,3 +390,89 @@ def test_the_workspace_cannot_be_pulled_from_under_a_rollout(engine):
 
     with pytest.raises(InterruptedError):
         engine.generate(input_ids, attention_mask=mask, logits_processor=[meddle], **GREEDY)
+
+
+def test_without_the_models_defaults_its_own_options_say_nothing(engine):
+    """transformers 4.5x had the option; special tokens stay the model's there too."""
+    input_ids, mask = padded_prompts()
+    engine.module.generation_config.update(repetition_penalty=1.7, eos_token_id=GREEDY["eos_token_id"])
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
+    found = engine.generate(input_ids, attention_mask=mask, use_model_defaults=False, **options)
+    expected = build_model().generate(input_ids, attention_mask=mask, eos_token_id=GREEDY["eos_token_id"], **options)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, engine.generate(input_ids, attention_mask=mask, **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"forced_eos_token_id": 9, "suppress_tokens": [9]}, r"forced_eos_token_id=9 must not be in suppress_tokens"),
+        ({"forced_bos_token_id": 9, "begin_suppress_tokens": [9, 3]}, "forced_bos_token_id=9 must not be in begin_"),
+        ({"use_model_defaults": "no"}, "use_model_defaults='?no'? must be"),
+    ],
+)
+def test_rules_that_leave_no_token_are_refused(engine, options, told):
+    with pytest.raises(ValueError, match=told):
+        engine.generate(torch.tensor([[5]]), max_new_tokens=3, **options)
+
+
+def test_one_of_several_forced_tokens_may_be_suppressed(engine):
+    options = {"forced_eos_token_id": [9, 5], "suppress_tokens": [9], "max_new_tokens": 3, "do_sample": False}
+    expected = build_model().generate(torch.tensor([[8, 5]]), pad_token_id=PAD, **options)
+    assert engine.generate(torch.tensor([[8, 5]]), **options).tolist() == expected.tolist()
+
+
+def test_inputs_is_another_name_of_the_prompts(engine):
+    input_ids, mask = padded_prompts()
+    expected = engine.generate(input_ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(engine.generate(inputs=input_ids, attention_mask=mask, **GREEDY), expected)
+    with pytest.raises(ValueError, match="inputs and input_ids are both the prompts"):
+        engine.generate(input_ids, inputs=input_ids)
+
+
+def test_a_padding_id_below_zero_in_the_models_config_is_none():
+    """As the configs of the first Llamas say it."""
+    model = build_model()
+    model.generation_config.pad_token_id = -1
+    engine, *_ = hybrid_engine.initialize(
+        model=model, config={"train_batch_size": 1, "hybrid_engine": {"enabled": True}}
+    )
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    input_ids = padded_prompts(num_prompts=1)[0]
+    expected = build_model().generate(input_ids, **options)
+    assert torch.equal(engine.eval().generate(input_ids, **options), expected)
+
+
+def test_a_head_of_fewer_tokens_than_the_embedding_leaves_generation_to_the_model():
+    def build():
+        model = build_model()
+        model.lm_head = torch.nn.Linear(model.lm_head.in_features, VOCAB - 10, bias=False)
+        torch.nn.init.normal_(model.lm_head.weight, generator=torch.Generator().manual_seed(0))
+        return model
+
+    engine, *_ = hybrid_engine.initialize(
+        model=build(), config={"train_batch_size": 1, "hybrid_engine": {"enabled": True}}
+    )
+    input_ids, mask = padded_prompts()
+    options = {**GREEDY, "repetition_penalty": 1.5, "attention_mask": mask}
+    input_ids = input_ids.clamp(max=VOCAB - 11)
+    assert torch.equal(engine.eval().generate(input_ids, **options), build().generate(input_ids, **options))
+    assert f"an LM head of {VOCAB - 10} tokens" in engine.generator.fallback_reason
+
+
+def test_what_compile_returns_is_refused_and_a_compiled_model_is_not():
+    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True}}
+    with pytest.raises(ValueError, match=r"what torch.compile\(\) returned.*model.compile\(\)"):
+        hybrid_engine.initialize(model=torch.compile(build_model(), backend="eager"), config=config)
+    model = build_model()
+    model.compile(backend="eager")
+    engine, *_ = hybrid_engine.initialize(model=model, config=config)
+    input_ids, mask = padded_prompts()
+    expected = build_model().generate(input_ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(engine.eval().generate(input_ids, attention_mask=mask, **GREEDY), expected)
+
+
+def test_a_function_that_generates_nothing_returns_the_prompts(engine):
+    input_ids, _ = padded_prompts(num_prompts=1)
+    own = lambda model, input_ids, **_: input_ids  # noqa: E731
+    assert torch.equal(engine.generate(input_ids, custom_generate=own, max_new_tokens=3), input_ids)

@@ -7,6 +7,7 @@ from family_checks import build_engine
 from model_families import VOCAB
 from models import module_logprobs, padded_prompts, randomised
 
+import hybrid_engine
 from hybrid_engine.containers import InferenceModel, UnsupportedModelError
 from hybrid_engine.containers.attention import Attention
 from hybrid_engine.generation.probing.probe import probe_containers
@@ -160,3 +161,50 @@ def test_containers_that_follow_kinds_which_the_module_ignores_are_not_used(monk
     monkeypatch.setattr(Attention, "_build_ops", by_kind)
     engine = build_engine(randomised(_mistral))
     assert "short windows" in engine.generator.fallback_reason
+
+
+def _head_in_fp32(model):
+    """As TRL's `cast_lm_head_to_fp32` does it."""
+    model.lm_head = model.lm_head.float()
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].float(), *args[1:]))
+    return model
+
+
+def _bf16_qwen3():
+    return randomised(lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_GQA, head_dim=16))).bfloat16()
+
+
+@pytest.mark.parametrize("how", ["attach", "init_inference"])
+def test_a_head_in_fp32_on_a_model_in_16_bits_runs_on_containers(how):
+    input_ids, mask = padded_prompts()
+    model, reference = _head_in_fp32(_bf16_qwen3()), _head_in_fp32(_bf16_qwen3())
+    engine = hybrid_engine.attach(model) if how == "attach" else hybrid_engine.init_inference(model)
+    assert engine.generator.fallback_reason is None
+    generate = model.generate if how == "attach" else engine.generate
+    output = generate(input_ids, attention_mask=mask, max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
+    expected = module_logprobs(reference, output.sequences, mask)
+    assert (output.logprobs - expected).abs().mean() < 0.03
+
+
+def test_norms_in_fp32_are_named_and_generate_under_autocast_as_the_model_does():
+    """Without autocast the model's own forward does not run."""
+
+    def build():
+        model = _bf16_qwen3()
+        for name, part in model.named_modules():
+            if name.endswith("layernorm"):
+                part.float()
+        return model
+
+    input_ids, mask = padded_prompts()
+    model, options = build(), {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    attached = hybrid_engine.attach(model)
+    assert "a forward pass mixes dtypes" in attached.generator.fallback_reason
+    assert "float32 (model.layers" in attached.generator.fallback_reason
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model.generate(input_ids, **options), build().generate(input_ids, **options))
+
+
+def test_a_hook_that_the_cast_of_all_weights_contradicts_is_named():
+    engine = build_engine(_head_in_fp32(_bf16_qwen3()), bf16={"enabled": True})
+    assert "a forward pass mixes dtypes" in engine.generator.fallback_reason

@@ -37,10 +37,11 @@ def read_wishes(
     Raises:
         ValueError: if they cannot work on this process.
     """
+    kwargs = dict(kwargs)
+    input_ids = _take_inputs(input_ids, kwargs)
     _check_call(generator, input_ids, generation_config, seed)
     assert input_ids is not None
     check_names(kwargs, generator.accepted_names)
-    kwargs = dict(kwargs)
     row_options = kwargs.pop("row_options", None)
     merged = merge_options(generator.module.generation_config, generation_config, kwargs)
     vocab_size = generator.module.config.get_text_config().vocab_size
@@ -75,6 +76,14 @@ def read_wishes(
         functions=functions,
         kwargs={"generation_config": generation_config, **kwargs},
     )
+
+
+def _take_inputs(input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The prompts, which transformers' `generate()` calls `inputs`; takes them out of `kwargs`."""
+    inputs = kwargs.pop("inputs", None)
+    if inputs is not None and input_ids is not None:
+        raise ValueError("generate(): inputs and input_ids are both the prompts; pass one of them")
+    return input_ids if inputs is None else inputs
 
 
 def _check_call(

@@ -78,6 +78,7 @@ NEUTRAL_VALUES: dict[str, Any] = {
     "assistant_lookbehind": 10,
     "target_lookbehind": 10,
 }
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 DEFAULT_MAX_NEW_TOKENS = 20  # transformers', when no length is given at all
 
 
@@ -138,13 +139,31 @@ def _check(holds: bool, option: str, value: object, rule: str, remedy: str) -> N
 
 
 def merge_options(model_config: GenerationConfig, given: GenerationConfig | None, kwargs: dict) -> dict[str, Any]:
-    """Every option that is set, by name. As in transformers a keyword of None switches an option off."""
-    merged: dict[str, Any] = {}
-    for config in (model_config, given):
-        if config is not None:
-            # Not `to_dict()`, which copies every value: nobody writes into them.
-            merged |= {k: v for k, v in vars(config).items() if v is not None and not k.startswith("_")}
+    """Every option that is set, by name. As in transformers a keyword of None switches an option off.
+
+    With `use_model_defaults=False` the model says nothing but its special tokens.
+    """
+    uses_defaults = kwargs.get("use_model_defaults")
+    if uses_defaults is not None:
+        check_flag("use_model_defaults", uses_defaults)
+    merged = _set_options(model_config)
+    if uses_defaults is False:
+        merged = {name: value for name, value in merged.items() if name in SPECIAL_TOKENS}
+    if _is_unset_pad(merged.get("pad_token_id")):
+        del merged["pad_token_id"]
+    if given is not None:
+        merged |= _set_options(given)
     return override(merged, kwargs)
+
+
+def _set_options(config: GenerationConfig) -> dict[str, Any]:
+    # Not `to_dict()`, which copies every value: nobody writes into them.
+    return {k: v for k, v in vars(config).items() if v is not None and not k.startswith("_")}
+
+
+def _is_unset_pad(pad: Any) -> bool:
+    """-1, by which the configs of the first Llamas say that there is no such token."""
+    return isinstance(pad, int) and pad < 0
 
 
 def override(options: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:

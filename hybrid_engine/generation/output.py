@@ -104,6 +104,8 @@ def _tops(rows: list[Sequence], width: int, pad: int, device: torch.device) -> d
 
 def response_lengths(responses: torch.Tensor, eos_token_ids: tuple[int, ...]) -> torch.Tensor:
     """`[N]`: tokens of each row of `responses [N, T]` up to its first end-of-sequence token, which counts."""
+    if responses.shape[1] == 0:  # argmax() takes no dimension without elements
+        return responses.new_zeros(len(responses))
     ends = torch.isin(responses, torch.tensor(eos_token_ids, dtype=responses.dtype, device=responses.device))
     return torch.where(ends.any(1), ends.int().argmax(1) + 1, responses.shape[1])
 

@@ -9,7 +9,8 @@ All rows of the wide probe's decode steps are places of one sequence, so that it
 R rows, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -56,9 +57,29 @@ def probe_containers(
     Raises:
         UnsupportedModelError: they compute different functions.
     """
-    difference = _probe_beginning(module, model, layers, world_size)
-    _probe_windows(module, model, layers, world_size)
-    return replace(difference, past_switch=_probe_rope_switch(module, model, layers, world_size))
+    with _naming_dtypes(module):
+        difference = _probe_beginning(module, model, layers, world_size)
+        _probe_windows(module, model, layers, world_size)
+        return replace(difference, past_switch=_probe_rope_switch(module, model, layers, world_size))
+
+
+@contextmanager
+def _naming_dtypes(module: nn.Module) -> Iterator[None]:
+    """An error inside, of containers or of the module's forward, becomes UnsupportedModelError where dtypes explain it.
+
+    That is where weights have several of them, or hooks give a module another one than that of its weights.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "dtype" not in str(error) and "scalar type" not in str(error):
+            raise
+        of_dtypes = {str(p.dtype).removeprefix("torch."): name for name, p in module.named_parameters()}
+        examples = ", ".join(f"{dtype} ({name})" for dtype, name in of_dtypes.items())
+        raise UnsupportedModelError(
+            f"a forward pass mixes dtypes ({str(error).splitlines()[0]}); the weights are {examples}; cast them alike, "
+            "or generate under torch.autocast"
+        ) from error
 
 
 def _probe_beginning(module: nn.Module, model: InferenceModel, layers: LayerPass, world_size: int) -> LogprobDifference:

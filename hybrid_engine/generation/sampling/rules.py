@@ -153,6 +153,7 @@ def read_rules(merged: dict[str, Any], prompt_width: int, vocab_size: int) -> Ru
         check_stop_strings(strings)
         values["stop_strings"] = tuple(strings)
     _check_numbers(values)
+    _check_forced(values)
     if not ({"stop_sequences", "stop_strings"} & set(values)):
         values.pop("trim_stop", None)
     guide = _guide(
@@ -174,6 +175,26 @@ def is_on(name: str, value: Any) -> bool:
         return False
     default = RULE_DEFAULTS[name]
     return not (type(value) in (type(default), int, float) and value == default)
+
+
+def _check_forced(values: dict[str, Any]) -> None:
+    """Raises ValueError where nothing is left to draw: transformers suppresses tokens after it has forced one."""
+    suppressed = values.get("suppress_tokens", ())
+    first = values.get("forced_bos_token_id")
+    forced = {
+        "forced_eos_token_id": (values.get("forced_eos_token_id", ()), {"suppress_tokens": suppressed}),
+        "forced_bos_token_id": (
+            () if first is None else (first,),
+            {"suppress_tokens": suppressed, "begin_suppress_tokens": values.get("begin_suppress_tokens", ())},
+        ),
+    }
+    for name, (tokens, others) in forced.items():
+        for other, taken in others.items():
+            if tokens and set(tokens) <= set(taken):
+                raise ValueError(
+                    f"{name}={tokens[0] if len(tokens) == 1 else list(tokens)} must not be in {other}={list(taken)}: "
+                    "no token would be left; take it out of one of them"
+                )
 
 
 def _check_numbers(values: dict[str, Any]) -> None:
