@@ -34,6 +34,14 @@ def baddbmm(call: Call) -> OpRule:
     return of_text(call, f"{added} +, b m k+, b k+ n -> b m n")
 
 
+@annotate("_grouped_mm", "grouped_mm_fallback")
+def grouped_mm(call: Call) -> OpRule:
+    """Rows that are sorted by experts, each by its expert's matrix, as transformers computes mixtures."""
+    if [len(shape) for shape in call.shapes] != [2, 3, 1]:
+        return whole(call)
+    return of_text(call, "m^ k+, e^ k+ n, ? -> m^ n")
+
+
 @annotate("matmul")
 def matmul(call: Call) -> OpRule:
     left, right = call.shapes
