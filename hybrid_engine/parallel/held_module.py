@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.parallel.graph.graph import without_weights
-from hybrid_engine.parallel.graph.trace_state import copy_trace_state
+from hybrid_engine.parallel.graph.trace_state import copy_trace_state, plain_attributes
 from hybrid_engine.parallel.held_parts import leave_out, moved_to, part_of
 from hybrid_engine.parallel.meshes import Meshes
 from hybrid_engine.parallel.planning.layouts import parameter_layouts, split_order
@@ -43,6 +43,8 @@ class HeldModule(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = held.__dict__[name]
         self.training = module.training
+        if has_extra_state(module):
+            self.__class__ = type(type(self).__name__, (_WithExtraState, type(self)), {})
 
     def _names_here(self) -> frozenset[str] | None:
         """The names in the graph of the parameters and buffers that this process has; None: all."""
@@ -147,3 +149,24 @@ class HeldModule(nn.Module):
                     "state_dict), which divides it"
                 )
         return super().load_state_dict(state_dict, strict, assign)
+
+
+class _WithExtraState(HeldModule):
+    """One whose original has state of its own beside tensors, which is the original's to read and to set."""
+
+    def get_extra_state(self) -> Any:
+        """What the original's `get_extra_state` gives."""
+        return self.original().get_extra_state()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Gives it to the original; numbers and texts that it changes make another graph."""
+        original = self.original()
+        before = plain_attributes(original)
+        original.set_extra_state(state)
+        after = plain_attributes(original)
+        self.__dict__.update((name, value) for name, value in after.items() if before.get(name, self) != value)
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether the module's class keeps state besides tensors in state dicts."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state

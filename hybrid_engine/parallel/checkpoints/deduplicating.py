@@ -18,6 +18,8 @@ from hybrid_engine.parallel.checkpoints.merging import (
     OPTIMIZER,
     StateDict,
     check_given,
+    extra_states,
+    load_extra_states,
     shards_of,
     tensors_of,
 )
@@ -52,6 +54,7 @@ def deduped_state_dict(
         live = tensors_of(module, optimizer)
         copies = {name: list(_copies(module, tensor)) for name, tensor in live.items()}
         state = {name: tensor.detach() for name, tensor in live.items() if all(c.is_first for c in copies[name])}
+        state |= {name: part.get_extra_state() for name, part in extra_states(module).items()}
         if optimizer is None:
             return state, None
         optimizer_state = named_state_dict(optimizer)
@@ -91,6 +94,7 @@ def load_deduped_state_dict(
             if name in module_state_dict:
                 local_part(tensor).copy_(local_part(module_state_dict[name]))
             _send(module, tensor, tensor)
+        load_extra_states(module, module_state_dict)
         if optimizer is not None and optimizer_state_dict is not None:
             _load_optimizer(module, optimizer, optimizer_state_dict, dtypes)
         if isinstance(optimizer, ZeroOptimizer):
@@ -103,7 +107,7 @@ def _check_own(module: Any, live: Mapping[str, Tensor], given: Mapping[str, Any]
         "give each process what deduped_state_dict gave on it under this plan; merge_state_dicts goes between plans"
     )
     own = {name for name, tensor in live.items() if all(copies.is_first for copies in _copies(module, tensor))}
-    for name in sorted(own ^ given.keys()):
+    for name in sorted(own ^ (given.keys() - extra_states(module).keys())):
         word = "has no" if name in own else "has"
         raise ValueError(f"module_state_dict {word} {name!r}, which this process does not save so; {instead}")
     for name in own:

@@ -16,6 +16,7 @@ from hybrid_engine.parallel.checkpoints.optimizer_states import (
     merge_optimizer_states,
 )
 from hybrid_engine.parallel.checkpoints.parts import check_values, part_like, whole_of
+from hybrid_engine.parallel.held_module import has_extra_state
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.values import Rule, check, has_names, is_list_of, shown
 
@@ -79,6 +80,7 @@ def load_merged_state_dicts(
         agree(lambda: _check_merged(module, live, module_state_dict, optimizer, optimizer_state_dict))
         for name, tensor in live.items():
             _load(module, name, tensor, module_state_dict[name])
+        load_extra_states(module, module_state_dict)
         if optimizer is not None and optimizer_state_dict is not None:
             load_optimizer_state(optimizer, optimizer_state_dict)
         if isinstance(optimizer, ZeroOptimizer):
@@ -145,11 +147,27 @@ def shards_of(module: Any) -> Iterator[None]:
 def tensors_of(module: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """The tensors of a state dict by name, with the optimizer's masters in the place of parameters."""
     inner: nn.Module = module.module if hasattr(module, "sharding") else module
-    tensors = {name: value for name, value in inner.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    others = extra_states(module)
+    state = inner.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and name not in others}
     if isinstance(optimizer, ZeroOptimizer):
         masters = {id(t.param): t.master for t in optimizer.parameters}
         tensors = {name: masters.get(id(tensor), tensor) for name, tensor in tensors.items()}
     return tensors
+
+
+def extra_states(module: Any) -> dict[str, nn.Module]:
+    """By their names in a state dict, the modules with state besides tensors (`get_extra_state`)."""
+    inner: nn.Module = module.module if hasattr(module, "sharding") else module
+    found = {f"{path}._extra_state".removeprefix("."): part for path, part in inner.named_modules()}
+    return {name: part for name, part in found.items() if has_extra_state(part)}
+
+
+def load_extra_states(module: Any, given: Mapping[str, Any]) -> None:
+    """Sets that state where `given` has it, which checkpoints of earlier releases have not."""
+    for name, part in extra_states(module).items():
+        if name in given:
+            part.set_extra_state(given[name])
 
 
 def _check_merged(

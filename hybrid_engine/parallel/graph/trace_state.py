@@ -16,7 +16,7 @@ PLAIN = (bool, int, float, str)
 
 def trace_state(module: nn.Module) -> Hashable:
     """Autocast's dtype, if any, and the modes, numbers and texts that the parts of `module` hold, in their order."""
-    return autocast_dtype(), tuple(tuple(_plain_attributes(part).items()) for part in module.modules())
+    return autocast_dtype(), tuple(tuple(plain_attributes(part).items()) for part in module.modules())
 
 
 def autocast_dtype() -> torch.dtype | None:
@@ -29,8 +29,9 @@ def copy_trace_state(module: nn.Module, to: nn.Module) -> None:
     """Gives the parts of `to`, which has the tree of `module`, the modes and plain attributes of that one's."""
     for path, part in module.named_modules():
         other = vars(to.get_submodule(path))
-        other.update((name, value) for name, value in _plain_attributes(part).items() if name in other)
+        other.update((name, value) for name, value in plain_attributes(part).items() if name in other)
 
 
-def _plain_attributes(part: nn.Module) -> dict[str, Any]:
+def plain_attributes(part: nn.Module) -> dict[str, Any]:
+    """The numbers and texts that a module holds under public names."""
     return {name: value for name, value in vars(part).items() if type(value) in PLAIN and name[0] != "_"}
