@@ -18,7 +18,7 @@ from hybrid_engine.parallel.lowering.borders import Border, borders_of
 from hybrid_engine.parallel.lowering.hooks import Hooks
 from hybrid_engine.parallel.lowering.local_shapes import sizes_on_parts
 from hybrid_engine.parallel.meshes import Meshes
-from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.parallel_module import Latest, ParallelModule
 from hybrid_engine.parallel.planning.layouts import parameter_layouts, whole
 from hybrid_engine.parallel.planning.plan import Plan
 
@@ -89,8 +89,8 @@ def lower_eagerly(
     held: Any = copy.deepcopy(module, parts)
     held.__class__ = kind or class_of(type(module))
     held.plan, held.compute_config, held.meshes = plan, config, meshes
-    held.__dict__["_steps"], held.__dict__["_is_in_step"] = {}, False
+    held.__dict__["_steps"], held.__dict__["_is_in_step"] = Latest(), False
     held.register_forward_pre_hook(held._check_forward)
-    held.joint_passes = None if meshes.unit is None else JointPasses(meshes.unit)
+    held.joint_passes = None if meshes.unit is None else JointPasses(meshes)
     held.hooks = None if meshes.unit is None else Hooks(held, meshes.unit, carried.borders, carried.sizes)
     return held  # type: ignore[no-any-return]

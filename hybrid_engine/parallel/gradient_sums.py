@@ -21,6 +21,7 @@ class GradientSums:
         self._summed: list[weakref.ref[Tensor] | None] | None = None
         self._stepped: list[int | None] | None = None  # versions of the gradients after the step that used them
         self._sums: dict[int, weakref.ref[Tensor]] = {}
+        self._terms: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients to sum, and their versions
         self._is_grown = False
         self._half_summed: list[weakref.ref[Tensor] | None] = []
         for parameter in parameters:
@@ -40,14 +41,15 @@ class GradientSums:
         found = [None if ref is None else ref() for ref in self._summed]
         return all(p.grad is gradient for p, gradient in zip(self._parameters, found, strict=True))
 
-    def must_be_made(self, are_several: bool, may_fail: bool) -> tuple[bool, bool]:
+    def must_be_made(self, are_several: bool, is_staged: bool, may_fail: bool) -> tuple[bool, bool]:
         """Whether gradients are to be summed now, and `may_fail` of any process; collective.
 
         Processes ask each other, since one that trains nothing has no gradients by which to know. ValueError, on all,
-        where one cannot sum its gradients, or has sums while another has none; `are_several`: units give terms.
+        where one cannot sum its gradients, or has sums while another has none; `are_several`: units give terms;
+        `is_staged`: a process has the gradients of its stages alone.
         """
         are_there = self.are_there
-        _, error = attempt(lambda: None if are_there else self._check(are_several))
+        _, error = attempt(lambda: None if are_there else self._check(are_several, is_staged))
         has_sums = are_there and any(parameter.grad is not None for parameter in self._parameters)
         partners = everyone()
         is_stopped, some_have, some_lack, some_may_fail = partners.highest(
@@ -62,7 +64,7 @@ class GradientSums:
             )
         return bool(some_lack), bool(some_may_fail)
 
-    def _check(self, are_several: bool) -> None:
+    def _check(self, are_several: bool, is_staged: bool) -> None:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and parameter.grad is not None and not hasattr(parameter, TRAINED):
                 raise ValueError(
@@ -75,11 +77,22 @@ class GradientSums:
                 "an error stopped the sum of gradients over units, and some are sums while others are not; call the "
                 "optimizer's zero_grad(), or train_step, before the next step"
             )
+        if (are_several or is_staged) and any(self._is_changed(parameter) for parameter in self._parameters):
+            raise ValueError(
+                "gradients were changed before they are summed over units, as by torch's clip_grad_norm_, which clips "
+                f"each {'stage' if is_staged else 'unit'}'s by themselves; take the optimizer's clip_gnorm(), and call "
+                "sync_shard_grad() before it where something else changes them"
+            )
         if self._is_grown and are_several:
             raise ValueError(
                 "a backward pass has added to gradients that are summed over units already, which would be summed "
                 "twice; call the optimizer's zero_grad() before it"
             )
+
+    def _is_changed(self, parameter: nn.Parameter) -> bool:
+        """Whether anything but backward passes has written into the gradient of `parameter`."""
+        term = self._terms.get(id(parameter))
+        return term is not None and term[0]() is parameter.grad and term[1] != parameter.grad._version  # type: ignore[union-attr]
 
     @contextmanager
     def entering(self) -> Iterator[None]:
@@ -91,7 +104,7 @@ class GradientSums:
             raise
         self._summed, self._half_summed, self._stepped = self._gradients(), [], None
         self._sums = {id(p): weakref.ref(p.grad) for p in self._parameters if p.grad is not None}
-        self._is_grown = False
+        self._is_grown, self._terms = False, {}
 
     def _gradients(self) -> list[weakref.ref[Tensor] | None]:
         return [None if p.grad is None else weakref.ref(p.grad) for p in self._parameters]
@@ -106,8 +119,11 @@ class GradientSums:
     def forget(self) -> None:
         """Takes note that the gradients are gone, or zero."""
         self._summed, self._stepped, self._sums, self._is_grown, self._half_summed = None, None, {}, False, []
+        self._terms = {}
 
     def _note(self, parameter: nn.Parameter) -> None:
         """After a backward pass has added to the gradient of `parameter`."""
         ref = self._sums.get(id(parameter))
         self._is_grown = self._is_grown or (ref is not None and ref() is parameter.grad)
+        if parameter.grad is not None:
+            self._terms[id(parameter)] = weakref.ref(parameter.grad), parameter.grad._version

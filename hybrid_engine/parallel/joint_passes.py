@@ -12,15 +12,20 @@ wait ends at the time limit.
 
 import time
 import traceback
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.distributed.mesh_groups import close_groups, default_store
 from hybrid_engine.distributed.presence import LOST
+from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.distributed.verdict import Partners
+from hybrid_engine.parallel.meshes import Meshes
 
 SECONDS_FOR_OTHERS = 3.0
 """How long a process that stopped waits for the others to stop too."""
@@ -30,11 +35,12 @@ _numbers = count()
 
 
 class JointPasses:
-    """The passes of one module over the processes of `mesh`."""
+    """The passes of one module over the processes of a unit."""
 
-    def __init__(self, mesh: DeviceMesh):
-        self._meshes = [mesh]
-        self._ranks: list[int] = mesh.mesh.flatten().tolist()
+    def __init__(self, meshes: Meshes):
+        assert meshes.unit is not None, f"{meshes=}"
+        self._meshes, self._lease = [meshes.unit], meshes.lease
+        self._ranks: list[int] = meshes.unit.mesh.flatten().tolist()
         self._key = f"hybrid_engine/passes/{next(_numbers)}"
         self._num_errors = 0
         self._is_inside = False
@@ -83,6 +89,8 @@ class JointPasses:
             return
         self._is_parted = True
         words = "; ".join(f"rank {rank}: {store.get(rank).decode()}" for rank in came)
+        if self._lease is not None:
+            self._lease.drop()
         traceback.clear_frames(error.__traceback__)
         for mesh in self._meshes:
             close_groups(mesh)
@@ -90,3 +98,27 @@ class JointPasses:
             raise RuntimeError(
                 f"{words}; the {len(self._ranks)} processes of a unit are in different places now: start them again"
             ) from error
+
+
+def check_same_shapes(tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
+    """ValueError, on all processes that compute one pass, unless all were given tensors alike; collective.
+
+    `groups` are those along each axis of these processes. Other shapes would meet in the middle of the pass. Over NCCL
+    alone nothing is checked: the CPU would have to wait for the GPU.
+    """
+    groups = [group for group in groups if default_device().type == "cpu" or "cpu:" in dist.get_backend_config(group)]
+    partners = [Partners(size=dist.get_world_size(g), rank=dist.get_rank(g), group=g) for g in groups]
+    own = [(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    number = zlib.crc32(repr(own).encode())
+    highest = [number, -number]
+    for along_axis in partners:
+        highest = along_axis.highest(highest)
+    if highest[0] == -highest[1]:
+        return
+    given = [own]
+    for along_axis in partners:
+        given = [entry for entries in along_axis.exchange(given) for entry in entries]
+    shapes = dict.fromkeys(str([shape for shape, _ in entry]) for entry in given)
+    dtypes = dict.fromkeys(str([dtype for _, dtype in entry]) for entry in given)
+    what = f"shapes {' and '.join(shapes)}" if len(shapes) > 1 else f"dtypes {' and '.join(dtypes)}"
+    raise ValueError(f"the processes of a unit are given tensors of {what}; give all of a unit the same input")

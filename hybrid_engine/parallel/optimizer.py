@@ -142,7 +142,9 @@ def groups_of_holders(part: ParallelModule) -> list[tuple[list[str], dist.Proces
             for start in starts
             for place in range(num_processes)
         ]
-        found.append((names, dist.new_subgroups_by_enumeration(ranks)[0]))
+        if stages not in part.meshes.groups:
+            part.meshes.groups[stages] = dist.new_subgroups_by_enumeration(ranks)[0]
+        found.append((names, part.meshes.groups[stages]))
     return found
 
 
@@ -241,7 +243,8 @@ class _Additions:
         """
         given = [reducer for reducer in (*self.reducers, *self.after) if reducer.parameters]
         are_several = any(reducer.group is not None for reducer in given)
-        must_sum, may_fail = self.sums.must_be_made(are_several, any(bucket.may_fail for bucket in self.hooked))
+        may_fail = any(bucket.may_fail for bucket in self.hooked)
+        must_sum, may_fail = self.sums.must_be_made(are_several, self.stages is not None, may_fail)
         with self.sums.entering():
             for reducer in given if must_sum else ():
                 reducer.reduce()

@@ -10,18 +10,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
-from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.distributed.processes import gather_objects
+from hybrid_engine.distributed.verdict import agree, everyone
 from hybrid_engine.parallel.compute_config import ComputeConfig
 from hybrid_engine.parallel.graph.graph import Graph, build_graph
 from hybrid_engine.parallel.graph.trace_state import copy_trace_state, trace_state
 from hybrid_engine.parallel.graph.tracing import arguments_by_name, check_takes_sample
 from hybrid_engine.parallel.held_module import HeldModule
-from hybrid_engine.parallel.joint_passes import JointPasses
+from hybrid_engine.parallel.joint_passes import JointPasses, check_same_shapes
 from hybrid_engine.parallel.lowering.steps import Steps
 from hybrid_engine.parallel.meshes import Meshes
 from hybrid_engine.parallel.overlapping_reducer import OverlappingReducer
 from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.samples import check_samples, loss_of, scaled
+
+MOST_GRAPHS = 32
+"""Those that a module keeps: of the shapes that came last."""
+
+
+class Latest(dict[Hashable, Any]):
+    """What was made for some keys, of which those that were asked for last are kept."""
+
+    def get_or(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """That of `key`, which `make` gives where there is none."""
+        self[key] = self.pop(key) if key in self else make()
+        if len(self) > MOST_GRAPHS:
+            del self[next(iter(self))]
+        return self[key]
 
 
 class ParallelModule(HeldModule):
@@ -41,11 +56,11 @@ class ParallelModule(HeldModule):
     def __init__(self, module: nn.Module, plan: Plan, config: ComputeConfig, meshes: Meshes, sample: Mapping[str, Any]):
         super().__init__(module, plan, meshes)
         self.compute_config = config
-        self.joint_passes = None if meshes.unit is None else JointPasses(meshes.unit)
-        self.__dict__["_steps"], self.__dict__["_is_in_step"] = {}, False
+        self.joint_passes = None if meshes.unit is None else JointPasses(meshes)
+        self.__dict__["_steps"], self.__dict__["_is_in_step"] = Latest(), False
         # A factory may have given another module, or this may be under another autocast, than what was traced.
         is_of_this = trace_state(module) == plan.graph.trace_state
-        self.__dict__["_graphs"] = {self._key(dict(sample)): plan.graph} if is_of_this else {}
+        self.__dict__["_graphs"] = Latest({self._key(dict(sample)): plan.graph} if is_of_this else {})
 
     def adopt(self, mesh: DeviceMesh) -> None:
         """Puts the parts over `mesh`, of the same processes in the same order, in the place of the unit's mesh."""
@@ -59,8 +74,8 @@ class ParallelModule(HeldModule):
             **super()._remade_state(),
             "joint_passes": self.joint_passes,
             "overlapping_reducer": None,
-            "_steps": {},
-            "_graphs": dict(self.__dict__.get("_graphs", {})),
+            "_steps": Latest(),
+            "_graphs": Latest(self.__dict__.get("_graphs", {})),
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,18 +100,33 @@ class ParallelModule(HeldModule):
             raise ValueError("inference_only=True: the module is never trained; call eval(), or change the config")
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_runs()
-        arguments = self._arguments(*args, **kwargs)
-        steps, graph = self._steps_for(arguments)
-        held = self.held()
-        # The backward pass may yet read a buffer that is changed below, as that of a batch norm does.
-        given = held | {name: held[name].clone() for name in graph.mutations}
         with self.together():
-            outputs, mutations = steps.run(given, graph.inputs_of(arguments))
-        with torch.no_grad():
-            for name, value in mutations.items():
-                held[name].copy_(value)
+            self._check_runs()
+            arguments = self._arguments(*args, **kwargs)
+            self._check_same_input(arguments)
+            steps, graph = self._steps_for(arguments)
+            held, inputs = self.held(), graph.inputs_of(arguments)
+            # The backward pass may yet read a buffer that is changed below, as that of a batch norm does.
+            before = {name: (held | inputs)[name].clone() for name in graph.mutations}
+            outputs, mutations = steps.run(_updated(held, before), _updated(inputs, before))
+        for name, value in mutations.items():
+            if name in inputs:
+                inputs[name].copy_(value)
+            else:
+                with torch.no_grad():
+                    held[name].copy_(value)
         return graph.result_of(outputs)
+
+    def _check_same_input(self, arguments: Mapping[str, Any]) -> None:
+        """ValueError, on all processes that compute this pass, unless the tensors of all have the same shapes."""
+        groups = [
+            group
+            for mesh in (self.meshes.unit, self.meshes.stages)
+            if mesh is not None
+            for group in mesh.get_all_groups()
+        ]
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        check_same_shapes(tensors, groups)
 
     def _arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return arguments_by_name(self._original, args, kwargs)
@@ -108,19 +138,21 @@ class ParallelModule(HeldModule):
         return trace_state(self), str(spec), words
 
     def _planned(self, arguments: dict[str, Any]) -> tuple[Plan, Graph]:
-        key = self._key(arguments)
-        if key not in self._graphs:
+        def traced() -> Graph:
             copy_trace_state(self, self._original)
-            self._graphs[key] = build_graph(self._original, arguments)
-        return self.plan.for_graph(self._graphs[key]), self._graphs[key]
+            return build_graph(self._original, arguments, self.compute_config.inference_only)
+
+        graph = self._graphs.get_or(self._key(arguments), traced)
+        return self.plan.for_graph(graph), graph
 
     def _steps_for(self, arguments: dict[str, Any]) -> tuple[Steps, Graph]:
-        """The planned graph for arguments of these shapes; traced where they are new."""
-        key = self._key(arguments)
-        if key not in self._steps:
+        """The planned graph for arguments of these shapes; traced where they are new, or long unused."""
+
+        def planned() -> tuple[Steps, Graph]:
             plan, graph = self._planned(arguments)
-            self._steps[key] = Steps(graph, plan, self.meshes.unit, folds=self.compute_config.constant_folding), graph
-        return self._steps[key]
+            return Steps(graph, plan, self.meshes.unit, folds=self.compute_config.constant_folding), graph
+
+        return self._steps.get_or(self._key(arguments), planned)
 
     def train_step(
         self,
@@ -140,6 +172,7 @@ class ParallelModule(HeldModule):
             self.overlapping_reducer.check()
         with self.together():
             agree(lambda: self._check_train_step(samples, is_dummy_batch, scale_fn))
+            self._check_counts(len(samples))
         self.zero_grad()
 
         def backward_from(result: Any, position: int) -> Tensor:
@@ -171,6 +204,20 @@ class ParallelModule(HeldModule):
         if self.compute_config.inference_only:
             raise ValueError("inference_only=True: train_step needs a plan for training; change the config")
         check_samples(samples, is_dummy_batch, scale_fn)
+
+    def _check_counts(self, num_samples: int) -> None:
+        """ValueError, on all processes, where those that meet within a pass have different numbers of samples."""
+        if everyone().highest([num_samples, -num_samples]) == [num_samples, -num_samples]:
+            return
+        counts = gather_objects(num_samples)
+        size = self.compute_config.plan_ngpus
+        units = [set(counts[start : start + size]) for start in range(0, len(counts), size)]
+        if isinstance(self, FSDPModule) or any(len(unit) > 1 for unit in units):
+            who = "units, whose gradients ZeRO sums in each pass" if isinstance(self, FSDPModule) else "one unit"
+            raise ValueError(
+                f"samples: the processes have {counts}, and those of {who}, must have as many; fill up with dummy "
+                "batches (is_dummy_batch)"
+            )
 
     def infer_step(self, samples: Sequence[Any]) -> list[Any]:
         """The results of the forward pass of each sample."""
@@ -210,3 +257,8 @@ class ParallelModule(HeldModule):
         if not self.compute_config.use_end2end:
             raise ValueError(f"{name} needs use_end2end=True; call the module, or set it in the compute config")
         check_takes_sample(type(self._original if self.runs_graph else self))
+
+
+def _updated(tensors: dict[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, those in whose place `others` has one exchanged."""
+    return {name: others.get(name, tensor) for name, tensor in tensors.items()}

@@ -22,6 +22,7 @@ from hybrid_engine.parallel.alike import name_of
 from hybrid_engine.parallel.arguments import agree_on, built_by, check_not_nested
 from hybrid_engine.parallel.compute_config import BroadcastGenFilesStrategy, ComputeConfig, ReuseType
 from hybrid_engine.parallel.eager_module import Carried, EagerModule, class_of, lower_eagerly
+from hybrid_engine.parallel.graph.gradient_code import check_hooks
 from hybrid_engine.parallel.graph.graph import Graph, build_graph, graph_of_trace
 from hybrid_engine.parallel.graph.storing import dump_trace, load_trace, trace_key
 from hybrid_engine.parallel.graph.tracing import trace
@@ -87,14 +88,18 @@ def parallelize(
     traced = agree(lambda: _traced(build, is_class, module_dtype))
     if load_module and not is_class:
         agree(lambda: _check_initialised(traced, init_module_params))
+    runs_code = compute_config.inference_only or (compute_config.lowering == "eager" and compute_config.plan_ngpus == 1)
+    agree(lambda: None if compute_config.inference_only else check_hooks(traced, runs_code))
     folder = Path(gen_savedir) / f"{_full_name(traced)}" / (instance_name or "_")
     content = None
     with removed_on_error(folder, reuse):
         if reuse is ReuseType.GRAPH or strategy in SENDS_GRAPH:
-            content = on_rank_zero(lambda: _trace_of(traced, dummy_forward_args, compute_config, folder, reuse))
+            content = on_rank_zero(
+                lambda: _trace_of(traced, dummy_forward_args, compute_config, folder, reuse, runs_code)
+            )
             graph = agree(lambda: graph_of_trace(load_trace(content), traced))
         else:
-            graph = agree(lambda: build_graph(traced, dummy_forward_args))
+            graph = agree(lambda: build_graph(traced, dummy_forward_args, runs_code))
     kept = on_rank_zero(lambda: _planned(graph, pas_policy, compute_config, folder, reuse))
     agree(
         lambda: _send_to_nodes(
@@ -159,13 +164,18 @@ def _edited(content: Any, graph: Graph, config: ComputeConfig, file: str) -> Pla
 
 
 def _trace_of(
-    module: nn.Module, arguments: Mapping[str, Any], config: ComputeConfig, folder: Path, reuse: ReuseType
+    module: nn.Module,
+    arguments: Mapping[str, Any],
+    config: ComputeConfig,
+    folder: Path,
+    reuse: ReuseType,
+    runs_code: bool,
 ) -> bytes:
     """The traced forward pass: that of the folder where `reuse` says so and it is of the same, else a new one."""
     key = trace_key(module, arguments, config.user_config)
     content = stored_trace(folder, key) if reuse is ReuseType.GRAPH else None
     if content is None:
-        content = dump_trace(trace(module, arguments))
+        content = dump_trace(trace(module, arguments, runs_code))
         write_trace(folder, key, content)
     return content
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.parallel.graph.graph import Graph
-from hybrid_engine.parallel.parallel_module import ParallelModule
+from hybrid_engine.parallel.parallel_module import Latest, ParallelModule
 from hybrid_engine.parallel.pipelining.pipeline import Pipeline, StageRunner
 from hybrid_engine.parallel.pipelining.stage_ops import StageOps, divide
 
@@ -22,10 +22,10 @@ class StagedModule(ParallelModule):
     def __init__(self, *parts: Any):
         """Takes what `ParallelModule` takes."""
         super().__init__(*parts)
-        self.__dict__["_pipelines"], self.__dict__["_runner"] = {}, None
+        self.__dict__["_pipelines"], self.__dict__["_runner"] = Latest(), None
 
     def _remade_state(self) -> dict[str, Any]:
-        return {**super()._remade_state(), "_pipelines": {}, "_runner": None}
+        return {**super()._remade_state(), "_pipelines": Latest(), "_runner": None}
 
     def _names_here(self) -> frozenset[str]:
         return frozenset().union(*(stage.held for stage in self._own_stages(self.plan.graph).values()))
@@ -110,6 +110,7 @@ class StagedModule(ParallelModule):
     ) -> list[Any]:
         with torch.set_grad_enabled(loss is not None):
             arguments, pipeline, graph = agree(lambda: self._prepared(arguments_of()))
+            self._check_same_input(arguments[0])
 
         def loss_of(outputs: Sequence[Tensor | None], position: int) -> Tensor:
             assert loss is not None
@@ -138,13 +139,14 @@ class StagedModule(ParallelModule):
 
     def _pipeline_for(self, arguments: dict[str, Any]) -> tuple[Pipeline, Graph]:
         """The stages of this process for samples of these shapes."""
-        key = self._key(arguments)
-        if key not in self._pipelines:
+
+        def made() -> tuple[Pipeline, Graph]:
             plan, graph = self._planned(arguments)
             folds = self.compute_config.constant_folding
             runners = {
                 number: StageRunner(graph, plan, self.meshes, stage, self.held, self.together, folds)
                 for number, stage in self._own_stages(graph).items()
             }
-            self._pipelines[key] = Pipeline(graph, plan, self.meshes, runners, self), graph
-        return self._pipelines[key]
+            return Pipeline(graph, plan, self.meshes, runners, self), graph
+
+        return self._pipelines.get_or(self._key(arguments), made)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec
@@ -74,7 +74,8 @@ class Graph:
     plain_results: tuple[Any, ...]
     """In the places of those None the results, as numbers and texts; None in the others."""
     mutations: Mapping[str, str]
-    """By the name of a buffer that the forward pass changes, the key of its new value."""
+    """By the name of a buffer, or the key of an argument, that the forward pass writes into, the key of its new
+    value."""
     requires_grad: frozenset[str]
     """Names of the parameters that are trained."""
     aliases: Mapping[str, str]
@@ -116,9 +117,12 @@ class Graph:
         return found
 
 
-def build_graph(module: nn.Module, arguments: Mapping[str, Any]) -> Graph:
-    """The graph of `module.forward(**arguments)`; ValueError where it cannot be traced, or an op has no annotation."""
-    return graph_of_trace(trace(module, arguments), module)
+def build_graph(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool = False) -> Graph:
+    """The graph of `module.forward(**arguments)`; ValueError where it cannot be traced, or an op has no annotation.
+
+    `runs_code` as in `trace`.
+    """
+    return graph_of_trace(trace(module, arguments, runs_code), module)
 
 
 def graph_of_trace(exported: ExportedProgram, module: nn.Module) -> Graph:
@@ -147,8 +151,7 @@ def graph_of(exported: ExportedProgram, module: nn.Module) -> Graph:
                 nodes[node] = f"{nodes[producer]}/{index}"
     results = next(iter(reversed(exported.graph_module.graph.nodes))).args[0]
     specs = list(zip(signature.output_specs, results, strict=True))
-    changed = [(str(spec.target), node) for spec, node in specs if spec.kind is OutputKind.BUFFER_MUTATION]
-    mutations = {aliases.get(name, name): nodes[node] for name, node in changed}
+    mutations = {_written(spec, aliases): nodes[node] for spec, node in specs if spec.kind in MUTATIONS}
     given = [node for spec, node in specs if spec.kind is OutputKind.USER_OUTPUT]
     outputs = tuple(nodes[node] if isinstance(node, fx.Node) else None for node in given)
     trained = frozenset(
@@ -181,6 +184,20 @@ KINDS = {
     InputKind.CONSTANT_TENSOR: "constant",
     InputKind.USER_INPUT: "input",
 }
+
+
+MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+
+
+def _written(spec: OutputSpec, aliases: Mapping[str, str]) -> str:
+    """The key of the tensor that a result of the program is written into; ValueError for a parameter."""
+    name = str(spec.target)
+    if spec.kind is OutputKind.PARAMETER_MUTATION:
+        raise ValueError(
+            f"forward writes into the parameter {name!r}, which would not change: each process has a part of it; do "
+            "that after the optimizer's step, or make it a buffer"
+        )
+    return f"input:{name}" if spec.kind is OutputKind.USER_INPUT_MUTATION else aliases.get(name, name)
 
 
 def _enter_placeholder(

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
+from hybrid_engine.parallel.graph.gradient_code import NAMESPACE as FUNCTIONS
 from hybrid_engine.parallel.graph.trace_state import autocast_dtype
 
 
@@ -28,7 +29,7 @@ def dump_trace(exported: ExportedProgram) -> bytes:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _check_results(exported)
+            _check_written(exported)
             torch.export.save(exported, file)
     except Exception as error:
         raise ValueError(
@@ -40,9 +41,12 @@ def dump_trace(exported: ExportedProgram) -> bytes:
     return file.getvalue()
 
 
-def _check_results(exported: ExportedProgram) -> None:
-    """TypeError for results that torch.export writes and cannot read, as texts are."""
+def _check_written(exported: ExportedProgram) -> None:
+    """TypeError for results that torch.export writes and cannot read, as texts are, and for ops of this process."""
     (results,) = next(iter(reversed(exported.graph.nodes))).args
+    functions = [node.target for node in exported.graph.nodes if FUNCTIONS in str(node.target)]
+    if functions:
+        raise TypeError(f"{functions[0]} is a custom autograd.Function, which no file can hold")
     for result in results:
         if not isinstance(result, fx.Node | bool | int | float | None):
             raise TypeError(f"{result!r} is among the results, and is no tensor and no number")

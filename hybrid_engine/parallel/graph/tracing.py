@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from hybrid_engine.parallel.graph.decomposing import open_composites
+from hybrid_engine.parallel.graph.gradient_code import LostGradient, own_gradients
 from hybrid_engine.parallel.graph.kept_state import kept_state
 from hybrid_engine.parallel.graph.silence import only_our_words
 
@@ -30,9 +31,10 @@ UNKNOWN_CONTAINER = re.compile(r"(?:Found|Unsupported input type) <class '([^']+
 NO_GRADIENT_REGION = "wrap_with_set_grad_enabled"
 
 
-def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
+def trace(module: nn.Module, arguments: Mapping[str, Any], runs_code: bool = False) -> ExportedProgram:
     """The forward pass of `module` on arguments like these, by their names; neither is changed.
 
+    `runs_code`: the module's own code will run, or none will be trained, so that gradient hooks in it are not refused.
     ValueError where the arguments do not fit `forward`, and where the ops depend on the values of tensors: it names the
     line of the module.
     """
@@ -47,7 +49,7 @@ def trace(module: nn.Module, arguments: Mapping[str, Any]) -> ExportedProgram:
         only_our_words(),
     ):
         try:
-            with kept_state(module):
+            with kept_state(module), own_gradients(runs_code):
                 exported = torch.export.export(module, (), _fake(dict(arguments), mode, device), strict=False)
             _check_autocast(exported.graph_module)
             _open_regions(exported.graph_module)
@@ -167,12 +169,19 @@ def _untraceable(module: nn.Module, error: Exception) -> str:
     own = {inspect.getsourcefile(type(part)) for part in module.modules()} - {None}
     lines = [f"{file}:{line}" for file, line in frames if file in own and "/torch/" not in file]
     where = f" at {lines[-1]}" if lines else ""
+    if isinstance(error, LostGradient):
+        return f"{type(module).__name__} cannot be traced{where}: {error}"
     reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     advice = "Check first that the module runs by itself on arguments of these shapes and types"
     if any(word in type(error).__name__ for word in OF_VALUES):
         advice = (
             "What is computed must not depend on the values of tensors; use torch.where or a mask in place of an if"
         )
+        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager":
+            advice = (
+                "Which experts are called depends on what they are given: call "
+                'model.set_experts_implementation("batched_mm") or ("grouped_mm") before'
+            )
     elif found := UNKNOWN_CONTAINER.search(str(error)):
         advice = (
             "Tensors are seen in lists, tuples, dicts and named tuples, and in a dataclass after "

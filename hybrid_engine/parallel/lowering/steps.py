@@ -31,8 +31,21 @@ def _reshape(self: Tensor, size: Sequence[int]) -> Tensor:
     return self.reshape(size)
 
 
-OF_ANY_STRIDES: dict[Any, Any] = {torch.ops.aten.view.default: _reshape, torch.ops.aten._unsafe_view.default: _reshape}
-"""What runs in the place of ops that want certain strides: a part that came from another layout may have others."""
+def _rrelu(
+    self: Tensor, noise: Tensor, lower: float, upper: float, training: bool, generator: Any = None
+) -> tuple[Tensor, Tensor]:
+    noise = torch.empty_like(noise)
+    return torch.ops.aten.rrelu_with_noise(self, noise, lower, upper, training, generator), noise
+
+
+IN_THE_PLACE_OF: dict[Any, Any] = {
+    # They want certain strides, and a part that came from another layout may have others.
+    torch.ops.aten.view.default: _reshape,
+    torch.ops.aten._unsafe_view.default: _reshape,
+    # Its derivative reads the noise that it was given, not the one that it drew.
+    torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
+}
+"""What runs in the place of ops that are not right by themselves."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ class Steps:
         self._folded: dict[str, Tensor] | None = None
 
     def run(self, held: Mapping[str, Tensor], arguments: Mapping[str, Tensor]) -> tuple[list[Tensor | None], Any]:
-        """The results of the forward pass, whole on every rank, and the new values of buffers by name.
+        """The results of the forward pass, whole on every rank, and the new values of what it writes into by key.
 
         `held` are parameters (DTensors where there is a mesh) and buffers by name, `arguments` the tensors among the
         arguments by the name of their value. Local tensors are read, not changed.
@@ -129,8 +142,9 @@ class Steps:
         return [out.clone() if out is not None and kept and _memory(out) in kept else out for out in found]
 
     def mutations(self, values: "Values", names: Iterable[str]) -> dict[str, Tensor]:
-        """The new values of buffers by name."""
-        return {name: self._whole(values, self.graph.mutations[name]).detach() for name in names}
+        """The new values of buffers and arguments by key; those of buffers have no gradients."""
+        found = {name: self._whole(values, self.graph.mutations[name]) for name in names}
+        return {name: new if self.graph.values[name].kind == "input" else new.detach() for name, new in found.items()}
 
     def _whole(self, values: "Values", key: str) -> Tensor:
         return values.local(Edge(key, self.whole, self.whole))
@@ -223,11 +237,17 @@ def _step(graph: Graph, plan: Plan, mesh: DeviceMesh | None, op: Op, last_used: 
     template = {name: _template(value, slots) for name, value in arguments.items()} | changed
     outputs = tuple((int(key.rsplit("/", 1)[1]), key) for key in op.outputs)
     is_single = isinstance(op.node.meta["val"], Tensor)
-    function = OF_ANY_STRIDES.get(overload, overload)
+    function = torch.no_grad()(overload) if _is_factory(overload) else IN_THE_PLACE_OF.get(overload, overload)
     on_part = op.rule.on_part_of(plan.split_of(op))
     if on_part is not None and mesh is not None:
         function = partial(on_part[0].function, part=_part_of(mesh, on_part[1]))
     return Step(function, edges_of(plan, op), template, outputs, is_single, tuple(last_used))
+
+
+def _is_factory(overload: torch._ops.OpOverload) -> bool:
+    """Whether the op makes a new tensor of the shape of another: from Python code it has no gradient, whatever has."""
+    name = overload._schema.name.removeprefix("aten::")
+    return overload.namespace == "aten" and (name.endswith("_like") or name.startswith("new_"))
 
 
 def _part_of(mesh: DeviceMesh, axes: Sequence[int]) -> Part:

@@ -57,10 +57,22 @@ class StageRunner(nn.Module):
         self.outputs: list[Outputs] = []
         self.error: Exception | None = None
         self.count = 0
+        self.buffers: dict[str, Tensor] = {}
+        """Those that this stage changes, as its last micro-batch left them. Several stages of a process change one each
+        for itself where it depends on no parameter, and come to the same."""
 
     def begin(self, samples: Sequence[Inputs], keeps_outputs: bool = True) -> None:
         """Takes the samples of the next step; `keeps_outputs`: the results of all are wanted when it is over."""
         self.samples, self.keeps_outputs, self.outputs, self.error, self.count = samples, keeps_outputs, [], None, 0
+        held = self.held()
+        self.buffers = {name: held[name].clone() for name in self.stage.mutations}
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Gives the module the buffers that the step has changed."""
+        held = self.held()
+        for name, value in self.buffers.items():
+            held[name].copy_(value)
 
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
         """What the next stage is sent, or the results of the last one that are tensors."""
@@ -76,13 +88,10 @@ class StageRunner(nn.Module):
             return self._zeros((*held.values(), *received))
 
     def _run(self, sample: Inputs, received: Sequence[Tensor], held: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        # A backward pass of an earlier micro-batch may yet read a buffer that this one changes.
-        given = held | {name: held[name].clone() for name in self.stage.mutations}
-        values = self.steps.values(given, {**sample, **dict(zip(self.stage.received, received, strict=True))})
-        mutations = self.steps.mutations(values, self.stage.mutations)
-        with torch.no_grad():
-            for name, value in mutations.items():
-                held[name].copy_(value)
+        given = {**sample, **dict(zip(self.stage.received, received, strict=True))}
+        values = self.steps.values(held | self.buffers, given)
+        # New tensors: the backward pass of an earlier micro-batch may yet read what they were before.
+        self.buffers = self.steps.mutations(values, self.stage.mutations)
         if not self.stage.is_last:
             tensors = {key: values.tensors[key] for key in self.stage.sent}
             # What is only passed on must be another tensor than what the gradient of the received one is added to.
@@ -187,6 +196,8 @@ class Pipeline:
         with torch.set_grad_enabled(loss is not None):
             step = schedule.step if loss is not None or self.plan.schedule != "1f1b_interleaved" else schedule.eval
             step(target=places, return_outputs=False)
+        for runner in self.runners.values():
+            runner.end()
         everyone().raise_together(next((r.error for r in self.runners.values() if r.error is not None), None))
         return self._everywhere(len(samples)) if returns_outputs else []
 

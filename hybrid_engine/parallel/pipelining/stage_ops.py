@@ -30,8 +30,13 @@ class StageOps:
 
 
 def divide(graph: Graph, stages: Stages) -> tuple[StageOps, ...]:
-    """The graph in stages; ValueError where a stage reads what a later one makes, or where nothing goes between two."""
+    """The graph in stages.
+
+    ValueError where a stage reads what a later one makes, where nothing goes between two, and for what a forward pass
+    writes into that several stages have.
+    """
     made = _stage_of_values(graph, stages)
+    _check_arguments_unwritten(graph)
     own = [[op for op in graph.ops.values() if made[op.key] == number] for number in range(len(stages))]
     if not all(own):
         empty = next(number for number, ops in enumerate(own) if not ops)
@@ -44,6 +49,7 @@ def divide(graph: Graph, stages: Stages) -> tuple[StageOps, ...]:
     ]
     crossing = _crossing(graph, made, [{*_inputs(graph, ops), *end} for ops, end in zip(runs, ends, strict=True)])
     held = [_held(graph, ops) | changed for ops, changed in zip(runs, changes, strict=True)]
+    _check_one_changes(graph, made, held)
     unread = {key for kind in ("parameter", "buffer") for key in graph.of_kind(kind)} - frozenset().union(*held)
     return tuple(
         StageOps(
@@ -96,6 +102,27 @@ def _is_in(path: str, module: str) -> bool:
 def _mutations(graph: Graph, made: Mapping[str, int | None], number: int) -> set[str]:
     """The buffers that a stage changes: all change those whose new value depends on no parameter."""
     return {name for name, key in graph.mutations.items() if made.get(key) in (number, None)}
+
+
+def _check_arguments_unwritten(graph: Graph) -> None:
+    written = [key.removeprefix("input:") for key in graph.mutations if graph.values[key].kind == "input"]
+    if written:
+        raise ValueError(
+            f"forward writes into its argument {written[0]!r}, of which each stage has a copy; return the new value, "
+            "or take a plan without stages"
+        )
+
+
+def _check_one_changes(graph: Graph, made: Mapping[str, int | None], held: Sequence[frozenset[str] | set[str]]) -> None:
+    """ValueError for a buffer that one stage changes and others read, whose copies would stay as they were."""
+    for name, key in graph.mutations.items():
+        number = made.get(key)
+        others = [stage for stage, names in enumerate(held) if name in names and stage != number]
+        if number is not None and others:
+            raise ValueError(
+                f"the buffer {name!r} is changed in stage {number} and read in stage {others[0]}, which would not see "
+                "the change; put the modules that use it into one stage"
+            )
 
 
 def _with_free(graph: Graph, made: Mapping[str, int | None], own: Sequence[Op], ends: Sequence[str]) -> list[str]:

@@ -41,7 +41,7 @@ ELEMENTWISE = """
     trunc sign sgn clamp clamp_min clamp_max clip maximum minimum fmod remainder floor_divide atan2 eq ne lt le
     gt ge logical_and logical_or logical_not logical_xor __and__ __or__ __xor__ bitwise_and bitwise_or
     bitwise_not bitwise_xor where masked_fill isnan isinf isfinite lerp addcmul addcdiv nan_to_num to _to_copy
-    fill true_divide zeros_like ones_like full_like empty_like threshold tan asin acos atan sinh cosh
+    fill zero true_divide zeros_like ones_like full_like empty_like threshold tan asin acos atan sinh cosh
     celu log10
     fmax fmin hypot logaddexp logaddexp2 copysign copy xlogy special_xlog1py heaviside logit erfc erfinv asinh acosh
     atanh lgamma digamma frac sinc hardshrink softshrink __lshift__ __rshift__ bitwise_left_shift
