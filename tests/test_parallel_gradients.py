@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
 from hybrid_engine import ComputeConfig, Plan, build_optimizer, merge_state_dicts, parallelize, register_op
+from hybrid_engine.parallel.gradient_sums import GradientSums
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -410,3 +411,17 @@ def test_a_batch_of_a_wrong_size_on_one_process_is_an_error_on_all_of_its_unit(t
             words, ("[[4, 8]] and [[4, 7]]", "[[4, 8]] and [[5, 8]]", "[[5, 8]] and [[4, 8]]"), strict=True
         ):
             assert f"the processes of a unit are given tensors of shapes {shapes}" in text
+
+
+def test_a_gradient_that_is_gone_was_not_changed(tmp_path):
+    """The module's own zero_grad, and a pass that gives one parameter fewer a gradient."""
+    module = build(torch.tanh)
+    run = parallel(tmp_path, module)
+    sums = GradientSums(run, list(run.parameters()), run.parameters())
+    run(torch.randn(4, 8)).sum().backward()
+    run.zero_grad()
+    assert sums.must_be_made(are_several=True, is_staged=False, may_fail=False) == (True, False)
+    run(torch.randn(4, 8)).sum().backward()
+    run.first.weight.grad.mul_(2)
+    with pytest.raises(ValueError, match=r"clip_gnorm\(\)"):
+        sums.must_be_made(are_several=True, is_staged=False, may_fail=False)

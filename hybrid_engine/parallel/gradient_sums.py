@@ -91,8 +91,8 @@ class GradientSums:
 
     def _is_changed(self, parameter: nn.Parameter) -> bool:
         """Whether anything but backward passes has written into the gradient of `parameter`."""
-        term = self._terms.get(id(parameter))
-        return term is not None and term[0]() is parameter.grad and term[1] != parameter.grad._version  # type: ignore[union-attr]
+        term, gradient = self._terms.get(id(parameter)), parameter.grad
+        return term is not None and gradient is not None and term[0]() is gradient and term[1] != gradient._version
 
     @contextmanager
     def entering(self) -> Iterator[None]:
