@@ -91,7 +91,7 @@ class Config(PairLossOptions, PreferenceOptions):
     """
 
     out: str = "runs/dpo"
-    dataset: str | None = None
+    dataset: str | tuple[str, ...] | None = None
     """preference pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt", "chosen"
     and "rejected"; default: summaries of the standard library's functions"""
     epochs: int = 1

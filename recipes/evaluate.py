@@ -36,7 +36,7 @@ from hybrid_engine.recipes.runs.checks import (
     check_texts,
 )
 from hybrid_engine.recipes.runs.config_files import CONFIG, write_config
-from hybrid_engine.recipes.runs.options import DataOptions, RewardOptions
+from hybrid_engine.recipes.runs.options import DatasetOptions, RewardOptions
 from hybrid_engine.recipes.runs.precision import DtypeOptions, torch_dtype
 from hybrid_engine.recipes.runs.run_checks import check_positions
 from hybrid_engine.recipes.runs.run_folder import check_out, left_behind
@@ -48,7 +48,7 @@ NUM_SHOWN = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(RewardOptions, DataOptions, DtypeOptions):
+class Config(RewardOptions, DatasetOptions, DtypeOptions):
     """Measures a model: it answers every prompt of a data set several times, and the answers are scored.
 
         hybrid-engine evaluate --model runs/docs/actor --dataset problems.jsonl --reward number -k 8
@@ -60,7 +60,7 @@ class Config(RewardOptions, DataOptions, DtypeOptions):
 
     model: str | None = None
     """Hugging Face name or folder of the model"""
-    dataset: str | None = None
+    dataset: str | tuple[str, ...] | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt", and what the
     rewards compare with in other columns"""
     reward_time_limit: float = 300.0
@@ -97,7 +97,7 @@ class Config(RewardOptions, DataOptions, DtypeOptions):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing; say which {name} to evaluate with")
         RewardOptions.__post_init__(self)
-        DataOptions.__post_init__(self)
+        DatasetOptions.__post_init__(self)
         check_texts(self)
         for name in ("k", "max_prompt_tokens", "max_new_tokens"):
             check_count(name, getattr(self, name), 1)

@@ -81,7 +81,8 @@ class Config(RowOptions, ModelOptions):
     """move an earlier result aside and begin again"""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        RowOptions.__post_init__(self)
+        ModelOptions.__post_init__(self)
         for name in ("prompts", "out"):
             if not getattr(self, name):
                 raise ValueError(f"--{name} is missing; name a file, or - for the terminal")

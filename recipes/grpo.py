@@ -90,7 +90,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     out: str = "runs/sums"
     model: str | None = None
     """Hugging Face name or folder of the first actor; default: one that adds numbers, trained if missing"""
-    dataset: str | None = None
+    dataset: str | tuple[str, ...] | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the
     rewards read; default: sums"""
     group_size: int = 8

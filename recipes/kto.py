@@ -99,7 +99,7 @@ class Config(PreferenceOptions):
     """
 
     out: str = "runs/kto"
-    dataset: str | None = None
+    dataset: str | tuple[str, ...] | None = None
     """labelled answers: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with columns "prompt",
     "completion" and "label", or preference pairs, of which each gives two; default: summaries of the standard library's
     functions"""

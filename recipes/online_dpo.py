@@ -89,7 +89,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
     model: str | None = None
     """Hugging Face name or folder of the first actor, which is the reference too; default: one that adds numbers,
     trained if missing"""
-    dataset: str | None = None
+    dataset: str | tuple[str, ...] | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt" and what the
     rewards read; default: sums"""
     beta: float = 0.1

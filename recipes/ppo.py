@@ -96,7 +96,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
 
     model: str | None = None
     """Hugging Face name or folder of the first actor; default: the run's sft, trained if missing"""
-    dataset: str | None = None
+    dataset: str | tuple[str, ...] | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: the
     standard library's signatures"""
     minibatch_size: int = 32

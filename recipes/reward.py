@@ -76,7 +76,7 @@ class Config(DataOptions, ResumeOptions):
     """folder of the run; this stage writes its subfolders reward, reward-log and reward-checkpoints"""
     model: str | None = None
     """Hugging Face name or folder whose body is trained; default: the run's sft"""
-    dataset: str | None = None
+    dataset: str | tuple[str, ...] | None = None
     """pairs: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: made of the standard library's
     summaries"""
     chat_template: str | None = None

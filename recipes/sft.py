@@ -76,7 +76,7 @@ class Config(DataOptions, ResumeOptions):
     """folder of the run; this stage writes its subfolders sft, sft-log and sft-checkpoints"""
     model: str | None = None
     """Hugging Face name or folder of the model that goes on learning; default: a small Llama from nothing"""
-    dataset: str | None = None
+    dataset: str | tuple[str, ...] | None = None
     """examples: a .jsonl, .json, .csv or .parquet file, a folder or a hub name; default: the standard library's
     signatures and summaries"""
     task: str = "docs"

@@ -81,6 +81,7 @@ def test_every_option_refuses_an_empty_text_and_a_number_of_the_wrong_sign_or_no
     wrong = {
         "str": [""],
         "str | None": [""],
+        "str | tuple[str, ...] | None": ["", ("",), ("a", "")],
         "int": [-1],
         "float": [-1.0, NAN, INFINITY, -INFINITY],
         "bool": [],

@@ -25,6 +25,7 @@ KINDS: dict[str, type] = {
     "int | None": int,
     "float | None": float,
     "tuple[str, ...]": str,
+    "str | tuple[str, ...] | None": str,
     "tuple[float, ...]": float,
 }
 """What a field may be annotated with, and what its value, or each value of a list, is read as."""
@@ -81,7 +82,7 @@ def read_options(source: "_SourceClass") -> Iterator[Option]:
         found[name] = Option(
             name=name,
             kind=KINDS[annotation],
-            is_list=annotation.startswith("tuple"),
+            is_list="tuple" in annotation,
             default=ast.literal_eval(node.value),
             meaning=meaning,
         )

@@ -22,8 +22,10 @@ from datasets.exceptions import DatasetsError
 from hybrid_engine.recipes.data.reasoning_gym_rows import SCHEME, read_questions
 from hybrid_engine.recipes.data.sources import DataSource
 
-Rows = Iterator[tuple[str, dict[str, Any] | ValueError]]
-"""Where each row stands in its file, such as "line 3", and its values by column, or what is wrong with it."""
+RowOrError = dict[str, Any] | ValueError
+"""A row's values by column, or what is wrong with it, in words that follow its place."""
+Rows = Iterator[tuple[str, RowOrError]]
+"""Where each row stands in its file, such as "line 3", and the row."""
 NamedReader = Callable[[str, str | None, str | None], Rows]
 """From the whole name of a data set, a split and a configuration (None: not given) to its rows; ValueError for a name
 or a part that there is not."""
@@ -34,15 +36,33 @@ BYTE_ORDER_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16",
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The rows of a data set as they were read, nothing of them checked."""
+    """The rows of a data set, nothing of them checked."""
 
     source: str
     """The option as it is typed: `--dataset='data.jsonl'`."""
-    rows: list[tuple[str, dict[str, Any] | ValueError]]
-    """Where each row stands, as `--dataset='data.jsonl': line 3`, and its values by column, or what is wrong with it;
-    the words of such an error follow the place."""
+    rows: list[tuple[str, RowOrError]]
+    """Where each row stands, as `--dataset='data.jsonl': line 3`, and the row."""
     columns: list[str]
     """Every column that any row has, sorted."""
+
+    @classmethod
+    def of(cls, source: str, rows: list[tuple[str, RowOrError]]) -> "Table":
+        """With the columns that the rows have."""
+        names = {str(name) for _, row in rows if not isinstance(row, ValueError) for name in row}
+        return cls(source=source, rows=rows, columns=sorted(names))
+
+    def changed(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> "Table":
+        """The table with every row as `change` makes it; a ValueError of it is what is wrong with a row."""
+
+        def after(row: RowOrError) -> RowOrError:
+            if isinstance(row, ValueError):
+                return row
+            try:
+                return change(row)
+            except ValueError as error:
+                return error
+
+        return Table.of(self.source, [(place, after(row)) for place, row in self.rows])
 
 
 def read_table(source: DataSource) -> Table:
@@ -59,8 +79,7 @@ def read_table(source: DataSource) -> Table:
     rows = list(_rows_of_dataset(shown, dataset, source.split, source.configuration))
     if not rows:
         raise ValueError(f"{shown} has no rows; give a data set with some")
-    columns = sorted({str(name) for _, row in rows if not isinstance(row, ValueError) for name in row})
-    return Table(source=shown, rows=[(f"{shown}: {place}", row) for place, row in rows], columns=columns)
+    return Table.of(shown, [(f"{shown}: {place}", row) for place, row in rows])
 
 
 def _rows_of_dataset(source: str, dataset: str, split: str | None, configuration: str | None) -> Rows:
@@ -113,14 +132,14 @@ def _read_json_lines(source: str, path: Path) -> Rows:
             yield f"line {number}", _parse_object(line)
 
 
-def _parse_object(text: str) -> dict[str, Any] | ValueError:
+def _parse_object(text: str) -> RowOrError:
     try:
         return _check_object(json.loads(text))
     except (ValueError, RecursionError) as error:
         return ValueError(f"is not JSON ({error}); fix the file")
 
 
-def _check_object(row: Any) -> dict[str, Any] | ValueError:
+def _check_object(row: Any) -> RowOrError:
     return row if isinstance(row, dict) else ValueError("must be a JSON object; fix the file")
 
 
@@ -152,7 +171,7 @@ def _read_csv(source: str, path: Path) -> Rows:
         raise ValueError(f"{source}: line {reader.line_num} is not CSV ({error}); fix the file") from error
 
 
-def _name_values(names: list[str], values: list[str]) -> dict[str, Any] | ValueError:
+def _name_values(names: list[str], values: list[str]) -> RowOrError:
     if len(values) == len(names):
         return dict(zip(names, values, strict=True))
     return ValueError(

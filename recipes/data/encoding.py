@@ -339,6 +339,23 @@ def _template_options(row: Row) -> dict[str, Any]:
     return dict(given)
 
 
+def _check_tools_shown(
+    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], tools: list[Any], options: dict[str, Any]
+) -> None:
+    """ValueError where the chat template leaves the row's tools out, of which a model would learn nothing."""
+    try:
+        with_tools, without = (
+            tokenizer.apply_chat_template(messages, tools=given, tokenize=False, **options) for given in (tools, None)
+        )
+    except (TemplateError, ValueError, TypeError, KeyError):
+        return  # told where the conversation is rendered for its tokens
+    if with_tools == without:
+        raise ValueError(
+            f"{row.place} has tools, and the chat template of {_owner(tokenizer)} does not render them; use a model "
+            "whose template does, give another template, or remove the column 'tools'"
+        )
+
+
 def _render(
     tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], **opening: bool
 ) -> tuple[list[int], list[bool] | None]:
@@ -354,6 +371,8 @@ def _render(
         ) from error
     is_marked = not opening and _GENERATION_MARK.search(template) is not None
     options = _template_options(row) | opening
+    if tools:
+        _check_tools_shown(tokenizer, row, messages, tools, options)
     try:
         rendered = tokenizer.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=is_marked, **options

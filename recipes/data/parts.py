@@ -1,12 +1,14 @@
 """The rows of a run in two parts: to train on, and held out to measure on. No prompt is in both."""
 
-from collections.abc import Callable, Collection, Sequence
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybrid_engine.recipes.data.held_out import R, earlier_prompt_keys, hold_out, prompt_text, row_keys
+from hybrid_engine.recipes.data.held_out import R, earlier_prompt_keys, is_held_out, prompt_text, row_keys
 from hybrid_engine.recipes.data.reasoning_gym_rows import HELD_OUT, SCHEME
 from hybrid_engine.recipes.data.sources import DataSource
+from hybrid_engine.recipes.data.wrapping import wrap_rows
 from hybrid_engine.recipes.runs.run_log import say
 
 Read = Callable[[DataSource], list[R]]
@@ -24,13 +26,17 @@ def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ())
         ValueError: the data cannot be read, or one of the parts would be empty.
     """
     columns = source.row_key or columns
-    rows = read_once(source, read, columns)
-    if all(dataset.startswith(f"{SCHEME}:") for dataset in source.datasets):
-        return rows, read_once(replace(source, split=HELD_OUT), read, columns)
-    train, held_out = hold_out(rows, source.held_out_share, columns)
-    train = _apart_from(held_out, train)
+    data_sets = [read_once(one, read, columns) for one in source.as_found.each()]
+    if source.held_out_source is None:
+        made = [read_once(one, read, columns) for one in _held_out_of_their_own(source.as_found)]
+        data_sets, held_out = _hold_out_of_each(source, data_sets, columns)
+        held_out += [row for rows in made for row in rows]
+    else:
+        held_out = read_once(source.held_out_source.as_found, read, columns)
+        data_sets = _without(held_out, data_sets, source.held_out_source, columns)
+    train = _mixed([_apart_from(held_out, rows) for rows in data_sets], source)
     check_parts(source, train, held_out)
-    return train, held_out
+    return wrap_rows(train, source), wrap_rows(held_out, source)
 
 
 def read_once(source: DataSource, read: Read[R], columns: Collection[str]) -> list[R]:
@@ -45,8 +51,79 @@ def read_once(source: DataSource, read: Read[R], columns: Collection[str]) -> li
     return list(different.values())
 
 
+def _is_made(dataset: str) -> bool:
+    """Whether a data set is made, with a split of its own to measure on, and not stored."""
+    return dataset.startswith(f"{SCHEME}:")
+
+
+def _held_out_of_their_own(source: DataSource) -> Iterator[DataSource]:
+    """What the data sets that are made hold out."""
+    return (replace(one, split=HELD_OUT) for one in source.each() if _is_made(one.datasets[0]))
+
+
+def _hold_out_of_each(
+    source: DataSource, data_sets: Sequence[list[R]], columns: Collection[str]
+) -> tuple[list[list[R]], list[R]]:
+    """Each data set's rows to train on, and all that are held out of those that are stored."""
+    keys = iter(row_keys([row for rows in data_sets for row in rows], columns))
+    train: list[list[R]] = []
+    held_out: list[R] = []
+    for dataset, rows in zip(source.datasets, data_sets, strict=True):
+        share = 0 if _is_made(dataset) else source.held_out_share
+        train.append([])
+        for row in rows:
+            (held_out if is_held_out(next(keys), share) else train[-1]).append(row)
+    return train, held_out
+
+
+def _without(
+    held_out: Sequence[R], data_sets: Sequence[list[R]], source: DataSource, columns: Collection[str]
+) -> list[list[R]]:
+    """The data sets without what is asked in `held_out` too."""
+    keys = row_keys([*held_out, *(row for rows in data_sets for row in rows)], columns)
+    asked, others = set(keys[: len(held_out)]), iter(keys[len(held_out) :])
+    kept = [[row for row in rows if next(others) not in asked] for rows in data_sets]
+    num_left_out = sum(map(len, data_sets)) - sum(map(len, kept))
+    if num_left_out:
+        say(f"{num_left_out} rows have a prompt of {source.shown}, which is held out, and are left out")
+    return kept
+
+
+def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
+    """The training rows of all data sets, in an order in which any beginning has some of each.
+
+    With weights there are as many as without: rows of a data set whose share is larger than it are there several times,
+    of one whose share is smaller some are left out.
+    """
+    if len(data_sets) == 1:
+        return data_sets[0]
+    order = random.Random(0)
+    parts = list(data_sets)
+    if source.weights and all(data_sets):
+        total, weight = sum(map(len, data_sets)), sum(source.weights)
+        counts = [round(total * own / weight) for own in source.weights]
+        parts = [_repeated(rows, count, order) for rows, count in zip(data_sets, counts, strict=True)]
+        shown = zip(source.datasets, data_sets, counts, strict=True)
+        said = ", ".join(f"{count} rows from the {len(rows)} of {name!r}" for name, rows, count in shown)
+        say(f"--dataset-weights: an epoch has {said}")
+    mixed = [row for rows in parts for row in rows]
+    order.shuffle(mixed)
+    return mixed
+
+
+def _repeated(rows: list[R], count: int, order: random.Random) -> list[R]:
+    times, more = divmod(count, len(rows))
+    return rows * times + order.sample(rows, more)
+
+
 def check_parts(source: DataSource, train: Sequence[Any], held_out: Sequence[Any]) -> None:
     """ValueError where nothing is left to train on or, if some of it is to be held out, to measure."""
+    apart = source.held_out_source
+    if apart is not None and not (train and held_out):
+        raise ValueError(
+            f"{apart.shown} holds out {len(held_out)} rows and leaves {len(train)} of {source.shown} to train on; both "
+            "must have some: give other data"
+        )
     if not train or (source.held_out_share and not held_out):
         raise ValueError(
             f"--held-out-share={source.held_out_share} of {source.shown} leaves {len(train)} rows to train on and "

@@ -2,11 +2,14 @@
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hybrid_engine.recipes.data.bad_rows import each_good
-from hybrid_engine.recipes.data.data_files import Table, read_table
+from hybrid_engine.recipes.data.columns import MISSING, find_value
+from hybrid_engine.recipes.data.data_files import RowOrError, Table, read_table
+from hybrid_engine.recipes.data.held_out import DataRow
+from hybrid_engine.recipes.data.layouts import as_ours
 from hybrid_engine.recipes.data.rows import (
     CompletionRow,
     ConversationRow,
@@ -19,9 +22,17 @@ from hybrid_engine.recipes.data.rows import (
     Turns,
     detect_format,
 )
-from hybrid_engine.recipes.data.sources import DataSource
+from hybrid_engine.recipes.data.sources import DataSource, read_names
+from hybrid_engine.recipes.data.tools import read_tools, with_tool_calls, without_nones
+from hybrid_engine.recipes.data.wrapping import wrap_rows, write_prompts
 
-R = TypeVar("R")
+R = TypeVar("R", bound=DataRow)
+Needs = tuple[frozenset[str], ...]
+"""Columns, of which one set must be there; layouts of others are looked for until it is."""
+PROMPTS: Needs = (frozenset({"prompt"}),)
+LEARNED: Needs = (frozenset({"messages"}), frozenset({"prompt", "completion"}))
+COMPARED: Needs = (frozenset({"prompt", "chosen", "rejected"}),)
+LABELLED: Needs = (frozenset({"prompt", "completion", "label"}), *COMPARED)
 LABELS = {True: True, False: False, "true": True, "false": False, "True": True, "False": False, "1": True, "0": False}
 """What a label may be; a CSV file holds text. 1, 1.0, 0 and 0.0 equal True and False."""
 LARGEST_NUMBER = 1e12
@@ -38,12 +49,12 @@ def read_prompt_rows(source: DataSource | str) -> list[PromptRow]:
         ValueError: nothing can be read, there is no such column, or a value is empty or no text and no conversation;
             it names the data set, the rows and the remedy. So do all functions of this file.
     """
-    return _read(source, _prompt_rows)
+    return _read(source, PROMPTS, _prompt_rows)
 
 
 def read_learned_rows(source: DataSource | str) -> list[LearnedRow]:
     """What supervised training learns: `messages`, `prompt` with `completion`, or `text`; see `read_prompt_rows`."""
-    return _read(source, _learned_rows)
+    return _read(source, LEARNED, _learned_rows)
 
 
 def read_preference_rows(source: DataSource | str) -> list[PreferenceRow]:
@@ -51,21 +62,49 @@ def read_preference_rows(source: DataSource | str) -> list[PreferenceRow]:
 
     A column `margin` says by how much the chosen answer is better. Two equal answers are refused.
     """
-    return _read(source, _preference_rows)
+    return _read(source, COMPARED, _preference_rows)
 
 
 def read_labelled_rows(source: DataSource | str) -> list[LabelledRow]:
     """Answers with a `label`, True for a good one; a data set of preference pairs gives two for each pair."""
-    return _read(source, _labelled_rows)
+    return _read(source, LABELLED, _labelled_rows)
 
 
-def _read(source: DataSource | str, read: Callable[[Table, bool], list[R]]) -> list[R]:
+def _read(source: DataSource | str, needs: Needs, build: Callable[[Table, bool], list[R]]) -> list[R]:
     source = DataSource.of(source)
-    return [row for one in source.each() for row in read(read_table(one), one.skips_bad_rows)]
+    return [row for one in source.each() for row in wrap_rows(build(_table(one, needs), one.skips_bad_rows), one)]
+
+
+def _table(source: DataSource, needs: Needs) -> Table:
+    """The rows of one data set under our names of columns."""
+    table, names = read_table(source), read_names(source.columns)
+    renamed, missing = _renamed(table, names)
+    if missing and table.columns and not source.is_one_of_several:
+        raise ValueError(
+            f"--columns={f'{missing[0]}={names[missing[0]]}'!r}: {source.shown} has no {missing[0]!r} but the columns "
+            f"{', '.join(map(repr, table.columns))}; name one of them, with dots for what is inside of one"
+        )
+    return write_prompts(as_ours(renamed, *needs), source)
+
+
+def _renamed(table: Table, names: Mapping[str, str]) -> tuple[Table, list[str]]:
+    """The table under our names of columns, by theirs, and which of theirs no row has.
+
+    A column that is named as a whole has our name alone; what is inside of another stays there too.
+    """
+    missing = set(names)
+
+    def renamed(row: dict[str, Any]) -> dict[str, Any]:
+        found = {theirs: value for theirs in names if (value := find_value(row, theirs)) is not MISSING}
+        missing.difference_update(found)
+        others = {name: value for name, value in row.items() if name not in names}
+        return others | {names[theirs]: value for theirs, value in found.items()}
+
+    return table.changed(renamed), sorted(missing)
 
 
 def _prompt_rows(table: Table, skips: bool) -> list[PromptRow]:
-    _check_columns(table, {"prompt"}, "rename the column that holds the prompts")
+    _check_columns(table, {"prompt"}, "rename the column that holds the prompts by --columns THEIRS=prompt")
     return _build_each(table, _prompt_row, skips)
 
 
@@ -74,20 +113,21 @@ def _learned_rows(table: Table, skips: bool) -> list[LearnedRow]:
         return _build_each(table, _conversation_row, skips)
     if "completion" not in table.columns and "text" in table.columns:
         return _build_each(table, _text_row, skips)
-    remedy = "or 'messages', or 'text': rename the columns that hold the prompts and their answers"
+    remedy = "or 'messages', or 'text': rename the columns that hold the prompts and their answers by --columns"
     _check_columns(table, {"prompt", "completion"}, remedy)
     return _build_each(table, _completion_row, skips)
 
 
 def _preference_rows(table: Table, skips: bool) -> list[PreferenceRow]:
-    _check_columns(table, {"chosen", "rejected"}, "rename the columns that hold the better and the worse answer")
+    remedy = "rename the columns that hold the better and the worse answer by --columns"
+    _check_columns(table, {"chosen", "rejected"}, remedy)
     return _build_each(table, _preference_row, skips)
 
 
 def _labelled_rows(table: Table, skips: bool) -> list[LabelledRow]:
     if "label" not in table.columns and detect_format(table.columns) == "preference pairs":
         return label_pairs(_preference_rows(table, skips))
-    remedy = "rename the columns that hold the prompts, the answers and whether an answer is good"
+    remedy = "rename the columns that hold the prompts, the answers and whether an answer is good, by --columns"
     _check_columns(table, {"prompt", "completion", "label"}, remedy)
     return _build_each(table, _labelled_row, skips)
 
@@ -102,7 +142,7 @@ def label_pairs(pairs: Sequence[PreferenceRow]) -> list[LabelledRow]:
 
 
 def _build_each(table: Table, build: Callable[[str, dict[str, Any]], R], skips: bool) -> list[R]:
-    def make(entry: tuple[str, dict[str, Any] | ValueError]) -> R:
+    def make(entry: tuple[str, RowOrError]) -> R:
         place, row = entry
         if isinstance(row, ValueError):
             raise ValueError(f"{place} {row}")
@@ -134,6 +174,11 @@ def _conversation_row(place: str, row: dict[str, Any]) -> ConversationRow:
     messages = _turns(place, "messages", row)
     if isinstance(messages, str):
         raise ValueError(f"{place} has text in messages; it must be a list of messages: name the column 'text'")
+    if any(turn.get("weight") == 0 for turn in row["messages"]):
+        raise ValueError(
+            f"{place} has a turn with weight=0, not to be learned, and all of the assistant's turns are; shorten the "
+            "conversation, or mark what is learned in the chat template"
+        )
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"{place} has messages without a turn of the assistant to learn; add one, or remove the row")
     return ConversationRow(messages=messages, **_rest(place, row, "messages"))
@@ -196,6 +241,11 @@ def _without_common_beginning(place: str, chosen: Turns, rejected: Turns) -> tup
 def _rest(place: str, row: dict[str, Any], *used: str) -> dict[str, Any]:
     """The fields that every row has: its place, and the columns besides those `used`."""
     columns = {name: value for name, value in row.items() if name and name not in used}
+    if columns.get("tools") or columns.get("functions"):
+        try:
+            columns["tools"] = read_tools(columns.get("tools") or columns["functions"])
+        except ValueError as error:
+            raise ValueError(f"{place} {error}") from error
     return {"place": place, "columns": columns}
 
 
@@ -215,7 +265,8 @@ def _text(place: str, name: str, value: Any, kind: str = "text") -> str:
 
 def _message(place: str, name: str, message: Any) -> Message:
     """The message without the keys that are None: `datasets` gives every message the keys of all."""
-    kept = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    kept = with_tool_calls(without_nones(message)) if isinstance(message, dict) else {}
+    kept.pop("weight", None)  # OpenAI's, whether a turn is learned
     if not isinstance(kept.get("role"), str) or not kept["role"] or len(kept) < 2:
         raise ValueError(
             f'{place} has {name}={reprlib.repr(message)}; a message must be like {{"role": "user", "content": "..."}}'

@@ -1,6 +1,6 @@
 """Where the rows of a run come from and what is made of them, as the options of a recipe say it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hybrid_engine.recipes.runs.checks import flag
@@ -18,6 +18,14 @@ class DataSource:
     """Which one is read of several; None: `train`."""
     configuration: str | None = None
     """Which one is read of a data set that has several."""
+    columns: tuple[str, ...] = ()
+    """Names of columns, each as THEIRS=OURS; theirs may be inside of another, with dots between."""
+    prompt_template: str | None = None
+    """Text around each prompt, with columns in braces."""
+    system_prompt: str | None = None
+    """Of conversations that have none of their own."""
+    is_conversation: bool = False
+    """Whether a prompt that is text becomes the user's turn of a conversation."""
     skips_bad_rows: bool = False
     """Whether rows that cannot be used are left out and counted; else they are an error."""
     row_key: tuple[str, ...] = ()
@@ -26,6 +34,14 @@ class DataSource:
     """Whether of rows that say the same only the first is kept."""
     held_out_share: float = 0.1
     """Of all prompts, about; 0 holds none out."""
+    held_out_dataset: str | None = None
+    """Where held-out rows are read from, which are no share of the others then."""
+    held_out_split: str | None = None
+    """Which one of that data set; without one, of the data set itself."""
+    weights: tuple[float, ...] = ()
+    """One for each data set: how large its share of the training rows is; empty: as many as it has."""
+    is_one_of_several: bool = False
+    """Whether others are mixed with it, so that a column may be missing here."""
 
     @classmethod
     def of(cls, source: "DataSource | str") -> "DataSource":
@@ -39,4 +55,39 @@ class DataSource:
 
     def each(self) -> Iterator["DataSource"]:
         """Every data set by itself."""
-        return (replace(self, datasets=(dataset,)) for dataset in self.datasets)
+        is_mixed = self.is_one_of_several or len(self.datasets) > 1
+        return (replace(self, datasets=(dataset,), is_one_of_several=is_mixed) for dataset in self.datasets)
+
+    @property
+    def held_out_source(self) -> "DataSource | None":
+        """What is read for the held-out rows; None: they are a share of the others."""
+        if self.held_out_dataset is None and self.held_out_split is None:
+            return None
+        given = replace(self, held_out_dataset=None, held_out_split=None, weights=(), split=self.held_out_split)
+        if self.held_out_dataset is None:
+            return given
+        return replace(given, datasets=(self.held_out_dataset,), option="held_out_dataset", configuration=None)
+
+    @property
+    def as_found(self) -> "DataSource":
+        """The same without what is put around prompts: what a prompt is, for what is held out, its data set says."""
+        template = None if self.wraps_prompts else self.prompt_template
+        return replace(self, prompt_template=template, system_prompt=None, is_conversation=False)
+
+    @property
+    def wraps_prompts(self) -> bool:
+        """Whether the template stands around a prompt that is there, and does not write one from other columns."""
+        return self.prompt_template is not None and "{prompt}" in self.prompt_template
+
+
+def read_names(columns: Sequence[str]) -> dict[str, str]:
+    """Our names of columns by theirs, from `--columns`; ValueError where one is not THEIRS=OURS, or named twice."""
+    names: dict[str, str] = {}
+    for given in columns:
+        theirs, equals, ours = given.rpartition("=")
+        if not (theirs and equals and ours):
+            raise ValueError(f"--columns={given!r} must be THEIRS=OURS, as in question=prompt; write it so")
+        if theirs in names or ours in names.values():
+            raise ValueError(f"--columns={' '.join(columns)!r} names a column of {given!r} twice; leave one out")
+        names[theirs] = ours
+    return names

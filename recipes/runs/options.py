@@ -6,7 +6,8 @@ A recipe that declares a field again gives it another default; what it means sta
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hybrid_engine.recipes.data.sources import DataSource
+from hybrid_engine.recipes.data.columns import read_prompt_template
+from hybrid_engine.recipes.data.sources import DataSource, read_names
 from hybrid_engine.recipes.runs.checks import (
     check_above,
     check_at_least,
@@ -75,6 +76,13 @@ class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
         check_count("save_every", self.save_every, 0)
 
 
+FOR_DATASETS = (
+    *("split", "dataset_config", "columns", "prompt_template", "system_prompt", "as_conversation", "skip_bad_rows"),
+    *("row_key", "deduplicate", "dataset_weights", "held_out_dataset", "held_out_split"),
+)
+"""Options that say nothing where there is no data set."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowOptions:
     """How rows are read from a data set."""
@@ -83,8 +91,24 @@ class RowOptions:
     """the split that is read of a data set that has several; default: train"""
     dataset_config: str | None = None
     """the configuration that is read of a data set that has several, as the hub calls its parts"""
+    columns: tuple[str, ...] = ()
+    """columns under other names, each as THEIRS=OURS, such as question=prompt solution=answer; dots lead inside of one,
+    as in reward_model.ground_truth=answer"""
+    prompt_template: str | None = None
+    """text, or a file with it, around each prompt, with columns in braces: "{prompt} Think first."; without {prompt} it
+    makes the prompts, as "{context} {question}" does"""
+    system_prompt: str | None = None
+    """what the system says first in conversations that have no such turn; text becomes a conversation"""
+    as_conversation: bool = False
+    """prompts that are text become the user's turn of a conversation, and answers the assistant's, for models with a
+    chat template"""
     skip_bad_rows: bool = False
     """leave out rows that cannot be used, and say how many and what is wrong with the first; else they are an error"""
+
+    def __post_init__(self) -> None:
+        read_names(self.columns)
+        if self.prompt_template is not None:
+            read_prompt_template(self.prompt_template)
 
     def source_of(self, *datasets: str, option: str) -> DataSource:
         """The data sets that `option` names, as these options read them."""
@@ -93,16 +117,21 @@ class RowOptions:
             option=option,
             split=self.split,
             configuration=self.dataset_config,
+            columns=self.columns,
+            prompt_template=None if self.prompt_template is None else read_prompt_template(self.prompt_template),
+            system_prompt=self.system_prompt,
+            is_conversation=self.as_conversation,
             skips_bad_rows=self.skip_bad_rows,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(RowOptions):
-    """Which rows of the user's data set there are."""
+class DatasetOptions(RowOptions):
+    """Which rows of the user's data sets there are, and which of them are held out."""
 
-    dataset: str | None = None
-    """a .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md)"""
+    dataset: str | tuple[str, ...] | None = None
+    """a .jsonl, .json, .csv or .parquet file, a folder, a hub name or reasoning_gym:NAME (docs/data.md); several are
+    mixed"""
     held_out_share: float = 0.1
     """share of the data set's prompts that are not trained on and measured, chosen by their hash"""
     row_key: tuple[str, ...] = ()
@@ -115,20 +144,64 @@ class DataOptions(RowOptions):
     beginning"""
 
     def __post_init__(self) -> None:
-        for name in ("split", "dataset_config", "row_key", "deduplicate", "skip_bad_rows"):
-            value = getattr(self, name)
+        super().__post_init__()
+        if isinstance(self.dataset, (list, tuple)):
+            one = None if not self.dataset else self.dataset[0] if len(self.dataset) == 1 else tuple(self.dataset)
+            object.__setattr__(self, "dataset", one)
+        for name in FOR_DATASETS:
+            value = getattr(self, name, None)
             if value and self.dataset is None:
-                raise ValueError(f"{flag(name)}={value!r} is for a data set; give --dataset, or leave it out")
+                shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise ValueError(f"{flag(name)}={shown!r} is for a data set; give --dataset, or leave it out")
         check_between("held_out_share", self.held_out_share, 0, 0.9)
 
     @property
     def source(self) -> DataSource:
         """Where the rows come from; only with `dataset`."""
+        datasets = self.dataset if isinstance(self.dataset, tuple) else (str(self.dataset),)
         return replace(
-            self.source_of(str(self.dataset), option="dataset"),
+            self.source_of(*datasets, option="dataset"),
             row_key=self.row_key,
             deduplicates=self.deduplicate,
             held_out_share=self.held_out_share,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(DatasetOptions):
+    """What a run trains on, and what it is measured on."""
+
+    dataset_weights: tuple[float, ...] = ()
+    """one for each --dataset: their shares of the rows of an epoch, which has as many as they have together; default:
+    all rows of each once"""
+    held_out_dataset: str | None = None
+    """measure on the rows of this data set, whose prompts are not trained on, in place of a share of --dataset"""
+    held_out_split: str | None = None
+    """measure on this split of --held-out-dataset, or of --dataset"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        num_datasets = len(self.dataset) if isinstance(self.dataset, tuple) else 1
+        for weight in self.dataset_weights:
+            check_above("dataset_weights", weight, 0)
+        if self.dataset_weights and len(self.dataset_weights) != num_datasets:
+            shown = " ".join(f"{weight:g}" for weight in self.dataset_weights)
+            raise ValueError(
+                f"--dataset-weights={shown!r} must be {num_datasets} numbers above 0, one for each --dataset; change it"
+            )
+        if self.held_out_dataset is None and self.held_out_split is not None and num_datasets > 1:
+            raise ValueError(
+                f"--held-out-split={self.held_out_split!r} of several data sets is not one; name --held-out-dataset too"
+            )
+
+    @property
+    def source(self) -> DataSource:
+        """Where the rows come from; only with `dataset`."""
+        return replace(
+            super().source,
+            weights=self.dataset_weights,
+            held_out_dataset=self.held_out_dataset,
+            held_out_split=self.held_out_split,
         )
 
 

@@ -23,7 +23,9 @@ def check_folder(folder: Path, config: Any) -> None:
 
 def check_sources_stay(folder: Path, config: Any) -> None:
     """ValueError where `--restart` would move aside what the run is to begin with."""
-    sources = [("model", config.model), ("dataset", getattr(config, "dataset", None))]
+    dataset = getattr(config, "dataset", None)
+    sources = [("model", config.model), ("held-out-dataset", getattr(config, "held_out_dataset", None))]
+    sources += [("dataset", one) for one in (dataset if isinstance(dataset, tuple) else (dataset,))]
     sources += [("reward", spec) for spec in getattr(config, "reward", ())]
     for name, source in sources:
         for moved in RUN_RESULTS:
