@@ -21,8 +21,8 @@ def build_empty_model(folder: str | os.PathLike[str]) -> PreTrainedModel:
     if is_megatron_checkpoint(Path(folder)):
         return build_empty_megatron_gpt(folder)
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config).eval()
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
     except (OSError, KeyError, TypeError) as error:  # by what is missing or damaged it is any of these
         raise ValueError(f"checkpoint={str(folder)!r} holds no causal model of transformers: {error}") from error

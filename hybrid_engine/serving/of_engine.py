@@ -85,6 +85,6 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     if not source:
         raise ValueError("serving(): the model was not loaded from a folder or name; pass tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"serving(): {source} has no tokenizer that loads ({error}); pass tokenizer") from error

@@ -232,7 +232,7 @@ def _explained(source: str) -> Iterator[None]:
         yield
     except _NoSuchConfiguration as error:
         raise ValueError(str(error)) from error.__cause__
-    except (OSError, ValueError, TypeError, IndexError, DatasetsError) as error:
+    except (OSError, ValueError, TypeError, IndexError, RuntimeError, DatasetsError) as error:
         reason = " ".join(str(error.__cause__ or error).split())
         raise ValueError(f"{source} must be a file ({', '.join(READERS)}), a folder or a hub name: {reason}") from error
 

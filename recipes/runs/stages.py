@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def _run_folder(folder: Path) -> Path:
 def load_config(source: str | Path, option: str = "model", **options: Any) -> PretrainedConfig:
     """The config of a Hugging Face folder or name; ValueError, naming `option`, where there is none."""
     with explained(option, source):
-        return AutoConfig.from_pretrained(source, **options)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **options)
 
 
 def without_dropout(config: PretrainedConfig) -> PretrainedConfig:
@@ -113,6 +114,11 @@ def explained(option: str, source: str | Path) -> Iterator[None]:
     """Turns what transformers raises for a folder or name that does not load into a ValueError that names `option`."""
     try:
         yield
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{flag(option)}={str(source)!r} has weights in a pickle that holds more than tensors, which could run "
+            "code and is not loaded; save them as safetensors"
+        ) from error
     # By the model's family and by what is missing or damaged it is any of these.
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         reason = " ".join(str(error).split()).partition(" Model type should be one of ")[0]  # of hundreds
@@ -140,7 +146,7 @@ def load_model(
     """
     config = without_dropout(load_config(source, option, **options))
     with explained(option, source):
-        loading = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+        loading = {"config": config, "dtype": torch.float32, "output_loading_info": True, "trust_remote_code": False}
         model, info = auto_class.from_pretrained(source, **loading)
     body = f"{model.base_model_prefix}."
     missing = [name for name in sorted(info["missing_keys"]) if not has_new_head or name.startswith(body)]
@@ -175,7 +181,7 @@ def load_tokenizer(folder: str | Path, option: str = "model") -> PreTrainedToken
     """
     given = f"{flag(option)}={str(folder)!r}"
     with explained(option, folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokenizer.padding_side = "left"
     if not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise ValueError(
