@@ -115,7 +115,7 @@ class Config(DataOptions, ResumeOptions):
             check_count(name, getattr(self, name), 0)
         check_at_least("center_coef", self.center_coef, 0)
         check_above("learning_rate", self.learning_rate, 0)
-        if self.eval_every and self.dataset and not self.held_out_share:
+        if self.eval_every and self.dataset and not self.held_out_share and self.source.held_out_source is None:
             raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
 
     @property

@@ -127,7 +127,7 @@ class Config(DataOptions, ResumeOptions):
         check_divides("hidden_size", self.hidden_size, 64)
         check_size(self.vocab_size, self.hidden_size, self.num_layers)
         check_one_of("task", self.task, tuple(TASKS))
-        if self.eval_every and self.dataset and not self.held_out_share:
+        if self.eval_every and self.dataset and not self.held_out_share and self.source.held_out_source is None:
             raise ValueError(f"--eval-every={self.eval_every} has nothing to measure on; raise --held-out-share=0")
         if self.lora_rank and not self.model:
             raise ValueError(f"--lora-rank={self.lora_rank} adapts a model that has learned already; give --model")
