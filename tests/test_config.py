@@ -823,3 +823,12 @@ def test_the_page_about_the_config_is_up_to_date():
     assert (DATA.parent.parent / "docs" / "config.md").read_text() == config_page.render(), (
         "run python -m hybrid_engine.command.config_page > docs/config.md"
     )
+
+
+def test_keys_that_trl_and_accelerate_write_by_themselves_are_not_reported(caplog):
+    keys = ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+    with caplog.at_level(logging.INFO, logger="hybrid_engine"):
+        load_config(BATCH | {f"zero_optimization.{key}": 64 for key in keys}, world_size=1)
+        assert "unknown to DeepSpeed" not in caplog.text
+        load_config(BATCH | {"zero_optimization.overlap_comm": True}, world_size=1)
+    assert "zero_optimization.overlap_comm (unknown to DeepSpeed too)" in caplog.text

@@ -332,3 +332,9 @@ OPTIMIZERS_NOT_SUPPORTED = (
     "ZeroOneAdam",
 )
 """Types of DeepSpeed's `optimizer` block; any torch.optim optimizer can be passed to `initialize` instead."""
+
+WRITTEN_BY_LIBRARIES = tuple(
+    f"zero_optimization.{key}"
+    for key in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
+)
+"""Keys that accelerate and TRL write at the top level, where DeepSpeed ignores them; no user has asked for them."""

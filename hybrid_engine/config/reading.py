@@ -26,6 +26,7 @@ from hybrid_engine.config.keys import (
     NOT_SUPPORTED,
     OTHER_NAMES,
     TAKES_MEMORY,
+    WRITTEN_BY_LIBRARIES,
     as_json,
 )
 
@@ -78,7 +79,9 @@ def _is_switched_on(value: Any) -> bool:
 
 
 def _read_unknown(key: str, path: str, fields: Collection[str]) -> list[str]:
-    """How to report a key that no table has; nothing for a comment."""
+    """How to report a key that no table has; nothing for a comment, and for what libraries write by themselves."""
+    if not path and key in WRITTEN_BY_LIBRARIES:
+        return []
     if key.startswith(("_", "#", "//")) or key.lower() == "comment":
         return []
     if not path and (meant := CALLED_ELSEWHERE.get(key.lower().replace("-", "_"))):
