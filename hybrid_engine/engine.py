@@ -43,7 +43,7 @@ from hybrid_engine.optim.batches import Batches, LossFunction, SuccessiveBatches
 from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_module
 from hybrid_engine.optim.call_checks import CallChecks, check_loss
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
-from hybrid_engine.optim.stepping import end_micro_batch
+from hybrid_engine.optim.stepping import count_empty_step, end_micro_batch
 from hybrid_engine.parallel.stage_training import StagedBatches
 from hybrid_engine.training.faster_linears import use_faster_linears
 from hybrid_engine.zero.built_shards import take_over_evaluated
@@ -302,6 +302,19 @@ class ZeroEngine(Uncopied):
         error = attempt(self._check_step)[1]
         with holding_interrupts():
             end_micro_batch(self, lr_kwargs or {}, error)
+
+    def pass_step(self) -> None:
+        """Counts an optimizer step in which no process has a gradient: nothing changes, but the schedule goes on.
+
+        What `step()` with gradients of 0 would do, less what the optimizer's momentum and weight decay do. Every
+        process must call it.
+
+        Raises:
+            ValueError: there has been a `backward()` since the last step.
+        """
+        self.check_trains("pass_step()")
+        with holding_interrupts():
+            count_empty_step(self)
 
     def _check_step(self) -> None:
         self.checks.check_parameters()

@@ -256,6 +256,12 @@ class HybridEngine(ZeroEngine):
             self.latency.add_training()
             self.training_memory.finish_step()
 
+    def pass_step(self) -> None:
+        """ZeroEngine's `pass_step()`; raises ValueError inside `generate()`."""
+        self._check_not_generating("pass_step()")
+        super().pass_step()
+        self.latency.add_training()
+
     def follow_moved_weights(self) -> None:
         """Points the containers at them: views of the old storage would keep its memory."""
         if self.generator.model is not None and not self.sharding.is_sharded:

@@ -33,7 +33,7 @@ from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers
 from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, mean_sums, step_means
 from hybrid_engine.recipes.experience.own_tasks import character_stage
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
-from hybrid_engine.recipes.experience.policy_experience import Experience, present_batch
+from hybrid_engine.recipes.experience.policy_experience import Experience, has_gradient, present_batch, trained_rows
 from hybrid_engine.recipes.planning.following import follow_memory, write_result
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
@@ -281,9 +281,16 @@ def build_experience(policy: Policy, episodes: list[Episode], config: Config) ->
 
 
 def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str, float]:
-    """One optimizer step on all episodes; means over the tokens that the policy wrote."""
+    """One optimizer step on the episodes of groups with variance; means over the tokens that the policy wrote there."""
     actor, experience = policy.actor, build_experience(policy, episodes, config)
     step = count_step(experience.batch.mask, config.max_new_tokens * MAX_TURNS, all_processes())
+    rate = actor.get_lr()[0]
+    trained = trained_rows(has_gradient(config.algorithm, experience.batch).cpu())
+    figures = {"learning_rate": rate, "trained_share": len(trained) / len(episodes)}
+    if not len(trained):
+        actor.pass_step()
+        return figures | {"grad_norm": actor.get_global_grad_norm()}
+    experience = experience.rows(trained)
     present = torch.zeros_like(experience.logprobs)
 
     def micro_batch_loss(rows: list[int]) -> tuple[torch.Tensor, Figures]:
@@ -293,7 +300,6 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
         return policy_objective(config.algorithm, batch, step, 0.0), health
 
     losses = [(actor, micro_batch_loss)]
-    rate = actor.get_lr()[0]
     parts = train_in_parts([actor], experience.sequences.items, config.tokens_per_micro_batch, losses)
     actor.observe_logprobs(experience.logprobs, present, experience.sequences.response_mask)
-    return step_means(parts) | {"grad_norm": actor.get_global_grad_norm(), "learning_rate": rate}
+    return figures | step_means(parts) | {"grad_norm": actor.get_global_grad_norm()}

@@ -40,7 +40,7 @@ from hybrid_engine.recipes.experience.evaluation import (
 from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
 from hybrid_engine.recipes.experience.policy import Policy, build_policy, evaluate_policy
-from hybrid_engine.recipes.experience.policy_experience import Experience, present_batch
+from hybrid_engine.recipes.experience.policy_experience import Experience, has_gradient, present_batch, trained_rows
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.planning.following import follow_answers, write_result
@@ -258,25 +258,34 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
     """`epochs` passes over the experience in reshuffled minibatches, an optimizer step on each.
 
     Returns:
-        Means over the update's tokens: loss, clip fraction, KL(old || new), ratio. `first_ratio` is the ratio before
-        any weight changed, 1 when all is well. Gradient norm and learning rate are those of the last optimizer step.
+        Means over the tokens that went through the model: loss, clip fraction, KL(old || new), ratio. `first_ratio`
+        is the ratio before any weight changed, 1 when all is well. Gradient norm and learning rate are those of the
+        last optimizer step. `trained_share` of the answers went through the model; nothing else is known where none
+        did, and then no weight changed.
     """
     generator = torch.Generator().manual_seed(seed)
     parts: list[Figures] = []
+    num_trained = num_rows = 0
     for _ in range(config.epochs):
         order = torch.randperm(len(experience.logprobs), generator=generator)
         for minibatch in order.split(config.minibatch_size // get_world_size()):
             step = count_step(experience.batch.mask[minibatch], config.max_new_tokens, all_processes())
-            chosen = experience.rows(minibatch)
+            rate = policy.actor.get_lr()[0]
+            trained = trained_rows(has_gradient(config.algorithm, experience.rows(minibatch).batch).cpu())
+            num_trained, num_rows = num_trained + len(trained), num_rows + len(minibatch)
+            if not len(trained):
+                policy.actor.pass_step()
+                continue
+            chosen = experience.rows(minibatch[trained])
             present = torch.zeros_like(chosen.logprobs)
             losses = [(policy.actor, partial(micro_batch_loss, policy.actor, chosen, present, step, config, kl_coef))]
-            rate = policy.actor.get_lr()[0]
             found = train_in_parts([policy.actor], chosen.sequences.items, config.tokens_per_micro_batch, losses)
             if not parts:  # by the weights that sampled
                 policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found
-    figures = step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]})
-    return figures | {"grad_norm": policy.actor.get_global_grad_norm(), "learning_rate": rate}
+    figures = {"grad_norm": policy.actor.get_global_grad_norm(), "learning_rate": rate}
+    figures["trained_share"] = num_trained / num_rows
+    return figures | (step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]}) if parts else {})
 
 
 def micro_batch_loss(
@@ -297,4 +306,5 @@ def micro_batch_loss(
     loss = policy_objective(config.algorithm, batch, step, kl_coef)
     health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
     # A share of the minibatch's loss, which the rows of all processes together count as one.
-    return loss, {"policy_loss": (loss.item(), len(rows) / config.minibatch_size), **health}
+    share = len(rows) / (len(minibatch.logprobs) * get_world_size())
+    return loss, {"policy_loss": (loss.item(), share), **health}

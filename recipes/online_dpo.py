@@ -37,6 +37,7 @@ from hybrid_engine.recipes.experience.evaluation import (
 from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
+from hybrid_engine.recipes.experience.policy_experience import trained_rows
 from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.planning.following import follow_answers, write_result
@@ -228,11 +229,15 @@ def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Confi
     for first in range(0, len(pairs), size):
         minibatch = pairs[first : first + size]
         num_pairs = sum(gather_objects(sum(pair.weight for pair in minibatch)))
-        if num_pairs:
+        trained = trained_rows(torch.tensor([pair.weight > 0 for pair in minibatch]))
+        if not len(trained):
+            policy.actor.pass_step()
+        else:
             before = figures["pairs"]
             budget = config.tokens_per_micro_batch
             rate = policy.actor.get_lr()[0]
-            figures = update(policy.actor, minibatch, num_pairs, loss_of, config.beta, reading, budget)
+            chosen = [minibatch[index] for index in trained.tolist()]
+            figures = update(policy.actor, chosen, num_pairs, loss_of, config.beta, reading, budget)
             figures |= {"pairs": before + num_pairs, "learning_rate": rate}
     return figures
 

@@ -157,6 +157,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.masters.write_back()
 
     @torch.no_grad()
+    def forget_norms(self) -> None:
+        """For a step without gradients, whose norms are 0."""
+        self.overflow, self.grad_norm, self.grad_norms = False, 0.0, [0.0 for _ in self.grad_norms]
+
     def check_overflow(self, external: bool = False) -> bool:
         """Whether the gradients at an accumulation boundary are non-finite on any process; collective when sharded.
 

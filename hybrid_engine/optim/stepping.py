@@ -1,5 +1,6 @@
 """The end of a micro-batch, and at the boundary the step of the optimizer: agreed on by all processes, then counted."""
 
+import warnings
 from typing import Any
 
 from hybrid_engine.distributed.verdict import attempt
@@ -25,6 +26,27 @@ def end_micro_batch(training: TrainingState, lr_kwargs: dict[str, Any], error: B
     training.micro_steps += 1
     if is_boundary:
         training.observer.print_times(training.global_steps)
+
+
+def count_empty_step(training: TrainingState) -> None:
+    """Counts an optimizer step without gradients: weights and the optimizer's state stay, the scheduler steps.
+
+    Raises:
+        ValueError: micro-batches of a step are done.
+    """
+    if training.accumulation.num_passes or training.num_pending_micro_batches:
+        raise ValueError("pass_step(): micro-batches of a step are done; end it with step(), or begin_step_again()")
+    optimizer = training.optimizer
+    assert optimizer is not None
+    optimizer.forget_norms()
+    training.global_steps += 1
+    training.global_samples += training.config.train_batch_size
+    if training.lr_scheduler is not None:
+        with warnings.catch_warnings():
+            # PyTorch takes it for a wrong order where the optimizer has not stepped yet.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            training.lr_scheduler.step()
+    training.observer.finish_step(optimizer, training.global_steps, training.global_samples, training.skipped_steps)
 
 
 def _step_optimizer(training: TrainingState, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
