@@ -8,7 +8,7 @@ and score).
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,14 +29,14 @@ from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import (
     LARGEST_SEED,
-    check_above,
+    check_at_least,
     check_between,
     check_count,
     check_finite,
     check_texts,
 )
 from hybrid_engine.recipes.runs.config_files import CONFIG, write_config
-from hybrid_engine.recipes.runs.options import DatasetOptions, RewardOptions
+from hybrid_engine.recipes.runs.options import LENGTHS, DatasetOptions, RewardOptions
 from hybrid_engine.recipes.runs.precision import DtypeOptions, torch_dtype
 from hybrid_engine.recipes.runs.run_checks import check_positions
 from hybrid_engine.recipes.runs.run_folder import check_out, left_behind
@@ -45,6 +45,8 @@ from hybrid_engine.recipes.runs.stages import load_config, load_model, load_toke
 
 RESULTS = ("result.json", "samples.jsonl", CONFIG)
 NUM_SHOWN = 6
+LONGEST_ANSWER = 4096
+"""Tokens of an answer, where `--max-new-tokens` says nothing and the model has positions for more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,8 @@ class Config(RewardOptions, DatasetOptions, DtypeOptions):
     rewards compare with in other columns"""
     reward_time_limit: float = 300.0
     """seconds that one call of a reward may take, for up to 64 prompts"""
-    k: int = 8
-    """the k of pass@k: the probability that one of k answers passes"""
+    k: int | None = None
+    """the k of pass@k: the probability that one of k answers passes; default: 8, at --temperature 0 1"""
     num_samples: int | None = None
     """answers to each prompt, k at least; more make pass@k more precise; default: k"""
     threshold: float = 1.0
@@ -81,12 +83,12 @@ class Config(RewardOptions, DatasetOptions, DtypeOptions):
     """take only the first so many prompts"""
     held_out: bool = False
     """take only the prompts that training on this data set holds out, with the same --held-out-share and --row-key"""
-    max_prompt_tokens: int = 1024
-    """longer prompts lose their beginning"""
-    max_new_tokens: int = 512
-    """longest answer"""
+    max_prompt_tokens: int = 0
+    """longer prompts lose their beginning; 0: half of the model's positions"""
+    max_new_tokens: int = 0
+    """longest answer; 0: what the longest prompt leaves of the model's positions, at most 4096"""
     temperature: float = 1.0
-    """of sampling"""
+    """of sampling; 0 takes the likeliest token, for one answer to each prompt"""
     max_running: int = 0
     """answers that are decoded at once on a process; 0: what suits the device"""
     rows_per_pass: int = 0
@@ -99,16 +101,27 @@ class Config(RewardOptions, DatasetOptions, DtypeOptions):
         RewardOptions.__post_init__(self)
         DatasetOptions.__post_init__(self)
         check_texts(self)
-        for name in ("k", "max_prompt_tokens", "max_new_tokens"):
-            check_count(name, getattr(self, name), 1)
+        for name in LENGTHS:
+            check_count(name, getattr(self, name), 0)
+        check_count("k", self.k, 1)
+        check_at_least("temperature", self.temperature, 0)
+        if not self.temperature and max(self.pass_k, self.num_samples or 1) > 1:
+            raise ValueError(
+                "--temperature=0 gives a prompt the same answer again and again; leave -k and --num-samples out, or "
+                "raise it"
+            )
         check_count("max_prompts", self.max_prompts, 1)
-        check_count("num_samples", self.num_samples, self.k)
+        check_count("num_samples", self.num_samples, self.pass_k)
         for name in ("rows_per_pass", "max_running"):
             check_count(name, getattr(self, name), 0)
-        check_above("temperature", self.temperature, 0)
         check_between("seed", self.seed, 0, LARGEST_SEED)
         check_finite("threshold", self.threshold)
         DtypeOptions.__post_init__(self)
+
+    @property
+    def pass_k(self) -> int:
+        """The k of pass@k."""
+        return self.k or (8 if self.temperature else 1)
 
 
 def run(config: Config) -> Path:
@@ -122,13 +135,13 @@ def run(config: Config) -> Path:
         partial(LearnedReward.load, most_rows=config.rows_per_pass, dtype=torch_dtype(config.dtype)),
     )
     tokenizer = load_tokenizer(str(config.model))
-    rows = load_rows(config, tokenizer, rewards)
+    config, rows = load_rows(config, tokenizer, rewards)
     rows = fit_prompts(rows, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     model = load_model(AutoModelForCausalLM, str(config.model))
     engine = build_answering(model, config, max_running=config.max_running)
     say(engine.report())
 
-    num_samples = config.num_samples or config.k
+    num_samples = config.num_samples or config.pass_k
     evaluation = evaluate(
         engine,
         tokenizer,
@@ -140,7 +153,7 @@ def run(config: Config) -> Path:
             temperature=config.temperature,
             num_samples=num_samples,
         ),
-        passes=PassRule(threshold=config.threshold, ks=sorted({1, config.k})),
+        passes=PassRule(threshold=config.threshold, ks=sorted({1, config.pass_k})),
         seed=config.seed,
         has_bar=True,
     )
@@ -162,8 +175,8 @@ def check_folder(config: Config) -> None:
         )
 
 
-def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewards) -> list[PromptRow]:
-    """The prompts to answer, with what stands beside them.
+def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewards) -> tuple[Config, list[PromptRow]]:
+    """The prompts to answer, with what stands beside them; and the options with lengths that fit them.
 
     Raises:
         ValueError: there are too few, a reward lacks a column or cannot read a row, or the model has too few positions.
@@ -180,8 +193,21 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewar
             f"{config.source.shown}: {len(rows)} prompts are fewer than the {get_world_size()} processes; give more "
             "prompts, or start fewer processes"
         )
-    check_positions(config, max(lengths), f"--model={config.model!r}", num_positions(load_config(str(config.model))))
-    return rows
+    positions = num_positions(load_config(str(config.model)))
+    config = with_lengths(config, max(lengths), positions or 2 * LONGEST_ANSWER)
+    check_positions(config, max(lengths), f"--model={config.model!r}", positions)
+    return config, rows
+
+
+def with_lengths(config: Config, longest: int, positions: int) -> Config:
+    """The options with the lengths that nobody gave, as the longest prompt and the model have them, which is said."""
+    if config.max_prompt_tokens and config.max_new_tokens:
+        return config
+    prompt = config.max_prompt_tokens or max(1, positions // 2)
+    longest = min(longest, prompt)
+    answer = config.max_new_tokens or max(1, min(LONGEST_ANSWER, positions - longest))
+    say(f"prompts of up to {longest} tokens, answers of up to {answer}: --model has {positions} positions")
+    return replace(config, max_prompt_tokens=prompt, max_new_tokens=answer)
 
 
 def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:

@@ -54,6 +54,7 @@ from hybrid_engine.recipes.runs.options import (
     ResumeOptions,
     RewardOptions,
     RolloutOptions,
+    derive_minibatch,
     suitable_rate,
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
@@ -69,7 +70,15 @@ PLOT_PANELS = {
     "response length (tokens)": ["length"],
     "entropy (nats a token)": ["entropy_estimate"],
 }
-SHOWN = ["score", "groups_without_variance", "length", "e2e_seconds", "generate_seconds", "training_seconds"]
+SHOWN = [
+    "score",
+    "groups_without_variance",
+    "length",
+    "cut_off_share",
+    "e2e_seconds",
+    "generate_seconds",
+    "training_seconds",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +96,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     last checkpoint.
     """
 
+    OWN_LENGTHS = (96, 48)
     out: str = "runs/sums"
     model: str | None = None
     """Hugging Face name or folder of the first actor; default: one that adds numbers, trained if missing"""
@@ -95,11 +105,10 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     rewards read; default: sums"""
     group_size: int = 8
     """answers to each prompt"""
-    minibatch_size: int = 256
-    """answers of an optimizer step over all processes"""
+    minibatch_size: int = 0
+    """answers of an optimizer step over all processes; 0: the largest number up to 256 that divides those of a step"""
     epochs: int = 1
     """passes over each rollout"""
-    max_new_tokens: int = 48
     learning_rate: float | None = None
     """peak of the learning rate; default: 7e-4, with --model 1e-6, of an adapter on it 1e-5"""
     measure_kl: bool = True
@@ -117,6 +126,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
         RewardOptions.__post_init__(self)
         DataOptions.__post_init__(self)
         LoopOptions.__post_init__(self)
+        derive_minibatch(self, self.rollout_size * self.group_size, 256)
         for name in ("group_size", "minibatch_size", "epochs", "eval_samples"):
             check_count(name, getattr(self, name), 1)
         check_finite("pass_score", self.pass_score)

@@ -54,6 +54,7 @@ from hybrid_engine.recipes.runs.options import (
     LoopOptions,
     ResumeOptions,
     RewardOptions,
+    derive_minibatch,
     suitable_rate,
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
@@ -68,7 +69,7 @@ PLOT_PANELS = {
     "reward of DPO": ["chosen_reward", "rejected_reward"],
     "response length (tokens)": ["length"],
 }
-SHOWN = ["score", "groups_without_variance", "loss", "accuracy", "length", "e2e_seconds"]
+SHOWN = ["score", "groups_without_variance", "loss", "accuracy", "length", "cut_off_share", "e2e_seconds"]
 """What a step's line says, of what there is."""
 
 
@@ -86,6 +87,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
     last checkpoint.
     """
 
+    OWN_LENGTHS = (96, 48)
     out: str = "runs/online-dpo"
     model: str | None = None
     """Hugging Face name or folder of the first actor, which is the reference too; default: one that adds numbers,
@@ -98,13 +100,13 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
     steps: int = 40
     group_size: int = 4
     """answers to each prompt, of which the best and the worst make a pair; at least 2"""
-    minibatch_size: int = 64
-    """pairs of an optimizer step over all processes, those left out included"""
+    minibatch_size: int = 0
+    """pairs of an optimizer step over all processes, those left out included; 0: the largest number up to 64 that
+    divides those of a step"""
     micro_batch_size: int = 32
     """pairs of a forward pass on one process, at most"""
     learning_rate: float | None = None
     """peak of the learning rate; default: 3e-4, with --model 1e-6, of an adapter on it 1e-5"""
-    max_new_tokens: int = 48
     exact: bool = False
     """make the rollout's log-probabilities the trainer's to the bit, which takes longer (docs/exact.md)"""
 
@@ -115,6 +117,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
         DataOptions.__post_init__(self)
         PairLossOptions.__post_init__(self)
         LoopOptions.__post_init__(self)
+        derive_minibatch(self, self.rollout_size, 64)
         check_count("minibatch_size", self.minibatch_size, 1)
         for name in ("beta", "learning_rate"):
             check_above(name, getattr(self, name), 0)

@@ -61,6 +61,7 @@ from hybrid_engine.recipes.runs.options import (
     ResumeOptions,
     RewardOptions,
     RolloutOptions,
+    derive_minibatch,
     suitable_rate,
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
@@ -77,7 +78,7 @@ PLOT_PANELS = {
     "KL to the reference (nats)": ["kl_per_sequence"],
     "response length (tokens)": ["length"],
 }
-SHOWN = ["score", "kl_per_sequence", "length", "e2e_seconds", "generate_seconds", "training_seconds"]
+SHOWN = ["score", "kl_per_sequence", "length", "cut_off_share", "e2e_seconds", "generate_seconds", "training_seconds"]
 """What a step's line says."""
 
 
@@ -99,8 +100,8 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     dataset: str | tuple[str, ...] | None = None
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: the
     standard library's signatures"""
-    minibatch_size: int = 32
-    """responses of an optimizer step over all processes"""
+    minibatch_size: int = 0
+    """responses of an optimizer step over all processes; 0: the largest number up to 32 that divides those of a step"""
     micro_batch_size: int = 16
     ppo_epochs: int = 2
     """passes over each rollout"""
@@ -134,6 +135,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
         RewardOptions.__post_init__(self)
         DataOptions.__post_init__(self)
         LoopOptions.__post_init__(self)
+        derive_minibatch(self, self.rollout_size, 32)
         check_shared_base(self)
         for name in ("minibatch_size", "ppo_epochs"):
             check_count(name, getattr(self, name), 1)

@@ -31,6 +31,12 @@ class SamplingOptions:
     num_samples: int = 1
     """Answers to each prompt, G."""
 
+    def drawing(self) -> dict[str, Any]:
+        """For `generate()`: from all tokens at the temperature; at 0 the likeliest one."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+
     @classmethod
     def of(cls, config: AnswerOptions, num_samples: int = 1) -> "SamplingOptions":
         """What the options of a recipe say of sampling, with `num_samples` answers to each prompt."""
@@ -71,10 +77,7 @@ def sample(
     output = actor.generate(
         prompt_ids,
         attention_mask=prompt_mask,
-        do_sample=True,
-        temperature=options.temperature,
-        top_k=0,
-        top_p=1.0,
+        **options.drawing(),
         max_new_tokens=options.max_new_tokens,
         num_return_sequences=options.num_samples,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,6 +1,7 @@
 """What a plan reads of a run: the lengths of its data and the configs of its models, and no weights."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.recipes.rewards.classifier import load_scoring_tokenizer
 from hybrid_engine.recipes.rewards.learned import names_model
 from hybrid_engine.recipes.runs.adapters import check_trainable
+from hybrid_engine.recipes.runs.model_lengths import derive_lengths
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, num_positions
 from hybrid_engine.recipes.tasks.small_llama import build_small_llama
 
@@ -35,6 +37,11 @@ def read_run(recipe: str, config: Any) -> Read:
         ValueError: what an option names cannot be read.
     """
     return READERS[recipe](config)
+
+
+def with_lengths(recipe: str, config: Any) -> Any:
+    """The `Config` of a recipe with the lengths that its run will have."""
+    return replace(config, **derive_lengths(config, recipe))
 
 
 def _read_sft(config: sft.Config) -> Read:

@@ -23,6 +23,8 @@ from peft import PeftModel
 from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.distributed.processes import init_distributed, on_rank_zero
 from hybrid_engine.recipes.runs.checks import flag
+from hybrid_engine.recipes.runs.model_lengths import derive_lengths, say_lengths
+from hybrid_engine.recipes.runs.options import LENGTHS
 from hybrid_engine.recipes.runs.precision import AUTO, apply_tf32, choose_dtype
 from hybrid_engine.recipes.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
 from hybrid_engine.recipes.runs.run_lock import check_not_running
@@ -35,7 +37,7 @@ _MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_every",
 
 _EARLIER = {"lr_scheduler_type": EARLIER_TYPE, "dtype": "fp32"}
 """What runs did that were begun before there was such an option."""
-_OPEN = (None, AUTO)
+_OPEN = (None, AUTO, 0)
 """Values of options that a run settles as it begins."""
 ConfigT = TypeVar("ConfigT")
 
@@ -61,10 +63,16 @@ def begin_run(config: ConfigT, recipe: str) -> ConfigT:
     apply_tf32(options)
     folder = Path(options.out) / checkpoints_of(recipe)
     saved = on_rank_zero(lambda: _read_options(folder)) if options.resume else None
-    found = {"lr_scheduler_type": DEFAULT_TYPE, "dtype": choose_dtype(AUTO)}
+    found: dict[str, Any] = {"lr_scheduler_type": DEFAULT_TYPE, "dtype": choose_dtype(AUTO)}
     if saved is not None:
         found = {name: saved.get(name, _EARLIER[name]) for name in found}
-    return replace(options, **{name: value for name, value in found.items() if getattr(options, name) in _OPEN})
+        found |= {name: saved[name] for name in LENGTHS if getattr(options, name, 1) == 0 and name in saved}
+    settled = replace(options, **{name: value for name, value in found.items() if getattr(options, name) in _OPEN})
+    lengths = derive_lengths(settled, recipe)
+    if lengths:
+        settled = replace(settled, **lengths)
+        say_lengths(settled)
+    return settled
 
 
 def save_checkpoints(

@@ -51,6 +51,11 @@ def build_engine_config(
     return config
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
+
+
 def largest_micro_batch(per_process: int, limit: int) -> int:
     """Samples of a forward pass, at most `limit`: every optimizer step must have the same number of equal ones.
 
@@ -58,4 +63,4 @@ def largest_micro_batch(per_process: int, limit: int) -> int:
         per_process: samples of an optimizer step on one process.
         limit: what memory allows.
     """
-    return max(size for size in range(1, min(limit, per_process) + 1) if per_process % size == 0)
+    return largest_divisor(per_process, limit)

@@ -18,6 +18,7 @@ from hybrid_engine.recipes.runs.checks import (
     check_weights,
     flag,
 )
+from hybrid_engine.recipes.runs.engine_config import largest_divisor
 from hybrid_engine.recipes.runs.metric_names import FRAMEWORKS
 from hybrid_engine.recipes.runs.precision import DtypeOptions
 from hybrid_engine.recipes.runs.schedule import ScheduleOptions
@@ -167,6 +168,10 @@ class DatasetOptions(RowOptions):
         )
 
 
+LENGTHS = ("max_prompt_tokens", "max_new_tokens")
+"""Options that `lengths.py` derives from the model where they are 0."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(DatasetOptions):
     """What a run trains on, and what it is measured on."""
@@ -209,10 +214,13 @@ class DataOptions(DatasetOptions):
 class AnswerOptions:
     """How an actor answers, and how many held-out prompts."""
 
-    max_prompt_tokens: int = 96
-    """longer prompts lose their beginning"""
-    max_new_tokens: int = 40
-    """longest response"""
+    OWN_LENGTHS = (96, 40)
+    """Of `max_prompt_tokens` and `max_new_tokens`, for the small model that is made without `--model`."""
+
+    max_prompt_tokens: int = 0
+    """longer prompts lose their beginning; 0: what the model's positions leave for them, without --model 96"""
+    max_new_tokens: int = 0
+    """longest response; 0: 256, at most half of the model's positions, without --model 40 (grpo and online-dpo: 48)"""
     temperature: float = 1.0
     """of sampling and of every log-probability alike"""
     eval_prompts: int = 256
@@ -221,8 +229,11 @@ class AnswerOptions:
     """answers that are decoded at once on a process, for which there is a KV workspace; 0: what suits the device"""
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_tokens", "max_new_tokens", "eval_prompts"):
-            check_count(name, getattr(self, name), 1)
+        for name, own in zip(LENGTHS, self.OWN_LENGTHS, strict=True):
+            check_count(name, getattr(self, name), 0)
+            if getattr(self, name) == 0 and getattr(self, "model", None) is None:
+                object.__setattr__(self, name, own)
+        check_count("eval_prompts", self.eval_prompts, 1)
         check_count("max_running", self.max_running, 0)
         check_above("temperature", self.temperature, 0)
 
@@ -295,6 +306,12 @@ class RewardOptions:
         if self.reward_weights and not self.reward:
             raise ValueError("--reward-weights weigh rewards; give as many --reward")
         check_weights(len(self.reward), self.reward_weights or None)
+
+
+def derive_minibatch(config: Any, num_samples: int, most: int) -> None:
+    """Fills in a `minibatch_size` of 0, as a `Config` is made: the largest that divides `num_samples`, up to `most`."""
+    if config.minibatch_size == 0:
+        object.__setattr__(config, "minibatch_size", largest_divisor(num_samples, most))
 
 
 def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: float = 1e-5) -> float:
