@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.distributed.layer_sums import LayerSums
-from hybrid_engine.distributed.processes import get_world_size
+from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.distributed.single_tensors import all_gather_single
 from hybrid_engine.distributed.verdict import LostError, Partners
 from hybrid_engine.generation.pipeline.stage import Stage
@@ -91,6 +91,12 @@ class ModelGroup:
     def layer_partners(self) -> Partners:
         """The processes that share each layer; those of the last stage draw tokens together."""
         return Partners(size=self.parallel.size, rank=self._layer_place, group=self.layer_group)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks, among all processes, of those that share the model."""
+        first = get_rank() // self.size * self.size
+        return range(first, first + self.size)
 
     def in_order(self, places: Sequence[int]) -> "ModelGroup":
         """This group with its tensor-parallel ranks dealt out otherwise: rank r to the process at `places[r]`."""
