@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from small_actors import save_small_actor
 from transformers import AutoTokenizer
 
@@ -130,6 +131,25 @@ def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
         assert len(written) == sum(episode.trajectory.written) > 0
         logprobs = experience.logprobs[row][mask]
         assert (logprobs < 0).all()
+
+
+def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
+    def first_step(is_left):
+        seed_everything(0)
+        policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+        told = [agent.Episode(t, float(n % 2), 1) for n, t in enumerate(trajectories)]
+        policy.actor.train()
+        if is_left:
+            policy.actor.backward(sum(p.sum() for p in policy.actor.module.parameters()))
+        norm = agent.update(policy, told, replace(tiny, group_size=4))["grad_norm"]
+        return norm, [p.detach().clone() for p in policy.actor.module.parameters()]
+
+    seed_everything(0)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    trajectories = [episode.trajectory for episode in agent.play(policy, [PROBLEM] * 4, tiny, seed=0)]
+    (norm, weights), (norm_left, weights_left) = first_step(False), first_step(True)
+    assert norm > 0 and norm_left == norm
+    assert all(torch.equal(left, weight) for left, weight in zip(weights_left, weights, strict=True))
 
 
 def test_what_leaves_no_room_for_the_conversation_is_refused_before_anything_is_trained(tiny, monkeypatch):

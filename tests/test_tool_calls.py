@@ -206,6 +206,38 @@ def test_a_client_gets_calls_whole_and_streamed_and_the_conversation_goes_on_by_
         assert rest.removeprefix("<eos>") == "\n<start>tool\n3<eos>\n<start>assistant\n"
 
 
+CITY = {"$defs": {"city": {"enum": ["A", "B"]}}, "type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY | {"required": ["city"]}}}
+
+
+@pytest.mark.parametrize(
+    ("begin", "is_special"), [("<tool_call>", False), ("<tool_call>", True), ("[TOOL_CALLS]", True), ("{", False)]
+)
+def test_a_call_that_must_be_is_one_in_the_models_form(begin, is_special):
+    pytest.importorskip("llguidance", reason="the extra 'guided' is not installed")
+    tokenizer = build_chat_tokenizer(PLAIN_TEMPLATE + "{# " + begin.strip("{") + " #}")
+    if is_special:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", begin]})
+    said = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 120, "tools": [WEATHER]}
+    said["logit_bias"] = dict.fromkeys(map(str, tokenizer.encode(" \t\n")), -100)  # no more than must be
+    named = {"type": "function", "function": {"name": "weather"}}
+    with build(tokenizer).serving(tokenizer, model_name="tiny") as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
+        extra = {"return_token_ids": True}
+        for choice, stream in ((named, False), ("required", True)):
+            answer = client.chat.completions.create(
+                **said, tool_choice=choice, parallel_tool_calls=False, stream=stream, extra_body=extra
+            )
+            choices = [event.choices[0] for event in answer] if stream else answer.choices
+            told = [each.delta if stream else each.message for each in choices]
+            (call,) = [call for each in told for call in each.tool_calls or []]
+            tokens = [token for each in choices for token in getattr(each, "token_ids", None) or []]
+            assert choices[-1].finish_reason == "tool_calls" and not any(each.content for each in told)
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments) in ({"city": "A"}, {"city": "B"})
+            assert tokenizer.decode(tokens).startswith(begin)
+
+
 def test_a_template_that_wants_a_call_before_what_a_tool_says_begins_anew():
     picky = TEMPLATE.replace(
         "{% for m in messages %}",

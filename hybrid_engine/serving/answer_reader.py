@@ -60,7 +60,7 @@ class FormReader:
         self._buffer = ""  # not read yet, or of a call that is not complete
         self._body = 0  # where the call in the buffer begins after its sign
         self._after_space: Callable[[bool], Shown] = self._read_reasoning
-        self._read = self._skip_space if is_reasoning else self._read_beginning
+        self._read: Callable[[bool], Shown] = self._skip_space if is_reasoning else self._read_beginning
 
     def add(self, text: str) -> Shown:
         """Takes in what came; what of it, and of what was held back, may be shown."""

@@ -151,9 +151,9 @@ class App:
     async def tokenizer_info(self, request: Request) -> Response:
         """`GET /tokenizer_info`: special tokens and chat template, as vLLM tells them."""
         tokenizer = self.model.tokenizer
-        told = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
-        told = dict.fromkeys(names) | told | {"chat_template": tokenizer.chat_template}
+        told: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+        told |= {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        told["chat_template"] = tokenizer.chat_template
         return JSONResponse(
             told | {"tokenizer_class": type(tokenizer).__name__, "model_max_length": self.model.longest}
         )

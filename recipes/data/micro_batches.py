@@ -219,6 +219,8 @@ def train_in_parts(
                 engine.begin_step_again()
         return _run(engines, parts, [passes.shape_of(part) for part in parts], losses)
 
+    for engine in engines:
+        engine.begin_step_again()  # a gradient that was left from before is none of this step's
     figures = passes.run(run, dealt)
     for engine in engines:
         engine.step()
