@@ -132,7 +132,7 @@ def _compared_question(row: AnyRow) -> AnyRow:
 
 
 def _openai_preferences(row: AnyRow) -> AnyRow:
-    asked = row.get("input") if isinstance(row.get("input"), dict) else {}
+    asked = row["input"] if isinstance(row.get("input"), dict) else {}
     return {
         "prompt": asked.get("messages"),
         "chosen": row.get("preferred_output"),
