@@ -20,6 +20,7 @@ from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_adapters import AdapterBatches, FusedAdapter, split_workspace
 from hybrid_engine.generation.live_link import LiveLink
+from hybrid_engine.generation.live_own import open_own
 from hybrid_engine.generation.live_shared import LeadingBatch
 from hybrid_engine.generation.live_staged import StagedBatch
 from hybrid_engine.generation.live_streamed import StreamedBatch
@@ -56,6 +57,13 @@ def live_batch(
     """
     partners = generator.partners
     with torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
+        if generator.model is None and link is None and not adapters:
+            own = partners.agree(lambda: open_own(generator, longest, release))
+            generator.is_live = True
+            release.callback(setattr, generator, "is_live", False)
+            say_once(f"sequences are answered one by one, by the model's own generate(): {generator.fallback_reason}")
+            yield own
+            return
         spare = generator.memory.spare_bytes(generator.model)
         memory = generator.group.gather_objects(Memory(spare, generator.memory.training_bytes))
         num_parts = len(adapters) + 1 if adapters else 1
