@@ -1,7 +1,6 @@
 """The first step of a recipe on the real model: its loss and gradient are those of transformers, or of TRL."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from hybrid_engine.recipes.data.reading import read_labelled_rows, read_preferen
 from hybrid_engine.recipes.data.sources import DataSource
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 TURNS = [
     ("What is the capital of France?", "Paris.", "It is London, I think."),
     ("Add 2 and 3.", "5", "The sum of both is 6."),
@@ -96,11 +94,7 @@ def first_step_of_trl(name, real_model, rows, tmp_path):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
-    if name == "KTO":
-        from trl.experimental.kto import KTOConfig, KTOTrainer
-    else:
-        KTOConfig = KTOTrainer = None
-    make_config, make_trainer = {"DPO": (trl.DPOConfig, trl.DPOTrainer), "KTO": (KTOConfig, KTOTrainer)}[name]
+    make_config, make_trainer = getattr(trl, f"{name}Config"), getattr(trl, f"{name}Trainer")
     tokenizer = AutoTokenizer.from_pretrained(real_model)
     arguments = make_config(
         output_dir=str(tmp_path / "trl"), report_to=[], use_cpu=True, bf16=False, max_length=None, beta=0.1,
