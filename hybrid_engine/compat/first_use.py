@@ -24,6 +24,7 @@ WITHOUT_TORCH = frozenset(
         "hybrid_engine.command.measure_links",
         "hybrid_engine.command.option_names",
         "hybrid_engine.command.plan",
+        "hybrid_engine.command.real_model",
         "hybrid_engine.command.recipe_options",
         "hybrid_engine.command.source_tree",
         "hybrid_engine.compat",

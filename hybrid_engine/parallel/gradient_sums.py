@@ -92,7 +92,9 @@ class GradientSums:
     def _is_changed(self, parameter: nn.Parameter) -> bool:
         """Whether anything but backward passes has written into the gradient of `parameter`."""
         term, gradient = self._terms.get(id(parameter)), parameter.grad
-        return term is not None and gradient is not None and term[0]() is gradient and term[1] != gradient._version
+        if term is None or gradient is None or term[0]() is not gradient:
+            return False
+        return term[1] != gradient._version
 
     @contextmanager
     def entering(self) -> Iterator[None]:

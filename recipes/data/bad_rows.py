@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from hybrid_engine.recipes.runs.options import DataOptions
+from hybrid_engine.recipes.runs.options import DatasetOptions
 from hybrid_engine.recipes.runs.run_log import say
 
 R = TypeVar("R")
@@ -39,7 +39,7 @@ def each_good(rows: Sequence[R], make: Callable[[R], T], source: str, *, skips: 
     return kept, made
 
 
-def encode_each(config: DataOptions, rows: Sequence[R], encode: Callable[[R], T]) -> tuple[list[R], list[T]]:
+def encode_each(config: DatasetOptions, rows: Sequence[R], encode: Callable[[R], T]) -> tuple[list[R], list[T]]:
     """`each_good` of the rows of `--dataset`, or of a recipe's own task, whose tokens `encode` makes."""
     return each_good(rows, encode, config.source.shown, skips=config.skip_bad_rows)
 

@@ -22,7 +22,7 @@ from hybrid_engine.recipes.rewards.learned import LearnedReward, critic_source
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import check_divides
-from hybrid_engine.recipes.runs.options import DataOptions
+from hybrid_engine.recipes.runs.options import DatasetOptions
 from hybrid_engine.recipes.runs.precision import torch_dtype
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.recipes.runs.run_folder import RUN_RESULTS
@@ -135,7 +135,10 @@ def check_given_together(config: Any, task: OwnTask) -> None:
 
 
 def keep_usable(
-    config: DataOptions, rows: Sequence[PromptRow], tokenizer: PreTrainedTokenizerBase | None, rewards: Rewards | None
+    config: DatasetOptions,
+    rows: Sequence[PromptRow],
+    tokenizer: PreTrainedTokenizerBase | None,
+    rewards: Rewards | None,
 ) -> tuple[list[PromptRow], list[int]]:
     """The rows whose prompts can be encoded and that the rewards can read, and the tokens of each prompt.
 

@@ -18,7 +18,7 @@ from hybrid_engine.generation.probing.probe import probe_bits, probe_containers,
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.zero.gathering import WeightGatherer
 
-Readable = Callable[[InferenceModel], AbstractContextManager[None]]
+Readable = Callable[[InferenceModel | None], AbstractContextManager[None]]
 """Inside, containers and the module's forward both find their weights."""
 
 
