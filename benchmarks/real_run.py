@@ -33,7 +33,7 @@ from hybrid_engine.recipes.runs.run_folder import has_checkpoint
 from hybrid_engine.rl.estimates import Interval, mean_interval
 
 FOLDER = Path(__file__).parent
-TASK = "reasoning_gym:products:min_terms=2,max_terms=3,min_digits=1,max_digits=1,shots=4,held_out=300"
+TASK = "reasoning_gym:products:min_terms=2,max_terms=2,min_digits=1,max_digits=1,shots=6,held_out=60"
 REWARD = "reasoning_gym"
 G, QUESTIONS, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 8, 8, 8, 320
 TOKENS_PER_PASS = 2048
@@ -41,7 +41,7 @@ LORA_RANK = 8
 RATES = {"lora": 5e-4, "full": 2e-5}
 WARMUP = 4
 TEMPERATURE = 1.0
-EVAL_SAMPLES = 8
+EVAL_SAMPLES = 16
 CHECKPOINT_EVERY = 5
 LEFT = 3
 """Exit status while something is left to do."""

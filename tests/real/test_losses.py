@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hybrid_engine.recipes import dpo, kto, sft
@@ -41,7 +42,7 @@ def write(path, rows):
 
 
 def norm(model):
-    return torch.stack([p.grad.double().norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
 
 
 def agree(step, loss, gradient):
