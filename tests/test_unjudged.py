@@ -82,7 +82,7 @@ def test_ppo_learns_nothing_from_them_but_judges_what_was_cut_off(sources, tmp_p
     seen = []
     update = ppo.update
     monkeypatch.setattr(ppo, "update", lambda *args: seen.append(args[1]) or update(*args))
-    (line,) = run(ppo, sources, tmp_path / "run", reward_of("none"), rollout_size=16)
+    (line,) = run(ppo, sources, tmp_path / "run", reward_of("none"), rollout_size=16, missing_eos_score=-3.0)
     learned = seen[0].sequences.response_mask.any(dim=1)
     assert (
         line["unjudged_share"] == pytest.approx(1 - learned.double().mean().item()) and 0 < line["unjudged_share"] < 1
