@@ -42,7 +42,7 @@ RATES = {"lora": 5e-4, "full": 2e-5}
 WARMUP = 4
 TEMPERATURE = 1.0
 EVAL_SAMPLES = 16
-CHECKPOINT_EVERY = 5
+CHECKPOINT_EVERY = 2
 LEFT = 3
 """Exit status while something is left to do."""
 
