@@ -60,7 +60,7 @@ MODULES = {
     "ops.deepspeed4science": _OPS,
     "ops.fp_quantizer": _QUANTISED,
     "ops.gds": _NVME,
-    "ops.muon": "there is no Muon; pass an optimizer of its kind to initialize()",
+    "ops.muon": 'write "Muon" as optimizer.type of the config, or pass torch.optim.Muon to initialize()',
     "ops.op_builder": _OPS,
     "ops.quantizer": _QUANTISED,
     "ops.random_ltd": _DATA,

@@ -20,12 +20,14 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "AdamW": ADAM_DEFAULTS,
     "Lamb": {**ADAM_DEFAULTS, "eps_inside_sqrt": False, "max_coeff": 10.0, "min_coeff": 0.01},
     "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
+    "Muon": {"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
 }
 OPTIMIZER_PARAMS = {
     "Adam": (*ADAM_DEFAULTS, "bias_correction", "adam_w_mode"),
     "AdamW": (*ADAM_DEFAULTS, "bias_correction", "adam_w_mode"),
     "Lamb": (*OPTIMIZER_DEFAULTS["Lamb"], "bias_correction"),
     "Lion": tuple(OPTIMIZER_DEFAULTS["Lion"]),
+    "Muon": ("lr", "muon_lr", "adam_lr", *OPTIMIZER_DEFAULTS["Muon"]),
 }
 """The keys of `optimizer.params` by type."""
 TORCH_OPTIMIZERS = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -102,8 +104,9 @@ class OptimizerConfig:
     """`optimizer`: the optimizer that the engine builds."""
 
     type: str
-    """"Adam" (decay added to the gradient), "AdamW" (decoupled decay), "Lamb", "Lion", or "SGD" and other classes of
-    torch.optim; DeepSpeed's "Adam" decouples the decay too unless `params.adam_w_mode` is false."""
+    """"Adam" (decay added to the gradient), "AdamW" (decoupled decay), "Lamb", "Lion", "Muon" (of hidden
+    matrices; embeddings, heads and all else by AdamW), or "SGD" and other classes of torch.optim; DeepSpeed's "Adam"
+    decouples the decay too unless `params.adam_w_mode` is false."""
     params: dict[str, Any] = field(default_factory=dict)
     """Its keyword arguments: `lr`, `betas`, `eps`, `weight_decay`, ...; those not given have DeepSpeed's defaults."""
 
@@ -120,15 +123,21 @@ class OptimizerConfig:
             elif name != "betas":
                 check_number(f"optimizer.params.{name}", value, 0)
         _check_betas(self.params["betas"])
+        if "momentum" in self.params:
+            _check_decay("optimizer.params.momentum", self.params["momentum"])
 
 
 def _check_betas(betas: Any) -> None:
     if not isinstance(betas, tuple) or len(betas) != 2:
         raise ValueError(f"optimizer.params.betas={betas!r} must be two numbers; write it like [0.9, 0.999]")
     for index, beta in enumerate(betas):
-        check_number(f"optimizer.params.betas[{index}]", beta, 0, 1)
-        if beta == 1:
-            raise ValueError(f"optimizer.params.betas[{index}]=1 must be below 1; write it like 0.9 or 0.999")
+        _check_decay(f"optimizer.params.betas[{index}]", beta)
+
+
+def _check_decay(path: str, value: Any) -> None:
+    check_number(path, value, 0, 1)
+    if value == 1:
+        raise ValueError(f"{path}=1 must be below 1; write it like 0.9 or 0.999")
 
 
 def _check_arguments(block: str, torch_class: type, subject: Any, params: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ and Adagrad, and not of all that Rprop, Adafactor and Muon do. Of those
 
 - optimizers that step every number by itself step this process's shards;
 - Adafactor and Muon, which look at whole tensors, step one parameter at a time, gathered with its gradient and its
-  state, on every process alike; where a shard is the whole, as at stage 0, they step that.
+  state, on every process alike; where a shard is the whole, as at stage 0, they step that. What AdamW steps beside
+  Muon is stepped as shards.
 
 `param_groups` and the keys of `state` are the DTensors again when a step is over.
 """
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hybrid_engine.zero.sharding import full_tensor, local_tensor
 
-WHOLE_TENSORS = ("Adafactor", "Muon")
+WHOLE_TENSORS = ("Adafactor", "Muon", "MuonWithAdamW")
 """Class names, of torch.optim or others."""
 NO_SHARDED_FORM = ("Sharding propagation failed", "sharding strategy", "mixed torch.Tensor and DTensor")
 """What torch says when it has none."""
@@ -39,8 +40,11 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     if _steps_shards(optimizer, masters):
         _step_plain(optimizer, masters, local_tensor)
     elif masters and keeps_wholes(optimizer):
+        by_number = _stepped_by_adamw(optimizer)
+        if by_number:
+            _step_plain(optimizer, by_number, local_tensor)
         for master in masters:
-            if master.grad is not None:
+            if master.grad is not None and not any(master is other for other in by_number):
                 _step_plain(optimizer, [master], _whole)
     else:
         _step_sharded(optimizer)
@@ -52,6 +56,12 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 def keeps_wholes(optimizer: torch.optim.Optimizer) -> bool:
     """Whether what it keeps of a parameter in another shape, as Adafactor of rows, is of the whole on every process."""
     return type(optimizer).__name__ in WHOLE_TENSORS
+
+
+def _stepped_by_adamw(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The DTensors of MuonWithAdamW that are not Muon's."""
+    groups = [group for group in optimizer.param_groups if group.get("use_muon") is False]
+    return [param for group in groups for param in group["params"] if isinstance(param, DTensor)]
 
 
 def _step_others(optimizer: torch.optim.Optimizer) -> None:

@@ -113,7 +113,7 @@ def _of_unknown_keys() -> Iterator[Call]:
 
 
 def _of_optimizers() -> Iterator[Call]:
-    for kind in ("Adm", "adamx", "", 3, None, "LBFGS", "SparseAdam", "Muon"):
+    for kind in ("Adm", "adamx", "", 3, None, "LBFGS", "SparseAdam", "MuAdam"):
         yield config_call("optimizer.type", kind)
     for kind, names in OPTIMIZER_PARAMS.items():
         for name in names:
