@@ -172,3 +172,11 @@ def test_what_does_not_fit_data_or_model_is_refused_before_the_model_loads(confi
 def test_a_conversation_is_shown_with_its_roles():
     chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "well?"}]
     assert evaluation.prompt_shown(chat) == "user: hello\nassistant: well?"
+
+
+def test_a_prompt_that_comes_again_in_a_later_pass_is_answered_anew(config, source, tmp_path, monkeypatch):
+    data = tmp_path / "again.jsonl"
+    data.write_text("".join(json.dumps({"prompt": "def f0(x):\n", "answer": 0}) + "\n" for _ in range(3)))
+    monkeypatch.setattr(evaluation, "PROMPTS_PER_PASS", 1)
+    _, groups = results(replace(config, dataset=str(data)))
+    assert len({tuple(group["responses"]) for group in groups}) == 3

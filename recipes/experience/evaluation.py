@@ -17,11 +17,13 @@ from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
+from hybrid_engine.recipes.data.held_out import prompt_text
 from hybrid_engine.recipes.data.rows import PromptRow, Turns
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.rewards.scores import Scores, named_figures
 from hybrid_engine.recipes.runs.run_log import samples_table, say
+from hybrid_engine.recipes.runs.stages import mix_seed
 from hybrid_engine.recipes.tasks.pep257 import conforms
 from hybrid_engine.rl.estimates import Interval, mean_interval, pass_at_k, rate_interval
 from hybrid_engine.rl.kl import kl_k1
@@ -143,7 +145,8 @@ def evaluate(
 ) -> Evaluation:
     """Answers `rows`, split over the processes, and scores the answers; collective.
 
-    The same seed, rows and weights give the same answers, however many processes there are.
+    The same seed, rows and weights give the same answers, however many processes there are; of a prompt that several
+    passes have, on as many processes.
 
     Args:
         actor: a `HybridEngine` or an `InferenceEngine`; in evaluation mode afterwards.
@@ -158,8 +161,8 @@ def evaluate(
     is_shown = has_bar and len(parts) > 1 and get_rank() == 0
     groups: list[Group] = []
     measured: list[Sums] = []
-    for part in track(parts, "Answering", disable=not is_shown):
-        rollout = sample(actor, tokenizer, part[get_rank() :: get_world_size()], options, seed)
+    for part, part_seed in track(list(zip(parts, _seeds(parts, seed), strict=True)), "Answering", disable=not is_shown):
+        rollout = sample(actor, tokenizer, part[get_rank() :: get_world_size()], options, part_seed)
         groups += _groups(rollout.answers, judge(rollout.answers) if judge else UNJUDGED, options.num_samples)
         measured.append(measure(rollout))
     gathered = _in_order(groups, [len(part) for part in parts])
@@ -176,6 +179,17 @@ def split_evenly(items: Sequence[Item], most: int) -> list[Sequence[Item]]:
     """
     number = math.ceil(len(items) / most)
     return [items[len(items) * part // number : len(items) * (part + 1) // number] for part in range(number)]
+
+
+def _seeds(parts: Sequence[Sequence[PromptRow]], seed: int) -> list[int]:
+    """A seed for each part: another one where a prompt comes again, whose answers would be those of before."""
+    seeds: list[int] = []
+    earlier: set[str] = set()
+    for index, part in enumerate(parts):
+        prompts = {prompt_text(row.prompt) for row in part}
+        seeds.append(mix_seed(seed, index) if prompts & earlier else seed)
+        earlier |= prompts
+    return seeds
 
 
 def _groups(answers: Answers, scores: Scores, num_samples: int) -> list[Group]:
