@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers as hf
+from chat import build_chat_tokenizer
 from models import PAD, VOCAB, build_model, randomised
 
 import hybrid_engine
@@ -80,3 +81,115 @@ def test_scores_of_prompts_are_refused_by_name():
     engine = _engine(MODELS["mamba"])
     with live_batch(engine.generator) as batch, pytest.raises(ValueError, match="prompt_logprobs needs containers"):
         batch.add([Sequence(Prompt([5], num_tops=1), 0, read_options({"max_new_tokens": 2}, 0, VOCAB))])
+
+
+def _greedy(reference, prompt, num_new, **options):
+    """transformers' tokens and their log-probabilities."""
+    output = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False, pad_token_id=PAD,
+        return_dict_in_generate=True, output_logits=True, **options,
+    )  # fmt: skip
+    tokens = output.sequences[0, len(prompt) :]
+    return tokens.tolist(), torch.cat(output.logits).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+def _padded(prompts):
+    width = max(map(len, prompts))
+    return (
+        torch.tensor([[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts]),
+        torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_generate_have_options_of_their_own(name):
+    engine, (ids, mask) = _engine(MODELS[name]), _padded(PROMPTS)
+    output = engine.generate(
+        ids, mask, eos_token_id=None, pad_token_id=PAD, return_dict_in_generate=True,
+        row_options=[{"max_new_tokens": 3}, {"max_new_tokens": 6}],
+    )  # fmt: skip
+    reference = randomised(MODELS[name])
+    for row, (prompt, num_new) in enumerate(zip(PROMPTS, (3, 6), strict=True)):
+        tokens, logprobs = _greedy(reference, prompt, num_new, eos_token_id=None)
+        assert output.sequences[row, ids.shape[1] :].tolist() == tokens + [PAD] * (6 - num_new)
+        assert torch.allclose(output.logprobs[row, :num_new], logprobs, atol=1e-4)
+    assert output.lengths.tolist() == [3, 6] and output.finish_reason == ["length", "length"]
+
+
+def test_drawn_rows_of_generate_are_those_of_containers():
+    """A Llama with and without its containers: options of rows, penalties and seeds of the engine's own."""
+    ids, mask = _padded(PROMPTS)
+    options = {
+        "max_new_tokens": 8, "do_sample": True, "num_return_sequences": 2, "presence_penalty": 0.7, "eos_token_id": 2,
+        "pad_token_id": PAD, "return_dict_in_generate": True, "seed": 5, "top_logprobs": 2,
+        "row_options": [{"temperature": 0.7}, {"top_p": 0.8, "stop_sequences": [[9], [14]]}],
+    }  # fmt: skip
+    expected = _engine(build_model).generate(ids, mask, **options)
+    engine = _engine(build_model)
+    engine.generator.drop_containers("a test")
+    found = engine.generate(ids, mask, **options)
+    assert torch.equal(found.sequences, expected.sequences) and torch.equal(found.lengths, expected.lengths)
+    assert found.finish_reason == expected.finish_reason
+    assert torch.equal(found.top_tokens, expected.top_tokens)
+    assert torch.allclose(found.logprobs, expected.logprobs, atol=1e-4)
+
+
+def test_stop_strings_end_rows_that_are_measured():
+    tokenizer = build_chat_tokenizer()
+    engine, (ids, mask) = _engine(MODELS["mamba"]), _padded(PROMPTS)
+    reference = randomised(MODELS["mamba"])
+    free = [_greedy(reference, prompt, 8, eos_token_id=None)[0] for prompt in PROMPTS]
+    stop = tokenizer.decode(free[0][1:3])
+    output = engine.generate(
+        ids, mask, max_new_tokens=8, eos_token_id=None, pad_token_id=PAD, stop_strings=[stop], tokenizer=tokenizer,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    for row, prompt in enumerate(PROMPTS):
+        tokens, logprobs = _greedy(reference, prompt, 8, eos_token_id=None, stop_strings=[stop], tokenizer=tokenizer)
+        length = int(output.lengths[row])
+        assert output.sequences[row, ids.shape[1] : ids.shape[1] + length].tolist() == tokens
+        assert torch.allclose(output.logprobs[row, :length], logprobs, atol=1e-4)
+        assert output.finish_reason[row] == ("stop" if len(tokens) < 8 else "length")
+    assert output.finish_reason[0] == "stop"
+
+
+def test_what_is_not_served_row_by_row_is_named():
+    engine = _engine(MODELS["mamba"])
+    ids = torch.tensor([list(PROMPTS[0])])
+    with pytest.raises(ValueError, match=r"row_options of rank 0.*option num_beams is not served row by row"):
+        engine.generate(ids, num_beams=2, row_options=[{"max_new_tokens": 2}])
+    with pytest.raises(ValueError, match="prompt_logprobs needs containers"):
+        engine.generate(ids, prompt_logprobs=1, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_of_answers_come_from_models_without_containers(name):
+    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, "max_out_tokens": 64}}
+    engine = hybrid_engine.initialize(model=randomised(MODELS[name]), config=config)[0].eval()
+    ids, mask = _padded(PROMPTS)
+    options = {"max_new_tokens": 5, "eos_token_id": None, "pad_token_id": PAD}
+    with engine.generate_async(ids, mask, **options) as rollout:
+        first = next(iter(rollout))
+    with engine.generate_async(carried=rollout.carried) as rollout:
+        groups = [first, *rollout]
+    reference = randomised(MODELS[name])
+    assert sorted(group.index for group in groups) == [0, 1]
+    for group in groups:
+        tokens, logprobs = _greedy(reference, PROMPTS[group.index], 5, eos_token_id=None)
+        (answer,) = group.answers
+        assert answer.tokens == tokens and answer.versions == [0] * 5 and answer.finish_reason == "length"
+        assert torch.allclose(torch.tensor(answer.logprobs), logprobs, atol=1e-4)
+
+
+def test_drawn_groups_are_those_of_containers():
+    def groups(is_native):
+        config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, "max_out_tokens": 64}}
+        engine = hybrid_engine.initialize(model=build_model(), config=config)[0].eval()
+        if not is_native:
+            engine.generator.drop_containers("a test")
+        ids, mask = _padded(PROMPTS)
+        options = {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "pad_token_id": PAD, "seed": 3}
+        with engine.generate_async(ids, mask, **options) as rollout:
+            return {group.index: [answer.tokens for answer in group.answers] for group in rollout}
+
+    assert groups(is_native=False) == groups(is_native=True)

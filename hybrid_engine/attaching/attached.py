@@ -254,7 +254,7 @@ class Attached:
         assert generator is not None
         with ExitStack() as release:
             kv = generator.gather(request, release)
-            if request.plan is not None:
+            if request.plan is not None or request.sequences:
                 return as_transformers(generator.run(request, kv, held).output)
             # With whole weights nobody waits for others, as transformers would for every token of a sharded module.
             if generator.sharding.is_sharded:

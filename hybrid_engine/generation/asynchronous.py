@@ -189,9 +189,9 @@ def start_async(
     """A rollout that begins when it is entered; every check of the input is made here. Collective.
 
     Raises:
-        ValueError: on all processes, for input that cannot work, where only the model's own `generate()` would, for
-            scores that an Answer has no place for, and where processes share the model: each leaves when it has enough,
-            and all must take the same turns.
+        ValueError: on all processes, for input that cannot work, where the model's own `generate()` would run and
+            cannot answer row by row, for scores that an Answer has no place for, and where processes share the model:
+            each leaves when it has enough, and all must take the same turns.
     """
     if generator.group.size > 1:
         raise ValueError(
@@ -201,14 +201,15 @@ def start_async(
     sequences: list[Sequence] = []
     num_samples = 1
     if input_ids is not None or earlier is None:
-        request = prepare(generator, input_ids, attention_mask, generation_config, seed, kwargs)
-        if request.plan is None:
+        request = prepare(generator, input_ids, attention_mask, generation_config, seed, kwargs, in_sequences=True)
+        sequences = request.sequences if request.plan is None else request.plan.sequences
+        if request.plan is None and not request.wishes.is_drawn:
             raise ValueError(
                 f"generate_async(): {request.wishes.fallback}, and the model's own generate() ends all rows together; "
                 "leave it out, or call generate()"
             )
-        _check_scores(request.plan.sequences)
-        sequences, num_samples = request.plan.sequences, request.wishes.options.num_return_sequences
+        _check_scores(sequences)
+        num_samples = request.wishes.options.num_return_sequences
     longest = max([2, *(s.most_fed + 1 for s in sequences), 0 if earlier is None else earlier.longest])
     opening = partial(live_batch, generator, longest)
     return AsyncRollout(opening, sequences, num_samples, version, earlier)

@@ -20,6 +20,7 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
 from hybrid_engine.generation.batching.plan import Plan
+from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, bound_to_copies, pass_over_layers
 from hybrid_engine.generation.decoding.graph import CaptureStats, CudaGraphs
@@ -28,6 +29,7 @@ from hybrid_engine.generation.decoding.steps import DecodeSteps
 from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
+from hybrid_engine.generation.own_sequences import answer_sequence
 from hybrid_engine.generation.sampling.in_step import GenerationInStep, InStep
 from hybrid_engine.generation.scoring import ScoringTurns, score_prompts
 from hybrid_engine.ops.dispatch import use_triton
@@ -286,6 +288,21 @@ class ModuleRollouts:
         responses = getattr(output, "sequences", output)[:, input_ids.shape[1] :]
         num_tokens = int(response_lengths(responses, options.eos_token_ids).sum())
         return RolloutResult(output, num_samples=len(responses), generated_tokens=num_tokens)
+
+    def run_sequences(
+        self, input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions, device: torch.device
+    ) -> RolloutResult:
+        """The answers to `sequences`, one after the other, on `device`; `options` are those of all rows."""
+        for sequence in sequences:
+            answer_sequence(self.generate, sequence, device)
+            if sequence.error is not None:
+                raise sequence.error
+        output = collect_output(input_ids, sequences, options)
+        return RolloutResult(
+            output if options.return_dict else output.sequences,
+            num_samples=len(sequences),
+            generated_tokens=sum(len(sequence.tokens) for sequence in sequences),
+        )
 
     def _run_empty(self, input_ids: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]) -> RolloutResult:
         """No rows, which transformers cannot generate; streamed layers are gathered for one that is nobody's."""

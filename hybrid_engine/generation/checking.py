@@ -31,8 +31,11 @@ def read_wishes(
     generation_config: GenerationConfig | None,
     seed: int | None,
     kwargs: dict[str, Any],
+    in_sequences: bool = False,
 ) -> Wishes:
     """What these arguments of `generate()` ask of `generator`, as it is now; changes nothing.
+
+    `in_sequences`: each row must be a sequence of its own, also where the model's own `generate()` runs.
 
     Raises:
         ValueError: if they cannot work on this process.
@@ -62,8 +65,14 @@ def read_wishes(
     if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
         _check_can_score(options)
     fallback = _reason_to_fall_back(generator, merged, functions, len(prompts) * options.num_return_sequences)
+    only_native = "row_options" if row_options is not None else next(iter(own_options(merged)), None)
+    is_drawn = False
     if fallback is not None:
         _check_can_fall_back(generator, fallback)
+        ends_by_string = any(of_prompt.rules.stop_strings for of_prompt in of_prompts)
+        if in_sequences or only_native is not None or (options.return_dict and ends_by_string):
+            undrawn = _reason_not_to_draw(generator, merged, of_prompts)
+            is_drawn, fallback = undrawn is None, fallback if undrawn is None else undrawn
     kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
     return Wishes(
         input_ids=input_ids,
@@ -71,10 +80,11 @@ def read_wishes(
         prompts=prompts,
         options=options,
         of_prompts=of_prompts,
-        only_native="row_options" if row_options is not None else next(iter(own_options(merged)), None),
+        only_native=None if is_drawn else only_native,
         fallback=fallback,
         functions=functions,
         kwargs={"generation_config": generation_config, **kwargs},
+        is_drawn=is_drawn,
     )
 
 
@@ -143,6 +153,20 @@ def _reason_to_fall_back(
         return (
             f"option {name} keeps {num_rows} rows in step, more than {generator.config.prefix}max_running={max_running}"
         )
+    return None
+
+
+def _reason_not_to_draw(
+    generator: Generator, merged: dict[str, Any], of_prompts: list[GenerationOptions]
+) -> str | None:
+    """Why the model's own `generate()` cannot answer row by row, tokens drawn by the rows' options; None: it can."""
+    foreign = foreign_options(merged)
+    if foreign:
+        return f"option {foreign[0]} is not served row by row"
+    if generator.fallback_reason is None or generator.partners.size > 1 or generator.group.size > 1:
+        return generator.fallback_reason
+    if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
+        raise ValueError(f"prompt_logprobs needs containers: {generator.fallback_reason}; leave it out")
     return None
 
 

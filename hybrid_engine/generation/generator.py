@@ -277,6 +277,8 @@ class Generator:
             # An error of one is raised on all before they meet in layers: a streamer may be one process's alone.
             choice = self.partners.agree(lambda: self._choose(plan, wishes))
         with held.allowed():
+            if request.sequences:
+                return self.own.run_sequences(wishes.input_ids, request.sequences, wishes.options, self.device)
             if plan is None:
                 return self.own.run(wishes.input_ids, wishes.mask, wishes.options, request.seed, wishes.kwargs)
             assert self.native is not None and kv is not None

@@ -14,6 +14,7 @@ from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed.verdict import attempt, describe_error
 from hybrid_engine.generation.batching.noise import prompt_digest, rank_seed
 from hybrid_engine.generation.batching.plan import Plan, build_sequences, plan_rollout
+from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.checking import read_wishes
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.model_group import ModelGroup
@@ -37,17 +38,21 @@ def prepare(
     generation_config: GenerationConfig | None,
     seed: int | None,
     kwargs: dict[str, Any],
+    in_sequences: bool = False,
 ) -> Request:
     """Every check of the input and the plan of the rollout; changes nothing. Collective on several processes.
 
     Prompts and options are each process's own, except where processes share the model, and one may have no prompt.
-    Where only the model's own `generate()` can run on one process, it runs on all.
+    Where only the model's own `generate()` can run on one process, it runs on all; on one process alone it answers
+    sequences one by one where the rows' options or `in_sequences` ask for that.
 
     Raises:
         ValueError: on all processes, if the input of one cannot work, or none has a prompt.
     """
     group, partners = generator.group, generator.partners
-    wishes, error = attempt(lambda: read_wishes(generator, input_ids, attention_mask, generation_config, seed, kwargs))
+    wishes, error = attempt(
+        lambda: read_wishes(generator, input_ids, attention_mask, generation_config, seed, kwargs, in_sequences)
+    )
     if seed is None and wishes is not None and _needs_seed(wishes, group):
         seed = int(torch.randint(2**62, ()).item())
     shares = group.gather_objects(_share(generator, wishes))
@@ -65,6 +70,8 @@ def prepare(
         return Request(wishes=wishes, plan=plan, seed=None)
     check_only_native(bids, fallback)
     say_once(f"generate() uses the model's own implementation: {fallback}")
+    if wishes.is_drawn:
+        return Request(wishes=wishes, plan=None, seed=None, sequences=_sequences(wishes, bids))
     return Request(
         wishes=wishes, plan=None, seed=_seed_of_fallback(generator, seed, bids) if wishes.is_sampled else seed
     )
@@ -72,7 +79,7 @@ def prepare(
 
 def _needs_seed(wishes: Wishes, group: ModelGroup) -> bool:
     """Whether a seed names the noise of this process's samples; elsewhere none is drawn, as it moves torch's state."""
-    return wishes.is_sampled and (wishes.is_native or (group.has_same_prompts and group.size > 1))
+    return wishes.is_sampled and (wishes.is_native or wishes.is_drawn or (group.has_same_prompts and group.size > 1))
 
 
 def _share(generator: Generator, wishes: Wishes | None) -> Share:
@@ -134,6 +141,14 @@ def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | N
     return plan_rollout(
         generator.model, sequences, wishes.options, config, spare_bytes, reserved, training_bytes, own, is_in_step
     )
+
+
+def _sequences(wishes: Wishes, bids: list[Bid]) -> list[Sequence]:
+    """Those of the one process that there is, with the keys of their noise."""
+    sequences = build_sequences(wishes.prompts, wishes.of_prompts, wishes.options.num_return_sequences)
+    for sequence, key in zip(sequences, keys_of(bids, 0), strict=True):
+        sequence.key = key
+    return sequences
 
 
 def _seed_of_fallback(generator: Generator, seed: int | None, bids: list[Bid]) -> int | None:

@@ -1,11 +1,12 @@
 """What a rollout is to do: one process's wishes, and the request that all processes have agreed on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hybrid_engine.generation.batching.plan import Plan
+from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.sampling.in_step import UserFunctions
 
@@ -32,6 +33,8 @@ class Wishes:
     """Why the model's own `generate()` would run; None where containers do."""
     kwargs: dict[str, Any]
     """What that `generate()` takes."""
+    is_drawn: bool = False
+    """Whether that `generate()` answers row by row, each token drawn by the row's own options."""
 
     @property
     def is_native(self) -> bool:
@@ -53,3 +56,5 @@ class Request:
     """None where the model's own `generate()` runs."""
     seed: int | None
     """Of that `generate()`; None leaves torch's generator as it is."""
+    sequences: list[Sequence] = field(default_factory=list)
+    """Those that it answers one by one; empty: it takes all rows at once."""
