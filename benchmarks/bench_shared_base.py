@@ -37,6 +37,7 @@ def save_models(folder: Path, size: dict[str, int]) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from hybrid_engine.recipes.runs.adapters import add_adapter
+    from hybrid_engine.recipes.runs.options import AdapterOptions
     from hybrid_engine.recipes.tasks.arithmetic import build_tokenizer
 
     torch.manual_seed(0)
@@ -49,7 +50,7 @@ def save_models(folder: Path, size: dict[str, int]) -> None:
     LlamaForCausalLM(config).save_pretrained(base)
     build_tokenizer().save_pretrained(base)
     classifier = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
-    model = add_adapter(classifier, RANK, "SEQ_CLS")
+    model = add_adapter(classifier, AdapterOptions(lora_rank=RANK), "SEQ_CLS")
     model.save_pretrained(folder / "reward" / "adapter")
     model.merge_and_unload().save_pretrained(folder / "reward")
     AutoTokenizer.from_pretrained(base).save_pretrained(folder / "reward")

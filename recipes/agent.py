@@ -40,7 +40,7 @@ from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, 
 from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, suitable_rate
-from hybrid_engine.recipes.runs.run_checks import check_folder
+from hybrid_engine.recipes.runs.run_checks import check_folder, check_model
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.schedule import Schedule
@@ -126,6 +126,7 @@ def run(config: Config) -> Path:
     out = Path(config.out)
     config = begin_run(config, "agent")
     check_folder(out, config)
+    check_model(config.model, config)
     if config.restart:
         move_aside(out, RUN_RESULTS)
     check_conversations_fit(config, load_tokenizer(config.model) if config.model else build_tokenizer())

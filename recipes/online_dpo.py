@@ -87,6 +87,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
     last checkpoint.
     """
 
+    HAS_RATIOS = False
     OWN_LENGTHS = (96, 48)
     out: str = "runs/online-dpo"
     model: str | None = None

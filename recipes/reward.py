@@ -45,7 +45,7 @@ from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, check_re
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_count, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
+from hybrid_engine.recipes.runs.options import AdapterOptions, DataOptions, ResumeOptions
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
@@ -60,7 +60,7 @@ from hybrid_engine.rl.reward_model import bradley_terry_loss, centring_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(DataOptions, ResumeOptions):
+class Config(AdapterOptions, DataOptions, ResumeOptions):
     """Trains a reward model on preference pairs; by default of summary lines, one of which follows PEP 257.
 
         hybrid-engine reward --out runs/docs
@@ -109,9 +109,10 @@ class Config(DataOptions, ResumeOptions):
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
         DataOptions.__post_init__(self)
+        AdapterOptions.__post_init__(self)
         for name in ("epochs", "batch_size", "micro_batch_size", "max_tokens"):
             check_count(name, getattr(self, name), 1)
-        for name in ("max_examples", "eval_every", "lora_rank", "max_pairs"):
+        for name in ("max_examples", "eval_every", "max_pairs"):
             check_count(name, getattr(self, name), 0)
         check_at_least("center_coef", self.center_coef, 0)
         check_above("learning_rate", self.learning_rate, 0)
@@ -145,10 +146,10 @@ def run(config: Config) -> Path:
     if config.chat_template:
         tokenizer.chat_template = read_template(config.chat_template)
     corpus = load_pair_corpus(config, tokenizer, source)
-    check_trainable(config.lora_rank, load_config(source), source)
+    check_trainable(config, load_config(source), source)
     check_budget(config.tokens_per_micro_batch, [pair.lengths for pair in corpus.train])
     classifier = recompute_activations(build_classifier(source, tokenizer), config)
-    model = add_adapter(classifier, config.lora_rank, "SEQ_CLS")
+    model = add_adapter(classifier, config, "SEQ_CLS")
     say(f"Reward model: {len(corpus.train)} preference pairs, {config.epochs} epochs")
 
     if not config.resume:

@@ -42,7 +42,7 @@ from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, check_re
 from hybrid_engine.recipes.runs.checks import check_above, check_count, check_divides, check_one_of
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
-from hybrid_engine.recipes.runs.options import DataOptions, ResumeOptions
+from hybrid_engine.recipes.runs.options import AdapterOptions, DataOptions, ResumeOptions
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
@@ -60,7 +60,7 @@ from hybrid_engine.rl.aggregation import token_mean
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(DataOptions, ResumeOptions):
+class Config(AdapterOptions, DataOptions, ResumeOptions):
     """Trains a model to write what a data set shows; by default a small one to summarise a function's signature.
 
         hybrid-engine sft --out runs/docs
@@ -109,18 +109,17 @@ class Config(DataOptions, ResumeOptions):
     steps that learn the one kind and then the other keep a small model from learning either"""
     learning_rate: float | None = None
     """peak of the learning rate; default: 1.5e-3, with --model 2e-5, of an adapter 2e-4"""
-    lora_rank: int = 0
-    """train a LoRA adapter of this rank; 0 trains all weights"""
     max_examples: int = 0
     """use only so many training examples; 0 uses all"""
 
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
         DataOptions.__post_init__(self)
+        AdapterOptions.__post_init__(self)
         for name in ("num_layers", "epochs", "batch_size", "micro_batch_size", "max_tokens"):
             check_count(name, getattr(self, name), 1)
         check_count("vocab_size", self.vocab_size, 300)
-        for name in ("max_examples", "eval_every", "lora_rank"):
+        for name in ("max_examples", "eval_every"):
             check_count(name, getattr(self, name), 0)
         check_above("learning_rate", self.learning_rate, 0)
         check_count("hidden_size", self.hidden_size, 1)
@@ -251,8 +250,8 @@ def load_or_build_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> n
     if not config.model:
         first = FOR_TEXT if config.task == "docs" else USUAL
         return build_small_llama(tokenizer, config.hidden_size, config.num_layers, first)
-    check_trainable(config.lora_rank, load_config(config.model), config.model)
-    return add_adapter(load_model(AutoModelForCausalLM, config.model), config.lora_rank)
+    check_trainable(config, load_config(config.model), config.model)
+    return add_adapter(load_model(AutoModelForCausalLM, config.model), config)
 
 
 def engine_config(config: Config) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from hybrid_engine.recipes.data.sequences import build_sequences, response_logpr
 from hybrid_engine.recipes.planning import roles
 from hybrid_engine.recipes.planning.packed import check_one_process
 from hybrid_engine.recipes.runs.adapters import check_trainable
+from hybrid_engine.recipes.runs.options import AdapterOptions
 
 FORMATS = {
     "nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
@@ -207,7 +208,10 @@ def test_what_is_dequantised_is_what_the_libraries_multiply_by(source):
 def on_two_processes(rank, world_size, source, name):
     model = load(source, FORMATS[name])
     refusals = []
-    for refuse in (lambda: build_engine(model, stage=3), lambda: check_trainable(8, model.config, "packed")):
+    for refuse in (
+        lambda: build_engine(model, stage=3),
+        lambda: check_trainable(AdapterOptions(lora_rank=8), model.config, "packed"),
+    ):
         try:
             refuse()
         except ValueError as error:

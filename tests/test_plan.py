@@ -44,6 +44,7 @@ from hybrid_engine.recipes.planning.read import Learned, Read, read_preferences
 from hybrid_engine.recipes.planning.reading import READERS
 from hybrid_engine.recipes.planning.widest import widest_passes
 from hybrid_engine.recipes.runs.adapters import add_adapter
+from hybrid_engine.recipes.runs.options import AdapterOptions
 from hybrid_engine.recipes.tasks import arithmetic
 from hybrid_engine.training.pass_memory import PassShape, count_pass
 
@@ -76,7 +77,7 @@ def build_engine(model, precision=None, **options):
 
 @pytest.mark.parametrize(("precision", "rank"), [(None, 0), ("bf16", 0), (None, 4)])
 def test_what_training_keeps_is_what_a_real_engine_keeps(precision, rank):
-    engine = build_engine(add_adapter(build_model(), rank), precision)
+    engine = build_engine(add_adapter(build_model(), AdapterOptions(lora_rank=rank)), precision)
     shapes = [Shape(tuple(p.shape), p.requires_grad) for p in engine.module.parameters()]
     sharded = Sharded(0, 1, 2 if precision else 4)
     planned = {part.name: part.num_bytes for part in kept_parts(shapes, sharded)}

@@ -89,7 +89,7 @@ def build_policy(config: Any, source: str, learning_rate: float, schedule: Sched
         reference = load_model(AutoModelForCausalLM, source)
         reference = reference.to(default_device(), torch_dtype(config.dtype)).eval().requires_grad_(False)
     engine_config = engine_config_of(config, learning_rate, generates=True)
-    model = add_adapter(recompute_activations(model, config), config.lora_rank)
+    model = add_adapter(recompute_activations(model, config), config)
     actor, *_ = hybrid_engine.initialize(model=model, config=engine_config, lr_scheduler=schedule.build)
     for role in (actor, reference):
         if role is not None:

@@ -111,7 +111,7 @@ def build_shared_base(source: str, adapters: Mapping[str, RewardAdapter], config
     """
     base = recompute_activations(load_model(AutoModelForCausalLM, source), config)
     with without_renamed_attribute_warning():
-        model = get_peft_model(base, lora_config(config.lora_rank), adapter_name=ACTOR)
+        model = get_peft_model(base, lora_config(config), adapter_name=ACTOR)
         first = next(iter(adapters.values()), None)
         targets = copy.deepcopy(model.peft_config[ACTOR])  # by names: of all linears those of adapters are some now
         critic = first or RewardAdapter(source="", config=targets, weights={}, head=_zero_head(base))

@@ -1,7 +1,7 @@
 """What a run begins with, checked before anything is trained: prompts, rewards and the first actor."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from hybrid_engine.recipes.rewards.learned import LearnedReward, critic_source
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import check_divides
-from hybrid_engine.recipes.runs.options import DatasetOptions
+from hybrid_engine.recipes.runs.options import AdapterOptions, DatasetOptions
 from hybrid_engine.recipes.runs.precision import torch_dtype
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.recipes.runs.run_folder import RUN_RESULTS
@@ -69,8 +69,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     if not specs:
         check_stage(folder, "reward", reward_stage.Config().batch_size)
     source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
-    if source is not None:
-        check_model(source, config.lora_rank)
+    check_model(source, config)
     load_judge = partial(LearnedReward.load, most_rows=config.rows_per_pass, dtype=torch_dtype(config.dtype))
     given = (config.reward_weights or None, config.reward_time_limit)
     load_model = _on_shared_base(source) if getattr(config, "shared_base", False) else load_judge
@@ -96,9 +95,10 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         move_aside(folder, RUN_RESULTS)
     actor = config.model or str(sft_stage.run(task.actor_stage(config)))
     if rewards is None:
-        rank = config.lora_rank if getattr(config, "shared_base", False) else 0
-        made = reward_stage.run(reward_stage.Config(**stage_options(config), model=config.model, lora_rank=rank))
-        load_model = _on_shared_base(actor) if rank else load_judge
+        is_shared = getattr(config, "shared_base", False)
+        adapter = {option.name: getattr(config, option.name) for option in fields(AdapterOptions)} if is_shared else {}
+        made = reward_stage.run(reward_stage.Config(**stage_options(config), **adapter, model=config.model))
+        load_model = _on_shared_base(actor) if is_shared else load_judge
         rewards = load_rewards([str(made)], None, config.reward_time_limit, load_model)
     rewards.begin_step(0, config.steps)
     longest = config.max_prompt_tokens

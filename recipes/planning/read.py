@@ -11,6 +11,7 @@ from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import PromptTokens, select_prompts
 from hybrid_engine.recipes.rewards.adapter_folder import read_reward_adapter
 from hybrid_engine.recipes.rewards.learned import critic_source, names_model
+from hybrid_engine.recipes.runs.options import AdapterOptions
 from hybrid_engine.recipes.runs.stages import load_config
 
 
@@ -39,8 +40,8 @@ class Read:
     """Of a critic, which has a body of its own."""
     rewards: list[PretrainedConfig] = field(default_factory=list)
     """Of reward models that have a body of their own."""
-    adapter_ranks: list[int] = field(default_factory=list)
-    """Of reward models that are adapters on the first model."""
+    adapters: list[AdapterOptions] = field(default_factory=list)
+    """Of reward models that are adapters on the first model: those that `--reward` names by their rank alone."""
     learned: Learned | None = None
     """None where the run draws it itself."""
     answered: PromptTokens | None = None
@@ -88,8 +89,10 @@ def read_answers(
     """
     models = [spec for spec in specs if names_model(spec)]
     if getattr(config, "shared_base", False):
-        ranks = [read_reward_adapter(spec).config.r for spec in models] if specs else [config.lora_rank]
-        return Read(first=first, adapter_ranks=ranks, answered=answered)
+        adapters = (
+            [AdapterOptions(lora_rank=read_reward_adapter(spec).config.r) for spec in models] if specs else [config]
+        )
+        return Read(first=first, adapters=adapters, answered=answered)
     critic = None
     if has_critic:
         found = critic_source(specs, source) if source else None

@@ -133,7 +133,7 @@ def _small_config(config: sft.Config, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 
 def _adapted(config: Any, model: PretrainedConfig) -> PretrainedConfig:
-    check_trainable(config.lora_rank, model, config.model or config.out)
+    check_trainable(config, model, config.model or config.out)
     return model
 
 

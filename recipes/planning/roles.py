@@ -38,6 +38,7 @@ from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.widest import widest_passes
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
+from hybrid_engine.recipes.runs.options import AdapterOptions
 from hybrid_engine.recipes.runs.precision import torch_dtype
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.stages import without_dropout
@@ -100,7 +101,7 @@ def _roles(read: Read, setting: Setting, shape: PassShape, accumulates: bool) ->
     counted: dict[str, Any] = {"shape": shape, "accumulates": accumulates, "setting": setting}
     if recipe == "reward":
         model = _build(AutoModelForSequenceClassification, read.first, setting.weight, num_labels=1)
-        model = add_adapter(recompute_activations(model, config), config.lora_rank, "SEQ_CLS")
+        model = add_adapter(recompute_activations(model, config), config, "SEQ_CLS")
         return [_trained("reward model", model, _base(model).score, **counted)], model
     actor = _build(AutoModelForCausalLM, read.first, setting.weight)
     if getattr(config, "shared_base", False):
@@ -108,7 +109,7 @@ def _roles(read: Read, setting: Setting, shape: PassShape, accumulates: bool) ->
     frozen = []
     if _keeps_reference(recipe, config):
         frozen.append(_frozen("reference", _shapes(actor), setting))
-    actor = add_adapter(recompute_activations(actor, config), config.lora_rank)
+    actor = add_adapter(recompute_activations(actor, config), config)
     trained = [
         _trained("model" if recipe == "sft" else "actor", actor, _base(actor).get_output_embeddings(), **counted)
     ]
@@ -125,24 +126,25 @@ def _on_shared_base(
     """Adapters with their heads on `base`, which counts as the actor's; and the actor."""
     config, head = setting.config, base.get_output_embeddings()
     counted: dict[str, Any] = {"shape": shape, "accumulates": accumulates, "setting": setting}
-    actor = add_adapter(recompute_activations(base, config), config.lora_rank)
-    ranks = read.adapter_ranks
-    critic = _value_adapter(read.first, ranks[0] if ranks else config.lora_rank, setting)
+    actor = add_adapter(recompute_activations(base, config), config)
+    critic = _value_adapter(read.first, read.adapters[0] if read.adapters else config, setting)
     sharded = Sharded(config.zero_stage, setting.num_processes, setting.weight.itemsize)
     own = kept_parts([found for found in _shapes(critic) if found.is_trained], sharded)
     trained = [
         _trained("actor", actor, head, **counted),
         replace(_trained("critic", critic, critic.head, **counted), kept=own),
     ]
-    scorers = [_value_adapter(read.first, rank, setting) for rank in ranks]
+    scorers = [_value_adapter(read.first, adapter, setting) for adapter in read.adapters]
     frozen = [_frozen("reward model", [s for s in _shapes(scorer) if s.is_trained], setting) for scorer in scorers]
     return [*trained, *frozen], actor
 
 
-def _value_adapter(config: PretrainedConfig, rank: int, setting: Setting) -> ValueModel:
+def _value_adapter(config: PretrainedConfig, adapter: AdapterOptions, setting: Setting) -> ValueModel:
     """A role with a head of values, as if the base were its own."""
     model = recompute_activations(_value_model(config, setting.weight), setting.config)
-    return ValueModel(add_adapter(model.backbone, rank, "FEATURE_EXTRACTION"), model.head).train()
+    prefix = f"{model.backbone.base_model_prefix}."  # of the body's names in a causal model
+    adapter = replace(adapter, lora_targets=tuple(name.removeprefix(prefix) for name in adapter.lora_targets))
+    return ValueModel(add_adapter(model.backbone, adapter, "FEATURE_EXTRACTION"), model.head).train()
 
 
 def _keeps_reference(recipe: str, config: Any) -> bool:

@@ -34,8 +34,9 @@ def check_run(config: PreferenceOptions) -> None:
     on_rank_zero(lambda: check_folder(folder, config))
     check_divides("batch_size", config.batch_size, get_world_size())
     if config.model:
-        check_model(config.model, config.lora_rank)
+        check_model(config.model, config)
     else:
+        check_model(None, config)
         check_stage(folder, "sft", SUMMARIES.actor_stage(config).batch_size)
 
 
@@ -75,7 +76,7 @@ def check_positions(config: PreferenceOptions, source: str) -> None:
 
 def build_actor(config: PreferenceOptions, source: str, schedule: Schedule) -> Any:
     """The engine of the model in `source`, without dropout; with `lora_rank` of an adapter on it. Collective."""
-    model = add_adapter(recompute_activations(load_model(AutoModelForCausalLM, source), config), config.lora_rank)
+    model = add_adapter(recompute_activations(load_model(AutoModelForCausalLM, source), config), config)
     engine_config = build_engine_config(
         batch_size=config.batch_size,
         micro_batch_size=largest_micro_batch(config.batch_size // get_world_size(), config.micro_batch_size),

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_count, check_one_of
-from hybrid_engine.recipes.runs.options import AnswerOptions, DataOptions, ResumeOptions, suitable_rate
+from hybrid_engine.recipes.runs.options import AdapterOptions, AnswerOptions, DataOptions, ResumeOptions, suitable_rate
 from hybrid_engine.rl.preferences import LOSSES, SMOOTHED_LOSSES, PairLoss, build_loss
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceOptions(DataOptions, AnswerOptions, ResumeOptions):
+class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOptions):
     """What is trained, against which reference, and how it is looked at."""
 
     model: str | None = None
@@ -22,8 +22,6 @@ class PreferenceOptions(DataOptions, AnswerOptions, ResumeOptions):
     """samples of a forward pass on one process, at most"""
     learning_rate: float | None = None
     """peak of the learning rate; default: 1e-4, with --model 1e-6, of an adapter on it 1e-5"""
-    lora_rank: int = 0
-    """train a LoRA adapter of this rank; 0 trains all weights"""
     eval_every: int = 20
     """steps between measurements on held-out rows; 0 measures only before and after"""
     eval_rows: int = 256
@@ -48,12 +46,12 @@ class PreferenceOptions(DataOptions, AnswerOptions, ResumeOptions):
         ResumeOptions.__post_init__(self)
         AnswerOptions.__post_init__(self)
         DataOptions.__post_init__(self)
+        AdapterOptions.__post_init__(self)
         for name in ("batch_size", "micro_batch_size", "eval_rows"):
             check_count(name, getattr(self, name), 1)
         for name in ("beta", "learning_rate"):
             check_above(name, getattr(self, name), 0)
-        for name in ("lora_rank", "eval_every"):
-            check_count(name, getattr(self, name), 0)
+        check_count("eval_every", self.eval_every, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -254,6 +254,33 @@ class RolloutOptions(AnswerOptions):
             raise ValueError("--exact trains by a forward of its own, which keeps activations; leave one of them out")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """A LoRA adapter that is trained in place of all weights."""
+
+    lora_rank: int = 0
+    """train a LoRA adapter of this rank; 0 trains all weights"""
+    lora_alpha: int = 8
+    """the adapter's product counts alpha / rank times"""
+    lora_dropout: float = 0.0
+    """share of an adapter's inputs that is left out at random in training; evaluations and references leave none out"""
+    lora_targets: tuple[str, ...] = ()
+    """linears with an adapter, by the ends of their names, such as q_proj v_proj; default: all but the head"""
+
+    def __post_init__(self) -> None:
+        check_count("lora_rank", self.lora_rank, 0)
+        check_count("lora_alpha", self.lora_alpha, 1)
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"--lora-dropout={self.lora_dropout} must be at least 0 and below 1; choose such a number")
+        if self.lora_targets == ("all-linear",):  # peft's name of the default
+            object.__setattr__(self, "lora_targets", ())
+        for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+            value = getattr(self, name)
+            if not self.lora_rank and value != getattr(AdapterOptions, name):
+                shown = " ".join(value) if isinstance(value, tuple) else value
+                raise ValueError(f"{flag(name)}={shown} is of an adapter; give --lora-rank, such as 8, or leave it out")
+
+
 def check_rollout_budget(config: Any) -> None:
     """ValueError where the longest prompt with the longest answer exceeds `--tokens-per-micro-batch`."""
     longest = config.max_prompt_tokens + config.max_new_tokens
@@ -265,8 +292,11 @@ def check_rollout_budget(config: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopOptions:
+class LoopOptions(AdapterOptions):
     """A loop of rollouts and the updates on them: how many, how large, measured how often."""
+
+    HAS_RATIOS = True
+    """Whether answers' log-probabilities in an update are compared with those of their rollout."""
 
     steps: int = 30
     """rollouts, each followed by the updates on it"""
@@ -274,16 +304,20 @@ class LoopOptions:
     """prompts of a step over all processes"""
     micro_batch_size: int = 64
     """answers of a forward pass on one process, at most"""
-    lora_rank: int = 0
-    """train a LoRA adapter of this rank on the actor; 0 trains all weights"""
     eval_every: int = 10
     """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
 
     def __post_init__(self) -> None:
         for name in ("steps", "rollout_size", "micro_batch_size"):
             check_count(name, getattr(self, name), 1)
-        for name in ("lora_rank", "eval_every"):
-            check_count(name, getattr(self, name), 0)
+        check_count("eval_every", self.eval_every, 0)
+        AdapterOptions.__post_init__(self)
+        if self.HAS_RATIOS and self.lora_dropout:
+            raise ValueError(
+                f"--lora-dropout={self.lora_dropout} would make the ratios of an update those of two different "
+                "networks, since a rollout has no dropout: first_ratio would not be 1, and clipping act on noise; "
+                "leave it out"
+            )
         check_rollout_budget(self)
 
 

@@ -4,9 +4,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from transformers import LlamaConfig
+
 from hybrid_engine.distributed.processes import get_world_size
-from hybrid_engine.recipes.runs.adapters import check_trainable
+from hybrid_engine.recipes.runs.adapters import check_targets, check_trainable
 from hybrid_engine.recipes.runs.checkpoints import check_resume
+from hybrid_engine.recipes.runs.options import AdapterOptions
 from hybrid_engine.recipes.runs.run_folder import RUN_RESULTS, check_nothing_is_lost, check_out
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer
 
@@ -36,10 +39,16 @@ def check_sources_stay(folder: Path, config: Any) -> None:
                 )
 
 
-def check_model(source: str, lora_rank: int) -> None:
-    """ValueError unless the model `source` has a tokenizer and a config, and `--lora-rank` fits its width."""
+def check_model(source: str | None, adapter: AdapterOptions) -> None:
+    """ValueError unless the model `source` has a tokenizer and a config, and the adapter fits it.
+
+    None is the small Llama that is made without `--model`.
+    """
+    if source is None:
+        check_targets(adapter.lora_targets, LlamaConfig(num_hidden_layers=1), "the model that is made without --model")
+        return
     load_tokenizer(source)
-    check_trainable(lora_rank, load_config(source), source)
+    check_trainable(adapter, load_config(source), source)
 
 
 def check_stage(folder: Path, name: str, batch_size: int) -> None:
