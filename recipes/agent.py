@@ -39,7 +39,7 @@ from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, suitable_rate
+from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, is_due, suitable_rate
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
@@ -206,7 +206,7 @@ def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> 
             policy.actor.train()
             figures = update(policy, episodes, config)
             figures |= {"episode_seconds": seconds} | describe_episodes(episodes) | policy.actor.latency_stats()
-            if config.eval_every and (step + 1) % config.eval_every == 0:
+            if is_due(config.eval_every, step, config.steps):
                 figures["held_out_success"] = evaluate(policy, config)
             log.write(step, figures, SHOWN)
             if config.save_every and (step + 1) % config.save_every == 0:

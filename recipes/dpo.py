@@ -59,6 +59,7 @@ from hybrid_engine.recipes.runs.best import Best, keep_lowest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
+from hybrid_engine.recipes.runs.options import is_due
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.schedule import Schedule
@@ -154,7 +155,7 @@ def run(config: Config) -> Path:
     log = RunLog(out, "DPO", num_steps, config, saved.step)
     best = train_loop(actor, tokenizer, pairs, config, log, range(saved.step, num_steps), Best(**saved.state), look)
     seconds = time.perf_counter() - started
-    after = look(num_steps)
+    after = followed.after(num_steps, measure)
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
     write_result(out / "result.json", result | best.result("loss"), actor)
@@ -204,7 +205,7 @@ def train_loop(
             figures = update(
                 actor, mine, config.batch_size, loss_of, config.beta, reading, config.tokens_per_micro_batch
             )
-            if config.is_evaluated(step):
+            if is_due(config.eval_every, step, steps.stop):
                 measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
                 best = keep_lowest(best, measured["loss"], step + 1, actor, tokenizer, out)

@@ -55,6 +55,7 @@ from hybrid_engine.recipes.runs.options import (
     RewardOptions,
     RolloutOptions,
     derive_minibatch,
+    is_due,
     suitable_rate,
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
@@ -217,7 +218,7 @@ def train_loop(
             carried = carried._replace(kl_coef=kl_coef, step=step + 1, num_drawn=groups.num_drawn)
             # Before an evaluation, whose answers are no training's.
             figures = groups.figures | figures | actor.latency_stats()
-            if config.eval_every and (step + 1) % config.eval_every == 0:
+            if is_due(config.eval_every, step, config.steps):
                 evaluation = evaluate_policy(policy, start.held_out, start.rewards, config)
                 followed.keep(step + 1, evaluation)
                 figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}

@@ -66,7 +66,7 @@ from hybrid_engine.recipes.runs.best import Best, keep_lowest
 from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, load_checkpoints, save_checkpoints
 from hybrid_engine.recipes.runs.checks import check_above, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
-from hybrid_engine.recipes.runs.options import suitable_rate
+from hybrid_engine.recipes.runs.options import is_due, suitable_rate
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.schedule import Schedule
@@ -184,7 +184,7 @@ def run(config: Config) -> Path:
     log = RunLog(out, "KTO", num_steps, config, saved.step)
     best = train_loop(actor, tokenizer, answers, config, log, range(saved.step, num_steps), Best(**saved.state), look)
     seconds = time.perf_counter() - started
-    after = look(num_steps)
+    after = followed.after(num_steps, measure)
     show_comparison(before, after, out)
     result = {"before": before.figures, "after": after.figures, "seconds": seconds}
     write_result(out / "result.json", result | best.result("loss"), actor)
@@ -233,7 +233,7 @@ def train_loop(
             mine = [answers[index] for index in chosen[get_rank() :: get_world_size()]]
             rate = actor.get_lr()[0]
             figures = update(actor, mine, config.batch_size, config, reading)
-            if config.is_evaluated(step):
+            if is_due(config.eval_every, step, steps.stop):
                 measured = look(step + 1).figures
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
                 best = keep_lowest(best, measured["loss"], step + 1, actor, tokenizer, out)

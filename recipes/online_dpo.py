@@ -55,6 +55,7 @@ from hybrid_engine.recipes.runs.options import (
     ResumeOptions,
     RewardOptions,
     derive_minibatch,
+    is_due,
     suitable_rate,
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
@@ -186,7 +187,7 @@ def train_loop(
             figures |= update_on_pairs(policy, choose_pairs(policy, groups, config), config)
 
             figures |= actor.latency_stats()  # before an evaluation, whose answers are no training's
-            if config.eval_every and (step + 1) % config.eval_every == 0:
+            if is_due(config.eval_every, step, config.steps):
                 evaluation = evaluate_policy(policy, start, config)
                 followed.keep(step + 1, evaluation)
                 figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}

@@ -62,6 +62,7 @@ from hybrid_engine.recipes.runs.options import (
     RewardOptions,
     RolloutOptions,
     derive_minibatch,
+    is_due,
     suitable_rate,
 )
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
@@ -218,7 +219,7 @@ def train_loop(
             experience, figures = build_experience(roles, rollout, config)
             figures |= update(roles, experience, config, seed)
             figures |= actor.latency_stats()  # before an evaluation, whose answers are no training's
-            if config.eval_every and (step + 1) % config.eval_every == 0:
+            if is_due(config.eval_every, step, config.steps):
                 evaluation = evaluate_held_out(roles, start, config)
                 followed.keep(step + 1, evaluation)
                 figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}

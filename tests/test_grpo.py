@@ -275,6 +275,18 @@ def test_a_run_without_evaluations_has_no_best(tiny, tmp_path):
     assert "best" not in result and not (tmp_path / "run" / "best").exists()
 
 
+def test_the_best_may_be_the_last_where_no_interval_ends(tiny, tmp_path):
+    grpo.run(tiny(steps=3, eval_every=2))
+    result, lines = (
+        json.loads((tmp_path / "run" / "result.json").read_text()),
+        read_metrics(tmp_path / "run/metrics.jsonl"),
+    )
+    assert ["held_out_score" in line for line in lines] == [False, True, True]
+    assert lines[2]["held_out_score"] == result["after"]["score"]
+    scores = {2: lines[1]["held_out_score"], 3: lines[2]["held_out_score"]}
+    assert result["best"] == {"score": max(scores.values()), "step": max(scores, key=scores.get)}
+
+
 @pytest.mark.parametrize(
     ("options", "rate"), [({}, 1e-6), ({"lora_rank": 2}, 1e-5), ({"learning_rate": 2e-3, "lora_rank": 2}, 2e-3)]
 )

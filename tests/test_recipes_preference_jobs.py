@@ -84,6 +84,16 @@ def test_a_run_learns_and_writes_metrics_plot_result_and_an_actor_that_changed(r
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_the_best_may_be_the_last_where_no_interval_ends(recipe, model, pairs, tmp_path):
+    RECIPES[recipe].run(tiny(recipe, tmp_path, model, pairs, epochs=1, eval_every=100))
+    result = json.loads((tmp_path / "result.json").read_text())
+    num_steps = len(read_metrics(tmp_path / "metrics.jsonl"))
+    assert result["best"] == {"loss": result["after"]["loss"], "step": num_steps}
+    assert (tmp_path / "best" / "config.json").exists()
+    check_followed(read_answers(tmp_path / "answers.jsonl"), {0, num_steps})
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(recipe, model, pairs, tmp_path, monkeypatch):
     options = {
         "epochs": 1 if recipe == "kto" else 2,

@@ -182,3 +182,11 @@ def test_what_cannot_work_is_refused_before_anything_is_written(config, tmp_path
     with pytest.raises(ValueError, match=re.escape(message)):
         reward.run(replace(config, **options))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_best_may_be_the_last_where_no_interval_ends(config):
+    folder = reward.run(replace(config, epochs=1, eval_every=100))
+    result = json.loads((folder.parent / "reward-log" / "result.json").read_text())
+    accuracy = result["held_out_accuracy"]["all"]
+    assert result["best"] == {"step": len(metrics_of(config)), "held_out_accuracy": accuracy}
+    assert (folder.parent / "reward-best" / "config.json").exists()

@@ -69,7 +69,7 @@ def test_a_chat_model_learns_the_conversations_of_a_file_and_keeps_the_best(conf
     measured = {line["step"] + 1: line["held_out_loss"] for line in lines if "held_out_loss" in line}
     result = json.loads((tmp_path / "run" / "sft-log" / "result.json").read_text())
     assert result["best"]["held_out_loss"] == min(measured.values()) == measured[result["best"]["step"]]
-    assert set(measured) == set(range(4, len(lines) + 1, 4))
+    assert set(measured) == {*range(4, len(lines) + 1, 4), len(lines)}
     assert AutoTokenizer.from_pretrained(folder).chat_template == MARKED_TEMPLATE
     assert (
         read_config(tmp_path / "run" / "sft-log")["eval_every"] == 4
@@ -210,3 +210,12 @@ def test_a_row_longer_than_the_models_positions_is_named(config, tmp_path):
         ValueError, match=r"long.jsonl': line 3 has 129 tokens, more than the 128 positions of --model='"
     ):
         sft.run(config)
+
+
+def test_the_best_may_be_the_last_where_no_interval_ends(config, tmp_path):
+    folder = sft.run(replace(config, epochs=1, eval_every=100))
+    result = json.loads((tmp_path / "run" / "sft-log" / "result.json").read_text())
+    assert result["best"] == {"step": len(metrics_of(config)), "held_out_loss": result["held_out_nats_per_token"]}
+    assert folder.exists() and all(
+        map(torch.equal, weights_of(config).values(), weights_of(config, "sft-best").values())
+    )

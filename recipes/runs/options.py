@@ -77,6 +77,14 @@ class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
         check_count("save_every", self.save_every, 0)
 
 
+def is_due(every: int, step: int, num_steps: int) -> bool:
+    """Whether what is done every so many steps, and after the last, is done after `step`, which counts from 0.
+
+    `every` 0: never.
+    """
+    return every > 0 and ((step + 1) % every == 0 or step + 1 == num_steps)
+
+
 FOR_DATASETS = (
     *("split", "dataset_config", "columns", "prompt_template", "system_prompt", "as_conversation", "skip_bad_rows"),
     *("row_key", "deduplicate", "dataset_weights", "held_out_dataset", "held_out_split"),
@@ -305,7 +313,7 @@ class LoopOptions(AdapterOptions):
     micro_batch_size: int = 64
     """answers of a forward pass on one process, at most"""
     eval_every: int = 10
-    """steps between evaluations on held-out prompts; 0 evaluates only before and after"""
+    """steps between evaluations on held-out prompts, of which the best is kept; 0 evaluates only before and after"""
 
     def __post_init__(self) -> None:
         for name in ("steps", "rollout_size", "micro_batch_size"):
