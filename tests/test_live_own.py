@@ -7,6 +7,7 @@ from chat import build_chat_tokenizer
 from models import PAD, VOCAB, build_model, randomised
 
 import hybrid_engine
+from hybrid_engine.generation import scoring
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import read_options
@@ -27,8 +28,10 @@ def _engine(build):
 
 
 def _answers(generator, options, prompts=PROMPTS):
+    read = read_options(options, 0, VOCAB)
     rows = [
-        Sequence(Prompt(list(prompt)), row, read_options(options, 0, VOCAB), row) for row, prompt in enumerate(prompts)
+        Sequence(Prompt(list(prompt), num_tops=read.rules.prompt_logprobs), row, read, row)
+        for row, prompt in enumerate(prompts)
     ]
     with live_batch(generator) as batch:
         batch.add(rows)
@@ -77,10 +80,24 @@ def test_options_of_the_models_own_config_do_not_change_what_is_drawn():
     assert [row.tokens for row in _answers(engine.generator, {"max_new_tokens": 8})] == [row.tokens for row in expected]
 
 
-def test_scores_of_prompts_are_refused_by_name():
-    engine = _engine(MODELS["mamba"])
-    with live_batch(engine.generator) as batch, pytest.raises(ValueError, match="prompt_logprobs needs containers"):
-        batch.add([Sequence(Prompt([5], num_tops=1), 0, read_options({"max_new_tokens": 2}, 0, VOCAB))])
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_are_scored_by_the_models_forward(name, monkeypatch):
+    monkeypatch.setattr(scoring, "MAX_LOGITS", 2 * VOCAB)  # several passes
+    engine, (ids, mask) = _engine(MODELS[name]), _padded(PROMPTS)
+    options = {"max_new_tokens": 2, "eos_token_id": None, "pad_token_id": PAD, "prompt_logprobs": 3}
+    output = engine.generate(ids, mask, return_dict_in_generate=True, **options)
+    rows = _answers(engine.generator, options)
+    reference = randomised(MODELS[name])
+    for row, prompt in enumerate(PROMPTS):
+        given = torch.tensor([prompt])
+        with torch.no_grad():
+            logprobs = reference(given).logits[0, :-1].log_softmax(-1)
+        expected = logprobs.gather(1, given[0, 1:, None])[:, 0]
+        own = output.prompt_logprobs[row, ids.shape[1] - len(prompt) :]
+        assert own[0] == 0 and torch.allclose(own[1:], expected, atol=1e-4)
+        scores = rows[row].prompt.scores
+        assert torch.allclose(torch.tensor(scores.logprobs), expected, atol=1e-4)
+        assert [[token for token, _ in tops] for tops in scores.tops] == logprobs.topk(3).indices.tolist()
 
 
 def _greedy(reference, prompt, num_new, **options):
@@ -158,8 +175,6 @@ def test_what_is_not_served_row_by_row_is_named():
     ids = torch.tensor([list(PROMPTS[0])])
     with pytest.raises(ValueError, match=r"row_options of rank 0.*option num_beams is not served row by row"):
         engine.generate(ids, num_beams=2, row_options=[{"max_new_tokens": 2}])
-    with pytest.raises(ValueError, match="prompt_logprobs needs containers"):
-        engine.generate(ids, prompt_logprobs=1, return_dict_in_generate=True)
 
 
 @pytest.mark.parametrize("name", MODELS)

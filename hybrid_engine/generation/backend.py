@@ -20,7 +20,7 @@ from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
 from hybrid_engine.generation.batching.plan import Plan
-from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.bound_weights import LastingWeights, bound, bound_to_copies, pass_over_layers
 from hybrid_engine.generation.decoding.graph import CaptureStats, CudaGraphs
@@ -31,7 +31,7 @@ from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
 from hybrid_engine.generation.own_sequences import answer_sequence
 from hybrid_engine.generation.sampling.in_step import GenerationInStep, InStep
-from hybrid_engine.generation.scoring import ScoringTurns, score_prompts
+from hybrid_engine.generation.scoring import ScoringTurns, score_by_module, score_prompts
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.zero.gathering import WeightGatherer
 
@@ -262,6 +262,7 @@ class ModuleRollouts:
     def __init__(self, module: nn.Module, gatherer: WeightGatherer):
         # The class's: on the module itself an engine's generate() may stand in its place.
         self.generate = type(module).generate.__get__(module)
+        self.module = module
         self.gatherer = gatherer
 
     def gather(self, release: ExitStack) -> None:
@@ -289,10 +290,15 @@ class ModuleRollouts:
         num_tokens = int(response_lengths(responses, options.eos_token_ids).sum())
         return RolloutResult(output, num_samples=len(responses), generated_tokens=num_tokens)
 
+    def score(self, prompts: Iterable[Prompt], device: torch.device) -> None:
+        """Notes the scores of those of `prompts` that want them, by the forward of the model on `device`."""
+        score_by_module(self.module, prompts, self.module.config.get_text_config().vocab_size, device)  # type: ignore[union-attr, operator]
+
     def run_sequences(
         self, input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions, device: torch.device
     ) -> RolloutResult:
         """The answers to `sequences`, one after the other, on `device`; `options` are those of all rows."""
+        self.score((sequence.prompt for sequence in sequences), device)
         for sequence in sequences:
             answer_sequence(self.generate, sequence, device)
             if sequence.error is not None:

@@ -71,7 +71,7 @@ def read_wishes(
         _check_can_fall_back(generator, fallback)
         ends_by_string = any(of_prompt.rules.stop_strings for of_prompt in of_prompts)
         if in_sequences or only_native is not None or (options.return_dict and ends_by_string):
-            undrawn = _reason_not_to_draw(generator, merged, of_prompts)
+            undrawn = _reason_not_to_draw(generator, merged)
             is_drawn, fallback = undrawn is None, fallback if undrawn is None else undrawn
     kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
     return Wishes(
@@ -156,17 +156,13 @@ def _reason_to_fall_back(
     return None
 
 
-def _reason_not_to_draw(
-    generator: Generator, merged: dict[str, Any], of_prompts: list[GenerationOptions]
-) -> str | None:
+def _reason_not_to_draw(generator: Generator, merged: dict[str, Any]) -> str | None:
     """Why the model's own `generate()` cannot answer row by row, tokens drawn by the rows' options; None: it can."""
     foreign = foreign_options(merged)
     if foreign:
         return f"option {foreign[0]} is not served row by row"
     if generator.fallback_reason is None or generator.partners.size > 1 or generator.group.size > 1:
         return generator.fallback_reason
-    if any(of_prompt.rules.prompt_logprobs is not None for of_prompt in of_prompts):
-        raise ValueError(f"prompt_logprobs needs containers: {generator.fallback_reason}; leave it out")
     return None
 
 

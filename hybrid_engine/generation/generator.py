@@ -278,7 +278,10 @@ class Generator:
             choice = self.partners.agree(lambda: self._choose(plan, wishes))
         with held.allowed():
             if request.sequences:
-                return self.own.run_sequences(wishes.input_ids, request.sequences, wishes.options, self.device)
+                result = self.own.run_sequences(wishes.input_ids, request.sequences, wishes.options, self.device)
+                if isinstance(result.output, GenerateOutput):
+                    add_prompt_scores(result.output, request.sequences, wishes.mask)
+                return result
             if plan is None:
                 return self.own.run(wishes.input_ids, wishes.mask, wishes.options, request.seed, wishes.kwargs)
             assert self.native is not None and kv is not None

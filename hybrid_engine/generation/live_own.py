@@ -49,9 +49,8 @@ class OwnBatch(LiveBatch):
             self._num_told[sequence] = len(sequence.tokens)
 
     def score(self, prompts: list[Prompt]) -> None:
-        """Raises ValueError where one of `prompts` wants scores, which containers alone give."""
-        if any(prompt.num_tops is not None for prompt in prompts):
-            raise ValueError(f"prompt_logprobs needs containers: {self.generator.fallback_reason}; leave it out")
+        """Sees to it that those of `prompts` which want scores have them, by the model's forward."""
+        self.generator.own.score(prompts, self.generator.device)
 
     def cancel(self, sequences: list[Sequence]) -> None:
         """Takes `sequences` out; those that have finished stay as they are."""

@@ -3,6 +3,7 @@
 N packed tokens, V vocabulary; b rows, S columns.
 """
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -103,14 +104,43 @@ def score_in_passes(
 
     Each step is one pass over `layers()`; the scores are there after the last.
     """
+
+    def logits_after(given: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return score_packed(model, given, [len(given)], places, layers())
+
+    return _score(prompt, logits_after, model.vocab_size, model.device)
+
+
+def score_by_module(module: nn.Module, prompts: Iterable[Prompt], vocab_size: int, device: torch.device) -> None:
+    """As `score_prompts`, by the forward of `module`, which is on `device` and whole."""
+    forward = getattr(module, "get_base_model", lambda: module)().forward
+    keeps_places = "logits_to_keep" in inspect.signature(forward).parameters
+
+    def logits_after(given: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        options = {"logits_to_keep": places} if keeps_places else {}
+        logits = module(input_ids=given[None], attention_mask=torch.ones_like(given[None]), **options).logits[0]
+        return logits if keeps_places else logits[places]
+
+    for prompt in filter(is_unscored, dict.fromkeys(prompts)):
+        for _ in _score(prompt, logits_after, vocab_size, device):
+            pass
+
+
+def _score(
+    prompt: Prompt,
+    logits_after: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    vocab_size: int,
+    device: torch.device,
+) -> Iterator[None]:
+    """`logits_after`: of tokens `[N]` and n places among them, `[n, V]`; asked once a step."""
     tokens, num_tops = prompt.tokens, prompt.num_tops or 0
-    given = torch.tensor(tokens, device=model.device)
+    given = torch.tensor(tokens, device=device)
     scores = TokenScores([], [])
-    for places in torch.arange(len(tokens) - 1, device=model.device).split(max(1, MAX_LOGITS // model.vocab_size)):
+    for places in torch.arange(len(tokens) - 1, device=device).split(max(1, MAX_LOGITS // vocab_size)):
         if len(places):
-            found = score_packed(model, given, [len(tokens)], places, layers()).float().log_softmax(-1)
+            found = logits_after(given, places).float().log_softmax(-1)
             scores.logprobs.extend(found.gather(1, given[places + 1, None]).squeeze(1).tolist())
-            likeliest = found.topk(min(num_tops, model.vocab_size), dim=-1)
+            likeliest = found.topk(min(num_tops, found.shape[1]), dim=-1)
             pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
             scores.tops.extend(list(zip(ids, values, strict=True)) for ids, values in pairs)
             yield
