@@ -80,6 +80,38 @@ def test_options_of_the_models_own_config_do_not_change_what_is_drawn():
     assert [row.tokens for row in _answers(engine.generator, {"max_new_tokens": 8})] == [row.tokens for row in expected]
 
 
+def test_an_answer_comes_in_parts_and_may_be_given_up_between_them():
+    generator = _engine(MODELS["mamba"]).generator
+    options = read_options({"max_new_tokens": 50, "eos_token_id": None}, 0, VOCAB)
+    given_up, row = (Sequence(Prompt(list(prompt)), row, options) for row, prompt in enumerate(PROMPTS))
+    parts = []
+    with live_batch(generator) as batch:
+        batch.add([given_up, row])
+        (told,) = batch.turn()
+        assert told.sequence is given_up and told.finish_reason is None and batch.num_running == batch.num_waiting == 1
+        batch.cancel([given_up])
+        while batch.has_work:
+            parts += batch.turn()
+    assert len(parts) > 1 and [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    tokens, logprobs = _greedy(randomised(MODELS["mamba"]), PROMPTS[1], 50, eos_token_id=None)
+    assert [token for part in parts for token in part.tokens] == row.tokens == tokens
+    assert torch.allclose(torch.tensor(row.logprobs), logprobs, atol=1e-4)
+
+
+def test_an_answer_that_was_taken_out_goes_on_in_another_batch():
+    generator = _engine(MODELS["mamba"]).generator
+    row = Sequence(Prompt(list(PROMPTS[0])), 0, read_options({"max_new_tokens": 50, "eos_token_id": None}, 0, VOCAB))
+    with live_batch(generator) as batch:
+        batch.add([row])
+        batch.turn()
+        assert batch.take_out() == [] and not batch.has_work and 0 < len(row.tokens) < 50
+    with live_batch(generator) as batch:
+        batch.add([row])
+        while batch.has_work:
+            batch.turn()
+    assert row.tokens == _greedy(randomised(MODELS["mamba"]), PROMPTS[0], 50, eos_token_id=None)[0]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_are_scored_by_the_models_forward(name, monkeypatch):
     monkeypatch.setattr(scoring, "MAX_LOGITS", 2 * VOCAB)  # several passes

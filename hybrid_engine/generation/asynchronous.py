@@ -140,7 +140,7 @@ class AsyncRollout:
             if told.finish_reason == "error":
                 raise RuntimeError(
                     "generate_async(): the model's logits are not finite; check the weights for NaN or inf"
-                ) from self._thread.error
+                ) from (told.sequence.error or self._thread.error)
             group = self._group_of[told.sequence]
             group.versions[told.sequence] += [self.version] * len(told.tokens)
             group.num_left -= told.finish_reason is not None

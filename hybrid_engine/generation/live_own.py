@@ -8,9 +8,14 @@ from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live import KVBlocks, LiveBatch, Progress
 from hybrid_engine.generation.own_sequences import answer_sequence
 
+TOKENS_OF_A_TURN = 16
+"""At least, and a quarter of the sequence, so that a long one is fed anew less often."""
+
 
 class OwnBatch(LiveBatch):
-    """Answers those that were added in their order, one a turn, by the model's own `generate()`.
+    """Answers those that were added in their order, a part of an answer a turn, by the model's own `generate()`.
+
+    A turn feeds the sequence anew, so that nothing is kept between turns: the next one may be another's.
 
     Args:
         generator: without containers, its weights gathered.
@@ -28,13 +33,13 @@ class OwnBatch(LiveBatch):
 
     @property
     def num_running(self) -> int:
-        """None runs between turns."""
-        return 0
+        """The one whose turn it is."""
+        return min(1, len(self._num_told))
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have not begun."""
-        return len(self._num_told)
+        """Those after it."""
+        return len(self._num_told) - self.num_running
 
     @property
     def kv_blocks(self) -> KVBlocks:
@@ -63,13 +68,17 @@ class OwnBatch(LiveBatch):
         return []
 
     def turn(self) -> list[Progress]:
-        """The whole answer of the sequence that waits longest."""
-        sequence = next(iter(self._num_told))
-        first = self._num_told.pop(sequence)
+        """More of the answer of the sequence that waits longest."""
+        sequence, first = next(iter(self._num_told.items()))
+        most = max(TOKENS_OF_A_TURN, len(sequence) // 4)
         try:
-            answer_sequence(self.generator.own.generate, sequence, self.generator.device)
+            answer_sequence(self.generator.own.generate, sequence, self.generator.device, most)
         except Exception as error:
             sequence.error = sequence.error or error
+        if sequence.error is not None or sequence.finish_reason is not None:
+            self._num_told.pop(sequence)
+        else:
+            self._num_told[sequence] = len(sequence.tokens)
         if sequence.error is not None:
             return [Progress(sequence, [], [], "error")]
         return [Progress(sequence, sequence.tokens[first:], sequence.logprobs[first:], sequence.finish_reason)]

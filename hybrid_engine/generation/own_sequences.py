@@ -22,17 +22,23 @@ NEUTRAL: dict[str, Any] = {
 """Options of the model's own config that would change logits before they are drawn from: a sequence has its own."""
 
 
-def answer_sequence(generate: Callable[..., Any], sequence: Sequence, device: torch.device) -> None:
+def answer_sequence(
+    generate: Callable[..., Any], sequence: Sequence, device: torch.device, most: int | None = None
+) -> None:
     """Goes on with `sequence` until it ends, by a model's `generate` on `device`; an error of its rules is kept there.
+
+    Args:
+        most: tokens to draw before it returns in any case; None: as many as the sequence may have.
 
     Raises:
         RuntimeError: the model's logits are not finite.
     """
+    left = sequence.options.max_new_tokens - len(sequence.tokens)
     fed = torch.tensor([sequence.prompt.tokens + sequence.tokens], device=device)
     generate(
         fed,
         attention_mask=torch.ones_like(fed),
-        max_new_tokens=sequence.options.max_new_tokens - len(sequence.tokens),
+        max_new_tokens=left if most is None else min(left, most),
         do_sample=False,
         num_beams=1,
         logits_processor=LogitsProcessorList([_Drawing(sequence, device)]),
