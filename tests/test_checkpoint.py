@@ -291,7 +291,7 @@ def test_a_save_over_the_same_tag_killed_at_any_moment_leaves_the_old_or_the_new
         _linear_engine(3.0).save_checkpoint(folder, tag="kept")
         engine.load_checkpoint(folder)
         assert engine.module.weight[0, 0].item() == 3.0
-        assert sorted(path.name for path in folder.iterdir()) == [LOCK_FILE, "kept", "latest"]
+        assert sorted(path.name for path in folder.iterdir()) == [LOCK_FILE, "kept", "latest", "zero_to_fp32.py"]
         assert not list((folder / "kept").glob(".*hybrid_engine*"))
     # Killed before the new one had its name, and after.
     assert found == [1.0] * 6 + [2.0] * 5

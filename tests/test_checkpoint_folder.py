@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoint_files import is_same, linear_engine, snapshot, step
 
-from hybrid_engine.checkpoint.folder import discard
+from hybrid_engine.checkpoint.folder import SCRIPT, discard
 from hybrid_engine.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 LOCK = ".hybrid_engine.lock"
@@ -60,7 +60,7 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path, what):
         engine.save_checkpoint(tmp_path, "b")
         after = _contents(tmp_path)
         assert before.items() <= after.items()
-        assert {path.parts[0] for path in after.keys() - before.keys()} == {"b", "latest"}
+        assert {path.parts[0] for path in after.keys() - before.keys()} == {"b", "latest", SCRIPT}
 
 
 @pytest.mark.parametrize("target", ["elsewhere", "nowhere", "file"])
@@ -86,7 +86,7 @@ def test_files_that_somebody_put_into_a_checkpoint_survive_its_replacement(tmp_p
     _fill(folder, ["notes.txt", "export/model.bin"])
     step(engine).save_checkpoint(tmp_path, "a")
     assert (folder / "notes.txt").read_text() == (folder / "export/model.bin").read_text() == "mine"
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "latest", LOCK}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "latest", SCRIPT, LOCK}
     other = linear_engine(9.0)
     other.load_checkpoint(tmp_path)
     assert is_same(snapshot(engine)["weights"], snapshot(other)["weights"])
@@ -97,7 +97,7 @@ def test_an_empty_folder_gives_way_and_what_killed_runs_left_is_cleared(tmp_path
     # What a run left that was killed before there were marks.
     _fill(tmp_path, [".x.writing/__0_0.distcp", ".x.writing/.metadata"])
     step(linear_engine()).save_checkpoint(tmp_path, "a")
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "latest", LOCK}
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "latest", SCRIPT, LOCK}
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])
@@ -117,7 +117,7 @@ def test_only_checkpoints_that_were_saved_here_are_discarded(tmp_path):
     _fill(tmp_path, ["step3/notes.txt", "step1/notes.txt"])
     for tag in ("step1", "step2", "step3"):
         discard(tmp_path, tag, "step2")
-    assert {path.name for path in tmp_path.iterdir()} == {"step2", "step3", "latest", LOCK}
+    assert {path.name for path in tmp_path.iterdir()} == {"step2", "step3", "latest", SCRIPT, LOCK}
     assert (tmp_path / "step3" / "notes.txt").is_file() and (tmp_path / "step2" / "notes.txt").is_file()
 
 
@@ -142,6 +142,8 @@ def test_names_that_leave_the_folder_are_refused(tmp_path, name):
         "folder",
         "a",
         "latest",
+        SCRIPT,
+        SCRIPT,
     } | {LOCK}
 
 

@@ -103,6 +103,7 @@ def build_manifest(training: TrainingState, left_out: Collection[str] = ()) -> d
         "shapes": {name: shape for name, shape in shapes.items() if name not in left_out},
         "left_out": {name: shape for name, shape in shapes.items() if name in left_out},
         "tied": _tied_names(training.module),
+        "frozen": sorted(frozen_names(training)),
         "has_scheduler": training.lr_scheduler is not None,
         "scheduler": None if training.lr_scheduler is None else type(training.lr_scheduler).__name__,
         "optimizer": None if optimizer is None else describe_optimizer(optimizer.inner),

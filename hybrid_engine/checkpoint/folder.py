@@ -5,6 +5,7 @@
     <directory>/.<tag>.writing/   one being written; a leftover is ignored and removed by the next save
     <directory>/.<tag>.replaced/  the old one of the same tag, between two renames
     <directory>/.hybrid_engine.lock   held by the run that saves here (`lock.py`)
+    <directory>/zero_to_fp32.py   as DeepSpeed's: a user who runs it gets the fp32 weights in one file
 
 Everything here is local to one process. What was not written here is never removed: not a folder that has the name of
 a tag and is no checkpoint, and not the files that somebody put beside ours.
@@ -25,6 +26,15 @@ DEEPSPEEDS_SHARDS = "*optim_states.pt"
 """What its checkpoints have from stage 1 on."""
 NEW_LATEST = ".latest.hybrid_engine"
 """What is to become the file `latest`, while it lies in the checkpoint that it names."""
+SCRIPT = "zero_to_fp32.py"
+SCRIPT_TEXT = """# Written by hybrid_engine, which has to be installed:
+#     python zero_to_fp32.py . OUTPUT_FOLDER
+# writes the fp32 weights of the latest checkpoint in this folder to OUTPUT_FOLDER; --help says more.
+from hybrid_engine.compat.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+"""
 UNMARKED = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|state\.pt|checkpoint\.json")
 """The files of a checkpoint, by which a leftover is known that was written before there were marks."""
 
@@ -57,6 +67,7 @@ def publish(
 
     `manifest` is stored with the sizes and the checksums of all files. Each step is on disk before the next begins.
     """
+    _write_script(writing, directory)
     write_manifest(writing, manifest, checksums)
     if is_latest:
         (writing / NEW_LATEST).write_text(tag)
@@ -72,6 +83,14 @@ def publish(
         _sync(directory)
     (target / work_folder.MARK).unlink()
     _settle_replaced(replaced)
+
+
+def _write_script(writing: Path, directory: Path) -> None:
+    """Writes `zero_to_fp32.py`, whole or not at all; what has that name stays, it may be DeepSpeed's."""
+    script = directory / SCRIPT
+    if not script.exists() and not script.is_symlink():
+        (writing / SCRIPT).write_text(SCRIPT_TEXT)
+        (writing / SCRIPT).replace(script)
 
 
 def abandon(writing: Path, directory: Path, tag: str) -> None:
@@ -217,8 +236,9 @@ def _how_to_convert(folder: Path) -> str:
     """Where the whole weights of a checkpoint of DeepSpeed are, or how to get them."""
     if any(folder.glob("mp_rank_*model_states.pt")) and not any(folder.glob(DEEPSPEEDS_SHARDS)):
         return f"its weights are the entry 'module' of {str(next(folder.glob('mp_rank_*model_states.pt')))!r}"
-    script = folder.parent / "zero_to_fp32.py"
-    run = f"python {script}" if script.is_file() else "python -m deepspeed.utils.zero_to_fp32"
+    script = folder.parent / SCRIPT
+    is_deepspeeds = script.is_file() and script.read_text(errors="replace") != SCRIPT_TEXT
+    run = f"python {script}" if is_deepspeeds else "python -m deepspeed.utils.zero_to_fp32"
     return (
         f"convert its weights with DeepSpeed's own `{run} {folder.parent} <folder> -t {folder.name}` (from_pretrained "
         f"reads that folder, load_state_dict its pytorch_model.bin)"
