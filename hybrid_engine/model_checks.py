@@ -11,6 +11,7 @@ from hybrid_engine.distributed.verdict import agree
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
 from hybrid_engine.optim.build import check_choices
 from hybrid_engine.optim.lr_schedules import check_rates
+from hybrid_engine.optim.muon import split_groups
 from hybrid_engine.optim.param_groups import NamedGroup, name_groups
 from hybrid_engine.optim.trainable import check_group_options, check_quantised
 from hybrid_engine.parallel.engine_checks import check_parallel
@@ -40,6 +41,8 @@ def check_training(
         check_parallel(model, config)
         check_choices(model, optimizer, lr_scheduler, config)
         groups = name_groups(stepped, model) if trains else []
+        if optimizer is None and config.optimizer is not None and config.optimizer.type == "Muon":
+            groups = split_groups(groups, model, config.optimizer.params)
         check_group_options(groups)
         if config.scheduler is not None and lr_scheduler is None:
             check_rates(config.scheduler, len(groups))

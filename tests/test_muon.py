@@ -62,7 +62,7 @@ def train_plainly(dtype):
     return {name: master.detach() for name, master in masters.items()}
 
 
-def build(stage, precision, params=PARAMS, model=None):
+def build(stage, precision, params=PARAMS, model=None, **more):
     precisions = {
         "fp32": {},
         "bf16": {"bf16": {"enabled": True}},
@@ -74,13 +74,15 @@ def build(stage, precision, params=PARAMS, model=None):
         "zero_optimization": {"stage": stage},
         "optimizer": {"type": "Muon", "params": params},
         **precisions[precision],
+        **more,
     }
     return hybrid_engine.initialize(model=model or Tiny(), config=config)[0]
 
 
 def train(engine, steps=range(STEPS)):
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for step in steps:
-        engine.backward(loss_of(engine, dist.get_rank(), step))
+        engine.backward(loss_of(engine, rank, step))
         engine.step()
     return {trained.name: full_tensor(trained.master).clone() for trained in engine.optimizer.parameters}
 
@@ -162,6 +164,16 @@ def test_rates_are_deepspeeds_or_lr_or_each_its_own():
     assert rates(build(0, "fp32", {})) == {True: 0.02, False: 3e-4}
     assert rates(build(0, "fp32", {"lr": 0.1})) == {True: 0.1, False: 0.1}
     assert rates(build(0, "fp32", {"lr": 0.1, "adam_lr": 0.001})) == {True: 0.1, False: 0.001}
+
+
+def test_a_schedule_gives_each_class_its_own_rate():
+    schedule = {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": [0.05, 0.001], "warmup_min_lr": 0, "warmup_num_steps": 0},
+    }
+    engine = build(0, "fp32", scheduler=schedule)
+    train(engine)
+    assert rates(engine) == {True: 0.05, False: 0.001}
 
 
 def test_embeddings_and_heads_of_any_name_are_adamws():

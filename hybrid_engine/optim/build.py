@@ -17,7 +17,7 @@ from hybrid_engine.optim.carried_state import has_stepped
 from hybrid_engine.optim.loss_scaler import DynamicLossScaler, LossScaler, StaticLossScaler
 from hybrid_engine.optim.lr_schedules import build_scheduler
 from hybrid_engine.optim.masters import build_trained_parameters
-from hybrid_engine.optim.muon import MuonWithAdamW, split_groups
+from hybrid_engine.optim.muon import MuonWithAdamW
 from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.param_groups import NamedGroup, build_groups, repoint_groups
 from hybrid_engine.optim.trainable import check_model, check_optimizer
@@ -123,8 +123,6 @@ def build_optimizer(
         repoint_groups(optimizer, groups, masters)
         inner = optimizer
     else:
-        if optimizer is None and config.optimizer is not None and config.optimizer.type == "Muon":
-            groups = split_groups(groups, sharding.root, config.optimizer.params)
         new_groups = build_groups(groups, masters)
         inner = optimizer(new_groups) if optimizer is not None else _build_from_config(config.optimizer, new_groups)
         _check_kind("optimizer(...)", inner, isinstance(inner, torch.optim.Optimizer), "a torch Optimizer")

@@ -1,7 +1,8 @@
 """DeepSpeed's optimizer type `Muon`: hidden matrices by torch.optim.Muon, all else by torch.optim.AdamW.
 
-`optim/build.py` builds it from the config. Muon makes the step of a matrix nearly orthogonal (Newton-Schulz), for
-which it needs the whole matrix: `optim/plain_steps.py` gathers one at a time, and steps shards of what AdamW steps.
+`model_checks.py` splits the groups, and `optim/build.py` builds the optimizer. Muon makes the step of a matrix nearly
+orthogonal (Newton-Schulz), for which it needs the whole matrix: `optim/plain_steps.py` gathers one at a time, and steps
+shards of what AdamW steps.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,7 +61,7 @@ def split_groups(groups: list[NamedGroup], module: nn.Module, params: dict[str, 
 
     Args:
         groups: the parameters to step, by name; `use_muon` of a group decides for all of it.
-        module: the sharded module, whose names they are.
+        module: whose names they are.
         params: `optimizer.params`, checked. `muon_lr` and `adam_lr` win over `lr`.
 
     Raises:
