@@ -40,7 +40,7 @@ from hybrid_engine.observing.observer import Observer
 from hybrid_engine.optim.accumulation import GradientAccumulation
 from hybrid_engine.optim.backward_hooks import BackwardHooks
 from hybrid_engine.optim.batches import Batches, LossFunction, SuccessiveBatches
-from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_module
+from hybrid_engine.optim.build import build_lr_scheduler, build_optimizer, cast_parameters
 from hybrid_engine.optim.call_checks import CallChecks, check_loss
 from hybrid_engine.optim.state_offload import OffloadStateTypeEnum, StateOffload
 from hybrid_engine.optim.stepping import count_empty_step, end_micro_batch
@@ -115,7 +115,7 @@ class ZeroEngine(Uncopied):
         self.device = default_device()
         if config.seed is not None:
             seed_everything(config.seed + get_rank() // unit_size_of(model))  # units draw alike
-        cast_module(model, config.dtype)
+        cast_parameters(model, config)
         use_faster_linears(model)
         place_module(model, config, self.device)
         if num_stages_of(model) == 1:  # stages, which differ, have rank 0's weights from parallelize()

@@ -25,6 +25,7 @@ from training_reference import (
 from transformers import TrainingArguments
 
 import hybrid_engine
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.zero.sharding import local_tensor
 
 STEPS = 4
@@ -739,3 +740,23 @@ def test_four_processes_in_two_copies_shard_inside_and_replicate_across():
         assert tuple(shape) == (2, 2) and 0.45 * whole < local < 0.55 * whole
         assert training.norms == pytest.approx(expected.norms, rel=TOLERANCE)
         assert relative_error(training.weights, expected.weights) < TOLERANCE
+
+
+@pytest.mark.parametrize(("block", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_model_in_16_bits_that_becomes_fp32_is_said_with_the_remedy(caplog, block, dtype):
+    say_once.cache_clear()
+    engine = hybrid_engine.initialize(model=nn.Linear(2, 2).to(dtype), config=MINIMAL)[0]
+    assert engine.module.weight.dtype == torch.float32
+    assert f"Linear: 2 of its parameters are in {block}" in caplog.text
+    assert f'write "{block}": {{"enabled": true}}' in caplog.text
+
+
+def test_nothing_is_said_of_a_model_that_keeps_its_dtype_or_is_cast_to_the_configs(caplog):
+    say_once.cache_clear()
+    for model, more in (
+        (nn.Linear(2, 2), {}),
+        (nn.Linear(2, 2).bfloat16(), {"bf16": {"enabled": True}}),
+        (nn.Linear(2, 2), {"bf16": {"enabled": True}}),
+    ):
+        hybrid_engine.initialize(model=model, config={**MINIMAL, **more})
+    assert "of its parameters are in" not in caplog.text

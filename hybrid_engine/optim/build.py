@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybrid_engine.config import EngineConfig, Fp16Config, OptimizerConfig
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.config.optimizer import TORCH_OPTIMIZERS
 from hybrid_engine.containers.quantised import is_quantised
 from hybrid_engine.distributed.processes import get_world_size
@@ -69,6 +70,21 @@ def _is_scheduler(value: Any) -> bool:
 def _check_kind(name: str, value: Any, is_fit: bool, expected: str) -> None:
     if not is_fit:
         raise ValueError(f"{name}={type(value).__name__} must be {expected}; pass one")
+
+
+def cast_parameters(module: nn.Module, config: EngineConfig) -> None:
+    """`cast_module` to the config's dtype; one line says where that makes a model in 16 bits an fp32 one."""
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if config.dtype == torch.float32:
+        for block, dtype in halves.items():
+            count = sum(param.dtype == dtype and not is_quantised(param) for param in module.parameters())
+            if count:
+                say_once(
+                    f"{type(module).__name__}: {count} of its parameters are in {block}, and the config enables "
+                    f"neither bf16 nor fp16: they become fp32, which takes twice the memory; write "
+                    f'"{block}": {{"enabled": true}} to compute in {block} with fp32 masters'
+                )
+    cast_module(module, config.dtype)
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
