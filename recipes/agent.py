@@ -209,7 +209,7 @@ def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> 
             if is_due(config.eval_every, step, config.steps):
                 figures["held_out_success"] = evaluate(policy, config)
             log.write(step, figures, SHOWN)
-            if config.save_every and (step + 1) % config.save_every == 0:
+            if is_due(config.save_every, step, config.steps):
                 save_checkpoints({"actor": policy.actor}, Path(config.out) / CHECKPOINTS, step + 1, config, {})
 
 

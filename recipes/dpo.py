@@ -210,7 +210,7 @@ def train_loop(
                 figures |= {f"held_out_{name}": value for name, value in measured.items()}
                 best = keep_lowest(best, measured["loss"], step + 1, actor, tokenizer, out)
             log.write(step, figures | {"learning_rate": rate}, SHOWN)
-            if config.is_saved(step):
+            if is_due(config.save_every, step, steps.stop):
                 save_checkpoints({"actor": actor}, out / CHECKPOINTS, step + 1, config, best._asdict())
     return best
 

@@ -226,7 +226,7 @@ def train_loop(
                 best = keep_highest(carried.best, score, step + 1, actor, policy.tokenizer, Path(config.out))
                 carried = carried._replace(best=best)
             log.write(step, figures, SHOWN)
-            if config.save_every and (step + 1) % config.save_every == 0:
+            if is_due(config.save_every, step, config.steps):
                 state = carried._asdict() | {"best": tuple(carried.best)}
                 save_checkpoints({"actor": actor}, Path(config.out) / CHECKPOINTS, step + 1, config, state)
     return carried

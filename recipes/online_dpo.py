@@ -195,7 +195,7 @@ def train_loop(
                     best, evaluation.figures["score"], step + 1, actor, policy.tokenizer, Path(config.out)
                 )
             log.write(step, figures, [name for name in SHOWN if name in figures])
-            if config.save_every and (step + 1) % config.save_every == 0:
+            if is_due(config.save_every, step, config.steps):
                 folder = Path(config.out) / CHECKPOINTS
                 save_checkpoints({"actor": actor}, folder, step + 1, config, best._asdict())
     return best

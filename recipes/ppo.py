@@ -225,7 +225,7 @@ def train_loop(
                 figures |= {f"held_out_{name}": value for name, value in evaluation.figures.items()}
                 best = keep_highest(best, evaluation.figures["score"], step + 1, actor, roles.policy.tokenizer, out)
             log.write(step, figures, SHOWN)
-            if config.save_every and (step + 1) % config.save_every == 0:
+            if is_due(config.save_every, step, config.steps):
                 save_checkpoints(roles.engines, out / CHECKPOINTS, step + 1, config, best._asdict())
     return best
 

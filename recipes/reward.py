@@ -41,7 +41,14 @@ from hybrid_engine.recipes.rewards.classifier import (
     score_tokens,
 )
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_trainable
-from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, check_resume, load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import (
+    SavedRun,
+    begin_run,
+    check_resume,
+    is_lengthened,
+    load_checkpoints,
+    save_checkpoints,
+)
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_count, check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
@@ -134,7 +141,7 @@ def run(config: Config) -> Path:
     """Trains and saves the reward model unless its folder exists; returns the folder. Collective."""
     out, folder = Path(config.out), Path(config.out) / "reward"
     config = begin_run(config, "reward")
-    if is_finished(folder, config.restart):
+    if is_finished(folder, config.restart or is_lengthened(config, "reward")):
         return folder
     on_rank_zero(lambda: check_resume(out, config, "reward"))
     check_divides("batch_size", config.batch_size, get_world_size())
@@ -203,7 +210,7 @@ def train_loop(
                     best = {"step": step + 1, "held_out_accuracy": figures["held_out_accuracy"]}
                     save_normalised(engine, corpus.references, tokenizer, Path(config.out) / "reward-best")
             log.write(step, figures, ["loss", "accuracy"])
-            if config.save_every and (step + 1) % config.save_every == 0:
+            if is_due(config.save_every, step, len(corpus.batches)):
                 folder = Path(config.out) / checkpoints_of("reward")
                 save_checkpoints({"model": engine}, folder, step + 1, config, {"best": best})
     return best

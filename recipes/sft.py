@@ -38,7 +38,14 @@ from hybrid_engine.recipes.data.sequences import (
 )
 from hybrid_engine.recipes.planning.following import follow_examples, write_result
 from hybrid_engine.recipes.runs.adapters import add_adapter, check_trainable
-from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, check_resume, load_checkpoints, save_checkpoints
+from hybrid_engine.recipes.runs.checkpoints import (
+    SavedRun,
+    begin_run,
+    check_resume,
+    is_lengthened,
+    load_checkpoints,
+    save_checkpoints,
+)
 from hybrid_engine.recipes.runs.checks import check_above, check_count, check_divides, check_one_of
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
@@ -146,7 +153,7 @@ def run(config: Config) -> Path:
     """Trains and saves the model unless its folder exists; returns the folder. Collective."""
     out, folder = Path(config.out), Path(config.out) / "sft"
     config = begin_run(config, "sft")
-    if is_finished(folder, config.restart):
+    if is_finished(folder, config.restart or is_lengthened(config, "sft")):
         return folder
     on_rank_zero(lambda: check_resume(out, config, "sft"))
     check_divides("batch_size", config.batch_size, get_world_size())
@@ -213,7 +220,7 @@ def train_loop(
                     best = {"step": step + 1, "held_out_loss": figures["held_out_loss"]}
                     save_stage(engine, tokenizer, Path(config.out) / "sft-best")
             log.write(step, figures, [name for name in ("loss", "held_out_loss") if name in figures])
-            if config.save_every and (step + 1) % config.save_every == 0:
+            if is_due(config.save_every, step, len(batches)):
                 folder = Path(config.out) / checkpoints_of("sft")
                 save_checkpoints({"model": engine}, folder, step + 1, config, {"best": best})
     return best

@@ -275,6 +275,25 @@ def test_a_run_without_evaluations_has_no_best(tiny, tmp_path):
     assert "best" not in result and not (tmp_path / "run" / "best").exists()
 
 
+def test_a_finished_run_is_made_longer_as_if_it_had_been_so_from_the_start(tiny, tmp_path):
+    given = {"save_every": 50, "eval_every": 3, "lr_scheduler_type": "constant", "learning_rate": 1e-2}
+    short, whole = tiny("short", steps=2, **given), tiny("whole", steps=4, **given)
+    for config in (short, whole, replace(short, resume=True, steps=4)):
+        grpo.run(config)
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("short", "whole"))
+    assert len(ours) == 4 and "held_out_score" in ours[1]  # after what was the last step
+    for mine, other in zip(ours, theirs, strict=True):
+        mine = {name: value for name, value in mine.items() if name in other}
+        other = {name: value for name, value in other.items() if name in mine}
+        assert without_times(mine) == without_times(other)
+    weights = (weights_in(tmp_path / name / "actor") for name in ("short", "whole"))
+    assert all(map(torch.equal, *(each.values() for each in weights)))
+    with pytest.raises(ValueError, match=r"--epochs=2 but the interrupted run had 1; .* give --epochs as it was$"):
+        grpo.run(replace(short, resume=True, steps=6, epochs=2))
+    with pytest.raises(ValueError, match=r"--steps=3 but the interrupted run had 4; .* or more for a longer run$"):
+        grpo.run(replace(short, resume=True, steps=3))
+
+
 def test_the_best_may_be_the_last_where_no_interval_ends(tiny, tmp_path):
     grpo.run(tiny(steps=3, eval_every=2))
     result, lines = (

@@ -219,3 +219,42 @@ def test_the_best_may_be_the_last_where_no_interval_ends(config, tmp_path):
     assert folder.exists() and all(
         map(torch.equal, weights_of(config).values(), weights_of(config, "sft-best").values())
     )
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "WarmupDecayLR"])
+def test_a_finished_run_is_made_longer(config, kind, capsys):
+    config = replace(config, epochs=1, save_every=100, eval_every=100, lr_scheduler_type=kind)
+    short, whole = config, replace(config, epochs=2, out=config.out + "-whole")
+    sft.run(whole)
+    num_short = len(metrics_of(whole)) // 2
+    sft.run(short)
+    assert len(metrics_of(short)) == num_short
+    capsys.readouterr()
+    sft.run(replace(short, resume=True, epochs=2))
+    said = " ".join(capsys.readouterr().out.split())
+    ours, theirs = metrics_of(short), metrics_of(whole)
+    rates = [[line["learning_rate"] for line in lines[num_short:]] for lines in (ours, theirs)]
+    assert rates[0] == rates[1] and min(rates[0]) > 0 and len(ours) == len(theirs)
+    if kind == "constant":
+        assert [line["loss"] for line in ours] == [line["loss"] for line in theirs] and "makes the run" not in said
+        assert all(map(torch.equal, weights_of(short).values(), weights_of(whole).values()))
+    else:
+        assert f"--epochs=2 makes the run longer: the {kind} schedule of the model is now over all of it" in said
+        assert f"its learning rate goes on at {rates[0][0]:.3g}, after" in said
+
+
+def test_only_the_length_of_a_finished_run_may_grow(config, capsys):
+    config = replace(config, epochs=None, save_every=100)  # one pass over the rows of one's own model
+    folder = sft.run(config)
+    for options in ({}, {"epochs": 1}):
+        sft.run(replace(config, resume=True, **options))
+        assert "is there: this stage is not run again" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"--seed=1 but the interrupted run had 0; .* give --seed as it was$"):
+        sft.run(replace(config, resume=True, epochs=2, seed=1))
+    longer = replace(config, resume=True, epochs=3)
+    sft.run(longer)
+    folder.rename(folder.with_name("moved-too"))
+    with pytest.raises(
+        ValueError, match=r"--epochs=2 but the interrupted run had 3; .* as it was, or more for a longer run$"
+    ):
+        sft.run(replace(longer, epochs=2))

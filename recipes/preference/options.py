@@ -34,10 +34,6 @@ class PreferenceOptions(AdapterOptions, DataOptions, AnswerOptions, ResumeOption
         """The highest learning rate of the schedule."""
         return self.learning_rate or suitable_rate(self, small=1e-4)
 
-    def is_saved(self, step: int) -> bool:
-        """Whether there is a checkpoint after `step`, which counts from 0."""
-        return self.save_every > 0 and (step + 1) % self.save_every == 0
-
     def __post_init__(self) -> None:
         ResumeOptions.__post_init__(self)
         AnswerOptions.__post_init__(self)

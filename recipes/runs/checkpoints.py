@@ -8,7 +8,7 @@ of its data, from the step alone. The loop of a recipe:
     saved = load_checkpoints(engines, folder, config) if config.resume else SavedRun()
     for step in range(saved.step, num_steps):
         ...
-        if config.save_every and (step + 1) % config.save_every == 0:
+        if is_due(config.save_every, step, num_steps):
             save_checkpoints(engines, folder, step + 1, config, {"kl_coef": kl_coef})
 """
 
@@ -29,7 +29,7 @@ from hybrid_engine.recipes.runs.precision import AUTO, apply_tf32, choose_dtype
 from hybrid_engine.recipes.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
 from hybrid_engine.recipes.runs.run_lock import check_not_running
 from hybrid_engine.recipes.runs.run_log import say
-from hybrid_engine.recipes.runs.schedule import DEFAULT_TYPE, EARLIER_TYPE
+from hybrid_engine.recipes.runs.schedule import DEFAULT_TYPE, EARLIER_TYPE, WITHOUT_WARMUP
 
 OPTIONS = "options.json"
 """The options of the run, beside its checkpoints: they can be compared before any model is loaded."""
@@ -39,6 +39,8 @@ _EARLIER = {"lr_scheduler_type": EARLIER_TYPE, "dtype": "fp32"}
 """What runs did that were begun before there was such an option."""
 _OPEN = (None, AUTO, 0)
 """Values of options that a run settles as it begins."""
+_LENGTHS = ("steps", "epochs")
+"""Options of how long a run is, the first of them that a recipe has: `--resume` may raise it."""
 ConfigT = TypeVar("ConfigT")
 
 
@@ -107,16 +109,58 @@ def save_checkpoints(
 def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> SavedRun:
     """Loads what was saved last into `engines`, and every random state; collective.
 
+    Where the run is longer now, the learning rates are those that its schedule has at this step over its new length.
+
     Raises:
         ValueError: there is no checkpoint, or it was written under other options.
     """
     tag = f"step{int((folder / LATEST).read_text())}" if (folder / LATEST).is_file() else None
     saved: dict[str, Any] = {}
     for name, engine in engines.items():
+        schedule = engine.lr_scheduler.state_dict()
         _, saved = engine.load_checkpoint(folder / name, tag)
         _check_options(saved["config"], config)
+        if _is_longer(saved["config"], config):
+            _lengthen(name, engine, schedule, config)
     say(f"Going on after step {saved['step']}")
     return SavedRun(step=saved["step"], state=saved["state"])
+
+
+def is_lengthened(config: Any, recipe: str) -> bool:
+    """Whether `--resume` makes the run of `recipe` longer than it was; collective."""
+    folder = Path(config.out) / checkpoints_of(recipe)
+    saved = on_rank_zero(lambda: _read_options(folder)) if config.resume else None
+    return saved is not None and _is_longer(saved, config)
+
+
+def _is_longer(saved: dict[str, Any], config: Any) -> bool:
+    name = _length_option(config)
+    return _length(config) > _length(replace(config, **{name: saved.get(name)}))
+
+
+def _length_option(config: Any) -> str:
+    return next(name for name in _LENGTHS if hasattr(config, name))
+
+
+def _length(config: Any) -> int:
+    """Steps or passes of a run; sft may leave its passes open."""
+    given = getattr(config, _length_option(config))
+    return int(config.num_epochs if given is None else given)
+
+
+def _lengthen(name: str, engine: Any, schedule: dict[str, Any], config: Any) -> None:
+    """Puts the loaded `engine` where the `schedule` of its whole run, as built for it, is after as many steps."""
+    scheduler = engine.lr_scheduler
+    before = engine.get_lr()[0]
+    scheduler.load_state_dict(schedule | {"last_epoch": scheduler.last_epoch - 1, "_step_count": scheduler._step_count})
+    scheduler.step()
+    if config.lr_scheduler_type != WITHOUT_WARMUP:
+        option, kind = _length_option(config), config.lr_scheduler_type
+        say(
+            f"{flag(option)}={getattr(config, option)} makes the run longer: the {kind} schedule of the {name} is now "
+            f"over all of it, and its learning rate goes on at {engine.get_lr()[0]:.3g}, after {before:.3g}; figures "
+            f"are not those of a run that was as long from the start, as with --lr-scheduler-type={WITHOUT_WARMUP}"
+        )
 
 
 def check_resume(folder: Path, config: Any, recipe: str) -> None:
@@ -179,7 +223,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _check_options(saved: dict[str, Any], config: Any) -> None:
-    given, unset = _options(config), _unset(config)
+    given, unset, length = _options(config), _unset(config), _length_option(config)
     for name in sorted(given.keys() - _MAY_DIFFER):
         if name not in saved and given[name] == _EARLIER.get(name, unset.get(name)):
             continue  # saved before there was such an option
@@ -188,8 +232,9 @@ def _check_options(saved: dict[str, Any], config: Any) -> None:
                 f"--resume: {flag(name)}={given[name]!r} but the interrupted run is of a version that had no such "
                 f"option; a run goes on under the options that it began with: leave {flag(name)} out"
             )
-        if saved[name] != given[name]:
+        if saved[name] != given[name] and not (name == length and _is_longer(saved, config)):
+            more = ", or more for a longer run" if name == length else ""
             raise ValueError(
                 f"--resume: {flag(name)}={given[name]!r} but the interrupted run had {saved.get(name)!r}; "
-                f"a run goes on under the options that it began with: give {flag(name)} as it was"
+                f"a run goes on under the options that it began with: give {flag(name)} as it was{more}"
             )

@@ -66,9 +66,9 @@ class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
     """A run that leaves checkpoints and goes on from the last of them."""
 
     resume: bool = False
-    """go on from the last checkpoint of an interrupted run"""
+    """go on from the last checkpoint of an interrupted run, or of a finished one with more --steps or --epochs"""
     save_every: int = 20
-    """steps between checkpoints; 0 saves none"""
+    """steps between checkpoints, of which one is after the last; 0 saves none"""
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)

@@ -31,16 +31,19 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def is_finished(folder: Path, restart: bool) -> bool:
-    """Whether a stage left `folder` complete and may be skipped, which `restart` forbids; collective.
+def is_finished(folder: Path, runs_again: bool) -> bool:
+    """Whether a stage left `folder` complete and may be skipped, which `runs_again` forbids; collective.
 
     Raises:
         ValueError: nothing can be written to the folder of the run.
     """
     on_rank_zero(lambda: check_out(str(folder.parent)))
-    found = not restart and on_rank_zero(folder.exists)
+    found = not runs_again and on_rank_zero(folder.exists)
     if found:
-        say(f"{folder} is there: this stage is not run again (`hybrid-engine {folder.name} --restart` does)")
+        say(
+            f"{folder} is there: this stage is not run again (`hybrid-engine {folder.name} --restart` does, and "
+            "--resume with more --epochs makes it longer)"
+        )
     return found
 
 
