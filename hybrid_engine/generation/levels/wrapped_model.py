@@ -17,6 +17,9 @@ from hybrid_engine.generation.memory.usage import usable_memory_bytes
 from hybrid_engine.generation.scoring import pack
 from hybrid_engine.ops import Batch, DecodeBatch
 
+OWN_CACHES = ("past_key_values", "cache_params", "state")
+"""Names that transformers' models give their caches: most, Mamba and its like, RWKV."""
+
 
 class AbstractModelInferenceWrapper(ABC):
     """A model that gives logits for windows of columns of a batch of tokens.
@@ -74,7 +77,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
             )
         self.model, self.args = model, args
         self.prompts_tokens = torch.empty(0, 0, dtype=torch.int64)
-        self._state: torch.Tensor | Any | None = None  # the containers' keys and values, or the module's own cache
+        self._state: torch.Tensor | dict[str, Any] | None = None  # the containers' keys and values, or the module's own
         self._num_fed = 0  # columns
         self._is_reading = False
 
@@ -151,7 +154,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
         with self.reading():
             containers = self.generator.model
             if containers is None:
-                logits = self._run_module(tokens, start)
+                logits = self._run_module(tokens, positions)
             elif start == 0:
                 logits = self.generator.group.agree(lambda: self._prefill(containers, tokens))
             else:
@@ -172,11 +175,23 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
             finally:
                 self._is_reading = False
 
-    def _run_module(self, tokens: torch.Tensor, start: int) -> torch.Tensor:
-        cache = None if start == 0 else self._state
-        output = self.generator.module(input_ids=tokens, past_key_values=cache, use_cache=True)
-        self._state = output.past_key_values
-        return output.logits.float()
+    def _run_module(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """By the module's own forward, which is fed all again where its cache does not go on by such a window.
+
+        Recurrent layers go on by single columns only: more, and they begin from nothing without a word.
+        """
+        module = self.generator.module
+        is_rotary = getattr(module.config.get_text_config(), "rope_parameters", None) is not None  # type: ignore[union-attr, operator]
+        # Bamba would count them from 0 again; where they are embedded, some models count from another number.
+        where = {"position_ids": positions} if is_rotary and "position_ids" in self.generator.accepted_names else {}
+        if positions[0, 0] == 0:
+            output = module(input_ids=tokens, use_cache=True)
+        elif isinstance(self._state, dict) and tokens.shape[1] == 1:
+            output = module(input_ids=tokens, use_cache=True, **self._state, **where)
+        else:
+            output = module(input_ids=self.prompts_tokens[:, : int(positions[0, -1]) + 1], use_cache=True)
+        self._state = _own_cache(output)
+        return output.logits[:, -tokens.shape[1] :].float()
 
     def _prefill(self, model: InferenceModel, tokens: torch.Tensor) -> torch.Tensor:
         """The first window: whole rows one after the other, row r in block r."""
@@ -201,6 +216,14 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
                 is_identity=True,
             )
         return model.forward(batch, self._state, self.generator.layers()).unflatten(0, tokens.shape)
+
+
+def _own_cache(output: Any) -> dict[str, Any] | None:
+    """What a module's `output` has of a cache, as its forward takes it; None: it has none."""
+    if getattr(output, "state", None) is not None and len(output.logits) > 1:
+        return None  # RWKV's forward mixes up the states of rows where it goes on by single columns
+    found = {name: cache for name in OWN_CACHES if (cache := getattr(output, name, None)) is not None}
+    return found or None
 
 
 def _check_memory(model: InferenceModel, tokens: torch.Tensor) -> None:

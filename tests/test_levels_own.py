@@ -1,0 +1,69 @@
+"""Strategies and wrapped models without containers: windows are those of one forward pass over all columns."""
+
+import copy
+
+import pytest
+import torch
+import transformers as hf
+from chat import build_chat_tokenizer
+from models import randomised
+
+import hybrid_engine
+from hybrid_engine.generation.levels.backends import choose_backend, common_generate
+from hybrid_engine.generation.levels.parameters import CommonInferenceParams
+from hybrid_engine.generation.levels.strategy import SimpleTextGenerationStrategy
+from hybrid_engine.generation.levels.wrapped_model import GPTInferenceWrapper
+
+TOKENIZER = build_chat_tokenizer()
+_SIZES = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": 1}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+_JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+_STATES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+_STATES_2 = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 16}
+_GRIFFIN = {"num_hidden_layers": 3, "attention_window_size": 8}
+MODELS = {
+    "mamba": lambda: hf.MambaForCausalLM(hf.MambaConfig(**_SIZES, state_size=8)),
+    "mamba2": lambda: hf.Mamba2ForCausalLM(hf.Mamba2Config(**_SIZES, **_STATES_2)),
+    "rwkv": lambda: hf.RwkvForCausalLM(hf.RwkvConfig(**_SIZES)),
+    "jamba": lambda: hf.JambaForCausalLM(hf.JambaConfig(**_SIZES, **_HEADS, **_JAMBA)),
+    "bamba": lambda: hf.BambaForCausalLM(
+        hf.BambaConfig(**_SIZES, **_HEADS, **_STATES, attn_layer_indices=[1], mamba_expand=2)
+    ),
+    "recurrent_gemma": lambda: hf.RecurrentGemmaForCausalLM(
+        hf.RecurrentGemmaConfig(**{**_SIZES, **_GRIFFIN}, **_HEADS)
+    ),
+}
+
+
+class Argmax(SimpleTextGenerationStrategy):
+    """A strategy of one's own."""
+
+    def sample_from_logits(self, last_token_logits, common_inference_params, vocab_size=None):
+        return last_token_logits.argmax(-1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_go_on_from_those_before(name):
+    model = randomised(MODELS[name])
+    reference = copy.deepcopy(model)
+    wrapper = GPTInferenceWrapper(hybrid_engine.init_inference(model, dtype=torch.float32))
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12], [12, 3, 9, 4, 4, 30, 8, 7]])
+    with torch.no_grad():
+        expected = reference(tokens, use_cache=False).logits
+    wrapper.prep_model_for_inference(tokens)
+    for start, end in ((0, 3), (3, 4), (4, 5), (5, 7), (7, 8)):
+        logits = wrapper(wrapper.get_batch_for_context_window(start, end))
+        assert torch.allclose(logits, expected[:, start:end], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_strategy_of_ones_own_draws_transformers_greedy_tokens(name):
+    model, texts = randomised(MODELS[name]), ["the cat", "two dogs ran", "a bird ran"]
+    reference = copy.deepcopy(model)
+    strategy = Argmax(GPTInferenceWrapper(hybrid_engine.init_inference(model, dtype=torch.float32)), TOKENIZER)
+    answer = common_generate(choose_backend(strategy), texts, CommonInferenceParams(num_tokens_to_generate=6))
+    for row, text in enumerate(texts):
+        given = torch.tensor([TOKENIZER(text).input_ids])
+        mask = torch.ones_like(given)
+        greedy = reference.generate(given, attention_mask=mask, max_new_tokens=6, do_sample=False)[0].tolist()
+        assert answer["prompts_tokens_with_generations"][row, : len(greedy)].tolist() == greedy
