@@ -94,6 +94,18 @@ def test_the_best_may_be_the_last_where_no_interval_ends(recipe, model, pairs, t
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+def test_a_finished_run_is_made_longer_as_if_it_had_been_so_from_the_start(recipe, model, pairs, tmp_path):
+    run, given = RECIPES[recipe].run, {"save_every": 100, "eval_every": 0, "lr_scheduler_type": "constant"}
+    short, whole = (tiny(recipe, tmp_path / name, model, pairs, epochs=1, **given) for name in ("short", "whole"))
+    for config in (short, replace(whole, epochs=2), replace(short, epochs=2, resume=True)):
+        run(config)
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("short", "whole"))
+    assert ours == theirs
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "actor") for name in ("short", "whole")]
+    assert all(map(torch.equal, *(each.state_dict().values() for each in models)))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(recipe, model, pairs, tmp_path, monkeypatch):
     options = {
         "epochs": 1 if recipe == "kto" else 2,
