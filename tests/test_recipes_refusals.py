@@ -40,7 +40,7 @@ NAN, INFINITY = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("recipe", "option", "values", "rule"),
     [
-        (ppo, "minibatch_size", (0, -32), "must be at least 1"),
+        (ppo, "minibatch_size", (-1, -32), "must be at least 1"),
         (ppo, "kl_coef", (-0.1,), "must be at least 0"),
         (ppo, "logprob_bound", (-1.0,), "must be at least 0"),
         (ppo, "kl_bound", (-1.0,), "must be at least 0"),
@@ -202,9 +202,10 @@ def test_lengths_beyond_the_models_positions_are_refused_before_any_work(sources
     AutoTokenizer.from_pretrained(sources / "actor").save_pretrained(short)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(100, 160)))
     data = ["--dataset", str(tmp_path / "prompts.jsonl")]
-    line = refusal_of_ppo(capsys, tmp_path / "run", "--model", str(short), "--max-new-tokens", "30", *data)
+    both = ["--max-prompt-tokens", "30", "--max-new-tokens"]
+    line = refusal_of_ppo(capsys, tmp_path / "run", "--model", str(short), *both, "30", *data)
     assert "--max-new-tokens=30 behind prompts of up to 4 tokens makes 34, more than the 32 positions of" in line
-    line = refusal_of_ppo(capsys, tmp_path / "run", "--model", str(short), "--max-prompt-tokens", "30")
+    line = refusal_of_ppo(capsys, tmp_path / "run", "--model", str(short), *both, "40")
     assert "makes 70, more than the 32 positions of --model=" in line
     line = refusal_of_ppo(capsys, tmp_path / "run", "--max-new-tokens", "600")
     assert "more than the 512 positions of the model that stage sft makes" in line
