@@ -1,4 +1,4 @@
-"""Strategies and wrapped models without containers: windows are those of one forward pass over all columns."""
+"""Models without containers at every level: windows are those of one forward pass, rows those of each alone."""
 
 import copy
 
@@ -67,3 +67,27 @@ def test_a_strategy_of_ones_own_draws_transformers_greedy_tokens(name):
         mask = torch.ones_like(given)
         greedy = reference.generate(given, attention_mask=mask, max_new_tokens=6, do_sample=False)[0].tolist()
         assert answer["prompts_tokens_with_generations"][row, : len(greedy)].tolist() == greedy
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("prompts", [([5, 6, 7], [12, 3, 9, 4, 4, 8]), ([5, 6, 7], [12, 3, 9])])
+def test_rows_of_a_batch_get_what_each_gets_alone(name, prompts):
+    model, width = randomised(MODELS[name]), max(map(len, prompts))
+    reference = copy.deepcopy(model)
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    engine = hybrid_engine.init_inference(model, dtype=torch.float32)
+    rows = engine.generate(ids, (ids != 0).long(), **options)
+    for row, prompt in enumerate(prompts):
+        given = torch.tensor([prompt])
+        alone = reference.generate(given, attention_mask=torch.ones_like(given), **options)[0, len(prompt) :]
+        assert rows[row, width:].tolist() == alone.tolist()
+
+
+def test_batches_that_would_be_mixed_up_are_refused():
+    engine = hybrid_engine.init_inference(randomised(MODELS["rwkv"]), dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7], [12, 3, 9]])
+    options = {"max_new_tokens": 2, "eos_token_id": None, "guidance_scale": 1.5}
+    with pytest.raises(ValueError, match=r"RwkvForCausalLM mixes up the rows of a batch.*option guidance_scale"):
+        engine.generate(ids, **options)
+    assert engine.generate(ids[:1], **options).shape == (1, 5)

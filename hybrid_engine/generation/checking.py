@@ -23,6 +23,9 @@ from hybrid_engine.generation.sampling.in_step import NAMES as FUNCTIONS
 from hybrid_engine.generation.sampling.in_step import UserFunctions, read_functions
 from hybrid_engine.generation.sampling.row_options import read_row_options
 
+MIXES_ROWS = ("rwkv", "recurrent_gemma")
+"""Model types whose batches transformers gets wrong: RWKV adds up states of rows, and RecurrentGemma reads padding."""
+
 
 def read_wishes(
     generator: Generator,
@@ -70,8 +73,14 @@ def read_wishes(
     if fallback is not None:
         _check_can_fall_back(generator, fallback)
         ends_by_string = any(of_prompt.rules.stop_strings for of_prompt in of_prompts)
-        if in_sequences or only_native is not None or (options.return_dict and ends_by_string):
+        mixes = _mixes_rows(generator, len(prompts) * options.num_return_sequences)
+        if in_sequences or mixes or only_native is not None or (options.return_dict and ends_by_string):
             undrawn = _reason_not_to_draw(generator, merged)
+            if mixes and undrawn is not None:
+                raise ValueError(
+                    f"generate(): transformers' {type(generator.module).__name__} mixes up the rows of a batch, and "
+                    f"row by row cannot be served here: {undrawn}; pass one row a call, or leave that out"
+                )
             is_drawn, fallback = undrawn is None, fallback if undrawn is None else undrawn
     kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
     return Wishes(
@@ -154,6 +163,12 @@ def _reason_to_fall_back(
             f"option {name} keeps {num_rows} rows in step, more than {generator.config.prefix}max_running={max_running}"
         )
     return None
+
+
+def _mixes_rows(generator: Generator, num_rows: int) -> bool:
+    """Whether the model's own `generate()` would give `num_rows` rows what they do not get alone."""
+    kind = getattr(generator.module.config, "model_type", None)
+    return generator.fallback_reason is not None and num_rows > 1 and kind in MIXES_ROWS
 
 
 def _reason_not_to_draw(generator: Generator, merged: dict[str, Any]) -> str | None:
