@@ -187,7 +187,7 @@ class HybridEngine(ZeroEngine):
             **options: `host`, `port`, `api_key`, `max_waiting`, `max_sessions`, `adapters` of `serving.server.Server`.
 
         Raises:
-            ValueError: in training mode, for a model without containers, and for wrong options.
+            ValueError: in training mode, for a model without containers that processes share, and for wrong options.
         """
         build_server = import_serving()
         with torch.inference_mode(False), torch.no_grad():

@@ -1,5 +1,8 @@
 """Models without containers answer in live batches too, through their own generate()."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 import transformers as hf
@@ -240,3 +243,39 @@ def test_drawn_groups_are_those_of_containers():
             return {group.index: [answer.tokens for answer in group.answers] for group in rollout}
 
     assert groups(is_native=False) == groups(is_native=True)
+
+
+def test_a_served_model_scores_streams_and_goes_on_after_a_client_left():
+    model = hf.MambaForCausalLM(hf.MambaConfig(**_SIZES | {"vocab_size": 259, "eos_token_id": 1}, state_size=8)).eval()
+    tokenizer, reference = build_chat_tokenizer(), copy.deepcopy(model)
+    engine = hybrid_engine.init_inference(model, dtype=torch.float32)
+    ids = tokenizer("ab").input_ids
+    tokens, logprobs = _greedy(reference, ids, 24, eos_token_id=1)
+    with engine.serving(tokenizer, model_name="mamba") as server, server.client() as client:
+        ask = partial(client.completions.create, model="mamba", prompt="ab", temperature=0, max_tokens=24)
+        (scored,) = ask(echo=True, logprobs=0).choices
+        assert scored.text == "ab" + tokenizer.decode(tokens, skip_special_tokens=True)
+        assert scored.logprobs.token_logprobs[2:] == pytest.approx(logprobs.tolist(), abs=1e-4)
+        with torch.no_grad():
+            expected = reference(torch.tensor([ids])).logits[0, 0].log_softmax(-1)[ids[1]]
+        assert scored.logprobs.token_logprobs[1] == pytest.approx(float(expected), abs=1e-4)
+        left = ask(max_tokens=400, stream=True)
+        next(iter(left))
+        left.close()
+        assert "".join(part.choices[0].text for part in ask(stream=True)) == scored.text[2:]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_an_attached_model_have_options_of_their_own(name):
+    model, (ids, mask) = randomised(MODELS[name]), _padded(PROMPTS)
+    attached = hybrid_engine.attach(model)
+    assert attached.generator.fallback_reason is not None
+    output = model.generate(
+        ids, attention_mask=mask, eos_token_id=None, pad_token_id=PAD, return_dict_in_generate=True,
+        row_options=[{"max_new_tokens": 3}, {"max_new_tokens": 6}],
+    )  # fmt: skip
+    reference = randomised(MODELS[name])
+    for row, (prompt, num_new) in enumerate(zip(PROMPTS, (3, 6), strict=True)):
+        tokens, logprobs = _greedy(reference, prompt, num_new, eos_token_id=None)
+        assert output.sequences[row, ids.shape[1] :].tolist() == tokens + [PAD] * (6 - num_new)
+        assert torch.allclose(output.logprobs[row, :num_new], logprobs, atol=1e-4)

@@ -207,7 +207,8 @@ class InferenceEngine(nn.Module):
         """Inside, the model answers at an OpenAI-compatible address, as `HybridEngine.serving` says it.
 
         Raises:
-            ValueError: for a model without `generate()` or containers, and for wrong options.
+            ValueError: for a model without `generate()`, or without containers where processes share it, and for wrong
+                options.
         """
         if self.generator is None:
             raise ValueError(f"serving(): {type(self.module).__name__} does not generate; call forward()")
