@@ -171,7 +171,7 @@ def test_an_adapter_is_trained_from_its_base_as_reference_which_is_loaded_once(
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [lines[0]["chosen_reward"], lines[0]["rejected_reward"]] == pytest.approx([0, 0], abs=1e-5)
     assert "DPO 1/4  loss" in capsys.readouterr().out
-    assert loaded == [model]
+    assert loaded.count(model) == 1
     AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
 
 
