@@ -56,12 +56,15 @@ def test_windows_go_on_from_those_before(name):
         assert torch.allclose(logits, expected[:, start:end], atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [Argmax, SimpleTextGenerationStrategy])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_strategy_of_ones_own_draws_transformers_greedy_tokens(name):
+def test_strategies_draw_transformers_greedy_tokens(name, kind):
     model, texts = randomised(MODELS[name]), ["the cat", "two dogs ran", "a bird ran"]
     reference = copy.deepcopy(model)
-    strategy = Argmax(GPTInferenceWrapper(hybrid_engine.init_inference(model, dtype=torch.float32)), TOKENIZER)
-    answer = common_generate(choose_backend(strategy), texts, CommonInferenceParams(num_tokens_to_generate=6))
+    strategy = kind(GPTInferenceWrapper(hybrid_engine.init_inference(model, dtype=torch.float32)), TOKENIZER)
+    answer = common_generate(
+        choose_backend(strategy), texts, CommonInferenceParams(use_greedy=True, num_tokens_to_generate=6)
+    )
     for row, text in enumerate(texts):
         given = torch.tensor([TOKENIZER(text).input_ids])
         mask = torch.ones_like(given)

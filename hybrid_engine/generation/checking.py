@@ -73,7 +73,7 @@ def read_wishes(
     if fallback is not None:
         _check_can_fall_back(generator, fallback)
         ends_by_string = any(of_prompt.rules.stop_strings for of_prompt in of_prompts)
-        mixes = _mixes_rows(generator, len(prompts) * options.num_return_sequences)
+        mixes = mixes_rows(generator, len(prompts) * options.num_return_sequences)
         if in_sequences or mixes or only_native is not None or (options.return_dict and ends_by_string):
             undrawn = _reason_not_to_draw(generator, merged)
             if mixes and undrawn is not None:
@@ -165,7 +165,7 @@ def _reason_to_fall_back(
     return None
 
 
-def _mixes_rows(generator: Generator, num_rows: int) -> bool:
+def mixes_rows(generator: Generator, num_rows: int) -> bool:
     """Whether the model's own `generate()` would give `num_rows` rows what they do not get alone."""
     kind = getattr(generator.module.config, "model_type", None)
     return generator.fallback_reason is not None and num_rows > 1 and kind in MIXES_ROWS

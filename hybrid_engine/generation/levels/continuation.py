@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybrid_engine.generation.checking import mixes_rows
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.levels.parameters import CommonInferenceParams
 from hybrid_engine.generation.levels.turns import BatchStatus, StrategyChoice, Turn, check_drawn, first_decides
@@ -84,15 +85,19 @@ def call_transformers(
             "TransformersBackend: this process holds only its part of the model; use NativeBackend, or set "
             f"{generator.group.remedy}"
         )
-    input_ids, mask = pad_left([row[:length] for row, length in zip(tokens, lengths, strict=True)], tokens, end)
     options = rollout_options(strategy, generator, params)
     # Each forward pass over streamed layers is collective, also where sampled rows end at different times.
     options["synced_gpus"] = generator.gatherer.is_streamed and generator.partners.size > 1
+    rows = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
+    batches = [[row] for row in rows] if mixes_rows(generator, len(rows)) else [rows]
+    drawn = []
     with wrapper.reading():
-        output = generator.own.generate(input_ids, attention_mask=mask, **options)
-    responses = output.sequences[:, input_ids.shape[1] :]
-    ends_at = response_lengths(responses, (end,)).tolist()
-    drawn = [response[:length] for response, length in zip(responses.tolist(), ends_at, strict=True)]
+        for batch in batches:
+            input_ids, mask = pad_left(batch, tokens, end)
+            responses = generator.own.generate(input_ids, attention_mask=mask, **options).sequences
+            responses = responses[:, input_ids.shape[1] :]
+            ends_at = response_lengths(responses, (end,)).tolist()
+            drawn += [response[:length] for response, length in zip(responses.tolist(), ends_at, strict=True)]
     return [Continuation(row, len(row) - (row[-1] == end)) for row in drawn]
 
 
