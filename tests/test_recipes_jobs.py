@@ -303,16 +303,19 @@ def test_two_processes_under_zero_3_sample_what_one_process_samples(stages, tmp_
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("options", "message"),
     [
-        ("steps", 0, "--steps=0 must be at least 1"),
-        ("temperature", 0.0, "--temperature=0.0 must be above 0"),
-        ("rollout_size", 65, "--rollout-size=65 must be a positive multiple of 32; use 96"),
+        ({"steps": 0}, "--steps=0 must be at least 1"),
+        ({"temperature": 0.0}, "--temperature=0.0 must be above 0"),
+        (
+            {"rollout_size": 65, "minibatch_size": 32},
+            "--rollout-size=65 must be a positive multiple of 32; use 96",
+        ),
     ],
 )
-def test_options_that_cannot_work_are_refused_with_the_remedy(option, value, message):
+def test_options_that_cannot_work_are_refused_with_the_remedy(options, message):
     with pytest.raises(ValueError, match=message):
-        ppo.Config(**{option: value})
+        ppo.Config(**options)
 
 
 def test_a_reward_that_cannot_be_found_is_named(tmp_path, monkeypatch):
