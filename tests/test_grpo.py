@@ -165,7 +165,7 @@ def test_what_cannot_be_packed_or_recomputed_is_refused(tiny):
     with pytest.raises(
         ValueError, match=r"--tokens-per-micro-batch=101 must hold the longest sequence.* raise it to 102"
     ):
-        tiny(tokens_per_micro_batch=101)
+        tiny(tokens_per_micro_batch=101, max_prompt_tokens=96)
     with pytest.raises(ValueError, match="--exact trains by a forward of its own"):
         tiny(exact=True, activation_checkpointing=True)
 
