@@ -92,9 +92,11 @@ class GradientSums:
     def _is_changed(self, parameter: nn.Parameter) -> bool:
         """Whether anything but backward passes has written into the gradient of `parameter`."""
         term, gradient = self._terms.get(id(parameter)), parameter.grad
-        if term is None or gradient is None or term[0]() is not gradient:
+        if term is None or gradient is None:
             return False
-        return term[1] != gradient._version
+        reference, version = term
+        is_same = reference() is gradient
+        return is_same and version != gradient._version
 
     @contextmanager
     def entering(self) -> Iterator[None]:
