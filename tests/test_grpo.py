@@ -243,7 +243,7 @@ def test_rollouts_that_are_chosen_from_and_joined_keep_every_answer_with_its_log
     ("options", "message"),
     [
         ("--group-size 1", "--group-size=1 leaves nothing to compare a sample with"),
-        ("--group-size 3", "--minibatch-size=256 must divide the 192 answers of a step"),
+        ("--group-size 3 --minibatch-size 256", "--minibatch-size=256 must divide the 192 answers of a step"),
         ("--preset grpo", "--preset='grpo' must be one of deepseekmath, trl"),
         ("--preset dapo --kl-coef 0.1", "--kl-coef=0.1 has no KL to weigh"),
         ("--kl-place loss --kl-estimator k1 --kl-coef 0.1", "the expected gradient of k1 is zero"),

@@ -161,7 +161,8 @@ def test_answers_that_end_early_are_planned_again_as_long_as_they_were(sources, 
     monkeypatch.setattr(policies.hybrid_engine, "initialize", initialize)
     grpo.run(
         grpo.Config(
-            out=str(tmp_path), model=str(sources / "model"), dataset=str(sources / "prompts.jsonl"), reward=("exact",),
+            out=str(tmp_path), model=str(sources / "model"), dataset=str(sources / "prompts.jsonl"),
+            reward=("length:target=12",),
             steps=2, rollout_size=4, group_size=4, minibatch_size=16, micro_batch_size=8, eval_prompts=2,
             eval_samples=1, eval_every=0, save_every=0, max_new_tokens=24, max_running=8,
         )
@@ -184,7 +185,8 @@ def test_passes_in_which_groups_share_long_prompts_are_planned_with_all_that_the
             file.write(json.dumps({"prompt": f"{n:02}+" * 60 + "=", "answer": "7"}) + "\n")
     grpo.run(
         grpo.Config(
-            out=str(tmp_path), model=str(sources / "model"), dataset=str(tmp_path / "prompts.jsonl"), reward=("exact",),
+            out=str(tmp_path), model=str(sources / "model"), dataset=str(tmp_path / "prompts.jsonl"),
+            reward=("length:target=12",),
             steps=2, rollout_size=4, group_size=8, minibatch_size=32, tokens_per_micro_batch=budget, eval_prompts=2,
             eval_samples=1, eval_every=0, save_every=0, max_new_tokens=24, max_prompt_tokens=256, max_running=8,
         )
