@@ -373,7 +373,8 @@ def test_accuracy_and_scores_of_references_are_the_same_with_less_memory(tmp_pat
         with noting_rows(model.model.layers[1].mlp, 3) as tried:
             for _ in range(2):
                 assert compute(engine) == pytest.approx(expected, rel=1e-5)
-        assert tried[0] == rows_at_first and set(tried[-8:]) == {2}
+        passes = [rows for rows in tried if rows > 1]  # one row alone asks for the logits that a save is compared by
+        assert passes[0] == rows_at_first and set(passes[-8:]) == {2}
 
 
 def test_an_inference_engine_rolls_out_with_half_the_rows():
