@@ -20,6 +20,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Options:
+    steps: int = NUM_STEPS
     resume: bool = False
     betas: tuple[float, ...] = (0.9, 0.95)
     algorithm: Group = field(default_factory=Group)

@@ -117,10 +117,10 @@ def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> S
     tag = f"step{int((folder / LATEST).read_text())}" if (folder / LATEST).is_file() else None
     saved: dict[str, Any] = {}
     for name, engine in engines.items():
-        schedule = engine.lr_scheduler.state_dict()
+        schedule = None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
         _, saved = engine.load_checkpoint(folder / name, tag)
         _check_options(saved["config"], config)
-        if _is_longer(saved["config"], config):
+        if schedule is not None and _is_longer(saved["config"], config):
             _lengthen(name, engine, schedule, config)
     say(f"Going on after step {saved['step']}")
     return SavedRun(step=saved["step"], state=saved["state"])
