@@ -29,7 +29,8 @@ def main(checkpoint: str, tokenizer_name: str) -> None:
     engine = hybrid_engine.init_inference(
         model, checkpoint=checkpoint, tensor_parallel={"tp_size": 2}, pipeline_parallel_size=2
     )
-    strategy = SimpleTextGenerationStrategy(GPTInferenceWrapper(engine), AutoTokenizer.from_pretrained(tokenizer_name))
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_name, trust_remote_code=False)
+    strategy = SimpleTextGenerationStrategy(GPTInferenceWrapper(engine), tokenizer)
     params = CommonInferenceParams(temperature=0.8, num_tokens_to_generate=30)
     result = common_generate(choose_backend(strategy, random_seed=0), PROMPTS, params)
     for text in result.get("prompts_plus_generations_detokenized", []):  # rank 0 has them
