@@ -1,6 +1,7 @@
 """Runs a function on several gloo processes of this machine, for tests of what happens between ranks."""
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -34,7 +35,11 @@ def run_distributed(worker: Callable[..., Any], world_size: int, *args: Any, sec
     """
     with tempfile.TemporaryDirectory() as folder:
         args = (worker, world_size, free_port(), folder, args, seconds)
-        mp.start_processes(_run, args=args, nprocs=world_size, start_method="forkserver")
+        try:
+            mp.start_processes(_run, args=args, nprocs=world_size, start_method="forkserver")
+        except mp.ProcessExitedException as error:
+            error.add_note(_last_stacks(Path(folder)))
+            raise
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
 
 
@@ -57,6 +62,11 @@ def run_to_the_end(workers: list[tuple[Any, ...]], seconds: float) -> list[list[
         return [[torch.load(f, weights_only=False) if f.exists() else None for f in pair] for pair in files]
 
 
+def _last_stacks(folder: Path) -> str:
+    """Where the threads of processes stood that a signal ended."""
+    return "\n".join(f"{file.stem}:\n{file.read_text()}" for file in sorted(folder.glob("*.stack")))
+
+
 def _run(
     rank: int,
     worker: Callable[..., Any],
@@ -74,6 +84,8 @@ def _run(
         MASTER_PORT=str(port),
         CUDA_VISIBLE_DEVICES="",
     )
+    stacks = (Path(folder) / f"rank {rank}.stack").open("w")
+    faulthandler.enable(stacks)
     torch.set_num_threads(1)
     gc.freeze()  # half a million objects of imported modules, which each collection would search for a quarter second
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
