@@ -33,16 +33,16 @@ from hybrid_engine.recipes.runs.run_folder import has_checkpoint
 from hybrid_engine.rl.estimates import Interval, mean_interval
 
 FOLDER = Path(__file__).parent
-TASK = "reasoning_gym:products:min_terms=2,max_terms=2,min_digits=1,max_digits=1,shots=6,held_out=60"
+TASK = "reasoning_gym:letter_counting:min_words=3,max_words=6,shots=3,held_out=120,held_out_seed=3000000000"
 REWARD = "reasoning_gym"
 G, QUESTIONS, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 8, 8, 8, 320
-TOKENS_PER_PASS = 2048
+TOKENS_PER_PASS = 1024
 LORA_RANK = 8
-RATES = {"lora": 5e-4, "full": 2e-5}
+RATES = {"lora": 3e-4, "full": 1e-5}
 WARMUP = 4
 TEMPERATURE = 1.0
-EVAL_SAMPLES = 16
-CHECKPOINT_EVERY = 2
+EVAL_SAMPLES = 8
+CHECKPOINT_EVERY = 10
 LEFT = 3
 """Exit status while something is left to do."""
 
@@ -332,7 +332,7 @@ def draw(folder: Path, parts: list[Part], file: Path) -> None:
             continue
         name = "run/metrics.jsonl" if part.side == "ours" else "rewards.jsonl"
         rows = last_of_each(read_lines(folder / part.name / name))
-        panel = panels[part.kind == "full"]
+        panel = panels[int(part.kind == "full")]
         style = {"color": "C0"} if part.side == "ours" else {"color": "C1", "linestyle": "--"}
         scores = [row["score"] for row in rows]
         smooth = [statistics.fmean(scores[max(0, index - 4) : index + 1]) for index in range(len(scores))]
@@ -352,7 +352,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", help="only these; --list names them")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--trl-seeds", nargs="+", type=int, default=[0], help="seeds that TRL trains too (default 0)")
-    parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=9.0, help="after which the command stops (default 9)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--task", default=TASK, help="the data set")
