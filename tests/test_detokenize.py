@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from hybrid_engine.generation.detokenize import IncrementalDetokenizer, token_bytes
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
 from hybrid_engine.generation.sampling.stops import _ends_with_string
 
 TEXT = [
@@ -164,6 +164,15 @@ def test_a_stop_string_of_several_bytes_is_found_in_a_tokenizer_in_python():
     tokens = tokenizer("ab 🙂 c", add_special_tokens=False)["input_ids"]
     ends = [_ends_with_string(tokenizer, ("🙂",), [], tokens[:count]) for count in range(1, len(tokens) + 1)]
     assert ends == [count == 7 for count in range(1, len(tokens) + 1)]
+
+
+def test_a_token_begins_behind_the_characters_that_those_before_it_finish(tokenizer):
+    tokens = tokenizer.encode("the cat 🙂 sat 你好, on", add_special_tokens=False)
+    offsets = TextOffsets(tokenizer, first=7)
+    whole = tokenizer.decode(tokens, skip_special_tokens=True)
+    for place, token in enumerate(tokens):
+        finished = tokenizer.decode(tokens[:place], skip_special_tokens=True).rstrip("\ufffd")
+        assert offsets.next(token) == 7 + len(finished) and whole.startswith(finished)
 
 
 @pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])

@@ -368,6 +368,9 @@ def test_an_echo_says_how_likely_the_prompt_was(client, engine, tokenizer, max_t
         # Harnesses compare the two to the last bit: whether the token is what would have been drawn.
         assert (best == score) == (int(logprobs[place].argmax()) == int(ids[0, place + 1]))
     assert choice.text.startswith("hello") and choice.logprobs.text_offset[:5] == [0, 1, 2, 3, 4]
+    events = list(ask(client, max_tokens=max_tokens, echo=True, logprobs=1, temperature=0, stream=True))
+    told = [event.choices[0].logprobs for event in events if event.choices and event.choices[0].logprobs]
+    assert [offset for part in told for offset in part.text_offset] == choice.logprobs.text_offset
     plain = ask(client, max_tokens=3, echo=True).choices[0]
     assert plain.text == "hello" + ask(client, max_tokens=3).choices[0].text
 

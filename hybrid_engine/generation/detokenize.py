@@ -136,6 +136,26 @@ class IncrementalDetokenizer:
             self._window, self._num_read = window, len(shorter) - num_held
 
 
+class TextOffsets:
+    """Where in a text each of its tokens begins, as they come: behind the characters that those before it finish.
+
+    Args:
+        tokenizer: transformers'.
+        skip_special_tokens: whether special tokens have no text.
+        first: characters before the first token.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, first: int = 0):
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._num_given = first
+
+    def next(self, token: int) -> int:
+        """The offset of the next token, in characters."""
+        offset = self._num_given + len(self._detokenizer.held.rstrip(REPLACEMENT))
+        self._num_given += len(self._detokenizer.add(token))
+        return offset
+
+
 def _decoder(tokenizer: Any, cleans_up: bool) -> Callable[..., str]:
     """`tokenizer.decode`, or what it comes to: its checks take twice as long as the decoding of a few tokens."""
     kind = type(tokenizer)

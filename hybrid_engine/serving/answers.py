@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hybrid_engine.generation.batching.sequence import Sequence
-from hybrid_engine.generation.detokenize import IncrementalDetokenizer, token_bytes
+from hybrid_engine.generation.detokenize import IncrementalDetokenizer, TextOffsets, token_bytes
 from hybrid_engine.generation.live import Progress
 from hybrid_engine.serving.answer_reader import AnswerReader, Shown, build_reader
 from hybrid_engine.serving.asked import Asked, ServedModel, parser_for
@@ -233,11 +233,15 @@ class CompletionWriter(Writer):
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
     request: CompletionRequest
 
+    def __init__(self, asked: Asked, model: ServedModel):
+        super().__init__(asked, model)
+        self._offsets: dict[int, TextOffsets] = {}  # of answers, by choice
+
     def opening(self) -> list[dict[str, Any]]:
         """The prompts, where they are echoed."""
         if not self.request.echo:
             return []
-        return [self._chunk([self._choice(c, self._echo(c), None, 0)]) for c in self.choices]
+        return [self._chunk([self._echo_choice(choice, None)]) for choice in self.choices]
 
     def _echo(self, choice: Choice) -> Piece:
         """The prompt as a piece; before its first token there is nothing that could say how likely that was."""
@@ -250,9 +254,9 @@ class CompletionWriter(Writer):
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         answer = Piece(choice.index, choice.text, choice.tokens, choice.logprobs, choice.tops, choice.finish_reason)
         if not self.request.echo:
-            return self._choice(choice, answer, choice.finish_reason or "length", 0)
-        shown = self._choice(choice, self._echo(choice), choice.finish_reason or "length", 0)
-        rest = self._choice(choice, answer, None, len(shown["text"]))
+            return self._answer_choice(choice, answer, choice.finish_reason or "length", 0)
+        shown = self._echo_choice(choice, choice.finish_reason or "length")
+        rest = self._answer_choice(choice, answer, None, len(shown["text"]))
         shown["text"] += rest["text"]
         if shown["logprobs"] is not None:
             shown["logprobs"] = {name: part + rest["logprobs"][name] for name, part in shown["logprobs"].items()}
@@ -260,21 +264,30 @@ class CompletionWriter(Writer):
 
     def _chunk_choice(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         echoed = len(self._echo(choice).text) if self.request.echo else 0
-        return self._choice(choice, piece, piece.finish_reason, echoed + len(choice.text) - len(piece.text))
+        return self._answer_choice(choice, piece, piece.finish_reason, echoed)
 
-    def _choice(self, choice: Choice, piece: Piece, finish_reason: str | None, offset: int) -> dict[str, Any]:
-        shown = {"index": piece.index, "text": piece.text, "logprobs": self._logprobs(piece, offset)}
+    def _echo_choice(self, choice: Choice, finish_reason: str | None) -> dict[str, Any]:
+        return self._choice(choice, self._echo(choice), finish_reason, TextOffsets(self.model.tokenizer))
+
+    def _answer_choice(self, choice: Choice, piece: Piece, reason: str | None, num_echoed: int) -> dict[str, Any]:
+        """A piece of the answer, which comes behind `num_echoed` characters of the prompt."""
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            skips = self.request.skip_special_tokens
+            offsets = self._offsets[choice.index] = TextOffsets(self.model.tokenizer, skips, num_echoed)
+        return self._choice(choice, piece, reason, offsets)
+
+    def _choice(self, choice: Choice, piece: Piece, finish_reason: str | None, offsets: TextOffsets) -> dict[str, Any]:
+        shown = {"index": piece.index, "text": piece.text, "logprobs": self._logprobs(piece, offsets)}
         return shown | {"finish_reason": finish_reason} | self._ids(choice, piece.tokens)
 
-    def _logprobs(self, piece: Piece, offset: int) -> dict[str, Any] | None:
-        """`offset`: characters of the choice before the piece."""
+    def _logprobs(self, piece: Piece, offsets: TextOffsets) -> dict[str, Any] | None:
         if self.request.logprobs is None:
             return None
-        texts = [self.model.tokenizer.decode([token]) for token in piece.tokens]
         return {
             "tokens": [self._name(token) for token in piece.tokens],
             "token_logprobs": piece.logprobs,
-            "text_offset": [offset + sum(map(len, texts[:place])) for place in range(len(texts))],
+            "text_offset": [offsets.next(token) for token in piece.tokens],
             "top_logprobs": [
                 # Tokens may have one text, such as parts of characters: the likelier comes last and stays.
                 {self._name(token): value for token, value in reversed(likeliest)} or None
