@@ -415,3 +415,11 @@ def test_a_checkpoint_that_is_not_there_or_cannot_be_used_is_named(folder, tmp_p
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
         hybrid_engine.init_inference(on_meta("llama"), checkpoint=tmp_path)
+
+
+def test_what_compile_returns_runs_and_says_why_it_does_not_generate():
+    pipe = hybrid_engine.init_inference(torch.compile(build_model(), backend="eager"))
+    input_ids, _ = padded_prompts()
+    assert torch.equal(pipe(input_ids=input_ids).logits, build_model()(input_ids=input_ids).logits)
+    with pytest.raises(ValueError, match=r"what torch.compile\(\) returned.*model.compile\(\)"):
+        pipe.generate(input_ids)

@@ -33,6 +33,7 @@ from hybrid_engine.generation.request import Request
 from hybrid_engine.generation.scoring import score_packed
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
+from hybrid_engine.model_checks import check_uncompiled
 from hybrid_engine.observing.memory_plan import format_bytes
 from hybrid_engine.serving import import_serving
 
@@ -181,6 +182,7 @@ class InferenceEngine(nn.Module):
             ValueError: for a model without `generate()`, or any input or option that cannot work.
         """
         if self.generator is None:
+            check_uncompiled("init_inference", self.module)
             raise ValueError(f"generate(): {type(self.module).__name__} does not generate; call forward()")
         # Tensors made in inference mode would stay behind in the workspace.
         with holding_interrupts() as held, torch.inference_mode(False), torch.no_grad():
