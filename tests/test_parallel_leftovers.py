@@ -19,6 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+import hybrid_engine
 from hybrid_engine import (
     ComputeConfig,
     build_optimizer,
@@ -165,7 +166,7 @@ def test_extra_state_goes_from_plan_to_plan_and_counts(tmp_path, lowering):
 
 
 def left_behind(rank, world_size, folder):
-    """The open files and threads after two modules of each kind and after six, and a step after those."""
+    """The open files and threads after two modules and engines of each kind and after six, and a step after those."""
     seen = []
     for number in range(6):
         for policy, options in (("data", {}), ("pp", {"pas_config": {"pipeline_nmicros": 2}})):
@@ -176,6 +177,11 @@ def left_behind(rank, world_size, folder):
             optimizer.step()
             del run, optimizer
             gc.collect()
+        for stage in (0, 3):
+            zero = {"stage": stage} | ({"mics_shard_size": 1} if stage else {})
+            hybrid_engine.initialize(
+                model=torch.nn.Linear(4, 4), config={"train_batch_size": 2, "zero_optimization": zero}
+            )
         seen.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
     copies = [
         parallelize(Stack(), {"sample": sample(0)}, "data", ComputeConfig(2, 2), gen_savedir=folder / "data")
@@ -186,7 +192,7 @@ def left_behind(rank, world_size, folder):
     return seen, len(groups)
 
 
-def test_a_module_that_is_gone_leaves_no_open_file_and_no_thread(tmp_path):
+def test_a_module_or_an_engine_that_is_gone_leaves_no_open_file_and_no_thread(tmp_path):
     for seen, num_groups in run_distributed(left_behind, 2, tmp_path, seconds=120):
         assert seen[-1] == seen[1], seen
         assert num_groups == 2  # what is in use serves one module

@@ -7,6 +7,11 @@ from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.zero.split_module import STAGES, tensor_axes, tensor_names
 
+_meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
+"""Those that were made so far, by their layout."""
+_world: list[dist.ProcessGroup | None] = []
+"""The group of all processes that these belong to."""
+
 
 def build_mesh(
     config: EngineConfig, world_size: int, num_stages: int = 1, split_sizes: tuple[int, ...] = ()
@@ -19,10 +24,23 @@ def build_mesh(
     """
     shape = mesh_shape(config, world_size)
     names = ("replicate", "fsdp")[-len(shape) :]
+    if num_stages == 1 and not split_sizes:
+        return _shared_mesh(default_device().type, shape, names)
     if num_stages > 1:
         shape, names = (*shape, num_stages), (*names, STAGES)
     shape, names = (*shape, *split_sizes), (*names, *tensor_names(len(split_sizes)))
     return init_device_mesh(default_device().type, shape, mesh_dim_names=names)
+
+
+def _shared_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One mesh for all engines of a layout: each group costs its processes threads and connections for good."""
+    if _world != [dist.group.WORLD]:
+        _world[:] = [dist.group.WORLD]
+        _meshes.clear()
+    layout = device_type, shape, names
+    if layout not in _meshes:
+        _meshes[layout] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _meshes[layout]
 
 
 def mesh_shape(config: EngineConfig, world_size: int) -> tuple[int, ...]:
