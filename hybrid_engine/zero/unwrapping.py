@@ -75,7 +75,7 @@ def _plain(module: nn.Module) -> Iterator[None]:
     try:
         for part in parts:
             # Users hold handles of hooks, which refer to the dictionaries that these are in.
-            hooks = {name: copy.copy(held) for name, held in vars(part).items() if _holds_hooks(name)}
+            hooks = {name: copy.copy(held) for name, held in _hooks_of(part).items()}
             object.__setattr__(part, "__dict__", {**vars(part), **hooks})
         unwrap(module)
         yield
@@ -94,8 +94,7 @@ def unwrap(root: nn.Module) -> None:
     wrapped = [part for part in parts if isinstance(part, FSDPModule)]
     ids = hook_ids(wrapped)
     for part in parts:
-        for name in filter(_holds_hooks, list(vars(part))):
-            hooks = vars(part)[name]
+        for hooks in _hooks_of(part).values():
             for number in [number for number, hook in hooks.items() if number in ids or isinstance(hook, EngineHook)]:
                 del hooks[number]
     for part in wrapped:
@@ -106,8 +105,10 @@ def unwrap(root: nn.Module) -> None:
         cast(Any, part).__class__ = kind
 
 
-def _holds_hooks(name: str) -> bool:
-    return name.startswith("_") and "_hooks" in name
+def _hooks_of(part: nn.Module) -> dict[str, dict[int, Any]]:
+    """torch's dictionaries of hooks by number, by name; transformers has lists of handles under such names."""
+    held = vars(part).items()
+    return {name: kept for name, kept in held if name.startswith("_") and "_hooks" in name and isinstance(kept, dict)}
 
 
 def note_evaluated(root: nn.Module) -> None:
