@@ -37,6 +37,8 @@ TASK = "reasoning_gym:letter_counting:min_words=3,max_words=6,shots=3,held_out=1
 REWARD = "reasoning_gym"
 G, QUESTIONS, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS = 8, 8, 8, 320
 TOKENS_PER_PASS = 1024
+TRL_ROWS_PER_PASS = 16
+"""All 64 at once need more than 24 GB."""
 LORA_RANK = 8
 RATES = {"lora": 3e-4, "full": 1e-5}
 WARMUP = 4
@@ -198,8 +200,8 @@ def train_by_trl(job: Job, part: Part) -> int:
         ]
 
     arguments = GRPOConfig(
-        output_dir=str(folder / "checkpoints"), max_steps=job.updates, per_device_train_batch_size=QUESTIONS * G,
-        num_generations=G, max_completion_length=MAX_NEW_TOKENS, temperature=TEMPERATURE,
+        output_dir=str(folder / "checkpoints"), max_steps=job.updates, per_device_train_batch_size=TRL_ROWS_PER_PASS,
+        gradient_accumulation_steps=QUESTIONS * G // TRL_ROWS_PER_PASS, num_generations=G, max_completion_length=MAX_NEW_TOKENS, temperature=TEMPERATURE,
         learning_rate=RATES[part.kind], warmup_steps=WARMUP, lr_scheduler_type="linear", adam_beta2=0.95,
         adam_epsilon=1e-5, seed=part.seed, shuffle_dataset=False, report_to=[], use_cpu=True, bf16=False,
         activation_checkpointing=False, disable_tqdm=True, logging_steps=1, save_strategy="steps",

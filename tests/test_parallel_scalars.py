@@ -26,22 +26,23 @@ def _one_process_alone():
 
 
 class Gained(Block):
-    """A block with a factor of its own, which layers under ZeRO have beside what is sharded."""
+    """A block with a factor of its own, which layers under ZeRO have beside what is sharded; a weight of no rows."""
 
-    def __init__(self):
+    def __init__(self, num_rows):
         super().__init__()
         self.gain = nn.Parameter(torch.tensor(0.8))
+        self.rows = nn.Parameter(torch.ones(num_rows, 3))
 
     def forward(self, x):
-        return super().forward(x) * self.gain
+        return super().forward(x) * self.gain + self.rows.sum()
 
 
 class Scaled(Stack):
     """Logits with a trained scale, a frozen one and one that is nobody's."""
 
-    def __init__(self):
+    def __init__(self, num_rows=0):
         super().__init__()
-        self.blocks = nn.ModuleList(Gained() for _ in range(2))
+        self.blocks = nn.ModuleList(Gained(num_rows) for _ in range(2))
         self.logit_scale = nn.Parameter(torch.tensor(0.3))
         self.temperature = nn.Parameter(torch.tensor(1.5), requires_grad=False)
         self.double()
@@ -56,18 +57,20 @@ class Scaled(Stack):
         return loss, logits
 
 
-def build():
+def build(num_rows=0):
     torch.manual_seed(0)
-    return Scaled()
+    return Scaled(num_rows)
 
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-9}
 
 
-def make(folder, policy, plan_ngpus, **options):
+def make(folder, policy, plan_ngpus, num_rows=0, **options):
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = ComputeConfig(plan_ngpus, world_size, use_end2end=True, **options)
-    return parallelize(build(), {"sample": samples_of(0)[0]}, policy, config, gen_savedir=folder, reuse="override")
+    return parallelize(
+        build(num_rows), {"sample": samples_of(0)[0]}, policy, config, gen_savedir=folder, reuse="override"
+    )
 
 
 def megatron(graph, config):
@@ -147,6 +150,8 @@ def test_training_with_scalars_that_goes_from_plan_to_plan_is_that_of_the_module
         optimizer.load_state_dict(merged[-1][1])
 
 
+ROWS = {"Adafactor": 1}
+"""It divides by the number of a weight's elements."""
 KINDS = {"Rprop": {"lr": 0.01}, "Adafactor": {"lr": 0.01}, "Adagrad": {"lr": 0.01}, "NAdam": {"lr": 0.01}}
 
 
@@ -156,7 +161,7 @@ def two_steps(rank, world_size, folder):
     for name, options in KINDS.items():
         merged = None
         for step in range(2):
-            module = make(folder, "tp", 2)
+            module = make(folder, "tp", 2, ROWS.get(name, 0))
             optimizer = build_optimizer(module, getattr(torch.optim, name), **options)
             if merged:
                 load_merged_state_dicts(module, merged[0], optimizer, merged[1])
@@ -170,7 +175,7 @@ def two_steps(rank, world_size, folder):
 def test_every_kind_of_optimizer_goes_on_with_scalars_in_a_unit(tmp_path):
     found = run_distributed(two_steps, 2, tmp_path, seconds=200)[0]
     for name, options in KINDS.items():
-        module = build()
+        module = build(ROWS.get(name, 0))
         optimizer = getattr(torch.optim, name)(module.parameters(), **options)
         plain_steps(module, optimizer, range(2), clip=1e9)
         for key, weight in module.named_parameters():

@@ -13,6 +13,7 @@ from hybrid_engine.distributed.single_tensors import reduce_scatter_single
 from hybrid_engine.parallel.eager_module import EagerModule
 from hybrid_engine.parallel.parallel_module import ParallelModule
 from hybrid_engine.parallel.reducer import Bucket
+from hybrid_engine.zero.fsdp2_private import reduce_without_empty
 from hybrid_engine.zero.layer_groups import find_groups
 from hybrid_engine.zero.view_outputs import copy_views_in_outputs
 
@@ -30,11 +31,13 @@ def shard(part: ParallelModule) -> None:
     for scalar in scalars:
         scalar.data = scalar.data.to(default_device())  # as FSDP2 moves what it shards
     layers = find_groups(part).modules if isinstance(part, EagerModule) else []
-    for group in (*layers, part):
+    groups = [*layers, part]
+    for group in groups:
         copy_views_in_outputs(group)
         sharded = fully_shard(group, mesh=mesh, reshard_after_forward=False, ignored_params=scalars)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    reduce_without_empty(groups)
 
 
 def sharded_parameters(part: ParallelModule) -> list[nn.Parameter]:
