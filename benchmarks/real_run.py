@@ -201,11 +201,11 @@ def train_by_trl(job: Job, part: Part) -> int:
 
     arguments = GRPOConfig(
         output_dir=str(folder / "checkpoints"), max_steps=job.updates, per_device_train_batch_size=TRL_ROWS_PER_PASS,
-        gradient_accumulation_steps=QUESTIONS * G // TRL_ROWS_PER_PASS, num_generations=G, max_completion_length=MAX_NEW_TOKENS, temperature=TEMPERATURE,
-        learning_rate=RATES[part.kind], warmup_steps=WARMUP, lr_scheduler_type="linear", adam_beta2=0.95,
-        adam_epsilon=1e-5, seed=part.seed, shuffle_dataset=False, report_to=[], use_cpu=True, bf16=False,
-        activation_checkpointing=False, disable_tqdm=True, logging_steps=1, save_strategy="steps",
-        save_steps=CHECKPOINT_EVERY, save_total_limit=1,
+        gradient_accumulation_steps=QUESTIONS * G // TRL_ROWS_PER_PASS, num_generations=G, temperature=TEMPERATURE,
+        max_completion_length=MAX_NEW_TOKENS, learning_rate=RATES[part.kind], lr_scheduler_type="linear",
+        warmup_steps=WARMUP, adam_beta2=0.95, adam_epsilon=1e-5, seed=part.seed, shuffle_dataset=False, report_to=[],
+        use_cpu=True, bf16=False, activation_checkpointing=False, disable_tqdm=True, logging_steps=1,
+        save_strategy="steps", save_steps=CHECKPOINT_EVERY, save_total_limit=1,
     )  # fmt: skip
     adapter = LoraConfig(r=LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = GRPOTrainer(
