@@ -1,9 +1,10 @@
-"""The tutorial's job on the real model, with three seeds, and the same job by TRL: time, memory and gain.
+"""The tutorial's job on the real model, with three seeds, and a shorter one beside TRL: gain, time and memory.
 
     python benchmarks/real_run.py --list
     python benchmarks/real_run.py                           # goes on for nine minutes; status 3 while something is left
     until python benchmarks/real_run.py; do [ $? = 3 ] || break; done       # all of it, in commands of nine minutes
-    python benchmarks/real_run.py --parts ours-lora-0 trl-lora-0 --updates 10
+    python benchmarks/real_run.py --updates 8 --seeds 0 --trl-seeds 0 --folder runs/beside_trl \\
+        --csv benchmarks/results/real_run_trl.csv --picture runs/beside_trl.png
     python benchmarks/real_run.py --table                   # what is finished: the table, the CSV and the picture
 
 GRPO with a LoRA adapter and of all weights, by `hybrid-engine grpo` and by TRL's `GRPOTrainer`: the same questions in
@@ -353,7 +354,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", help="only these; --list names them")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--trl-seeds", nargs="+", type=int, default=[0], help="seeds that TRL trains too (default 0)")
+    parser.add_argument("--trl-seeds", nargs="+", type=int, default=[], help="seeds that TRL trains too")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=9.0, help="after which the command stops (default 9)")
     parser.add_argument("--threads", type=int, default=2)
