@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from models import PAD, build_model, padded_prompts
 from small_actors import save_small_actor, save_sums
 from transformers import (
@@ -38,6 +39,7 @@ from hybrid_engine.recipes.data.packing import Layout, Prompt, set_layout
 from hybrid_engine.recipes.data.pass_shapes import Items, extent_of
 from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import Sequences, build_sequences, packed_rows, response_logprobs
+from hybrid_engine.recipes.experience.start import prepare
 from hybrid_engine.recipes.planning import roles
 from hybrid_engine.recipes.planning.estimate import estimate_of
 from hybrid_engine.recipes.planning.read import Learned, Read, read_preferences
@@ -455,6 +457,45 @@ def test_its_help_needs_no_torch():
 def test_episodes_of_a_model_without_a_chat_template_are_refused_as_the_run_refuses_them(command):
     with pytest.raises(ValueError, match="its tokenizer has no chat template"):
         READERS["agent"](agent.Config(model=command[2]))
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A small actor whose chat template takes no turn of a tool."""
+    refusing = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + PLAIN_TEMPLATE
+    return save_small_actor(tmp_path_factory.mktemp("chat") / "model", build_chat_tokenizer(refusing))
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        ([{"prompt": "Play.", "answer": number} for number in range(40)], {}),
+        (
+            [
+                {"prompt": [{"role": "tool" if number == 7 else "user", "content": "?" * number}], "answer": number}
+                for number in range(1, 40)
+            ],
+            {"skip_bad_rows": True},
+        ),
+    ],
+    ids=["one_prompt_with_many_answers", "a_prompt_that_the_template_refuses"],
+)
+def test_a_plan_counts_the_prompts_that_the_run_answers(rows, options, chat_model, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = grpo.Config(
+        model=chat_model, dataset=str(data), reward=("exact",), out=str(tmp_path / "run"), eval_prompts=1,
+        max_prompt_tokens=64, max_new_tokens=4, **options,
+    )  # fmt: skip
+    assert READERS["grpo"](config).answered == prepare(config).answered
+
+
+def test_a_plan_refuses_a_column_that_the_run_refuses(chat_model, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{number}"}) + "\n" for number in range(40)))
+    config = grpo.Config(model=chat_model, dataset=str(data), reward=("exact",), max_prompt_tokens=64, max_new_tokens=4)
+    with pytest.raises(ValueError, match="--reward='exact' reads the column 'answer'"):
+        READERS["grpo"](config)
 
 
 def test_a_pass_over_padded_answers_is_counted_with_the_head_asked_for_those_alone():

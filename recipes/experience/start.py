@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -63,7 +63,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     for name in ("rollout_size", "minibatch_size"):
         check_divides(name, getattr(config, name), get_world_size())
     check_given_together(config, task)
-    specs = config.reward or ((task.reward,) if task.reward else ())
+    specs = reward_specs(config, task)
     if not config.model:
         check_stage(folder, "sft", task.actor_stage(config).batch_size)
     if not specs:
@@ -71,18 +71,12 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     source = config.model or (str(folder / "sft") if (folder / "sft").exists() else None)
     check_model(source, config)
     load_judge = partial(LearnedReward.load, most_rows=config.rows_per_pass, dtype=torch_dtype(config.dtype))
-    given = (config.reward_weights or None, config.reward_time_limit)
     load_model = _on_shared_base(source) if getattr(config, "shared_base", False) else load_judge
-    rewards = load_rewards(specs, *given, load_model) if specs else None
+    rewards = load_named_rewards(config, task, load_model)
 
     tokenizer = load_tokenizer(source) if source is not None else None
-    columns = rewards.columns if rewards is not None else ()
-    train, held_out = load_prompt_rows(config.source, columns) if config.dataset else task.load_rows(config.seed)
-    if rewards is not None:
-        rewards.check_columns([*train, *held_out])
-    train, train_lengths = keep_usable(config, train, tokenizer, rewards)
-    held_out, held_out_lengths = keep_usable(config, held_out, tokenizer, rewards)
-    rows, lengths = [*train, *held_out], [*train_lengths, *held_out_lengths]
+    train, held_out, lengths = load_usable_prompts(config, task, tokenizer, rewards)
+    rows = [*train, *held_out]
     held_out = held_out[: config.eval_prompts]
     if len(held_out) < get_world_size():
         raise ValueError(
@@ -115,13 +109,14 @@ def _on_shared_base(source: str | None) -> Callable[[str], Judge]:
 
     def check(spec: str) -> Judge:
         check_reward_adapter(spec, source or "the run's sft")
-        return _no_base_yet
+        return judge_nothing
 
     return check
 
 
-def _no_base_yet(answers: Answers) -> None:
-    raise AssertionError("a reward model on a shared base judges nothing before that is built")
+def judge_nothing(answers: Answers) -> None:
+    """The judge in place of a reward model that is not loaded: in a plan, or before its shared base is built."""
+    raise AssertionError("a reward model that is not loaded judges nothing")
 
 
 def check_given_together(config: Any, task: OwnTask) -> None:
@@ -132,6 +127,58 @@ def check_given_together(config: Any, task: OwnTask) -> None:
     ):
         if config.dataset and not getattr(config, name) and not task.serves_any_prompt:
             raise ValueError(f"--dataset={config.dataset!r} has prompts of its own, and {reason}; give --{name}")
+
+
+def reward_specs(config: Any, task: OwnTask) -> Sequence[str]:
+    """The specs of `--reward`, or that of `task`; empty where a reward model is still to be trained."""
+    return config.reward or ((task.reward,) if task.reward else ())
+
+
+def load_named_rewards(config: Any, task: OwnTask, load_model: Callable[[str], Judge]) -> Rewards | None:
+    """The rewards that `reward_specs` name; None where it names none.
+
+    Args:
+        config: as of `prepare`.
+        task: as of `prepare`.
+        load_model: makes the judge from the folder or hub name of a model.
+
+    Raises:
+        ValueError: see `load_rewards`.
+    """
+    specs = reward_specs(config, task)
+    return load_rewards(specs, config.reward_weights or None, config.reward_time_limit, load_model) if specs else None
+
+
+class UsablePrompts(NamedTuple):
+    """The prompts of a run that can be encoded and that its rewards can read."""
+
+    train: list[PromptRow]
+    held_out: list[PromptRow]
+    lengths: list[int]
+    """Tokens of each prompt: those of `train`, then those of `held_out`."""
+
+
+def load_usable_prompts(
+    config: Any, task: OwnTask, tokenizer: PreTrainedTokenizerBase | None, rewards: Rewards | None
+) -> UsablePrompts:
+    """The prompts that a run answers, of `--dataset` or of `task`; a plan counts the same ones.
+
+    Args:
+        config: as of `prepare`.
+        task: as of `prepare`.
+        tokenizer: the actor's; None where it is still to be made: a byte is a token at most.
+        rewards: those that read columns of the data; None where a reward model is still to be trained.
+
+    Raises:
+        ValueError: the data cannot be read, a reward lacks a column, or a row cannot be used and is not to be left out.
+    """
+    columns = rewards.columns if rewards is not None else ()
+    train, held_out = load_prompt_rows(config.source, columns) if config.dataset else task.load_rows(config.seed)
+    if rewards is not None:
+        rewards.check_columns([*train, *held_out])
+    train, train_lengths = keep_usable(config, train, tokenizer, rewards)
+    held_out, held_out_lengths = keep_usable(config, held_out, tokenizer, rewards)
+    return UsablePrompts(train, held_out, [*train_lengths, *held_out_lengths])
 
 
 def keep_usable(

@@ -12,13 +12,19 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from hybrid_engine.recipes import agent, dpo, kto, reward, sft
 from hybrid_engine.recipes.data.bad_rows import encode_each
 from hybrid_engine.recipes.data.corpus import load_corpus
-from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair, encode_prompt
+from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair
 from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
 from hybrid_engine.recipes.data.pair_corpus import load_pair_corpus
 from hybrid_engine.recipes.data.pass_shapes import Items
-from hybrid_engine.recipes.data.prompts import PromptTokens, load_prompt_rows
+from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import NUM_POOLED, epochs_of_similar_length
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES, SUMS, OwnTask, character_stage
+from hybrid_engine.recipes.experience.start import (
+    judge_nothing,
+    load_named_rewards,
+    load_usable_prompts,
+    reward_specs,
+)
 from hybrid_engine.recipes.planning.read import Learned, Read, read_answers, read_preferences
 from hybrid_engine.recipes.preference.first_actor import check_enough
 from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
@@ -68,9 +74,9 @@ def _read_reward(config: reward.Config) -> Read:
 def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Read:
     """What a plan reads of a recipe that learns from its own answers."""
     first, tokenizer = _first_actor(config, task)
-    train, held_out = load_prompt_rows(config.source) if config.dataset else task.load_rows(config.seed)
-    specs = config.reward or ((task.reward,) if task.reward else ())
-    lengths = [len(encode_prompt(tokenizer, row)) for row in [*train, *held_out]]
+    specs = reward_specs(config, task)
+    rewards = load_named_rewards(config, task, lambda spec: judge_nothing)
+    lengths = load_usable_prompts(config, task, tokenizer, rewards).lengths
     answered = PromptTokens.of(lengths, config.max_prompt_tokens)
     if getattr(config, "shared_base", False):
         for spec in filter(names_model, specs):
