@@ -47,6 +47,7 @@ from hybrid_engine.recipes.runs.checkpoints import (
     check_resume,
     is_lengthened,
     load_checkpoints,
+    mark_finished,
     save_checkpoints,
 )
 from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check_count, check_divides
@@ -180,6 +181,7 @@ def run(config: Config) -> Path:
         accuracy = figures["held_out_accuracy"]
         say("Reward model: held-out accuracy " + ", ".join(f"{kind} {share:.2f}" for kind, share in accuracy.items()))
     save_normalised(engine, corpus.references, tokenizer, folder)
+    mark_finished(config, "reward")
     return folder
 
 

@@ -44,6 +44,7 @@ from hybrid_engine.recipes.runs.checkpoints import (
     check_resume,
     is_lengthened,
     load_checkpoints,
+    mark_finished,
     save_checkpoints,
 )
 from hybrid_engine.recipes.runs.checks import check_above, check_count, check_divides, check_one_of
@@ -187,6 +188,7 @@ def run(config: Config) -> Path:
     for loss in measured.values():
         say(f"SFT: held-out loss {loss:.3f} nats per token after {seconds:.0f} s")
     save_stage(engine, tokenizer, folder)
+    mark_finished(config, "sft")
     return folder
 
 

@@ -142,6 +142,19 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(config, monkeypatch):
     assert all(map(torch.equal, weights_of(torn).values(), weights_of(whole).values()))
 
 
+def test_a_longer_run_that_was_interrupted_goes_on(config, monkeypatch):
+    config = replace(config, epochs=1, save_every=2, lr_scheduler_type="constant")
+    longer, whole = replace(config, resume=True, epochs=2), replace(config, epochs=2, out=config.out + "-whole")
+    reward.run(whole)
+    reward.run(config)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(reward, "save_normalised", None)
+        reward.run(longer)
+    reward.run(longer)
+    assert metrics_of(config) == metrics_of(whole)
+    assert all(map(torch.equal, weights_of(config).values(), weights_of(whole).values()))
+
+
 def run_reward(rank, world_size, config):
     reward.run(config)
 

@@ -243,6 +243,47 @@ def test_a_finished_run_is_made_longer(config, kind, capsys):
         assert f"its learning rate goes on at {rates[0][0]:.3g}, after" in said
 
 
+@pytest.mark.parametrize("stop", ["in a step", "before its model is saved"])
+def test_a_longer_run_that_was_interrupted_goes_on(config, monkeypatch, capsys, stop):
+    config = replace(config, epochs=1, save_every=2, lr_scheduler_type="constant")
+    longer, whole = replace(config, resume=True, epochs=2), replace(config, epochs=2, out=config.out + "-whole")
+    sft.run(whole)
+    sft.run(config)
+    write, last = RunLog.write, len(metrics_of(whole)) - 1
+
+    def stop_there(log, step, *arguments):
+        write(log, step, *arguments)
+        if step == last:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, TypeError)):
+        if stop == "in a step":
+            patch.setattr(RunLog, "write", stop_there)
+        else:
+            patch.setattr(sft, "save_stage", None)
+        sft.run(longer)
+    assert json.loads((sft.Path(config.out) / "sft-checkpoints" / "options.json").read_text())["epochs"] == 2
+    sft.run(longer)
+    assert metrics_of(config) == metrics_of(whole)
+    assert all(map(torch.equal, weights_of(config).values(), weights_of(whole).values()))
+    capsys.readouterr()
+    sft.run(longer)
+    assert "is there: this stage is not run again" in capsys.readouterr().out
+
+
+def test_a_run_without_checkpoints_is_not_made_longer_and_says_so(config, capsys):
+    sft.run(replace(config, epochs=1))
+    capsys.readouterr()
+    sft.run(replace(config, epochs=1, resume=True))
+    assert "this stage is not run again (`hybrid-engine sft --restart` does)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    with pytest.raises(
+        ValueError, match=r"holds no complete checkpoint \(--save-every 0 saves none\); --restart begins"
+    ):
+        sft.run(replace(config, resume=True))
+
+
 def test_only_the_length_of_a_finished_run_may_grow(config, capsys):
     config = replace(config, epochs=None, save_every=100)  # one pass over the rows of one's own model
     folder = sft.run(config)

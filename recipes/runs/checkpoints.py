@@ -33,6 +33,8 @@ from hybrid_engine.recipes.runs.schedule import DEFAULT_TYPE, EARLIER_TYPE, WITH
 
 OPTIONS = "options.json"
 """The options of the run, beside its checkpoints: they can be compared before any model is loaded."""
+FINISHED = "finished.json"
+"""In the log of a stage, how many steps or passes the model that it left has learned for."""
 _MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_every", "eval_prompts", "tracker"})
 
 _EARLIER = {"lr_scheduler_type": EARLIER_TYPE, "dtype": "fp32"}
@@ -127,10 +129,25 @@ def load_checkpoints(engines: Mapping[str, Any], folder: Path, config: Any) -> S
 
 
 def is_lengthened(config: Any, recipe: str) -> bool:
-    """Whether `--resume` makes the run of `recipe` longer than it was; collective."""
-    folder = Path(config.out) / checkpoints_of(recipe)
-    saved = on_rank_zero(lambda: _read_options(folder)) if config.resume else None
+    """Whether `--resume` makes the run of the stage `recipe` longer than the model that it left; collective.
+
+    The options beside the checkpoints do not tell: a longer run that was interrupted has its new length there, while
+    the model is still the earlier one.
+    """
+    saved = on_rank_zero(lambda: _read_finished(Path(config.out), recipe)) if config.resume else None
     return saved is not None and _is_longer(saved, config)
+
+
+def mark_finished(config: Any, recipe: str) -> None:
+    """Writes down for how long the model that the stage `recipe` has just left has learned; collective."""
+    path = Path(config.out) / f"{recipe}-log" / FINISHED
+    on_rank_zero(lambda: _write(path, json.dumps({_length_option(config): _length(config)}) + "\n"))
+
+
+def _read_finished(out: Path, recipe: str) -> dict[str, Any] | None:
+    """The length of the run that left the model of a stage; earlier versions left its options alone."""
+    path = out / f"{recipe}-log" / FINISHED
+    return json.loads(path.read_text()) if path.is_file() else _read_options(out / checkpoints_of(recipe))
 
 
 def _is_longer(saved: dict[str, Any], config: Any) -> bool:

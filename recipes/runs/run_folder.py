@@ -87,8 +87,12 @@ def check_can_resume(folder: Path, recipe: str = "ppo") -> None:
     if has_checkpoint(folder, recipe):
         return
     found = left_behind(folder, results_of(recipe))
-    remedy = f"--restart begins again and moves what there is aside ({', '.join(found)})" if found else "leave it out"
-    raise ValueError(f"--resume: {str(folder / checkpoints_of(recipe))!r} holds no complete checkpoint; {remedy}")
+    none = f"--resume: {str(folder / checkpoints_of(recipe))!r} holds no complete checkpoint"
+    if not found:
+        raise ValueError(f"{none}; leave it out")
+    raise ValueError(
+        f"{none} (--save-every 0 saves none); --restart begins again and moves what there is aside ({', '.join(found)})"
+    )
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:

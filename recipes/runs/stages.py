@@ -20,7 +20,7 @@ from hybrid_engine.distributed.processes import on_rank_zero
 from hybrid_engine.generation.end_tokens import end_token_ids
 from hybrid_engine.recipes.runs.checks import flag
 from hybrid_engine.recipes.runs.model_card import ADAPTER, write_model_card
-from hybrid_engine.recipes.runs.run_folder import check_out, set_aside
+from hybrid_engine.recipes.runs.run_folder import check_out, has_checkpoint, set_aside
 from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.training.faster_linears import use_faster_linears
 
@@ -40,10 +40,9 @@ def is_finished(folder: Path, runs_again: bool) -> bool:
     on_rank_zero(lambda: check_out(str(folder.parent)))
     found = not runs_again and on_rank_zero(folder.exists)
     if found:
-        say(
-            f"{folder} is there: this stage is not run again (`hybrid-engine {folder.name} --restart` does, and "
-            "--resume with more --epochs makes it longer)"
-        )
+        can_grow = on_rank_zero(lambda: has_checkpoint(folder.parent, folder.name))
+        longer = ", and --resume with more --epochs makes it longer" if can_grow else ""
+        say(f"{folder} is there: this stage is not run again (`hybrid-engine {folder.name} --restart` does{longer})")
     return found
 
 
