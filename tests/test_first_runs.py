@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from distributed import run_distributed
 from small_actors import save_small_actor, save_sums
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -12,6 +13,7 @@ from hybrid_engine.command.plan import Wishes
 from hybrid_engine.recipes import evaluate, grpo, online_dpo, ppo
 from hybrid_engine.recipes.planning.fitting import plan
 from hybrid_engine.recipes.runs.checkpoints import begin_run
+from hybrid_engine.recipes.runs.options import fit_minibatch
 from hybrid_engine.recipes.tasks.arithmetic import build_tokenizer
 
 
@@ -84,6 +86,41 @@ def test_a_plan_has_the_lengths_of_the_run(given, tmp_path):
 )
 def test_rollout_size_alone_makes_a_run(recipe, options, expected):
     assert recipe.Config(**options).minibatch_size == expected
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "num_processes", "expected"),
+    [
+        (ppo, {"rollout_size": 50}, 1, 25),
+        (ppo, {"rollout_size": 50}, 2, 10),
+        (ppo, {"rollout_size": 64}, 64, 64),  # a response each, which is above the bound
+        (grpo, {"rollout_size": 50}, 5, 200),
+        (online_dpo, {"rollout_size": 130}, 2, 26),
+        (ppo, {"rollout_size": 50, "minibatch_size": 25}, 2, 25),  # given: refused later by its name
+        (ppo, {"rollout_size": 51}, 2, 17),  # --rollout-size is refused later
+    ],
+)
+def test_a_minibatch_that_nobody_gave_is_shared_by_the_processes(recipe, options, num_processes, expected):
+    assert fit_minibatch(recipe.Config(**options), num_processes).minibatch_size == expected
+
+
+def begin_ppo(rank, world_size, config):
+    return begin_run(config, "ppo").minibatch_size
+
+
+def test_runs_and_plans_on_two_processes_have_such_a_minibatch(given, tmp_path):
+    config = ppo.Config(**given, out=str(tmp_path), rollout_size=50, max_prompt_tokens=8, max_new_tokens=8)
+    assert run_distributed(begin_ppo, 2, config) == [10, 10]
+    wishes = Wishes(memory="1GB", processes=2, as_json=False)
+    peak = plan("ppo", config, wishes).plan.peak_bytes
+    assert peak == plan("ppo", replace(config, minibatch_size=10), wishes).plan.peak_bytes
+
+
+def test_a_run_goes_on_with_the_minibatch_that_it_began_with(given, tmp_path):
+    options = tmp_path / "checkpoints" / "options.json"
+    options.parent.mkdir()
+    options.write_text(json.dumps({"minibatch_size": 10, "max_prompt_tokens": 8, "max_new_tokens": 8}))
+    assert begin_run(ppo.Config(**given, out=str(tmp_path), resume=True, rollout_size=50), "ppo").minibatch_size == 10
 
 
 @pytest.mark.parametrize(("recipe", "options"), [(grpo, {"rollout_size": 3, "minibatch_size": 7})])

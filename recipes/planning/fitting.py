@@ -12,6 +12,7 @@ from hybrid_engine.recipes.planning.packed import check_one_process
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.planning.reading import read_run, with_lengths
 from hybrid_engine.recipes.planning.roles import Setting, plan_memory
+from hybrid_engine.recipes.runs.options import fit_minibatch
 from hybrid_engine.recipes.runs.precision import choose_dtype
 
 ADAPTER_RANK = 16
@@ -90,7 +91,7 @@ def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
         memory, text = free_and_total_bytes(device)[0], "free here now, without the interpreter and its libraries"
     else:
         memory, text = read_bytes(wishes.memory, "memory"), f"--memory {wishes.memory}"
-    config = with_lengths(recipe, config)
+    config = with_lengths(recipe, fit_minibatch(config, wishes.processes))
     read = read_run(recipe, config)
     check_one_process((read.first, read.critic), wishes.processes)
     setting = Setting(recipe=recipe, config=config, num_processes=wishes.processes, device=device.type)

@@ -16,15 +16,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from peft import PeftModel
 
 from hybrid_engine.checkpoint.folder import discard
-from hybrid_engine.distributed.processes import init_distributed, on_rank_zero
+from hybrid_engine.distributed.processes import get_world_size, init_distributed, on_rank_zero
 from hybrid_engine.recipes.runs.checks import flag
 from hybrid_engine.recipes.runs.model_lengths import derive_lengths, say_lengths
-from hybrid_engine.recipes.runs.options import LENGTHS
+from hybrid_engine.recipes.runs.options import LENGTHS, ConfigT, fit_minibatch
 from hybrid_engine.recipes.runs.precision import AUTO, apply_tf32, choose_dtype
 from hybrid_engine.recipes.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
 from hybrid_engine.recipes.runs.run_lock import check_not_running
@@ -43,7 +43,6 @@ _OPEN = (None, AUTO, 0)
 """Values of options that a run settles as it begins."""
 _LENGTHS = ("steps", "epochs")
 """Options of how long a run is, the first of them that a recipe has: `--resume` may raise it."""
-ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +66,7 @@ def begin_run(config: ConfigT, recipe: str) -> ConfigT:
     apply_tf32(options)
     folder = Path(options.out) / checkpoints_of(recipe)
     saved = on_rank_zero(lambda: _read_options(folder)) if options.resume else None
+    options = fit_minibatch(options, get_world_size(), (saved or {}).get("minibatch_size"))
     found: dict[str, Any] = {"lr_scheduler_type": DEFAULT_TYPE, "dtype": choose_dtype(AUTO)}
     if saved is not None:
         found = {name: saved.get(name, _EARLIER[name]) for name in found}

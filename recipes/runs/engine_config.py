@@ -56,6 +56,16 @@ def largest_divisor(number: int, most: int) -> int:
     return next(size for size in range(min(number, most), 0, -1) if number % size == 0)
 
 
+def largest_shared_divisor(number: int, most: int, num_processes: int) -> int:
+    """The largest divisor of `number` that processes share equally, at most `most` or a sample on each of them.
+
+    Where they cannot share `number` either, its largest divisor.
+    """
+    if number % num_processes:
+        return largest_divisor(number, most)
+    return num_processes * largest_divisor(number // num_processes, max(1, most // num_processes))
+
+
 def largest_micro_batch(per_process: int, limit: int) -> int:
     """Samples of a forward pass, at most `limit`: every optimizer step must have the same number of equal ones.
 

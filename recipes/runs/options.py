@@ -4,7 +4,7 @@ A recipe that declares a field again gives it another default; what it means sta
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hybrid_engine.recipes.data.columns import read_prompt_template
 from hybrid_engine.recipes.data.sources import DataSource, read_names
@@ -18,11 +18,13 @@ from hybrid_engine.recipes.runs.checks import (
     check_weights,
     flag,
 )
-from hybrid_engine.recipes.runs.engine_config import largest_divisor
+from hybrid_engine.recipes.runs.engine_config import largest_divisor, largest_shared_divisor
 from hybrid_engine.recipes.runs.metric_names import FRAMEWORKS
 from hybrid_engine.recipes.runs.precision import DtypeOptions
 from hybrid_engine.recipes.runs.schedule import ScheduleOptions
 from hybrid_engine.recipes.runs.trackers import check_trackers
+
+ConfigT = TypeVar("ConfigT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,9 +353,31 @@ class RewardOptions:
 
 
 def derive_minibatch(config: Any, num_samples: int, most: int) -> None:
-    """Fills in a `minibatch_size` of 0, as a `Config` is made: the largest that divides `num_samples`, up to `most`."""
+    """Fills in a `minibatch_size` of 0, as a `Config` is made: the largest that divides `num_samples`, up to `most`.
+
+    The number of processes is not known yet: `fit_minibatch` derives it again from what is kept here.
+    """
     if config.minibatch_size == 0:
         object.__setattr__(config, "minibatch_size", largest_divisor(num_samples, most))
+        object.__setattr__(config, "_minibatch_derived_from", (num_samples, most))
+
+
+def fit_minibatch(config: ConfigT, num_processes: int, saved_size: int | None = None) -> ConfigT:
+    """`config` with a `minibatch_size` that the processes share equally, unless its user gave one.
+
+    Args:
+        config: of any recipe.
+        num_processes: of the run.
+        saved_size: the one that a run began with which goes on; it stays where it fits.
+    """
+    derived_from = getattr(config, "_minibatch_derived_from", None)
+    if derived_from is None:
+        return config
+    num_samples, most = derived_from
+    options: Any = config
+    is_fitting = saved_size is not None and num_samples % saved_size == 0 and saved_size % num_processes == 0
+    size = saved_size if is_fitting else largest_shared_divisor(num_samples, most, num_processes)
+    return replace(options, minibatch_size=size)
 
 
 def suitable_rate(config: Any, *, small: float, trained: float = 1e-6, adapter: float = 1e-5) -> float:
