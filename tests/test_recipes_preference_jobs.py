@@ -1,6 +1,7 @@
 """DPO and KTO end to end with tiny sizes: what they write, how they stop and go on, what they refuse."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -222,6 +223,26 @@ def test_rows_that_do_not_fit_the_model_are_left_out_if_asked(recipe, tmp_path, 
     assert f"{recipe.upper()}: {num_trained} " in shown
     with pytest.raises(ValueError, match=r"--batch-size=\d+ must not exceed the \d+ (pairs|answers) to train on"):
         RECIPES[recipe].run(replace(config, out=str(tmp_path / "few"), batch_size=num_trained + num_rows))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ("dpo", {"held_out_share": 0.0}, "^--held-out-share=0.0 holds out 0 pairs and leaves 40 to train on"),
+        ("kto", {"held_out_share": 0.0}, "^--held-out-share=0.0 holds out 0 answers and leaves 80 to train on"),
+        (
+            "dpo",
+            {"held_out_share": 0.5, "batch_size": 32},
+            r"^--batch-size=32 must not exceed the (\d+) pairs to train on \((\d+) more are held out to measure on\)",
+        ),
+    ],
+)
+def test_a_share_that_leaves_too_few_is_named_with_its_numbers(recipe, options, message, tmp_path, model, pairs):
+    with pytest.raises(ValueError, match=message) as refused:
+        RECIPES[recipe].run(tiny(recipe, tmp_path / "run", model, pairs, **options))
+    numbers = re.match(message, str(refused.value)).groups()
+    assert not numbers or sum(map(int, numbers)) == 40
+    assert not (tmp_path / "run").exists()
 
 
 def test_labelled_answers_to_one_held_out_prompt_are_refused_before_anything_is_loaded(tmp_path, model, monkeypatch):

@@ -47,12 +47,22 @@ def find_first_actor(config: PreferenceOptions) -> str:
 
 def check_enough(config: PreferenceOptions, num_train: int, num_held_out: int, what: str) -> None:
     """ValueError where what there is, such as "pairs", makes no step, or nothing is held out to measure on."""
-    if num_train < config.batch_size or not num_held_out:
+    if num_train < config.batch_size:
         raise ValueError(
-            f"--batch-size={config.batch_size} must not exceed the {num_train} {what} to train on, and {num_held_out} "
-            f"are held out by a hash of their prompt (about a tenth) where at least one must be: give more {what}, or "
-            "lower it"
+            f"--batch-size={config.batch_size} must not exceed the {num_train} {what} to train on "
+            f"({num_held_out} more are held out to measure on); lower it, or give more {what}"
         )
+    if num_held_out:
+        return
+    apart = None if config.dataset is None else config.source.held_out_source
+    if apart is not None:
+        raise ValueError(
+            f"{apart.shown} has 0 {what} to measure on that can be used; give other data, with one at least"
+        )
+    raise ValueError(
+        f"--held-out-share={config.held_out_share} holds out 0 {what} and leaves {num_train} to train on, and at least "
+        f"one must be measured on; raise it, give more {what}, or name other data by --held-out-dataset"
+    )
 
 
 def keep_what_fits(
