@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, sft
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_prompt
+from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.reading import (
     read_labelled_rows,
@@ -375,6 +376,17 @@ def test_mixtures_have_the_shares_that_their_weights_say_and_hold_out_of_each(tm
     assert max(often) - min(often) <= 1
     assert "--dataset-weights: an epoch has" in capsys.readouterr().out
     assert load_parts(source_of(*paths, weights=(1, 3)), read_prompt_rows) == (weighted, same)
+
+
+@pytest.mark.parametrize("held_out", [{"held_out_share": 0.1}, {"held_out_dataset": "b.jsonl"}])
+def test_weights_of_a_data_set_without_rows_to_train_on_are_refused(tmp_path, monkeypatch, held_out):
+    monkeypatch.chdir(tmp_path)
+    asked = next(prompt for prompt in map(str, range(99)) if is_held_out(prompt))
+    write(tmp_path / "a.jsonl", [{"prompt": f"a{n}"} for n in range(60)])
+    write(tmp_path / "b.jsonl", [{"prompt": asked}])
+    source = source_of("a.jsonl", "b.jsonl", weights=(1, 3), **held_out)
+    with pytest.raises(ValueError, match=r"^--dataset-weights='1 3': 'b.jsonl', of weight 3, has no rows to train on"):
+        load_parts(source, read_prompt_rows)
 
 
 def set_of(rows, letter):

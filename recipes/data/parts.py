@@ -93,13 +93,14 @@ def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
     """The training rows of all data sets, in an order in which any beginning has some of each.
 
     With weights there are as many as without: rows of a data set whose share is larger than it are there several times,
-    of one whose share is smaller some are left out.
+    of one whose share is smaller some are left out. ValueError where a data set with a weight has none.
     """
     if len(data_sets) == 1:
         return data_sets[0]
     order = random.Random(0)
     parts = list(data_sets)
-    if source.weights and all(data_sets):
+    if source.weights and any(data_sets):
+        _check_weighted(data_sets, source)
         total, weight = sum(map(len, data_sets)), sum(source.weights)
         counts = [round(total * own / weight) for own in source.weights]
         parts = [_repeated(rows, count, order) for rows, count in zip(data_sets, counts, strict=True)]
@@ -109,6 +110,17 @@ def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
     mixed = [row for rows in parts for row in rows]
     order.shuffle(mixed)
     return mixed
+
+
+def _check_weighted(data_sets: Sequence[list[R]], source: DataSource) -> None:
+    """ValueError where a data set that has a weight has no rows to train on, of which no share can be made."""
+    for name, rows, weight in zip(source.datasets, data_sets, source.weights, strict=True):
+        if not rows:
+            shown = " ".join(f"{each:g}" for each in source.weights)
+            raise ValueError(
+                f"--dataset-weights={shown!r}: {name!r}, of weight {weight:g}, has no rows to train on, since all of "
+                "them are held out or left out; give it more rows, or leave it and its weight out"
+            )
 
 
 def _repeated(rows: list[R], count: int, order: random.Random) -> list[R]:
