@@ -84,7 +84,7 @@ class Config(RewardOptions, DatasetOptions, DtypeOptions):
     held_out: bool = False
     """take only the prompts that training on this data set holds out, with the same --held-out-share and --row-key"""
     max_prompt_tokens: int = 0
-    """longer prompts lose their beginning; 0: half of the model's positions"""
+    """longer prompts lose their beginning; 0: half of the model's positions, 4096 where its config names none"""
     max_new_tokens: int = 0
     """longest answer; 0: what the longest prompt leaves of the model's positions, at most 4096"""
     temperature: float = 1.0
@@ -194,19 +194,23 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewar
             "prompts, or start fewer processes"
         )
     positions = num_positions(load_config(str(config.model)))
-    config = with_lengths(config, max(lengths), positions or 2 * LONGEST_ANSWER)
+    config = with_lengths(config, max(lengths), positions)
     check_positions(config, max(lengths), f"--model={config.model!r}", positions)
     return config, rows
 
 
-def with_lengths(config: Config, longest: int, positions: int) -> Config:
+def with_lengths(config: Config, longest: int, positions: int | None) -> Config:
     """The options with the lengths that nobody gave, as the longest prompt and the model have them, which is said."""
     if config.max_prompt_tokens and config.max_new_tokens:
         return config
-    prompt = config.max_prompt_tokens or max(1, positions // 2)
+    total = positions or 2 * LONGEST_ANSWER
+    prompt = config.max_prompt_tokens or max(1, total // 2)
     longest = min(longest, prompt)
-    answer = config.max_new_tokens or max(1, min(LONGEST_ANSWER, positions - longest))
-    say(f"prompts of up to {longest} tokens, answers of up to {answer}: --model has {positions} positions")
+    answer = config.max_new_tokens or max(1, min(LONGEST_ANSWER, total - longest))
+    reason = f"--model has {positions} positions"
+    if positions is None:
+        reason = f"the config of --model names no positions, and prompt and answer have {total} tokens at most"
+    say(f"prompts of up to {longest} tokens, answers of up to {answer}: {reason}")
     return replace(config, max_prompt_tokens=prompt, max_new_tokens=answer)
 
 

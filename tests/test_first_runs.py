@@ -7,11 +7,12 @@ import pytest
 import torch
 from distributed import run_distributed
 from small_actors import save_small_actor, save_sums
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig, MambaForCausalLM
 
 from hybrid_engine.command.plan import Wishes
 from hybrid_engine.recipes import evaluate, grpo, online_dpo, ppo
 from hybrid_engine.recipes.planning.fitting import plan
+from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.runs.checkpoints import begin_run
 from hybrid_engine.recipes.runs.options import fit_minibatch
 from hybrid_engine.recipes.tasks.arithmetic import build_tokenizer
@@ -140,6 +141,20 @@ def test_an_evaluation_at_temperature_0_gives_the_answers_of_transformers_greedy
         with torch.no_grad():
             expected = model.generate(prompt, do_sample=False, max_new_tokens=60, pad_token_id=0)[0, prompt.shape[1] :]
         assert line["responses"] == [tokenizer.decode(expected, skip_special_tokens=True)]
+
+
+def test_a_model_without_positions_is_said_to_have_none(given, tmp_path, capsys):
+    folder = tmp_path / "mamba"
+    tokenizer = AutoTokenizer.from_pretrained(given["model"])
+    config = MambaConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, state_size=4)
+    MambaForCausalLM(config).save_pretrained(folder)
+    asked = evaluate.Config(**{**given, "model": str(folder)}, out=str(tmp_path), max_prompts=3)
+    found, _ = evaluate.load_rows(asked, tokenizer, load_rewards(given["reward"]))
+    assert (found.max_prompt_tokens, found.max_new_tokens) == (4096, 4096)
+    begin_run(grpo.Config(**{**given, "model": str(folder)}, out=str(tmp_path)), "grpo")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the config of --model names no positions, and prompt and answer have 8192 tokens at most" in said
+    assert "since the config of --model=" in said and "has 8192 positions" not in said
 
 
 @pytest.mark.parametrize("options", [{"k": 2}, {"num_samples": 2}])

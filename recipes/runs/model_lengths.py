@@ -30,7 +30,12 @@ def derive_lengths(config: Any, recipe: str) -> dict[str, int]:
 
 def say_lengths(config: Any) -> None:
     """Says what became of lengths that nobody gave."""
+    model = f"--model={config.model!r}"
+    if num_positions(load_config(config.model)) is None:
+        reason = f"since the config of {model} names no positions"
+    else:
+        reason = f"as {model} reads them"
     say(
         f"prompts of up to {config.max_prompt_tokens} tokens, longer ones lose their beginning, and answers of up to "
-        f"{config.max_new_tokens}, as --model={config.model!r} reads them (--max-prompt-tokens, --max-new-tokens)"
+        f"{config.max_new_tokens}, {reason} (--max-prompt-tokens, --max-new-tokens)"
     )
