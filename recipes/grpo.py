@@ -107,7 +107,8 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     group_size: int = 8
     """answers to each prompt"""
     minibatch_size: int = 0
-    """answers of an optimizer step over all processes; 0: the largest number up to 256 that divides those of a step"""
+    """answers of an optimizer step over all processes; 0: the largest number up to 256 that divides those of a step and
+    that the processes share equally"""
     epochs: int = 1
     """passes over each rollout"""
     learning_rate: float | None = None

@@ -104,7 +104,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
     """answers to each prompt, of which the best and the worst make a pair; at least 2"""
     minibatch_size: int = 0
     """pairs of an optimizer step over all processes, those left out included; 0: the largest number up to 64 that
-    divides those of a step"""
+    divides those of a step and that the processes share equally"""
     micro_batch_size: int = 32
     """pairs of a forward pass on one process, at most"""
     learning_rate: float | None = None

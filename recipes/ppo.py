@@ -102,7 +102,8 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     """prompts: a .jsonl, .json, .csv or .parquet file, a folder or a hub name, with a column "prompt"; default: the
     standard library's signatures"""
     minibatch_size: int = 0
-    """responses of an optimizer step over all processes; 0: the largest number up to 32 that divides those of a step"""
+    """responses of an optimizer step over all processes; 0: the largest number up to 32 that divides those of a step
+    and that the processes share equally"""
     micro_batch_size: int = 16
     ppo_epochs: int = 2
     """passes over each rollout"""
@@ -124,7 +125,7 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     missing_eos_penalty: float = 0.0
     """what is taken off the reward of a response that was cut off at max_new_tokens"""
     missing_eos_score: float | None = None
-    """out of use, goes with the next version: score of a cut-off response, in place of the reward"""
+    """deprecated; removed in the next version: score of a cut-off response, in place of the reward"""
     kl_bound: float = 6.0
     """mean KL to the reference, in nats per response, that the held-out prompts should stay under"""
     shared_base: bool = False
@@ -167,8 +168,8 @@ def run(config: Config) -> Path:
     config = begin_run(config, "ppo")
     if config.missing_eos_score is not None:
         say(
-            "--missing-eos-score goes with the next version: on rewards of another scale it may pay not to stop; "
-            "--missing-eos-penalty takes a number off the reward instead"
+            "--missing-eos-score is deprecated and removed in the next version: on rewards of another scale it may pay "
+            "not to stop; --missing-eos-penalty takes a number off the reward instead"
         )
     start = prepare(config, SUMMARIES, has_critic=True)
     seed_everything(config.seed)

@@ -97,7 +97,7 @@ class Config(AdapterOptions, DataOptions, ResumeOptions):
     seed: int = 0
     """seed of the initial weights and of the order of the examples"""
     save_every: int = 500
-    """steps between checkpoints; 0 saves none"""
+    """a checkpoint every so many steps and after the last step; 0 saves none"""
     eval_every: int = 0
     """steps between measurements of the held-out loss, the best model kept; 0 measures at the end alone"""
     vocab_size: int = 2048

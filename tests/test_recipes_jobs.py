@@ -250,7 +250,7 @@ def test_own_prompts_rewards_with_weights_and_adapter_run_without_the_judge(stag
     assert all(line["score"] == 7.0 and "judge_pass_rate" not in line for line in metrics)
     assert all((line["reward_five"], line["reward_one"]) == (5.0, 1.0) for line in metrics)
     output = capsys.readouterr().out
-    assert output.count("--missing-eos-score goes with the next version") == 1
+    assert output.count("--missing-eos-score is deprecated and removed in the next version") == 1
     assert "E2E latency" not in output  # a step has one line, with its times
     assert all(output.count(f"PPO {step}/2") == 1 for step in (1, 2)) and output.count("generate_seconds") == 2
     assert not (tmp_path / "run" / "sft").exists() and not (tmp_path / "run" / "reward").exists()

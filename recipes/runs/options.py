@@ -70,7 +70,7 @@ class ResumeOptions(ScheduleOptions, DtypeOptions, RunOptions):
     resume: bool = False
     """go on from the last checkpoint of an interrupted run, or of a finished one with more --steps or --epochs"""
     save_every: int = 20
-    """steps between checkpoints, of which one is after the last; 0 saves none"""
+    """a checkpoint every so many steps and after the last step; 0 saves none"""
 
     def __post_init__(self) -> None:
         RunOptions.__post_init__(self)
@@ -179,7 +179,7 @@ class DatasetOptions(RowOptions):
 
 
 LENGTHS = ("max_prompt_tokens", "max_new_tokens")
-"""Options that `lengths.py` derives from the model where they are 0."""
+"""Options that `model_lengths.py` derives from the model where they are 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +187,8 @@ class DataOptions(DatasetOptions):
     """What a run trains on, and what it is measured on."""
 
     dataset_weights: tuple[float, ...] = ()
-    """one for each --dataset: their shares of the rows of an epoch, which has as many as they have together; default:
-    all rows of each once"""
+    """a weight for each --dataset: its share of the rows of an epoch. An epoch has as many rows as all data sets
+    together; default: each row once"""
     held_out_dataset: str | None = None
     """measure on the rows of this data set, whose prompts are not trained on, in place of a share of --dataset"""
     held_out_split: str | None = None

@@ -42,8 +42,8 @@ class ScheduleOptions:
     """schedule of the learning rate: linear, cosine, cosine_with_restarts, polynomial, constant, constant_with_warmup
     or inverse_sqrt as transformers has them, or DeepSpeed's WarmupDecayLR; default: linear"""
     warmup_steps: int | None = None
-    """optimizer steps in which the rate rises to its peak; default: a tenth of all steps, at most the 50 of sft, 20 of
-    reward, 10 of dpo and kto, 4 of the others"""
+    """optimizer steps in which the rate rises to its peak; default: a tenth of all steps, at most 50 (sft), 20
+    (reward), 10 (dpo, kto) or 4 (others)"""
     warmup_ratio: float | None = None
     """the same as a share of all optimizer steps"""
 
