@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_actors import save_small_actor, save_sums
+from transformers import AutoModelForSequenceClassification
 
 from hybrid_engine.command.plan import Wishes
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, ppo, serve, sft
 from hybrid_engine.recipes.experience.policy import build_policy
 from hybrid_engine.recipes.planning.fitting import plan
+from hybrid_engine.recipes.rewards.learned import LearnedReward
 from hybrid_engine.recipes.runs.checkpoints import begin_run
 from hybrid_engine.recipes.runs.precision import DtypeOptions, choose_dtype
 from hybrid_engine.recipes.runs.schedule import Schedule
@@ -84,6 +86,15 @@ def test_actor_and_reference_compute_in_16_bits_and_masters_stay_fp32(rollouts, 
     expected = {torch.bfloat16 if dtype == "bf16" else torch.float16}
     assert {p.dtype for p in policy.actor.module.parameters()} == expected
     assert {p.dtype for p in policy.reference.parameters()} == expected
+    # In 16 bits the frequencies of rotary embeddings put distant tokens at wrong positions.
+    classifier = AutoModelForSequenceClassification.from_pretrained(config.model, num_labels=1)
+    classifier.save_pretrained(tmp_path / "judge")
+    policy.tokenizer.save_pretrained(tmp_path / "judge")
+    reward = LearnedReward.load(str(tmp_path / "judge"), dtype=next(iter(expected)))
+    assert {b.dtype for role in (policy.reference, reward.model) for b in role.buffers()} == {torch.float32}
+    tokens = torch.arange(4).repeat(1, 200)
+    with torch.no_grad():
+        assert torch.equal(policy.actor.module(tokens).logits, policy.reference(tokens).logits)
     masters = [p for group in policy.actor.optimizer.inner.param_groups for p in group["params"]]
     assert {p.dtype for p in masters} == {torch.float32}
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import default_device, get_world_size
+from hybrid_engine.optim.build import cast_module
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs
@@ -87,7 +88,8 @@ def build_policy(config: Any, source: str, learning_rate: float, schedule: Sched
     reference = None
     if keeps_reference and not config.lora_rank:
         reference = load_model(AutoModelForCausalLM, source)
-        reference = reference.to(default_device(), torch_dtype(config.dtype)).eval().requires_grad_(False)
+        cast_module(reference, torch_dtype(config.dtype))
+        reference = reference.to(default_device()).eval().requires_grad_(False)
     engine_config = engine_config_of(config, learning_rate, generates=True)
     model = add_adapter(recompute_activations(model, config), config)
     actor, *_ = hybrid_engine.initialize(model=model, config=engine_config, lr_scheduler=schedule.build)

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.optim.build import cast_module
 from hybrid_engine.recipes.data.encoding import encode_scored
 from hybrid_engine.recipes.data.passes import limit_rows, until_fewer_rows_fit
 from hybrid_engine.recipes.data.rows import CompletionRow, Turns
@@ -44,7 +45,9 @@ class LearnedReward:
         It scores `most_rows` answers at once; 0: as it likes.
         """
         tokenizer = load_tokenizer(folder, "reward")
-        model = load_value_model(folder).to(default_device(), dtype).eval().requires_grad_(False)
+        model = load_value_model(folder)
+        cast_module(model, dtype)
+        model = model.to(default_device()).eval().requires_grad_(False)
         limit_rows(model, most_rows)
         return cls(folder, model, tokenizer, num_positions(model.backbone.config))
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from hybrid_engine.inference.checkpoint import compute_buffers, open_checkpoint_of
 from hybrid_engine.inference.megatron.checkpoint import ROUTER, MegatronCheckpoint
 from hybrid_engine.inference.megatron.gpt import MegatronGPT, MegatronGPTConfig
+from hybrid_engine.optim.build import cast_module
 
 
 def build_empty_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -34,7 +35,8 @@ def build_empty_megatron_gpt(folder: str | os.PathLike[str], dtype: torch.dtype 
     """
     checkpoint = MegatronCheckpoint(folder)
     with torch.device("meta"):
-        model = _build(checkpoint.config).to(dtype)
+        model = _build(checkpoint.config)
+        cast_module(model, dtype)
     padded, size = model.config.vocab_size, checkpoint.arguments.get("vocab_size")
     if isinstance(size, int) and 0 < size < padded:
         model.generation_config.suppress_tokens = list(range(size, padded))
