@@ -525,6 +525,8 @@ class ZeroEngine(Uncopied):
         with restoring_modes():
             probe, error = attempt(partial(self.passes.forward_together, ask))
         if error is not None:
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise error
             logger.warning("save_16bit_model(): the saved model is not compared with the trained one (%s)", error)
         return probe
 

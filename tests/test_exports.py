@@ -116,6 +116,17 @@ def test_a_folder_that_computes_otherwise_is_refused_and_an_earlier_save_stays(t
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_ctrl_c_while_a_save_is_compared_ends_the_save(tmp_path, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    engine = engine_of(causal_model(False))
+    monkeypatch.setattr("hybrid_engine.checkpoint.saved_logits.ask_model", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_16bit_model(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_of_16_bits_passes_and_a_lost_adapter_does_not(dtype, tmp_path):
     base = causal_model(False).to(dtype)
