@@ -162,6 +162,8 @@ def test_a_stop_string_of_several_bytes_is_found_in_a_tokenizer_in_python():
     """Its names are letters for bytes, which transformers' criteria do not know to be bytes."""
     tokenizer = ByT5Tokenizer()
     tokens = tokenizer("ab 🙂 c", add_special_tokens=False)["input_ids"]
+    ends = [_ends_with_string(tokenizer, ("🙂",), tokens, tokens[:count]) for count in range(1, len(tokens) + 1)]
+    assert ends == [count == 7 for count in range(1, len(tokens) + 1)]  # also behind a prompt that has it
     ends = [_ends_with_string(tokenizer, ("🙂",), [], tokens[:count]) for count in range(1, len(tokens) + 1)]
     assert ends == [count == 7 for count in range(1, len(tokens) + 1)]
 
@@ -189,6 +191,10 @@ def test_the_bytes_of_a_token_have_the_space_before_a_word(name, text):
     tokenizer = TOKENIZERS[name]()
     parts = [token_bytes(tokenizer, token) for token in tokenizer.encode(text, add_special_tokens=False)]
     assert b"".join(parts).decode().removeprefix(" ") == text
+
+
+def test_an_id_beyond_the_tokenizer_has_no_bytes(tokenizer):
+    assert token_bytes(tokenizer, len(tokenizer) + 3) == b""  # models have padded vocabularies
 
 
 def test_the_bytes_of_a_special_token_are_its_name():

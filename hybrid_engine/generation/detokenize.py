@@ -173,7 +173,9 @@ PREFIX = "abcdef"
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
     """The bytes that `token` adds to a text, UTF-8; one that holds part of a character gives that part."""
-    name = str(tokenizer.convert_ids_to_tokens(token))
+    name = tokenizer.convert_ids_to_tokens(token)
+    if name is None:  # of a model's vocabulary, which may be longer than the tokenizer's
+        return b""
     if token in getattr(tokenizer, "added_tokens_decoder", {}):
         return name.encode()
     if _BYTE_TOKEN.fullmatch(name):

@@ -47,7 +47,7 @@ def _ends_with_string(tokenizer: Any, strings: tuple[str, ...], prompt: list[int
     if not wide or not tokens:
         return False
     text, before = (tokenizer.decode(part, skip_special_tokens=False) for part in (last, last[:-1]))
-    return any(string in text and string not in before for string in wide)
+    return any(text.count(string) > before.count(string) for string in wide)
 
 
 @lru_cache(maxsize=32)
