@@ -8,6 +8,7 @@ from torch import nn
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.distributed.processes import check_same_architecture, get_world_size, on_rank_zero
 from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.generation.checking import check_uncompiled
 from hybrid_engine.observing.monitor import check_packages, prepare_outputs
 from hybrid_engine.optim.build import check_choices
 from hybrid_engine.optim.lr_schedules import check_rates
@@ -57,15 +58,6 @@ def check_training(
     num_units = get_world_size() // unit_size_of(model)
     check_built_shards(model, config.zero_optimization.stage, mesh_shape(config, num_units))
     return groups
-
-
-def check_uncompiled(function: str, model: nn.Module) -> None:
-    """Raises ValueError for what `torch.compile(model)` returns, a module around the model; local."""
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise ValueError(
-            f"{function}(): model is what torch.compile() returned, which has no generate() of its own; pass the model "
-            "itself, after model.compile() if its forward should be compiled"
-        )
 
 
 def check_generates(model: nn.Module) -> None:

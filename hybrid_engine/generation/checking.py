@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig
 
 from hybrid_engine.config.checks import check_integer
@@ -25,6 +26,15 @@ from hybrid_engine.generation.sampling.row_options import read_row_options
 
 MIXES_ROWS = ("rwkv", "recurrent_gemma")
 """Model types whose batches transformers gets wrong: RWKV adds up states of rows, and RecurrentGemma reads padding."""
+
+
+def check_uncompiled(function: str, model: nn.Module) -> None:
+    """Raises ValueError for what `torch.compile(model)` returns, a module around the model; local."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise ValueError(
+            f"{function}(): model is what torch.compile() returned, which has no generate() of its own; pass the model "
+            "itself, after model.compile() if its forward should be compiled"
+        )
 
 
 def read_wishes(
@@ -81,7 +91,9 @@ def read_wishes(
                     f"generate(): transformers' {type(generator.module).__name__} mixes up the rows of a batch, and "
                     f"row by row cannot be served here: {undrawn}; pass one row a call, or leave that out"
                 )
-            is_drawn, fallback = undrawn is None, fallback if undrawn is None else undrawn
+            is_drawn = undrawn is None
+            if undrawn is not None and (in_sequences or only_native is not None):
+                fallback = undrawn
     kwargs = {name: value for name, value in kwargs.items() if name not in OWN_OPTIONS}
     return Wishes(
         input_ids=input_ids,

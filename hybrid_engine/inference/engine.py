@@ -19,6 +19,7 @@ from hybrid_engine.containers import InferenceEncoder
 from hybrid_engine.distributed.interrupts import HeldInterrupts, holding_interrupts
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.distributed.processes import default_device
+from hybrid_engine.generation.checking import check_uncompiled
 from hybrid_engine.generation.fewer_rows import roll_out_what_fits
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.memory.usage import num_bytes
@@ -33,7 +34,6 @@ from hybrid_engine.generation.request import Request
 from hybrid_engine.generation.scoring import score_packed
 from hybrid_engine.generation.warm_up import WarmUp, warm_up
 from hybrid_engine.inference.config import InferenceConfig
-from hybrid_engine.model_checks import check_uncompiled
 from hybrid_engine.observing.memory_plan import format_bytes
 from hybrid_engine.serving import import_serving
 
