@@ -12,6 +12,7 @@ from hybrid_engine.config import SIMPLE_BLOCKS, EngineConfig, OffloadConfig, Off
 from hybrid_engine.config.auto import FROM_ARGUMENTS, ONLY_THE_USER_KNOWS
 from hybrid_engine.config.keys import NO_MEANING, NOT_SUPPORTED, OPTIMIZERS_NOT_SUPPORTED, OTHER_NAMES, as_json
 from hybrid_engine.config.optimizer import (
+    MUON_RATES,
     OPTIMIZER_DEFAULTS,
     OPTIMIZER_PARAMS,
     SCHEDULER_PARAMS,
@@ -98,8 +99,15 @@ def _params_rows(path: str) -> Iterator[str]:
     kinds = PARAMS.get(path, {})
     for key in dict.fromkeys(key for keys in kinds.values() for key in keys):
         users = [kind for kind, keys in kinds.items() if key in keys]
-        defaults = {as_json(OPTIMIZER_DEFAULTS[kind][key]) for kind in users if key in OPTIMIZER_DEFAULTS.get(kind, {})}
-        yield _row(key, " or ".join(f"`{value}`" for value in sorted(defaults)), "works", f"of {', '.join(users)}")
+        known = [kind for kind in users if key in _defaults(kind)]
+        defaults = sorted({as_json(_defaults(kind)[key]) for kind in known})
+        without = [kind for kind in users if known and kind not in known]
+        says = f"of {', '.join(known or users)}" + (f"; of {', '.join(without)}, without a default" if without else "")
+        yield _row(key, " or ".join(f"`{value}`" for value in defaults), "works", says)
+
+
+def _defaults(kind: str) -> dict[str, Any]:
+    return OPTIMIZER_DEFAULTS.get(kind, {}) | (MUON_RATES if kind == "Muon" else {})
 
 
 def _other_names(path: str) -> Iterator[tuple[str, str]]:

@@ -22,12 +22,14 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0},
     "Muon": {"momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0},
 }
+MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
+"""Learning rates of its two kinds of groups where there is no `lr`: those of DeepSpeed's MuonWithAuxAdam."""
 OPTIMIZER_PARAMS = {
     "Adam": (*ADAM_DEFAULTS, "bias_correction", "adam_w_mode"),
     "AdamW": (*ADAM_DEFAULTS, "bias_correction", "adam_w_mode"),
     "Lamb": (*OPTIMIZER_DEFAULTS["Lamb"], "bias_correction"),
     "Lion": tuple(OPTIMIZER_DEFAULTS["Lion"]),
-    "Muon": ("lr", "muon_lr", "adam_lr", *OPTIMIZER_DEFAULTS["Muon"]),
+    "Muon": ("lr", *MUON_RATES, *OPTIMIZER_DEFAULTS["Muon"]),
 }
 """The keys of `optimizer.params` by type."""
 TORCH_OPTIMIZERS = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")

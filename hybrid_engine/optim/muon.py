@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hybrid_engine.config.optimizer import MUON_RATES
 from hybrid_engine.optim.param_groups import NamedGroup
 
 IN_NAMES = ("embed", "lm_head")
 """DeepSpeed's rule (`set_optimizer_flags`): a matrix with one of these in its name is not Muon's."""
 HEADS = ("score", "classifier", "v_head", "value_head")
 """Names of modules that end a reward, value or classification model."""
-MUON_LR, ADAM_LR = 0.02, 3e-4
-"""The learning rates of DeepSpeed's MuonWithAuxAdam, where the config gives none."""
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -83,8 +82,8 @@ def split_groups(groups: list[NamedGroup], module: nn.Module, params: dict[str, 
 
 
 def _options(params: dict[str, Any], use_muon: bool) -> dict[str, Any]:
-    name, default = ("muon_lr", MUON_LR) if use_muon else ("adam_lr", ADAM_LR)
-    options = {"lr": params.get(name, params.get("lr", default)), "weight_decay": params["weight_decay"]}
+    name = "muon_lr" if use_muon else "adam_lr"
+    options = {"lr": params.get(name, params.get("lr", MUON_RATES[name])), "weight_decay": params["weight_decay"]}
     if use_muon:
         return {**options, "momentum": params["momentum"]}
     return {**options, "betas": params["betas"], "eps": params["eps"], "fused": True}

@@ -156,11 +156,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         plain_steps.step(self.inner)
         self.masters.write_back()
 
-    @torch.no_grad()
     def forget_norms(self) -> None:
-        """For a step without gradients, whose norms are 0."""
+        """Sets the norms of a step without gradients, 0."""
         self.overflow, self.grad_norm, self.grad_norms = False, 0.0, [0.0 for _ in self.grad_norms]
 
+    @torch.no_grad()
     def check_overflow(self, external: bool = False) -> bool:
         """Whether the gradients at an accumulation boundary are non-finite on any process; collective when sharded.
 
