@@ -38,7 +38,7 @@ DEVICE ?= cuda
 RESULTS ?= $(if $(filter cpu,$(DEVICE)),runs/gpu-rehearsal,benchmarks/results/gpu)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo quick test real attack fuzz parity kernels check lint types wheel versions clean gpu
+.PHONY: help demo quick test real clients attack fuzz parity kernels check lint types wheel versions clean gpu
 .DELETE_ON_ERROR:
 
 help:

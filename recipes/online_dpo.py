@@ -222,7 +222,7 @@ def choose_pairs(policy: Policy, groups: ScoredGroups, config: Config) -> list[T
 
 
 def update_on_pairs(policy: Policy, pairs: Sequence[TrainingPair], config: Config) -> dict[str, float]:
-    """An optimizer step on each minibatch that has a pair; collective.
+    """An optimizer step on each minibatch that has a pair; one without moves the schedule alone. Collective.
 
     Returns:
         The number of `pairs` of the whole step, and the figures of the last minibatch with one; none of `dpo.update`'s

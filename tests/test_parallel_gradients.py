@@ -386,9 +386,9 @@ def test_units_clip_what_is_summed_and_have_as_many_samples_where_they_meet(tmp_
         assert "clip_gnorm()" in found[0][0]
         assert found[1][0] == ""  # ZeRO sums within the backward pass
         assert all(difference < 1e-6 for _, difference in found), found
-        assert "have [1, 2], and those of units, whose gradients ZeRO sums" in words[0]
+        assert "have [1, 2], and all processes, whose gradients ZeRO sums" in words[0]
         assert words[1] == ""
-        assert "have [1, 2], and those of one unit, must have as many" in words[2]
+        assert "have [1, 2], and the processes of one unit must have equally many" in words[2]
 
 
 def wrong_sizes(rank, world_size, folder):

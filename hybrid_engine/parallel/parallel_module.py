@@ -218,9 +218,10 @@ class ParallelModule(HeldModule):
         size = self.compute_config.plan_ngpus
         units = [set(counts[start : start + size]) for start in range(0, len(counts), size)]
         if isinstance(self, FSDPModule) or any(len(unit) > 1 for unit in units):
-            who = "units, whose gradients ZeRO sums in each pass" if isinstance(self, FSDPModule) else "one unit"
+            of_all = "all processes, whose gradients ZeRO sums in each pass,"
+            who = of_all if isinstance(self, FSDPModule) else "the processes of one unit"
             raise ValueError(
-                f"samples: the processes have {counts}, and those of {who}, must have as many; fill up with dummy "
+                f"samples: the processes have {counts}, and {who} must have equally many; fill up with dummy "
                 "batches (is_dummy_batch)"
             )
 

@@ -27,7 +27,7 @@ def check_built_shards(module: nn.Module, stage: int, mesh_shape: tuple[int, ...
     if any(isinstance(part, FSDPModule) for part in module.modules()):
         raise ValueError(
             "model: another engine has sharded it already to train it, and it stays with that engine also when the "
-            "engine is deleted; build the model anew for this one, or copy.deepcopy it"
+            "engine is deleted; build the model again for this one, or copy.deepcopy it"
         )
     shards: list[Any] = [param for param in module.parameters() if _is_shard(param)]
     if shards and stage != 3:

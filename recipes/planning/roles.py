@@ -226,7 +226,9 @@ def _trained(
         max((math.prod(s.dims) for s in shapes if s.packed_bytes is not None), default=0) * setting.weight.itemsize
     )
     if largest:
-        passing.append(Part("dequantised", largest, "the largest quantised linear in full precision, one at a time"))
+        passing.append(
+            Part("dequantised", largest, "the largest quantised linear as weights of --dtype, one at a time")
+        )
     gathered = _gathered_part(model, sharded)
     passing.append(gathered)
     gradients = gradient_part(shapes, sharded)
