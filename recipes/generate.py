@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.recipes.batch.journal import Journal
-from hybrid_engine.recipes.batch.model import ModelOptions, load_answering, most_tokens
+from hybrid_engine.recipes.batch.model import ModelOptions, load_answering, load_answering_tokenizer, most_tokens
 from hybrid_engine.recipes.batch.shared import join, load_shared, telling
-from hybrid_engine.recipes.batch.terminal import TERMINAL, opened, read_rows, write_answer
+from hybrid_engine.recipes.batch.terminal import TERMINAL, check_row_options, opened, read_lines, write_answer
+from hybrid_engine.recipes.data.bad_rows import each_good
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
@@ -38,6 +40,7 @@ from hybrid_engine.recipes.data.sources import DataSource
 from hybrid_engine.recipes.runs.checks import LARGEST_SEED, check_at_least, check_between, check_count
 from hybrid_engine.recipes.runs.options import RowOptions
 from hybrid_engine.recipes.runs.run_log import say
+from hybrid_engine.recipes.runs.stages import load_config
 
 WITHOUT_EFFECT = ("out", "restart", "max_running", "tp", "pp")
 """Options that the answers do not depend on."""
@@ -91,6 +94,8 @@ class Config(RowOptions, ModelOptions):
         check_count("top_k", self.top_k, 0)
         check_at_least("temperature", self.temperature, 0)
         check_between("seed", self.seed, 0, LARGEST_SEED)
+        if self.prompts == TERMINAL:
+            check_row_options(self)
         if self.is_shared and TERMINAL in (self.prompts, self.out):
             raise ValueError(f"--tp={self.tp} --pp={self.pp}: several processes answer files only; name files, not -")
 
@@ -111,7 +116,8 @@ def run(config: Config) -> Path | None:
     if TERMINAL in (config.prompts, config.out):
         answer_in_terminal(config)
         return None
-    rows = read_prompt_rows(config.source)
+    tokenizer, longest = load_answering_tokenizer(config), most_tokens(load_config(str(config.model)))
+    rows, prompts = encode_rows(config, tokenizer, read_prompt_rows(config.source), longest)
     out = Path(str(config.out))
     journal = on_rank_zero(lambda: Journal(out, identity_of(config, rows), config.restart))
     left = [number for number in range(len(rows)) if number not in journal.finished]
@@ -121,8 +127,9 @@ def run(config: Config) -> Path | None:
     if left:
         adapters = {} if config.adapter is None else {"default": config.adapter}
         loaded = load_shared(config, config.tp, config.pp, adapters) if config.is_shared else load_answering(config)
+        engine, tokenizer = loaded
         begin = time.perf_counter()
-        num_tokens = answer_rows(config, *loaded, rows, left, journal)
+        num_tokens = answer_rows(config, engine, tokenizer, rows, prompts, left, journal)
     on_rank_zero(journal.publish)
     seconds = time.perf_counter() - begin
     say(f"{len(rows)} rows in {out}; {num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens/s")
@@ -134,11 +141,15 @@ def answer_rows(
     engine: Any,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[PromptRow],
+    prompts: list[list[int]],
     left: list[int],
     journal: Journal,
 ) -> int:
-    """Answers the rows that are `left` into `journal`, on rank 0; returns how many tokens that took."""
-    sequences = build_sequences(config, engine, tokenizer, rows)
+    """Answers the rows that are `left` into `journal`, on rank 0; returns how many tokens that took.
+
+    `prompts`: the tokens of every row's.
+    """
+    sequences = build_sequences(config, read_sampling(config, engine, tokenizer), prompts)
     given = [sequence for number in left for sequence in sequences[number]]
     with progress_bar(is_shown=get_rank() == 0) as bar:
         task = bar.add_task("rows", total=len(rows), completed=len(rows) - len(left))
@@ -174,14 +185,31 @@ def read_sampling(config: Config, engine: Any, tokenizer: PreTrainedTokenizerBas
     return read_options(given | (sampled if config.temperature > 0 else {}), 0, vocab_size)
 
 
-def build_sequences(
-    config: Config, engine: Any, tokenizer: PreTrainedTokenizerBase, rows: list[PromptRow]
-) -> list[list[Sequence]]:
-    """The answers of each row to come; which noise they get does not depend on what is answered already."""
-    options = read_sampling(config, engine, tokenizer)
-    prompts = [encode_prompt(tokenizer, row) for row in rows]
-    for row, tokens in zip(rows, prompts, strict=True):
-        check_fits(tokens, options, most_tokens(engine), row.place)
+def encode_rows(
+    config: Config, tokenizer: PreTrainedTokenizerBase, rows: list[PromptRow], longest: int
+) -> tuple[list[PromptRow], list[list[int]]]:
+    """The rows that can be answered within `longest` tokens, and the tokens of their prompts.
+
+    Raises:
+        ValueError: others are not to be left out.
+    """
+    encode = partial(encode_fitting, config, tokenizer, longest)
+    return each_good(rows, encode, config.source.shown, skips=config.skip_bad_rows)
+
+
+def encode_fitting(config: Config, tokenizer: PreTrainedTokenizerBase, longest: int, row: PromptRow) -> list[int]:
+    """The tokens of a prompt; ValueError for one that leaves no room for its answer within `longest`, or has none."""
+    tokens = encode_prompt(tokenizer, row)
+    if len(tokens) + config.max_new_tokens > longest:
+        raise ValueError(
+            f"{row.place}: a prompt of {len(tokens)} tokens and --max-new-tokens={config.max_new_tokens} exceed the "
+            f"{longest} that the model takes; shorten the prompt or lower --max-new-tokens"
+        )
+    return tokens
+
+
+def build_sequences(config: Config, options: GenerationOptions, prompts: list[list[int]]) -> list[list[Sequence]]:
+    """The answers to each prompt to come; which noise they get does not depend on what is answered already."""
     keys = sample_keys(config.seed, [prompt_digest(tokens) for tokens in prompts], [], config.num_samples)
     sequences = []
     for number, tokens in enumerate(prompts):
@@ -223,23 +251,29 @@ def answer_of(row: PromptRow, sequences: list[Sequence], tokenizer: PreTrainedTo
 
 def answer_in_terminal(config: Config) -> None:
     """Reads or writes the terminal, or both: one prompt after the other, text as it comes."""
+    rows = None if config.prompts == TERMINAL else read_prompt_rows(config.source)
     engine, tokenizer = load_answering(config)
     options = read_sampling(config, engine, tokenizer)
     with opened(str(config.out)) as out, live_batch(engine.generator, None, max_running=1) as batch:
-        for number, row in enumerate(read_rows(config.source)):
-            tokens = encode_prompt(tokenizer, row)
-            check_fits(tokens, options, batch.longest, row.place)
+        prompts = (
+            encode_lines(config, tokenizer, batch.longest)
+            if rows is None
+            else encode_rows(config, tokenizer, rows, batch.longest)[1]
+        )
+        for number, tokens in enumerate(prompts):
             for key in sample_keys(config.seed, [prompt_digest(tokens)], [], config.num_samples):
                 write_answer(batch, Sequence(Prompt(tokens), number, options, key), tokenizer, out)
 
 
-def check_fits(tokens: list[int], options: GenerationOptions, longest: int, place: str) -> None:
-    """ValueError for a prompt that leaves no room for its answer."""
-    if len(tokens) + options.max_new_tokens > longest:
-        raise ValueError(
-            f"{place}: a prompt of {len(tokens)} tokens and --max-new-tokens={options.max_new_tokens} exceed the "
-            f"{longest} that the model takes; shorten the prompt or lower --max-new-tokens"
-        )
+def encode_lines(config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> Iterator[list[int]]:
+    """The tokens of the terminal's lines as they are written; one that cannot be used ends all, or is left out."""
+    for row in read_lines(config.source):
+        try:
+            yield encode_fitting(config, tokenizer, longest, row)
+        except ValueError as error:
+            if not config.skip_bad_rows:
+                raise
+            say(f"--skip-bad-rows: {error}")
 
 
 def progress_bar(is_shown: bool) -> Progress:

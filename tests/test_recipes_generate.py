@@ -230,6 +230,55 @@ def test_the_terminal_gets_answers_as_they_come(model, monkeypatch, capsys):
     assert capsys.readouterr().out.count("\n") >= 2
 
 
+def test_lines_of_the_terminal_are_asked_as_the_rows_of_a_file_are(model, tmp_path, monkeypatch, capsys):
+    options = {"temperature": 0.0, "system_prompt": "Be brief.", "prompt_template": "{prompt} Why?"}
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "row 0"}\n{"prompt": "row 1"}\n')
+    run(model, file, tmp_path / "out.jsonl", **options)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("row 0\nrow 1\n"))
+    run(model, "-", tmp_path / "typed.txt", **options)
+    answers = [row["responses"][0] for row in lines(tmp_path / "out.jsonl")]
+    assert (tmp_path / "typed.txt").read_text() == "".join(f"{answer}\n" for answer in answers)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("row 0\nrow 1\n"))
+    run(model, "-", tmp_path / "bare.txt", temperature=0.0)
+    assert (tmp_path / "bare.txt").read_text() != (tmp_path / "typed.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"columns": ("ask=prompt",)}, "--columns='ask=prompt' is for a data set, and --prompts='-'"),
+        ({"split": "test"}, "--split='test' is for a data set"),
+        ({"dataset_config": "main"}, "--dataset-config='main' is for a data set"),
+        ({"prompt_template": "{prompt} {more}"}, "must name {prompt} and no other column"),
+        ({"prompt_template": "{question}"}, "must name {prompt} and no other column"),
+    ],
+)
+def test_what_a_line_of_the_terminal_does_not_have_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        generate.Config(model="any", prompts="-", out="-", **options)
+
+
+def test_rows_that_have_no_answer_are_left_out_before_the_model_is_loaded(model, tmp_path, monkeypatch, capsys):
+    rows = ["fine", "x" * 3000, [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": []}], "good"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+    run(model, file, tmp_path / "out.jsonl", skip_bad_rows=True)
+    assert [row["prompt"] for row in lines(tmp_path / "out.jsonl")] == ["fine", "good"]
+    told = capsys.readouterr().out
+    assert "2 of 4 rows are left out" in told and "a prompt of 3000 tokens" in told and "refuses" in told
+    assert main(["generate", "--model", str(model), "--prompts", str(file), "--out", "-", "--skip-bad-rows"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"fine\n{rows[1]}\ngood\n"))
+    run(model, "-", tmp_path / "typed.txt", skip_bad_rows=True)
+    assert (tmp_path / "typed.txt").read_text().count("\n") >= 2
+    assert "line 2: a prompt of 3000 tokens" in capsys.readouterr().out
+    monkeypatch.setattr(generate, "load_answering", None)  # what cannot be used is told without it
+    with pytest.raises(
+        ValueError, match=r"2 of 4 rows cannot be used: line 2: a prompt of 3000 .* \| line 3: the chat"
+    ):
+        run(model, file, tmp_path / "other.jsonl")
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [

@@ -6,7 +6,7 @@ from typing import Any
 
 from peft import PeftModel, load_peft_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.checkpoint.peft_models import without_renamed_attribute_warning
@@ -53,12 +53,12 @@ def build_answering(model: nn.Module, config: DtypeOptions, **options: Any) -> A
     """An InferenceEngine for prompts and answers as long as `model` takes them; `options` of `init_inference`."""
     apply_tf32(config)
     dtype = choose_dtype(config.dtype)
-    return hybrid_engine.init_inference(model.eval(), dtype=dtype, max_out_tokens=most_tokens(model), **options)
+    return hybrid_engine.init_inference(model.eval(), dtype=dtype, max_out_tokens=most_tokens(model.config), **options)
 
 
-def most_tokens(model: Any) -> int:
-    """The tokens of a prompt and its answer together that `model` takes."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS_WITHOUT_LIMIT
+def most_tokens(config: PretrainedConfig) -> int:
+    """The tokens of a prompt and its answer together that a model of this config takes."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or MOST_TOKENS_WITHOUT_LIMIT
 
 
 def load_answering_tokenizer(config: BaseModelOptions) -> PreTrainedTokenizerBase:

@@ -11,22 +11,43 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.detokenize import IncrementalDetokenizer
 from hybrid_engine.generation.live import LiveBatch
-from hybrid_engine.recipes.data.reading import read_prompt_rows
+from hybrid_engine.recipes.data.columns import template_columns
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sources import DataSource
+from hybrid_engine.recipes.data.wrapping import wrap_row
+from hybrid_engine.recipes.runs.checks import flag
+from hybrid_engine.recipes.runs.options import RowOptions
 
 TERMINAL = "-"
 """What stands for the terminal in place of a file."""
 
 
-def read_rows(source: DataSource) -> Iterator[PromptRow]:
-    """The rows of a file, or of the terminal's lines as they are written; empty lines are passed over."""
-    if source.datasets != (TERMINAL,):
-        yield from read_prompt_rows(source)
-        return
+FOR_FILES = ("split", "dataset_config", "columns")
+"""Options that say nothing of lines that are typed."""
+
+
+def check_row_options(options: RowOptions) -> None:
+    """ValueError for an option that needs columns, where the prompts are lines of the terminal."""
+    for name in FOR_FILES:
+        if value := getattr(options, name):
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise ValueError(
+                f"{flag(name)}={shown!r} is for a data set, and --prompts={TERMINAL!r} reads a prompt a line; leave it "
+                "out, or name a file"
+            )
+    template = options.source_of(TERMINAL, option="prompts").prompt_template
+    if template is not None and template_columns(template) != {"prompt"}:
+        raise ValueError(
+            f"--prompt-template={options.prompt_template!r} must name {{prompt}} and no other column: a line that "
+            f"--prompts={TERMINAL!r} reads is a prompt alone; change it, or name a file"
+        )
+
+
+def read_lines(source: DataSource) -> Iterator[PromptRow]:
+    """The terminal's lines as they are written, with what the options put around them; empty ones are passed over."""
     for number, line in enumerate(sys.stdin, 1):
         if line.strip():
-            yield PromptRow(prompt=line.rstrip("\n"), place=f"line {number}")
+            yield wrap_row(source, PromptRow(prompt=line.rstrip("\n"), place=f"line {number}"))
 
 
 @contextmanager

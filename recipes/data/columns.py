@@ -47,12 +47,17 @@ def read_prompt_template(given: str) -> str:
                 f"--prompt-template={given!r} has {match[0]!r}, which names no column; write a column in braces, as "
                 "{prompt}, and double a brace that is text"
             )
-    if not any(match[1] is not None for match in _FIELD.finditer(template)):
+    if not template_columns(template):
         raise ValueError(
             f"--prompt-template={given!r} names no column, so that all prompts would be the same; write a column in "
             "braces, as {prompt}"
         )
     return template
+
+
+def template_columns(template: str) -> set[str]:
+    """The columns that a template names, with the dots that lead inside of one."""
+    return {match[1] for match in _FIELD.finditer(template) if match[1] is not None}
 
 
 def _file_text(given: str) -> str:

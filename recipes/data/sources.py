@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hybrid_engine.recipes.data.columns import template_columns
 from hybrid_engine.recipes.runs.checks import flag
 
 
@@ -77,7 +78,7 @@ class DataSource:
     @property
     def wraps_prompts(self) -> bool:
         """Whether the template stands around a prompt that is there, and does not write one from other columns."""
-        return self.prompt_template is not None and "{prompt}" in self.prompt_template
+        return self.prompt_template is not None and "prompt" in template_columns(self.prompt_template)
 
 
 def read_names(columns: Sequence[str]) -> dict[str, str]:

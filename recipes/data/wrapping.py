@@ -29,10 +29,11 @@ def wrap_rows(rows: Sequence[R], source: DataSource) -> list[R]:
     """
     if source == source.as_found:
         return list(rows)
-    return each_good(rows, partial(_wrap, source), source.shown, skips=source.skips_bad_rows)[1]
+    return each_good(rows, partial(wrap_row, source), source.shown, skips=source.skips_bad_rows)[1]
 
 
-def _wrap(source: DataSource, row: R) -> R:
+def wrap_row(source: DataSource, row: R) -> R:
+    """The row with what the options put around its prompt; ValueError as of `wrap_rows`."""
     if isinstance(row, TextRow):
         raise ValueError(
             f"{row.place} is plain text, around which --prompt-template, --system-prompt and --as-conversation put "
