@@ -30,7 +30,7 @@ class _TurnEnd(NamedTuple):
 
 
 _turn_ends: "WeakKeyDictionary[PreTrainedTokenizerBase, _TurnEnd]" = WeakKeyDictionary()
-"""By tokenizer, for the chat template that it had."""
+"""Each tokenizer's, for the chat template that it had."""
 
 
 def end_token_ids(model: ModelWithEnds, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -38,7 +38,7 @@ class OwnBatch(LiveBatch):
 
     @property
     def num_waiting(self) -> int:
-        """Those after it."""
+        """Sequences that wait for the running one."""
         return len(self._num_told) - self.num_running
 
     @property

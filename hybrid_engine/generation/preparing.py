@@ -144,7 +144,7 @@ def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | N
 
 
 def _sequences(wishes: Wishes, bids: list[Bid]) -> list[Sequence]:
-    """Those of the one process that there is, with the keys of their noise."""
+    """The sequences of a process that is alone, with the keys of their noise."""
     sequences = build_sequences(wishes.prompts, wishes.of_prompts, wishes.options.num_return_sequences)
     for sequence, key in zip(sequences, keys_of(bids, 0), strict=True):
         sequence.key = key

@@ -57,4 +57,4 @@ class Request:
     seed: int | None
     """Of that `generate()`; None leaves torch's generator as it is."""
     sequences: list[Sequence] = field(default_factory=list)
-    """Those that it answers one by one; empty: it takes all rows at once."""
+    """The rows that the model answers one by one; empty: it takes all of them at once."""

@@ -155,7 +155,7 @@ class _WithExtraState(HeldModule):
     """One whose original has state of its own beside tensors, which is the original's to read and to set."""
 
     def get_extra_state(self) -> Any:
-        """What the original's `get_extra_state` gives."""
+        """The original's extra state."""
         return self.original().get_extra_state()
 
     def set_extra_state(self, state: Any) -> None:

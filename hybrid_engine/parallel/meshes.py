@@ -49,7 +49,7 @@ class Lease:
 
 
 _free: dict[Hashable, dict[int, Meshes]] = {}
-"""By the processes that they are over, meshes that no module uses, by their numbers, which all processes give alike."""
+"""Meshes that no module uses: by their layout, then by their numbers, which all processes give alike."""
 _numbers: dict[Hashable, int] = {}
 """How many were made."""
 _world: list[dist.ProcessGroup] = []

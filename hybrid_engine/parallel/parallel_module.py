@@ -25,11 +25,11 @@ from hybrid_engine.parallel.planning.plan import Plan
 from hybrid_engine.parallel.samples import check_samples, loss_of, scaled
 
 MOST_GRAPHS = 32
-"""Those that a module keeps: of the shapes that came last."""
+"""Graphs that a module keeps: those of the shapes that came last."""
 
 
 class Latest(dict[Hashable, Any]):
-    """What was made for some keys, of which those that were asked for last are kept."""
+    """A cache of what was made for each key; the keys that were asked for last are kept."""
 
     def get_or(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """That of `key`, which `make` gives where there is none."""

@@ -18,7 +18,7 @@ REASONING_FIELDS = ("thinking", "reasoning", "reasoning_content")
 
 
 class Shown(NamedTuple):
-    """What may be shown of an answer."""
+    """The part of an answer that may be shown."""
 
     text: str = ""
     reasoning: str = ""
@@ -28,7 +28,7 @@ class AnswerReader(Protocol):
     """Takes an answer in as it comes."""
 
     calls: list[dict[str, Any]]
-    """Those that are complete, OpenAI's objects."""
+    """Complete calls, OpenAI's objects."""
 
     def add(self, text: str) -> Shown:
         """Takes in what came; what of it, and of what was held back, may be shown."""
@@ -191,7 +191,7 @@ class TemplateReader:
         return Shown("".join(part.text for part in parts), "".join(part.reasoning for part in parts))
 
     def _give_up(self) -> Shown:
-        """What the template cannot read is text to the end of the answer."""
+        """Shows as text, to the end of the answer, what the template cannot read."""
         self._reader = None
         text, self._pending = self._pending, ""
         return Shown(text)

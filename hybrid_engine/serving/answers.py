@@ -215,7 +215,7 @@ class Writer:
         return {"token_ids": tokens, "prompt_token_ids": choice.prompt}
 
     def _name(self, token: int) -> str:
-        """What log-probabilities call it; part of a character is a replacement character."""
+        """The token's name in log-probabilities; part of a character is a replacement character."""
         if self.request.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return token_bytes(self.model.tokenizer, token).decode(errors="replace")

@@ -68,18 +68,18 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream has in addition to its pieces."""
+    """Options of a stream: what it has in addition to its pieces."""
 
     include_usage: StrictBool = False
     """A last event with the usage."""
     continuous_usage_stats: StrictBool = False
     """Every event has the usage so far; vLLM's name."""
     include_obfuscation: Any = None
-    """Of no consequence: nothing is padded here."""
+    """Read and ignored: nothing is padded here."""
 
 
 class StructuredOutputs(Body):
-    """What the text of an answer must be, by vLLM's names; the fields of a request that say the same begin `guided_`.
+    """A constraint on the text of an answer, by vLLM's names; a request's own fields for it begin `guided_`.
 
     Its other fields name what this server does not have, so they are refused.
     """
@@ -101,7 +101,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingFields(Body):
-    """What both kinds of request have; OpenAI's defaults, not the model's own."""
+    """The fields of both kinds of request; OpenAI's defaults, not the model's own."""
 
     model: StrictStr
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -157,7 +157,7 @@ class SamplingFields(Body):
     cache_salt: Any = None
     spaces_between_special_tokens: Any = None
     length_penalty: Any = None
-    """Of beam search."""
+    """An option of beam search."""
     use_beam_search: only(False) = None  # type: ignore[valid-type]
 
     @field_validator("stop")
@@ -199,7 +199,7 @@ class SamplingFields(Body):
 
     @property
     def usage_of_stream(self) -> StreamOptions:
-        """What a stream says of usage."""
+        """The options of a stream's usage."""
         return self.stream_options or StreamOptions()
 
     @property
@@ -308,7 +308,7 @@ class NamedTool(Body):
 
 
 def tool_name(tool: dict[str, Any]) -> str | None:
-    """What a tool of a request is called; None where it does not say."""
+    """The name of a tool of a request; None where it has none."""
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
@@ -396,7 +396,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def template_inputs(self) -> dict[str, Any]:
-        """What the chat template reads in addition to messages."""
+        """The variables of the chat template in addition to messages."""
         named = {"tools": self.offered_tools, "reasoning_effort": self.reasoning_effort, "documents": self.documents}
         return {name: value for name, value in named.items() if value is not None} | self.chat_template_kwargs
 

@@ -45,7 +45,7 @@ class Trajectory:
     messages: list[dict[str, Any]] = field(default_factory=list)
     """As the client has them, the answer included; empty for `/v1/completions`."""
     template_inputs: dict[str, Any] = field(default_factory=dict)
-    """What the chat template read in addition to messages: tools and the like."""
+    """The variables of the chat template in addition to messages: tools and the like."""
     finish_reason: str | None = None
     sequence: BatchSequence | None = None
     """What drew the last answer; its keys and values may still be there."""

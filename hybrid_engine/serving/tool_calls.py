@@ -27,7 +27,7 @@ class Form(NamedTuple):
     is_whole: bool = False
     """Whether an answer with calls has nothing before them: they begin with a brace, the sign is optional."""
     arguments: str = "arguments"
-    """What the model calls them."""
+    """The model's name for arguments."""
     grammar: tuple[str, str, str] = ("", "", "")
     """The first call, further ones, the end in Lark's notation; `{0}` is the sign, `{1}` the closing."""
     special: tuple[str, ...] = ()

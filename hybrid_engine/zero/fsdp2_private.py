@@ -356,7 +356,7 @@ def forget_wrapping(attributes: dict[str, Any]) -> None:
 
 
 def wrapping_of(module: nn.Module) -> object | None:
-    """What FSDP2 knows of `module`, another object whenever it was wrapped anew; None where it is not wrapped."""
+    """FSDP2's state of `module`, another object after each wrapping; None where it is not wrapped."""
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 

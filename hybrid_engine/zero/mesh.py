@@ -8,7 +8,7 @@ from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.zero.split_module import STAGES, tensor_axes, tensor_names
 
 _meshes: dict[tuple[str, tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
-"""Those that were made so far, by their layout."""
+"""Meshes that were made so far, by their layout."""
 _world: list[dist.ProcessGroup | None] = []
 """The group of all processes that these belong to."""
 

@@ -10,7 +10,7 @@ _FIELD = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 def find_value(value: Any, path: str) -> Any:
-    """What a row has under `path`, as `reward_model.ground_truth` or `turns.0.text`; `MISSING` where it has nothing.
+    """The value of a row under `path`, as `reward_model.ground_truth` or `turns.0.text`; `MISSING` where there is none.
 
     A column that is called so as a whole, with its dots, comes first.
     """

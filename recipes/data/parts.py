@@ -57,7 +57,7 @@ def _is_made(dataset: str) -> bool:
 
 
 def _held_out_of_their_own(source: DataSource) -> Iterator[DataSource]:
-    """What the data sets that are made hold out."""
+    """The held-out parts of generated data sets."""
     return (replace(one, split=HELD_OUT) for one in source.each() if _is_made(one.datasets[0]))
 
 
@@ -154,6 +154,6 @@ def _apart_from(held_out: Sequence[R], train: list[R]) -> list[R]:
 
 
 def _answers(row: R) -> tuple[str, ...]:
-    """What a row says besides its prompt and its other columns, in an order of its own."""
+    """A row's fields besides its place and its other columns, as text."""
     fields = vars(replace(row, place="", columns={}))
     return tuple(prompt_text(value) if isinstance(value, list) else repr(value) for name, value in fields.items())

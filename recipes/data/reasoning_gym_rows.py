@@ -27,18 +27,18 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionOptions:
-    """What a data set's name says behind its colons."""
+    """The options in a data set's name, behind its colons."""
 
     name: str
-    """Of the library's data set."""
+    """The library's name of the data set."""
     size: int = 2000
     """Questions to train on; those that equal a held-out one are left out."""
     seed: int = 0
-    """Of the first of them."""
+    """The seed of the first of them."""
     held_out: int = 256
     """Held-out questions; of equal ones the first is kept."""
     held_out_seed: int = 1_000_000_000
-    """Of the first of them: they stay the same, whatever is trained on."""
+    """The seed of the first of them: they stay the same, whatever is trained on."""
     shots: int = 0
     """Questions with their answers that stand before each question; of seeds of their own."""
     chat: bool = True

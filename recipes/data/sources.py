@@ -24,7 +24,7 @@ class DataSource:
     prompt_template: str | None = None
     """Text around each prompt, with columns in braces."""
     system_prompt: str | None = None
-    """Of conversations that have none of their own."""
+    """The system's turn of conversations that have none of their own."""
     is_conversation: bool = False
     """Whether a prompt that is text becomes the user's turn of a conversation."""
     skips_bad_rows: bool = False
@@ -34,7 +34,7 @@ class DataSource:
     deduplicates: bool = False
     """Whether of rows that say the same only the first is kept."""
     held_out_share: float = 0.1
-    """Of all prompts, about; 0 holds none out."""
+    """About how much of all prompts is held out; 0 holds none out."""
     held_out_dataset: str | None = None
     """Where held-out rows are read from, which are no share of the others then."""
     held_out_split: str | None = None
@@ -61,7 +61,7 @@ class DataSource:
 
     @property
     def held_out_source(self) -> "DataSource | None":
-        """What is read for the held-out rows; None: they are a share of the others."""
+        """The source of the held-out rows; None: they are a share of the others."""
         if self.held_out_dataset is None and self.held_out_split is None:
             return None
         given = replace(self, held_out_dataset=None, held_out_split=None, weights=(), split=self.held_out_split)

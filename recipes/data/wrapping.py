@@ -1,4 +1,4 @@
-"""What the options put around the prompts of a data set: a template, a system's turn, the form of a conversation."""
+"""Wrapping of a data set's prompts by options: a template, a system's turn, the form of a conversation."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -53,7 +53,7 @@ class Group:
     response_ids: list[list[int]]
     """Without padding, the end-of-sequence token included."""
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    """What reward functions gave to `log_extra`."""
+    """Values that reward functions gave to `log_extra`."""
 
 
 @dataclass(frozen=True, kw_only=True)

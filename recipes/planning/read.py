@@ -41,7 +41,7 @@ class Read:
     rewards: list[PretrainedConfig] = field(default_factory=list)
     """Of reward models that have a body of their own."""
     adapters: list[AdapterOptions] = field(default_factory=list)
-    """Of reward models that are adapters on the first model: those that `--reward` names by their rank alone."""
+    """Adapters of reward models on the first model: those that `--reward` names by their rank alone."""
     learned: Learned | None = None
     """None where the run draws it itself."""
     answered: PromptTokens | None = None

@@ -60,7 +60,7 @@ class Setting:
 
     @property
     def weight(self) -> torch.dtype:
-        """What models compute in."""
+        """The dtype that models compute in."""
         return torch_dtype(self.config.dtype, self.device)
 
 

@@ -109,7 +109,7 @@ class Reward:
     columns: frozenset[str] = frozenset()
     """The columns of the data that it cannot do without."""
     optional_columns: frozenset[str] = frozenset()
-    """Those that it reads where the data has them."""
+    """Columns that it reads where the data has them."""
     check: Callable[[Mapping[str, Any]], None] | None = None
     """Raises ValueError, in words that follow the place of a row, for columns whose values it cannot read."""
 

@@ -42,7 +42,7 @@ EVALUATING = frozenset(
 
 
 class JudgeAndCheck(NamedTuple):
-    """What a `Rule` is made of."""
+    """The two functions of a `Rule`."""
 
     judge: Callable[[Answers], list[float]]
     check: Callable[[Mapping[str, Any]], None]

@@ -38,7 +38,7 @@ FINISHED = "finished.json"
 _MAY_DIFFER = frozenset({"out", "resume", "restart", "save_every", "eval_every", "eval_prompts", "tracker"})
 
 _EARLIER = {"lr_scheduler_type": EARLIER_TYPE, "dtype": "fp32"}
-"""What runs did that were begun before there was such an option."""
+"""Values of options for runs that were begun before there was such an option."""
 _OPEN = (None, AUTO, 0)
 """Values of options that a run settles as it begins."""
 _LENGTHS = ("steps", "epochs")

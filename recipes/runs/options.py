@@ -184,7 +184,7 @@ LENGTHS = ("max_prompt_tokens", "max_new_tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(DatasetOptions):
-    """What a run trains on, and what it is measured on."""
+    """Options of the data that a run trains on, and is measured on."""
 
     dataset_weights: tuple[float, ...] = ()
     """a weight for each --dataset: its share of the rows of an epoch. An epoch has as many rows as all data sets
@@ -225,7 +225,7 @@ class AnswerOptions:
     """How an actor answers, and how many held-out prompts."""
 
     OWN_LENGTHS = (96, 40)
-    """Of `max_prompt_tokens` and `max_new_tokens`, for the small model that is made without `--model`."""
+    """`max_prompt_tokens` and `max_new_tokens` for the small model that is made without `--model`."""
 
     max_prompt_tokens: int = 0
     """longer prompts lose their beginning; 0: what the model's positions leave for them, without --model 96"""

@@ -1,4 +1,4 @@
-"""What models compute in: `--dtype` and `--tf32`, with one meaning in all commands.
+"""The precision that models compute in: `--dtype` and `--tf32`, with one meaning in all commands.
 
 Masters of what is trained stay in fp32, and so do losses, log-probabilities, advantages and the optimizer's state.
 """
@@ -13,12 +13,12 @@ from hybrid_engine.recipes.runs.checks import check_one_of
 AUTO = "auto"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FIRST_LOSS_SCALE_POWER = 12
-"""Of fp16: DeepSpeed's 16 is more than gradients of a language model take, whose first steps would be left out."""
+"""fp16's: DeepSpeed's 16 is more than gradients of a language model take, whose first steps would be left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeOptions:
-    """What models compute in."""
+    """Options of the precision that models compute in."""
 
     dtype: str = "auto"
     """what all models compute in: fp32, bf16, fp16, or auto: bf16 on a GPU, fp32 on a CPU; what is trained keeps fp32
@@ -54,7 +54,7 @@ def apply_tf32(options: DtypeOptions) -> None:
 
 
 def dtype_blocks(dtype: str) -> dict[str, Any]:
-    """What an engine's config says of it."""
+    """The blocks of an engine's config for `dtype`."""
     found = choose_dtype(dtype)
     blocks = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": FIRST_LOSS_SCALE_POWER}}
     return {found: blocks[found]} if found in blocks else {}

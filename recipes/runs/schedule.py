@@ -75,7 +75,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: ScheduleOptions, num_steps: int, recipe: str) -> "Schedule":
-        """What the options of a run of `recipe` say."""
+        """The schedule by the options of a run of `recipe`."""
         kind = config.lr_scheduler_type or DEFAULT_TYPE
         most_warmup = MOST_WARMUP.get(recipe, MOST_WARMUP_OF_ROLLOUTS)
         if config.warmup_steps is not None:
@@ -105,7 +105,7 @@ class Schedule:
         return lambda step: share(step + num_left_out)
 
     def describe(self) -> str:
-        """What is said of it as a run begins."""
+        """The line about it at the beginning of a run."""
         warmup = f", a warm-up of {self.num_warmup_steps}" if self.num_warmup_steps else ""
         short = "; the peak is not reached" if self.num_warmup_steps > self.num_steps else ""
         return f"learning rate: {self.kind} over {self.num_steps} optimizer steps{warmup}{short}"

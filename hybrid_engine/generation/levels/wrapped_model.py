@@ -176,7 +176,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
                 self._is_reading = False
 
     def _run_module(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """By the module's own forward, which is fed all again where its cache does not go on by such a window.
+        """The module's own forward; it is fed all tokens again where its cache does not go on by such a window.
 
         Recurrent layers go on by single columns only: more, and they begin from nothing without a word.
         """
@@ -219,7 +219,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
 
 
 def _own_cache(output: Any) -> dict[str, Any] | None:
-    """What a module's `output` has of a cache, as its forward takes it; None: it has none."""
+    """The cache in a module's `output`, as its forward takes it; None: there is none."""
     if getattr(output, "state", None) is not None and len(output.logits) > 1:
         return None  # RWKV's forward mixes up the states of rows where it goes on by single columns
     found = {name: cache for name in OWN_CACHES if (cache := getattr(output, name, None)) is not None}

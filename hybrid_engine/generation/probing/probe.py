@@ -40,7 +40,7 @@ NUM_EXACT_TOKENS, EXACT_BLOCK_SIZE, EXACT_ROWS = 80, 32, (1, 8, 33)
 """More keys than one chunk of `fixed_attention.py`, more rows than one piece of `fixed_shapes.py`."""
 
 Found = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""By what gave them: log-probabilities of tokens, and the places of the tokens before them in the sequence."""
+"""Log-probabilities of tokens, and the places of the tokens before them in the sequence, by what gave them."""
 LayerPass = Callable[[], Iterable[InferenceLayer]]
 """Called once per forward pass of the containers; yields their layers in order, with weights to read."""
 

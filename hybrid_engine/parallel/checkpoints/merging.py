@@ -157,7 +157,7 @@ def tensors_of(module: Any, optimizer: torch.optim.Optimizer | None) -> dict[str
 
 
 def extra_states(module: Any) -> dict[str, nn.Module]:
-    """By their names in a state dict, the modules with state besides tensors (`get_extra_state`)."""
+    """Modules with state besides tensors (`get_extra_state`), by their names in a state dict."""
     inner: nn.Module = module.module if hasattr(module, "sharding") else module
     found = {f"{path}._extra_state".removeprefix("."): part for path, part in inner.named_modules()}
     return {name: part for name, part in found.items() if has_extra_state(part)}

@@ -21,7 +21,7 @@ NAMESPACE = "hybrid_engine_functions"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _SingleLevel: Any = torch.autograd.function._SingleLevelFunction  # where `apply` of all Functions ends in Python
 _ops: dict[tuple[type, str], Any] = {}
-"""By the Function and the types of its arguments and results, the op that runs it."""
+"""The op that runs a Function, by the Function and the types of its arguments and results."""
 
 REMEDY = (
     "which a traced graph does not run; write it as a torch.autograd.Function, which is kept, or take "
@@ -32,7 +32,7 @@ MODULE_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 TENSOR_HOOKS = {Tensor: ("register_hook", "register_post_accumulate_grad_hook")}
 GRAPH_HOOKS = {torch.autograd.graph: ("register_multi_grad_hook",)}
 TYPES = {bool: "bool", int: "int", float: "float", str: "str", torch.dtype: "ScalarType", torch.device: "Device"}
-"""Of the arguments of a Function that an op takes besides tensors."""
+"""Types of a Function's arguments that an op takes besides tensors, as schemas name them."""
 
 
 def check_hooks(module: nn.Module, runs_code: bool) -> None:

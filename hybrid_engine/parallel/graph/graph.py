@@ -74,8 +74,8 @@ class Graph:
     plain_results: tuple[Any, ...]
     """In the places of those None the results, as numbers and texts; None in the others."""
     mutations: Mapping[str, str]
-    """By the name of a buffer, or the key of an argument, that the forward pass writes into, the key of its new
-    value."""
+    """The key of the new value of each buffer, by its name, and argument, by its key, that the forward pass writes
+    into."""
     requires_grad: frozenset[str]
     """Names of the parameters that are trained."""
     aliases: Mapping[str, str]

@@ -45,7 +45,7 @@ IN_THE_PLACE_OF: dict[Any, Any] = {
     # Its derivative reads the noise that it was given, not the one that it drew.
     torch.ops.aten.rrelu_with_noise_functional.default: _rrelu,
 }
-"""What runs in the place of ops that are not right by themselves."""
+"""Replacements of ops that are not right by themselves."""
 
 
 @dataclass(frozen=True)

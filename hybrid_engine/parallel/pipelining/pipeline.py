@@ -58,8 +58,8 @@ class StageRunner(nn.Module):
         self.error: Exception | None = None
         self.count = 0
         self.buffers: dict[str, Tensor] = {}
-        """Those that this stage changes, as its last micro-batch left them. Several stages of a process change one each
-        for itself where it depends on no parameter, and come to the same."""
+        """Buffers that this stage changes, as its last micro-batch left them. Several stages of a process change one
+        each for itself where it depends on no parameter, and come to the same."""
 
     def begin(self, samples: Sequence[Inputs], keeps_outputs: bool = True) -> None:
         """Takes the samples of the next step; `keeps_outputs`: the results of all are wanted when it is over."""
