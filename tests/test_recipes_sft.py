@@ -243,12 +243,14 @@ def test_a_finished_run_is_made_longer(config, kind, capsys):
         assert f"its learning rate goes on at {rates[0][0]:.3g}, after" in said
 
 
-@pytest.mark.parametrize("stop", ["in a step", "before its model is saved"])
+@pytest.mark.parametrize("stop", ["in a step", "before its model is saved", "after an earlier version"])
 def test_a_longer_run_that_was_interrupted_goes_on(config, monkeypatch, capsys, stop):
     config = replace(config, epochs=1, save_every=2, lr_scheduler_type="constant")
     longer, whole = replace(config, resume=True, epochs=2), replace(config, epochs=2, out=config.out + "-whole")
     sft.run(whole)
     sft.run(config)
+    if stop == "after an earlier version":
+        (sft.Path(config.out) / "sft-log" / "finished.json").unlink()
     write, last = RunLog.write, len(metrics_of(whole)) - 1
 
     def stop_there(log, step, *arguments):
@@ -257,10 +259,10 @@ def test_a_longer_run_that_was_interrupted_goes_on(config, monkeypatch, capsys, 
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, TypeError)):
-        if stop == "in a step":
-            patch.setattr(RunLog, "write", stop_there)
-        else:
+        if stop == "before its model is saved":
             patch.setattr(sft, "save_stage", None)
+        else:
+            patch.setattr(RunLog, "write", stop_there)
         sft.run(longer)
     assert json.loads((sft.Path(config.out) / "sft-checkpoints" / "options.json").read_text())["epochs"] == 2
     sft.run(longer)

@@ -134,20 +134,33 @@ def is_lengthened(config: Any, recipe: str) -> bool:
     The options beside the checkpoints do not tell: a longer run that was interrupted has its new length there, while
     the model is still the earlier one.
     """
-    saved = on_rank_zero(lambda: _read_finished(Path(config.out), recipe)) if config.resume else None
+    saved = on_rank_zero(lambda: _read_finished(config, recipe)) if config.resume else None
     return saved is not None and _is_longer(saved, config)
 
 
 def mark_finished(config: Any, recipe: str) -> None:
     """Writes down for how long the model that the stage `recipe` has just left has learned; collective."""
+    on_rank_zero(lambda: _write_finished(config, recipe))
+
+
+def _write_finished(config: Any, recipe: str) -> None:
+    finished = {_length_option(config): _length(config)}
+    _write(Path(config.out) / f"{recipe}-log" / FINISHED, json.dumps(finished) + "\n")
+
+
+def _read_finished(config: Any, recipe: str) -> dict[str, Any] | None:
+    """The length of the run that left the model of a stage.
+
+    Earlier versions wrote its options alone, which a longer run overwrites: the length is kept before that.
+    """
     path = Path(config.out) / f"{recipe}-log" / FINISHED
-    on_rank_zero(lambda: _write(path, json.dumps({_length_option(config): _length(config)}) + "\n"))
-
-
-def _read_finished(out: Path, recipe: str) -> dict[str, Any] | None:
-    """The length of the run that left the model of a stage; earlier versions left its options alone."""
-    path = out / f"{recipe}-log" / FINISHED
-    return json.loads(path.read_text()) if path.is_file() else _read_options(out / checkpoints_of(recipe))
+    if path.is_file():
+        return dict(json.loads(path.read_text()))
+    saved = _read_options(Path(config.out) / checkpoints_of(recipe))
+    if saved is not None and (Path(config.out) / recipe).exists():
+        name = _length_option(config)
+        _write_finished(replace(config, **{name: saved.get(name)}), recipe)
+    return saved
 
 
 def _is_longer(saved: dict[str, Any], config: Any) -> bool:
