@@ -1,6 +1,7 @@
 """Data as it is found: public layouts by detection, other names of columns, what is put around prompts, mixtures."""
 
 import json
+import math
 import re
 from collections import Counter
 
@@ -496,3 +497,42 @@ def test_a_template_that_does_not_render_tools_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="does not render them"):
         encode_completion(tokenizer, ConversationRow(messages=ASKED + TOLD, columns={"tools": [TOOL]}))
     assert encode_prompt(tokenizer, PromptRow(prompt=ASKED, columns={"tools": []}))
+
+
+@pytest.mark.parametrize(
+    ("read", "good", "bad", "words"),
+    [
+        (read_learned_rows, ALPACA, {"history": 5}, "line 2 has history=5; it must be a list of pairs"),
+        (read_preference_rows, ULTRAFEEDBACK, {"completions": 3}, "line 2 has completions=3; it must be a list of ans"),
+        (
+            read_preference_rows,
+            ULTRAFEEDBACK,
+            {"completions": [{"response": "a", "overall_score": score} for score in (math.nan, 1.0, math.inf)]},
+            "line 2 has no two completions with different values of overall_score",
+        ),
+        (
+            read_learned_rows,
+            {"conversations": SHARE},
+            {"conversations": [{"from": ["gpt"], "value": "blue"}]},
+            r"line 2 has conversations\[0\]={'from': \['gpt'\], .* a turn must be like",
+        ),
+        (
+            read_learned_rows,
+            {"conversations": SHARE},
+            {"conversations": [SHARE[0], {"from": "function_call", "value": "[" * 10**5}]},
+            r"line 2 has conversations\[1\]='\[\[.*; a function_call must be JSON: maximum recursion depth",
+        ),
+        (
+            read_learned_rows,
+            {"conversations": SHARE},
+            {"tools": "[" * 10**5},
+            r"line 2 has tools='\[\[.*, which is not JSON \(maximum recursion depth",
+        ),
+    ],
+)
+def test_values_of_a_wrong_type_are_bad_rows(read, good, bad, words, tmp_path, capsys):
+    path = write(tmp_path / "data.jsonl", [good, good | bad])
+    with pytest.raises(ValueError, match=words):
+        read(source_of(path))
+    assert len(read(source_of(path, skips_bad_rows=True))) == 1
+    assert "1 of 2 rows are left out" in capsys.readouterr().out

@@ -47,19 +47,21 @@ def encode_each(config: DatasetOptions, rows: Sequence[R], encode: Callable[[R],
 def _tell(problems: Sequence[str], num_rows: int, source: str, *, skips: bool) -> None:
     is_all = len(problems) == num_rows
     if skips and not is_all:
-        say(f"--skip-bad-rows: {source}: {len(problems)} of {num_rows} rows are left out: {_listed(problems, source)}")
+        say(
+            f"--skip-bad-rows: {source}: {len(problems)} of {num_rows} rows are left out: {_first_of(problems, source)}"
+        )
     elif skips:
-        raise ValueError(f"--skip-bad-rows leaves none of {num_rows} rows of {source}: {_listed(problems, source)}")
+        raise ValueError(f"--skip-bad-rows leaves none of {num_rows} rows of {source}: {_first_of(problems, source)}")
     elif len(problems) == 1:
         raise ValueError(f"{problems[0]}; --skip-bad-rows leaves it out")
     else:
         raise ValueError(
-            f"{source}: {len(problems)} of {num_rows} rows cannot be used: {_listed(problems, source)}; "
+            f"{source}: {len(problems)} of {num_rows} rows cannot be used: {_first_of(problems, source)}; "
             "--skip-bad-rows leaves them out"
         )
 
 
-def _listed(problems: Iterable[str], source: str) -> str:
+def _first_of(problems: Iterable[str], source: str) -> str:
     """The first problems, without the source that the line names already."""
     shown = [problem.removeprefix(f"{source}: ") for problem in problems]
     more = len(shown) - NUM_SHOWN

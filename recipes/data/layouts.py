@@ -5,6 +5,8 @@ the columns that a recipe needs are not there; verl's also where they are, for t
 """
 
 import json
+import math
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -94,7 +96,7 @@ def _question(answer: str, question: str, *more: str, system: str = "") -> Calla
         parts = [row.get(name) for name in (question, *more)]
         asked = "\n\n".join(part for part in parts if isinstance(part, str) and part.strip())
         history = row.get("history") or [] if system else []
-        if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in history):
+        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
             raise ValueError(f"has history={history!r}; it must be a list of pairs, a question and its answer each")
         prompt = _behind_system(row.get(system), asked, history)
         return {"prompt": prompt, "completion": _like(prompt, row.get(answer))}
@@ -117,7 +119,7 @@ def _conversations(row: AnyRow) -> AnyRow:
 
 def _compared_conversations(row: AnyRow) -> AnyRow:
     found = _conversations(row)
-    chosen, rejected = (_turns_of(name, _listed(row.get(name))) for name in ("chosen", "rejected"))
+    chosen, rejected = (_turns_of(name, _as_list(row.get(name))) for name in ("chosen", "rejected"))
     return found | {"prompt": found["messages"], "chosen": chosen, "rejected": rejected}
 
 
@@ -148,7 +150,7 @@ def _from_messages(messages: list[Any]) -> AnyRow:
     return {"messages": messages, "prompt": messages[:last], "completion": messages[last:]}
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
@@ -162,7 +164,8 @@ def _turn(name: str, turn: Any) -> Message:
     """A turn of ShareGPT's, `{"from": "human", "value": "..."}`; one of OpenAI's is one already."""
     if isinstance(turn, dict) and _filled(turn.get("role")):
         return turn
-    if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or not turn.get("from"):
+    is_turn = isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("from", "value"))
+    if not is_turn or not turn["from"]:
         raise ValueError(f'has {name}={turn!r}; a turn must be like {{"from": "human", "value": "..."}}')
     if turn["from"] == "function_call":
         return {"role": "assistant", "tool_calls": _calls(name, turn["value"])}
@@ -174,8 +177,8 @@ def _turn(name: str, turn: Any) -> Message:
 def _calls(name: str, text: str) -> list[AnyRow]:
     try:
         calls = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"has {name}={text!r}; a function_call must be JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"has {name}={reprlib.repr(text)}; a function_call must be JSON: {error}") from error
     return [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
 
 
@@ -189,13 +192,19 @@ def _tools_of(value: Any) -> AnyRow:
 
 def _rated(row: AnyRow) -> AnyRow:
     """UltraFeedback's answers of several models: the best rated and the worst."""
-    answers = [answer for answer in row.get("completions") or [] if isinstance(answer, dict)]
-    rated = [answer for answer in answers if isinstance(answer.get("overall_score"), (int, float))]
+    answers = row.get("completions") or []
+    if not isinstance(answers, list):
+        raise ValueError(f"has completions={reprlib.repr(answers)}; it must be a list of answers, an object each")
+    rated = [answer for answer in answers if isinstance(answer, dict) and _is_number(answer.get("overall_score"))]
     ordered = sorted(rated, key=lambda answer: -answer["overall_score"])  # of equal ones the first stays first
     if not ordered or ordered[0]["overall_score"] == ordered[-1]["overall_score"]:
         raise ValueError("has no two completions with different values of overall_score to choose between; remove it")
     best, worst = ordered[0].get("response"), ordered[-1].get("response")
     return {"prompt": row.get("instruction"), "completion": best, "chosen": best, "rejected": worst}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _verl(row: AnyRow) -> AnyRow:

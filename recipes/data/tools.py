@@ -5,6 +5,7 @@ write these as `null`, and a model learn them: they are dropped. Arguments that 
 """
 
 import json
+import reprlib
 from typing import Any
 
 from hybrid_engine.serving.tool_calls import for_template
@@ -51,5 +52,5 @@ def _read_json(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
-        raise ValueError(f"has tools={value!r}, which is not JSON ({error}); fix the row") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"has tools={reprlib.repr(value)}, which is not JSON ({error}); fix the row") from error
