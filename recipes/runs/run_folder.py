@@ -91,7 +91,8 @@ def check_can_resume(folder: Path, recipe: str = "ppo") -> None:
     if not found:
         raise ValueError(f"{none}; leave it out")
     raise ValueError(
-        f"{none} (--save-every 0 saves none); --restart begins again and moves what there is aside ({', '.join(found)})"
+        f"{none}; --restart begins again and moves what there is aside ({', '.join(found)}), and a run with "
+        "--save-every 0 leaves no checkpoint"
     )
 
 
