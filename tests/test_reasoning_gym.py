@@ -41,7 +41,9 @@ def test_rows_are_the_questions_of_the_library_in_two_parts_of_other_seeds():
         ]
         assert before == shots and [turn["role"] for turn in row.prompt] == ["user", "assistant"] * 2 + ["user"]
     rewards = load_rewards(["reasoning_gym"])
-    rewards.check_rows([*train, *held_out])
+    rewards.check_columns([*train, *held_out])
+    for row in (*train, *held_out):
+        rewards.check_row(row)
     right = answers_of(["?"] * 2, [f" {held_out[0].columns['answer']}\n", "none"], **columns_of(held_out[0], 2))
     assert rewards(right).total == [1.0, 0.0]
 

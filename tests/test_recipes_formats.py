@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.recipes.data.encoding import Encoded, encode_completion, encode_pair, encode_prompt
-from hybrid_engine.recipes.data.held_out import hold_out, prompt_key
+from hybrid_engine.recipes.data.held_out import prompt_key
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
 from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.prompts import load_prompt_rows
@@ -278,10 +278,10 @@ def test_a_data_set_without_rows_is_refused(tmp_path):
 def test_held_out_rows_share_no_prompt_with_the_others_and_keep_their_columns(tmp_path):
     rows = [{"prompt": [user(f"{n // 2} + 1")], "answer": n // 2 + 1} for n in range(80)]
     path = write(tmp_path / "data.jsonl", rows)
-    train, held_out = hold_out(read_prompt_rows(path), 0.3)
+    train, held_out = parts_of(path, read_prompt_rows, held_out_share=0.3)
     prompts = [{row.prompt[0]["content"] for row in part} for part in (train, held_out)]
     assert not prompts[0] & prompts[1] and len(train) + len(held_out) == 80 and 8 <= len(held_out) <= 40
-    assert hold_out(read_prompt_rows(path), 0)[1] == []
+    assert parts_of(path, read_prompt_rows, held_out_share=0)[1] == []
     train, held_out = load_prompt_rows(path)
     assert len(train) + len(held_out) == 80 and all(
         eval(row.prompt[0]["content"]) == row.columns["answer"] for row in train
@@ -324,6 +324,24 @@ def test_a_conversation_that_answers_a_held_out_prompt_on_its_way_is_not_trained
     asked = {row.messages[0]["content"] for row in held_out if len(row.messages) == 2}
     assert asked and asked.isdisjoint(row.messages[0]["content"] for row in train)
     assert f"{80 - len(train) - len(held_out)} conversations answer a held-out prompt" in capsys.readouterr().out
+
+
+def test_a_held_out_prompt_with_another_answer_is_another_task_unless_the_row_key_is_the_prompt(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"prompt": f"{n}+2=", "answer": str(n + 2)} for n in range(9)])
+    told = write(tmp_path / "told.jsonl", [{"prompt": "2+2=", "answer": "four"}, {"prompt": "3+2=", "answer": "5"}])
+    for row_key, prompts in ((), ("2+2=", "4+2=")), (("prompt",), ("4+2=",)):
+        options = {"held_out_dataset": told, "row_key": row_key}
+        train, held_out = parts_of(path, read_prompt_rows, ["answer"], **options)
+        trained = {row.prompt for row in train}
+        assert [row.prompt for row in held_out] == ["2+2=", "3+2="] and trained.issuperset(prompts)
+        assert len(trained) == 8 - len(row_key)
+    mixed = [{"prompt": f"{n // 2}+2=", "answer": str(n)} for n in range(200)]
+    path = write(tmp_path / "mixed.jsonl", mixed)
+    parts = {key: parts_of(path, read_prompt_rows, ["answer"], row_key=key) for key in ((), ("prompt",))}
+    in_both = {
+        key: {row.prompt for row in train} & {row.prompt for row in held} for key, (train, held) in parts.items()
+    }
+    assert in_both[()] and not in_both[("prompt",)]
 
 
 def test_one_prompt_with_many_seeds_is_many_rows_and_the_seeds_are_held_out(tmp_path):
@@ -549,7 +567,7 @@ def test_tools_of_a_row_reach_the_template():
         ),
         ("{{ raise_exception('no such role') }}", PromptRow(prompt=QUESTION), "refuses the conversation: no such role"),
         (PLAIN_TEMPLATE, ConversationRow(messages=[*TWO_TURNS, user("e")]), "last turn is learned: it must be the"),
-        (PLAIN_TEMPLATE, ConversationRow(messages=TWO_TURNS[1:2]), "it must be the assistant's, behind another"),
+        (PLAIN_TEMPLATE, ConversationRow(messages=TWO_TURNS[1:2]), "it must be the assistant's, after another"),
         (MARKED_TEMPLATE, CompletionRow(prompt=QUESTION, completion=[user("a")]), "no token that the chat template"),
         (
             "{{ messages|length }}" + PLAIN_TEMPLATE,

@@ -11,7 +11,7 @@ from distributed import run_distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hybrid_engine.recipes import sft
-from hybrid_engine.recipes.data.held_out import hold_out
+from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.reading import read_learned_rows
 from hybrid_engine.recipes.runs.config_files import read_config
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
@@ -83,7 +83,7 @@ def test_the_loss_is_that_of_the_marked_tokens_alone(config, model, chats):
     sft.run(replace(config, epochs=1, batch_size=2))
     first = metrics_of(config)[0]["loss"]
     tokenizer, corpus = sft.load_corpus(config)
-    rows, _ = hold_out(read_learned_rows(chats), config.held_out_share)
+    rows, _ = load_parts(config.source, read_learned_rows)
     batch = sft.epochs_of_similar_length([len(example) for example in corpus.train], 2, 1, config.seed)[0]
     net, total, count = AutoModelForCausalLM.from_pretrained(model), 0.0, 0
     for index in batch:

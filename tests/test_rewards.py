@@ -93,7 +93,7 @@ def test_the_reference_may_stand_in_another_column():
 @pytest.mark.parametrize(
     ("spec", "references", "rule"),
     [
-        ("number", ["1", "none"], "answer='none' of the prompt 'prompt 1' has no number in it; mend the data"),
+        ("number", ["1", "none"], "answer='none' of the prompt 'prompt 1' has no number in it; fix the data"),
         ("number", [None, "1"], "answer=None of the prompt 'prompt 0' is no answer"),
         ("exact:after=####", ["#### 1", "1 ####"], "answer='1 ####' of the prompt 'prompt 1' is no answer"),
     ],
@@ -108,12 +108,12 @@ def test_a_reference_that_a_rule_cannot_read_is_named_with_its_prompt(spec, refe
     [
         ("number:tolerence=1", "'tolerence=1' is no option of it; write name=value with one of column, after"),
         ("number:tolerance", "'tolerance' is no option of it"),
-        ("number:tolerance=-1", "tolerance='-1' must be a number of at least 0; mend it"),
+        ("number:tolerance=-1", "tolerance='-1' must be a number of at least 0; fix it"),
         ("number:tolerance=nan", "tolerance='nan' must be a number of at least 0"),
         ("length", "must say either target or most, in tokens; write length:target=200"),
         ("length:target=3,most=4", "must say either target or most"),
         ("length:target=x", "target='x' must be a number of at least 0"),
-        ("regex:(", r"has a pattern that is none: .*; mend it"),
+        ("regex:(", r"has a pattern that is none: .*; fix it"),
         ("regex", "has no pattern; write regex:PATTERN"),
         ("exactt", "is no rule, folder or module:function; did you mean 'exact'"),
         (":score", "names no module; write module:function"),
@@ -150,15 +150,15 @@ def test_a_time_limit_must_be_above_0():
 def test_columns_that_a_reward_cannot_do_without_are_asked_for_before_any_work(module):
     name = module("def score(responses, level, bonus=0, *, kind, **others): return [0.0 for _ in responses]")
     rewards = load_rewards(["number:column=solution", f"{name}:score"])
-    rewards.check_rows(rows_with(["solution", "level", "kind"]))
+    check_rows(rewards, rows_with(["solution", "level", "kind"]))
     with pytest.raises(ValueError, match=r"'number:column=solution' reads the column 'solution', and the data has 'an"):
-        rewards.check_rows(rows_with(["answer"]))
+        check_rows(rewards, rows_with(["answer"]))
     with pytest.raises(ValueError, match=r"score' reads the column 'kind', and the data has 'solution'"):
-        rewards.check_rows(rows_with(["solution"]))
+        check_rows(rewards, rows_with(["solution"]))
     with pytest.raises(
-        ValueError, match=r"^line 2 has no 'level', which other rows have and --reward=.* reads; mend the row"
+        ValueError, match=r"^line 2 has no 'level', which other rows have and --reward=.* reads; fix the row"
     ):
-        rewards.check_rows(rows_with(["solution", "level", "kind"], ["solution", "kind"]))
+        check_rows(rewards, rows_with(["solution", "level", "kind"], ["solution", "kind"]))
 
 
 @pytest.mark.parametrize(
@@ -179,10 +179,17 @@ def test_a_reference_that_a_rule_cannot_read_is_named_with_its_row_before_any_wo
         PromptRow(prompt="p", columns={"answer": answer}, place=f"line {n}") for n, answer in enumerate(("1", value))
     ]
     with pytest.raises(
-        ValueError, match=f"^line 1 has {re.escape(f'answer={value!r}')}, {rule} for --reward={spec!r}; m"
+        ValueError, match=f"^line 1 has {re.escape(f'answer={value!r}')}, {rule} for --reward={spec!r}; f"
     ):
-        load_rewards([spec]).check_rows(rows)
-    load_rewards([spec]).check_rows(rows[:1])
+        check_rows(load_rewards([spec]), rows)
+    check_rows(load_rewards([spec]), rows[:1])
+
+
+def check_rows(rewards, rows):
+    """What a run asks of its rows before any work."""
+    rewards.check_columns(rows)
+    for row in rows:
+        rewards.check_row(row)
 
 
 def rows_with(*columns):
@@ -231,7 +238,7 @@ def test_a_function_of_trl_reads_the_state_and_logs(module):
     )
     answers = answers_of(["p"] * 3, ["a", "bb", "ccc"])
     rewards = load_rewards([f"{name}:score"])
-    rewards.check_rows([PromptRow(prompt="p")])
+    check_rows(rewards, [PromptRow(prompt="p")])
     assert rewards(answers).logged == {"progress": 0.5}
     rewards.begin_step(3, 4)
     scores = rewards(answers)

@@ -233,7 +233,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, row: ConversationRow) -
         if row.messages[-1]["role"] != "assistant" or len(row.messages) == 1:
             raise ValueError(
                 f"{row.place}: {_UNMARKED}, so the "
-                "last turn is learned: it must be the assistant's, behind another; mend the row or the template"
+                "last turn is learned: it must be the assistant's, after another; fix the row or the template"
             )
         return _encode_turns(tokenizer, row, row.messages[:-1], row.messages[-1:])
     first = max(marks.index(True), 1) if True in marks else len(ids)
@@ -272,7 +272,7 @@ def _check_marked(row: Row, mask: list[bool]) -> list[bool]:
     if True not in mask:
         raise ValueError(
             f"{row.place} has no token that the chat template marks as the assistant's; give it a turn of the "
-            "assistant, or mend the template"
+            "assistant, or fix the template"
         )
     return mask
 
@@ -305,7 +305,7 @@ def _opening(prompt: list[Message]) -> dict[str, bool]:
 def _until_end(tokenizer: PreTrainedTokenizerBase, row: Row, ids: list[int]) -> list[int]:
     """The response up to the token that ends its last turn, where a rollout stops; templates put more behind it."""
     if not ids:
-        raise ValueError(f"{row.place} has an answer without tokens; mend or remove the row")
+        raise ValueError(f"{row.place} has an answer without tokens; fix or remove the row")
     return ids[: _end_of_answer(tokenizer, ids)]
 
 
@@ -334,7 +334,7 @@ def _template_options(row: Row) -> dict[str, Any]:
     if not isinstance(given, dict) or RESERVED & given.keys():
         raise ValueError(
             f"{row.place} has chat_template_kwargs={given!r}; it must be an object of variables of the chat template, "
-            f"without {', '.join(sorted(RESERVED))}: mend the row"
+            f"without {', '.join(sorted(RESERVED))}: fix the row"
         )
     return dict(given)
 
@@ -379,5 +379,5 @@ def _render(
         )
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{row.place}: the chat template refuses the conversation: {reason}; mend the row") from error
+        raise ValueError(f"{row.place}: the chat template refuses the conversation: {reason}; fix the row") from error
     return rendered["input_ids"], [bool(mark) for mark in rendered["assistant_masks"]] if is_marked else None

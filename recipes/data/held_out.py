@@ -69,19 +69,6 @@ def row_keys(rows: Sequence[DataRow], columns: Collection[str] = ()) -> list[str
     return [prompt if len(tasks[prompt]) == 1 else f"{prompt}\n{value}" for prompt, value in pairs]
 
 
-def hold_out(rows: Sequence[R], share: float = 0.1, columns: Collection[str] = ()) -> tuple[list[R], list[R]]:
-    """Training and held-out rows, each in their order; rows of one prompt, or one task of it, stay together.
-
-    Args:
-        rows: of a data set.
-        share: of all prompts that are held out, about; 0 holds none.
-        columns: those of `row_keys`.
-    """
-    is_kept = [not is_held_out(key, share) for key in row_keys(rows, columns)]
-    train = [row for row, kept in zip(rows, is_kept, strict=True) if kept]
-    return train, [row for row, kept in zip(rows, is_kept, strict=True) if not kept]
-
-
 def earlier_prompt_keys(row: DataRow) -> Iterator[str]:
     """`prompt_key` of what comes before every answer of the row but the last: they may be learned too."""
     if isinstance(row, (PromptRow, TextRow)):

@@ -57,7 +57,7 @@ def check_reward_adapter(spec: str, base: str) -> None:
     if found != base and Path(found).resolve() != Path(base).resolve():
         raise ValueError(
             f"--shared-base: the adapter of --reward={spec!r} stands on {found!r}, and the actor's base is {base!r}; "
-            "train the reward on that base, or mend base_model_name_or_path in its adapter_config.json"
+            "train the reward on that base, or fix base_model_name_or_path in its adapter_config.json"
         )
     if not isinstance(config, LoraConfig) or "score" not in (config.modules_to_save or []):
         raise ValueError(

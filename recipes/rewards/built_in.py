@@ -79,7 +79,7 @@ def build_regex(spec: str, given: str) -> Rule:
     try:
         pattern = re.compile(given)
     except re.error as error:
-        raise ValueError(f"--reward={spec!r} has a pattern that is none: {error}; mend it") from error
+        raise ValueError(f"--reward={spec!r} has a pattern that is none: {error}; fix it") from error
     if not given:
         raise ValueError(f"--reward={spec!r} has no pattern; write regex:PATTERN")
     return Rule(judge=lambda answers: [float(pattern.search(text) is not None) for text in answers.responses])
@@ -150,7 +150,7 @@ def _compare(spec: str, options: SpecOptions, is_right: Callable[[str, str], boo
             except ValueError as error:
                 raise UnusableReference(
                     f"--reward={spec!r}: {column}={value!r} of the prompt {answers.shown_prompt(index)} {error}; "
-                    "mend the data"
+                    "fix the data"
                 ) from error
         return scores
 
@@ -160,7 +160,7 @@ def _compare(spec: str, options: SpecOptions, is_right: Callable[[str, str], boo
                 is_right("", reference)
         except ValueError as error:
             raise ValueError(
-                f"has {column}={columns[column]!r}, which {error} for --reward={spec!r}; mend it"
+                f"has {column}={columns[column]!r}, which {error} for --reward={spec!r}; fix it"
             ) from error
 
     return Rule(judge=judge, columns=frozenset({column}), check=check)

@@ -1,6 +1,8 @@
 """The rewards of a run: they score answers, and what one of them does wrong names it and the prompt.
 
-rewards.check_rows(rows)
+rewards.check_columns(rows)
+for row in rows:
+    rewards.check_row(row)
 scores = rewards(answers)
 """
 
@@ -48,12 +50,6 @@ class Rewards:
     def begin_step(self, step: int, num_steps: int) -> None:
         """Tells reward functions how far the run is: `step` of `num_steps` are done."""
         self.view.state.global_step, self.view.state.max_steps = step, num_steps
-
-    def check_rows(self, rows: Sequence[Row]) -> None:
-        """ValueError unless every row has what the rewards read, and they can read it; to be asked before any work."""
-        self.check_columns(rows)
-        for row in rows:
-            self.check_row(row)
 
     def check_columns(self, rows: Sequence[Row]) -> None:
         """ValueError where a reward reads a column that no row has."""
@@ -122,7 +118,7 @@ def check_row(reward: Reward, row: Row) -> None:
     """ValueError, with the place of `row`, where it lacks a column of the reward's or has one that it cannot read."""
     for column in sorted(reward.columns - set(row.columns)):
         raise ValueError(
-            f"{row.place} has no {column!r}, which other rows have and --reward={reward.spec!r} reads; mend the row"
+            f"{row.place} has no {column!r}, which other rows have and --reward={reward.spec!r} reads; fix the row"
         )
     if reward.check is not None:
         try:
@@ -140,7 +136,7 @@ def judge(reward: Reward, answers: Answers, seconds: float) -> list[Value]:
     except OutOfTime as error:
         raise RewardError(
             f"--reward={reward.spec!r} did not end within {seconds:g} s for {len(answers)} answers; "
-            f"{first_failure(reward, answers, seconds)}; mend it, or raise --reward-time-limit"
+            f"{first_failure(reward, answers, seconds)}; fix it, or raise --reward-time-limit"
         ) from error
     except Exception as error:
         raise RewardError(

@@ -161,9 +161,7 @@ def read_values(spec: str, returned: Any, answers: Answers) -> list[Value]:
             f"score = {spec.partition(':')[2]}(...), and name that"
         )
     if isinstance(returned, str) or not isinstance(returned, Iterable):
-        raise ValueError(
-            f"--reward={spec!r} must return a list of numbers and returned {returned!r}; mend the function"
-        )
+        raise ValueError(f"--reward={spec!r} must return a list of numbers and returned {returned!r}; fix the function")
     given = list(returned)
     if len(given) != len(answers):
         raise WrongCount(
@@ -190,7 +188,7 @@ def _read_number(spec: str, value: Any, answers: Answers, index: int) -> float:
         raise ValueError(
             f"--reward={spec!r} gave the answer to the prompt {answers.shown_prompt(index)} the score {value!r}; a "
             f"score must be a number of at most {LARGEST_SCORE:g} either way, or None for an answer that it does not "
-            "judge: mend it"
+            "judge: fix it"
         )
     return number
 

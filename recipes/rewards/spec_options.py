@@ -35,5 +35,5 @@ class SpecOptions:
             number = math.nan
         if not math.isfinite(number) or number < smallest:
             rule = "a number" if smallest == -math.inf else f"a number of at least {smallest:g}"
-            raise ValueError(f"--reward={self._spec!r}: {name}={self._values[name]!r} must be {rule}; mend it")
+            raise ValueError(f"--reward={self._spec!r}: {name}={self._values[name]!r} must be {rule}; fix it")
         return number
