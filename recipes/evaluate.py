@@ -45,7 +45,7 @@ from hybrid_engine.recipes.runs.stages import load_config, load_model, load_toke
 
 RESULTS = ("result.json", "samples.jsonl", CONFIG)
 NUM_SHOWN = 6
-LONGEST_ANSWER = 4096
+LONGEST_MEASURED_ANSWER = 4096
 """Tokens of an answer, where `--max-new-tokens` says nothing and the model has positions for more."""
 
 
@@ -82,7 +82,8 @@ class Config(RewardOptions, DatasetOptions, DtypeOptions):
     max_prompts: int | None = None
     """take only the first so many prompts"""
     held_out: bool = False
-    """take only the prompts that training on this data set holds out, with the same --held-out-share and --row-key"""
+    """take only the share of the prompts that training on this data set holds out, with the same --held-out-share and
+    --row-key; after training with --held-out-split or --held-out-dataset give those as --split or --dataset instead"""
     max_prompt_tokens: int = 0
     """longer prompts lose their beginning; 0: half of the model's positions, 4096 where its config names none"""
     max_new_tokens: int = 0
@@ -194,19 +195,19 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewar
             "prompts, or start fewer processes"
         )
     positions = num_positions(load_config(str(config.model)))
-    config = with_lengths(config, max(lengths), positions)
+    config = fit_lengths(config, max(lengths), positions)
     check_positions(config, max(lengths), f"--model={config.model!r}", positions)
     return config, rows
 
 
-def with_lengths(config: Config, longest: int, positions: int | None) -> Config:
+def fit_lengths(config: Config, longest: int, positions: int | None) -> Config:
     """The options with the lengths that nobody gave, as the longest prompt and the model have them, which is said."""
     if config.max_prompt_tokens and config.max_new_tokens:
         return config
-    total = positions or 2 * LONGEST_ANSWER
+    total = positions or 2 * LONGEST_MEASURED_ANSWER
     prompt = config.max_prompt_tokens or max(1, total // 2)
     longest = min(longest, prompt)
-    answer = config.max_new_tokens or max(1, min(LONGEST_ANSWER, total - longest))
+    answer = config.max_new_tokens or max(1, min(LONGEST_MEASURED_ANSWER, total - longest))
     reason = f"--model has {positions} positions"
     if positions is None:
         reason = f"the config of --model names no positions, and prompt and answer have {total} tokens at most"

@@ -1,4 +1,8 @@
-"""The rows of a run in two parts: to train on, and held out to measure on. No prompt is in both."""
+"""The rows of a run in two parts: to train on, and held out to measure on. No task is in both.
+
+A prompt is one task. Where its rows have several values in the columns that the rewards read, or those of `--row-key`,
+each value is a task of its own (`held_out.row_keys`), so that prompt may be in both parts.
+"""
 
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +24,7 @@ def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ())
     Args:
         source: what the options say.
         read: of `reading.py`, for the rows that the recipe trains on.
-        columns: those that the rewards read, by which rows with one prompt may be tasks of their own.
+        columns: those that the rewards read; with several values in them, rows of one prompt are tasks of their own.
 
     Raises:
         ValueError: the data cannot be read, or one of the parts would be empty.
@@ -79,7 +83,7 @@ def _hold_out_of_each(
 def _without(
     held_out: Sequence[R], data_sets: Sequence[list[R]], source: DataSource, columns: Collection[str]
 ) -> list[list[R]]:
-    """The data sets without what is asked in `held_out` too."""
+    """The data sets without the tasks that are in `held_out` too; a prompt with another value in `columns` stays."""
     keys = row_keys([*held_out, *(row for rows in data_sets for row in rows)], columns)
     asked, others = set(keys[: len(held_out)]), iter(keys[len(held_out) :])
     kept = [[row for row in rows if next(others) not in asked] for rows in data_sets]

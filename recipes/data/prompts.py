@@ -31,11 +31,12 @@ class PromptTokens(NamedTuple):
 def load_prompt_rows(
     source: DataSource | str, columns: Collection[str] = ()
 ) -> tuple[list[PromptRow], list[PromptRow]]:
-    """Training and held-out prompts of a data set, with its other columns; no prompt is in both.
+    """Training and held-out prompts of a data set, with its other columns; no task is in both.
 
     Args:
         source: what is read, and how; or only the name of a data set.
-        columns: those that the rewards read: prompts that are equal and differ in them are tasks of their own.
+        columns: those that the rewards read: equal prompts that differ in them are tasks of their own, each in either
+            part. Without such a difference no prompt is in both.
 
     Raises:
         ValueError: the data set cannot be read, the column `prompt` is missing or a value of it is neither text nor a
