@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_the_agents_update_has_the_loss_and_the_gradient_of_trl(real_model, tmp_
 
     def update(policy, episodes, config):
         # This model solves nothing, and what both solve or neither does is not trained on.
-        marked = [episode._replace(success=float(index % 2)) for index, episode in enumerate(episodes)]
+        marked = [replace(episode, success=float(index % 2)) for index, episode in enumerate(episodes)]
         experience = agent.build_experience(policy, marked, config)
         steps.append((experience, real_update(policy, marked, config)))
         return steps[-1][1]
@@ -135,7 +136,7 @@ def test_ppo_has_the_losses_of_its_formulas(real_model, tmp_path, monkeypatch, r
     """TRL's `experimental/ppo/ppo_trainer.py`, whose loop has no function of the loss, written on plain models."""
     calls = watch(monkeypatch, ppo, "build_experience")
     out = tmp_path / "run"
-    options = {**OPTIONS, "rollout_size": 6, "minibatch_size": 6, "ppo_epochs": 1}
+    options = {**OPTIONS, "rollout_size": 6, "minibatch_size": 6, "ppo_epochs": 1, "temperature": 1.0}
     ppo.run(ppo.Config(model=real_model, out=str(out), reward=rewards, **options))
     experience, _ = calls[0][1]
     sequences, step = experience.sequences, first_step(out)
@@ -230,6 +231,7 @@ def test_a_reward_model_has_the_loss_and_the_gradient_of_trl(real_model, tmp_pat
     assert len(built) == 1 and len(examples) == 4
     tokenizer = AutoTokenizer.from_pretrained(real_model)
     model = AutoModelForSequenceClassification.from_pretrained(real_model, num_labels=1)
+    tokenizer.pad_token = tokenizer.bos_token  # its own padding ends answers, where the score is read
     model.config.pad_token_id = tokenizer.pad_token_id
     model.score.weight.data.copy_(heads[0])
     trainer = trl.RewardTrainer(
