@@ -54,7 +54,8 @@ class Config(RowOptions, ModelOptions):
         hybrid-engine generate --model Qwen/Qwen3-0.6B --prompts - --out -
 
     --out gets a line for each prompt, in their order: its columns and "responses". The same command goes on after a
-    kill, without answering twice. At the end it says how many tokens came in a second.
+    kill, without answering twice, and says at the end how many tokens came in a second. In the terminal there are
+    answers alone.
     """
 
     prompts: str | None = None

@@ -114,7 +114,8 @@ class Config(LoopOptions, RewardOptions, RolloutOptions, DataOptions, ResumeOpti
     learning_rate: float | None = None
     """peak of the learning rate; default: 7e-4, with --model 1e-6, of an adapter on it 1e-5"""
     measure_kl: bool = True
-    """keep the first weights to report the KL to them, also where the algorithm has none (an adapter's are its base)"""
+    """report the KL to the first weights, also where the algorithm has none: a pass more of each answer, and without
+    an adapter a second model"""
     eval_prompts: int = 128
     eval_samples: int = 8
     """answers to each held-out prompt, the k of pass@k"""

@@ -21,6 +21,7 @@ from hybrid_engine.recipes.batch.model import BaseModelOptions
 from hybrid_engine.recipes.batch.shared import join, load_shared
 from hybrid_engine.recipes.runs.checks import check_at_least, check_between, check_count, check_one_of
 from hybrid_engine.recipes.runs.run_log import say
+from hybrid_engine.serving import import_serving
 from hybrid_engine.serving.address import check_address, check_free
 from hybrid_engine.serving.tool_calls import PARSERS
 
@@ -87,7 +88,8 @@ class Config(BaseModelOptions):
 def run(config: Config) -> None:
     """Serves until it is told to end."""
     join(config.tp, config.pp, "serve")
-    on_rank_zero(lambda: check_free(config.host, config.port))  # a model may take long to load
+    import_serving()  # a model may take long to load
+    on_rank_zero(lambda: check_free(config.host, config.port))
     engine, tokenizer, adapters = load(config)
     say(engine.report())
     ending = told_to_end()  # before anybody can see that it serves

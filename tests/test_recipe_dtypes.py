@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from hybrid_engine.command.plan import Wishes
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, ppo, serve, sft
+from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.experience.policy import build_policy
 from hybrid_engine.recipes.planning.fitting import plan
 from hybrid_engine.recipes.rewards.learned import LearnedReward
@@ -77,6 +78,16 @@ def test_tf32_is_on_where_it_is_asked_for(rollouts, tmp_path):
     for tf32 in (True, False):
         begin_run(rollouts(tmp_path, tf32=tf32), "grpo")
         assert torch.backends.cuda.matmul.allow_tf32 == tf32
+
+
+def test_a_run_that_measures_no_kl_has_no_reference_under_an_adapter_either(rollouts, tmp_path):
+    config = rollouts(tmp_path, lora_rank=2, measure_kl=False, steps=1, algorithm=Algorithm(kl_place="none"))
+    grpo.run(config)
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert not [name for name in line if name.startswith("kl_per")], line
+    grpo.run(replace(config, measure_kl=True, out=str(tmp_path / "measured")))
+    (line,) = map(json.loads, (tmp_path / "measured" / "metrics.jsonl").read_text().splitlines())
+    assert line["kl_per_sequence"] == pytest.approx(0, abs=1e-5)  # the adapter adds nothing before its first step
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

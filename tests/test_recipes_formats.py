@@ -477,8 +477,8 @@ def test_what_a_chat_template_is_not_asked_or_does_not_say_is_said_in_one_line(c
         encode_completion(unmarked, turns)
     begins = "the chat template does not mark the assistant's tokens ({% generation %}): "
     assert caplog.messages == [
-        "prompts are text, to which the model's chat template is not applied; it is to conversations: "
-        '[{"role": "user", "content": ...}]',
+        "prompts are text, to which the model's chat template is not applied; --as-conversation makes them turns "
+        'of a user, [{"role": "user", "content": ...}]',
         begins + "of a conversation the last turn alone is learned",
         begins + "what others say within an answer is learned too",
     ]

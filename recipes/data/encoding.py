@@ -198,8 +198,8 @@ def _encode_question(tokenizer: PreTrainedTokenizerBase, row: Row, text: str) ->
     ids = _encode_text_prompt(tokenizer, row, text)
     if tokenizer.chat_template and not {*ids[_num_added_before(tokenizer, ids) :]} & {*tokenizer.all_special_ids}:
         say_once(
-            "prompts are text, to which the model's chat template is not applied; it is to conversations: "
-            '[{"role": "user", "content": ...}]'
+            "prompts are text, to which the model's chat template is not applied; --as-conversation makes them turns "
+            'of a user, [{"role": "user", "content": ...}]'
         )
     return ids
 

@@ -144,7 +144,8 @@ def check_parts(source: DataSource, train: Sequence[Any], held_out: Sequence[Any
         raise ValueError(
             f"--held-out-share={source.held_out_share} of {source.shown} leaves {len(train)} rows to train on and "
             f"{len(held_out)} to measure: prompts are held out by their hash, rows of one prompt together; give more "
-            "prompts, name the columns that tell rows of one prompt apart by --row-key, or change the share"
+            "prompts, name the columns that tell rows of one prompt apart by --row-key, change the share, name other "
+            "data to measure on by --held-out-dataset, or, where nothing need be measured, take --held-out-share=0"
         )
 
 

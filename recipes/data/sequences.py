@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.recipes.data.packing import Layout, Packed, layout_of, pack, prompts_of
 from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.passes import ROWS_PER_PASS, in_passes
@@ -254,6 +255,11 @@ def epochs_of_similar_length(
         )
     if len(lengths) < batch_size:
         raise ValueError(f"--batch-size={batch_size} must not exceed the {len(lengths)} training examples; lower it")
+    if rest := len(lengths) % batch_size:
+        say_once(
+            f"{rest} of {len(lengths)} examples are left out of each epoch, which do not fill a batch of "
+            f"--batch-size={batch_size}: others in each"
+        )
     generator = torch.Generator().manual_seed(seed)
     epochs = [batches_of_similar_length(lengths, batch_size, generator, num_pooled) for _ in range(num_epochs)]
     return [batch for epoch in epochs for batch in epoch]

@@ -40,18 +40,19 @@ class Policy:
     tokenizer: PreTrainedTokenizerBase
     reference: nn.Module | None
     """The first weights, frozen; None where nobody asks for them, or where they are those below the actor's adapter."""
-    has_adapter: bool
+    refers_to_base: bool = False
+    """Whether the weights below the actor's adapter are the reference."""
 
     @property
     def has_reference(self) -> bool:
         """Whether `reference_logprobs` can be asked for."""
-        return self.has_adapter or self.reference is not None
+        return self.refers_to_base or self.reference is not None
 
     @torch.no_grad()
     def reference_logprobs(self, sequences: Sequences, temperature: float) -> torch.Tensor:
         """`[N, T]` fp32 of the first weights, 0 on padding; collective where the actor is sharded."""
         compute = partial(response_logprobs, temperature=temperature)
-        if self.has_adapter:
+        if self.refers_to_base:
             with playing(self.actor.module, None):
                 return in_parts(compute, self.actor, sequences)
         assert self.reference is not None, "the run keeps no reference"
@@ -82,7 +83,7 @@ def build_policy(config: Any, source: str, learning_rate: float, schedule: Sched
         source: Hugging Face name or folder.
         learning_rate: peak of the schedule.
         schedule: of the whole run.
-        keeps_reference: whether the first weights are kept, which an adapter does anyway.
+        keeps_reference: whether the first weights can be asked for; with an adapter they are those below it.
     """
     model = load_model(AutoModelForCausalLM, source)
     reference = None
@@ -97,7 +98,8 @@ def build_policy(config: Any, source: str, learning_rate: float, schedule: Sched
         if role is not None:
             pack_where_exact(role, config)
     tokenizer = load_tokenizer(source)
-    return Policy(actor=actor, tokenizer=tokenizer, reference=reference, has_adapter=bool(config.lora_rank))
+    refers_to_base = keeps_reference and bool(config.lora_rank)
+    return Policy(actor=actor, tokenizer=tokenizer, reference=reference, refers_to_base=refers_to_base)
 
 
 def evaluate_policy(policy: Policy, rows: Sequence[PromptRow], rewards: Rewards, config: Any) -> Evaluation:

@@ -197,7 +197,7 @@ def build_roles_on_shared_base(
         model=model, model_parameters=groups, config=engine_config, lr_scheduler=schedule.build
     )
     pack_where_exact(engine, config)
-    policy = Policy(actor=engine, tokenizer=load_tokenizer(source), reference=None, has_adapter=True)
+    policy = Policy(actor=engine, tokenizer=load_tokenizer(source), reference=None, refers_to_base=True)
     judges = {spec: _shared_reward(engine, spec, role, source) for spec, role in roles.items()}
     return policy, AdapterRole(engine, CRITIC), rewards.judged_by(judges)
 

@@ -127,7 +127,8 @@ def plot_metrics(metrics: list[dict[str, Any]], panels: Mapping[str, Sequence[st
         for name in names:
             points = [(line["step"], line[name]) for line in metrics if name in line]
             if points:
-                axes.plot(*zip(*points, strict=True), label=name.replace("_", " "))
+                marker = "o" if len(points) < len(metrics) else None  # a line through few points hides them
+                axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), marker=marker)
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
         if axes.lines:
