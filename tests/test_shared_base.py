@@ -105,7 +105,7 @@ def build_separate(config, shared):
         )[0]
         for model, rate, first in ((actor, RATES[0], True), (critic, RATES[1], False))
     ]
-    policy = Policy(actor=engines[0], tokenizer=shared.policy.tokenizer, reference=None, has_adapter=True)
+    policy = Policy(actor=engines[0], tokenizer=shared.policy.tokenizer, reference=None, refers_to_base=True)
     return Roles(policy=policy, critic=engines[1], rewards=load_rewards(config.reward))
 
 
