@@ -155,7 +155,7 @@ class ZeroEngine(Uncopied):
         return getattr(self.module, name)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "ZeroEngine":
-        """What `to()` and its like call; collective below stage 3, where the parameters are whole afterwards again."""
+        """Does the work of `to()` and its like; collective below stage 3, whose parameters end whole."""
         with self.sharding.as_shards(), keeping_attributes(self.module):
             return super()._apply(fn, recurse)
 
@@ -239,7 +239,7 @@ class ZeroEngine(Uncopied):
             raise
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to call PyTorch's own `backward()` on instead of `loss`: in fp16 the loss is multiplied by its scale.
+        """The loss on which to call PyTorch's own `backward()`: in fp16 it is multiplied by its scale.
 
         The division by the accumulation steps is done when gradients come to the parameters. After an error in such a
         pass all gradients are dropped, by the next call of the engine.
@@ -275,7 +275,7 @@ class ZeroEngine(Uncopied):
 
     @naming_who_left("eval_batch()")
     def eval_batch(self, batches: Iterable[Any]) -> list[Any]:
-        """What the module gives for each of the next `gradient_accumulation_steps` micro-batches, without gradients.
+        """The module's results for each of the next `gradient_accumulation_steps` micro-batches, without gradients.
 
         The one forward pass of a module in stages, whose results all processes of the unit get. Collective.
         """

@@ -153,6 +153,15 @@ def _padded(prompts):
     )
 
 
+def _check_three_and_six(name, output, width):
+    """Rows of 3 and of 6 new tokens are what the model itself writes, with their log-probabilities."""
+    reference = randomised(MODELS[name])
+    for row, (prompt, num_new) in enumerate(zip(PROMPTS, (3, 6), strict=True)):
+        tokens, logprobs = _greedy(reference, prompt, num_new, eos_token_id=None)
+        assert output.sequences[row, width:].tolist() == tokens + [PAD] * (6 - num_new)
+        assert torch.allclose(output.logprobs[row, :num_new], logprobs, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_of_generate_have_options_of_their_own(name):
     engine, (ids, mask) = _engine(MODELS[name]), _padded(PROMPTS)
@@ -160,11 +169,7 @@ def test_rows_of_generate_have_options_of_their_own(name):
         ids, mask, eos_token_id=None, pad_token_id=PAD, return_dict_in_generate=True,
         row_options=[{"max_new_tokens": 3}, {"max_new_tokens": 6}],
     )  # fmt: skip
-    reference = randomised(MODELS[name])
-    for row, (prompt, num_new) in enumerate(zip(PROMPTS, (3, 6), strict=True)):
-        tokens, logprobs = _greedy(reference, prompt, num_new, eos_token_id=None)
-        assert output.sequences[row, ids.shape[1] :].tolist() == tokens + [PAD] * (6 - num_new)
-        assert torch.allclose(output.logprobs[row, :num_new], logprobs, atol=1e-4)
+    _check_three_and_six(name, output, ids.shape[1])
     assert output.lengths.tolist() == [3, 6] and output.finish_reason == ["length", "length"]
 
 
@@ -274,8 +279,4 @@ def test_rows_of_an_attached_model_have_options_of_their_own(name):
         ids, attention_mask=mask, eos_token_id=None, pad_token_id=PAD, return_dict_in_generate=True,
         row_options=[{"max_new_tokens": 3}, {"max_new_tokens": 6}],
     )  # fmt: skip
-    reference = randomised(MODELS[name])
-    for row, (prompt, num_new) in enumerate(zip(PROMPTS, (3, 6), strict=True)):
-        tokens, logprobs = _greedy(reference, prompt, num_new, eos_token_id=None)
-        assert output.sequences[row, ids.shape[1] :].tolist() == tokens + [PAD] * (6 - num_new)
-        assert torch.allclose(output.logprobs[row, :num_new], logprobs, atol=1e-4)
+    _check_three_and_six(name, output, ids.shape[1])

@@ -27,7 +27,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def with_shards(training: TrainingState, action: Callable[[], Result]) -> Result:
-    """What `action` returns or raises, run while the parameters are shards; collective.
+    """Runs `action` while the parameters are shards, and returns or raises what it does; collective.
 
     They are whole again, below stage 3, also after an error, which must be every process's.
     """
@@ -93,7 +93,7 @@ def _collect_own_values(training: TrainingState) -> dict[str, Any]:
 
 
 def build_manifest(training: TrainingState, left_out: Collection[str] = ()) -> dict[str, Any]:
-    """What `comparison.py` compares; `left_out` are the parameters that are not saved."""
+    """The manifest that `comparison.py` compares; `left_out` are the parameters that are not saved."""
     optimizer = training.optimizer
     shapes = {key.removeprefix(WEIGHTS): list(tensor.shape) for key, tensor in collect_weights(training).items()}
     return {
@@ -137,7 +137,7 @@ def _named_optimizer_state(optimizer: ZeroOptimizer, *, tensors: bool) -> dict[s
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Of parameters with several names, the further names and the first one of each."""
+    """The further names of parameters that have several, each with the first one."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in named if first.setdefault(id(p), name) != name}

@@ -64,7 +64,7 @@ class _Open:
 
 @dataclass(frozen=True)
 class Carried:
-    """What a rollout left unfinished, for the next one."""
+    """Unfinished answers of a rollout, for the next one."""
 
     groups: list[_Open]
     num_prompts: int

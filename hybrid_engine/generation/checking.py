@@ -46,7 +46,7 @@ def read_wishes(
     kwargs: dict[str, Any],
     in_sequences: bool = False,
 ) -> Wishes:
-    """What these arguments of `generate()` ask of `generator`, as it is now; changes nothing.
+    """The wishes in these arguments of `generate()` to `generator`, as it is now; changes nothing.
 
     `in_sequences`: each row must be a sequence of its own, also where the model's own `generate()` runs.
 
@@ -123,7 +123,7 @@ def _check_call(
     generation_config: GenerationConfig | None,
     seed: int | None,
 ) -> None:
-    """What can be said before any option is read."""
+    """ValueError for what is wrong before any option is read."""
     if generator.is_live:
         raise ValueError("generate(): the model is being served; ask the server, or wait until serving ends")
     if input_ids is None:

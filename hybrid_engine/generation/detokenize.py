@@ -87,7 +87,7 @@ class IncrementalDetokenizer:
 
     @property
     def held(self) -> str:
-        """What `finish()` would give out now: the rest of the text of all tokens so far, up to a stop string."""
+        """The text that `finish()` would give out now: the rest of all tokens so far, up to a stop string."""
         if self.stopped is not None:
             return ""
         if self._held is None:

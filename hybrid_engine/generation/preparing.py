@@ -83,7 +83,7 @@ def _needs_seed(wishes: Wishes, group: ModelGroup) -> bool:
 
 
 def _share(generator: Generator, wishes: Wishes | None) -> Share:
-    """What this process tells those that share its model; no `wishes`: it cannot start."""
+    """The message of this process to those that share its model; no `wishes`: it cannot start."""
     is_native = wishes is not None and wishes.is_native
     return Share(
         can_start=wishes is not None,
@@ -97,7 +97,7 @@ def _share(generator: Generator, wishes: Wishes | None) -> Share:
 
 
 def _bid(wishes: Wishes | None, seed: int | None, error: BaseException | None) -> Bid:
-    """What this process tells all others; `error`: why it cannot start."""
+    """The message of this process to all others; `error`: why it cannot start."""
     problem = None if error is None else describe_error(error)
     if wishes is None:
         return Bid(problem=problem, fallback=None, seed=None, digests=[], num_samples=1, only_native=None)

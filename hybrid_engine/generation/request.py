@@ -13,7 +13,7 @@ from hybrid_engine.generation.sampling.in_step import UserFunctions
 
 @dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What this process asks for, checked."""
+    """A request of this process, checked."""
 
     input_ids: torch.Tensor
     """`[B, P]` int64."""

@@ -98,7 +98,7 @@ class InferenceEngine(nn.Module):
         return next((p.device for p in self.module.parameters() if not p.is_meta), default_device())
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "InferenceEngine":
-        """What `to()` and its like call; raises ValueError where containers hold a part of the model."""
+        """Does the work of `to()` and its like; raises ValueError where containers hold a part of the model."""
         dtype, device = self.dtype, self.device
         if self.group.size > 1 and self._has_containers:
             moved = fn(torch.empty(1, dtype=dtype, device=device))

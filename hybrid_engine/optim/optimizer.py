@@ -94,7 +94,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def cur_scale(self) -> float:
-        """What the loss is multiplied by; 1.0 except in fp16."""
+        """The factor of the loss; 1.0 except in fp16."""
         return self.loss_scaler.scale
 
     loss_scale = cur_scale

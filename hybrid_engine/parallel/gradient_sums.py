@@ -13,7 +13,7 @@ TRAINED = "_is_trained_by_build_optimizer"
 
 
 class GradientSums:
-    """What one optimizer has summed."""
+    """The gradients that one optimizer has summed."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], summed: Iterable[nn.Parameter]):
         """`parameters` are the optimizer's, `summed` those whose gradients processes add up by themselves."""

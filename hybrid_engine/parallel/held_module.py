@@ -62,7 +62,7 @@ class HeldModule(nn.Module):
 
     @property
     def split_order(self) -> tuple[int, ...]:
-        """Those axes, that one first over which most is split."""
+        """The axes of `split_sizes`, that one first over which most is split."""
         return split_order(self.plan.graph, self.plan)[: len(self.split_sizes)]
 
     def canonical(self, name: str) -> str:

@@ -40,7 +40,7 @@ class Latest(dict[Hashable, Any]):
 
 
 class ParallelModule(HeldModule):
-    """What `parallelize` gives. `plan` and `compute_config` say how it runs; `plan` changes nothing any more.
+    """The module that `parallelize` returns. `plan` and `compute_config` say how it runs; changes of `plan` do nothing.
 
     A sample with arguments of other shapes than before is traced once more, for which the plan holds too, as is one
     after a change of modes or plain attributes of its parts; `sample` are the arguments for which `plan` has the graph.
@@ -79,7 +79,7 @@ class ParallelModule(HeldModule):
         }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original module's forward gives, whole on every process of the unit.
+        """The result of the original module's forward, whole on every process of the unit.
 
         ValueError for an end-to-end module, and where a buffer was never initialised.
         """
@@ -137,7 +137,7 @@ class ParallelModule(HeldModule):
         return arguments_by_name(self._original, args, kwargs)
 
     def _key(self, arguments: dict[str, Any]) -> Hashable:
-        """What the graph depends on."""
+        """The key of a graph: all that it depends on."""
         leaves, spec = pytree.tree_flatten(arguments)
         words = tuple((t.shape, t.dtype, t.device.type) if isinstance(t, Tensor) else t for t in leaves)
         return trace_state(self), str(spec), words
@@ -198,9 +198,9 @@ class ParallelModule(HeldModule):
         return self.meshes.unit is None and not isinstance(self, FSDPModule)
 
     def _times_read(self) -> dict[int, int]:
-        """By the identity of a parameter how many backward passes there are of a sample that add to its gradient.
+        """How many backward passes of a sample add to a parameter's gradient, by the parameter's identity.
 
-        Those are left out of which there is one.
+        Parameters of which there is one are left out.
         """
         return {}
 

@@ -257,8 +257,8 @@ def epochs_of_similar_length(
         raise ValueError(f"--batch-size={batch_size} must not exceed the {len(lengths)} training examples; lower it")
     if rest := len(lengths) % batch_size:
         say_once(
-            f"{rest} of {len(lengths)} examples are left out of each epoch, which do not fill a batch of "
-            f"--batch-size={batch_size}: others in each"
+            f"{rest} of {len(lengths)} examples are left out of each epoch, others each time: a batch always has "
+            f"--batch-size={batch_size}"
         )
     generator = torch.Generator().manual_seed(seed)
     epochs = [batches_of_similar_length(lengths, batch_size, generator, num_pooled) for _ in range(num_epochs)]

@@ -26,7 +26,7 @@ PER_TURN = ("sample_from_logits", "update_generation_status")
 
 @dataclass(frozen=True)
 class Continuation:
-    """What one row was continued by."""
+    """The continuation of one row."""
 
     tokens: list[int]
     """All that were drawn, the end token included."""

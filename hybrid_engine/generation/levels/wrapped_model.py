@@ -34,7 +34,7 @@ class AbstractModelInferenceWrapper(ABC):
 
     @abstractmethod
     def get_batch_for_context_window(self, context_start_position: int, context_end_position: int) -> list[Any]:
-        """What `__call__` takes for columns from start to below end; those before start have been fed."""
+        """The inputs of `__call__` for columns from start to below end; those before start have been fed."""
 
     @abstractmethod
     def __call__(self, inference_input: list[Any]) -> torch.Tensor:
@@ -83,7 +83,7 @@ class GPTInferenceWrapper(AbstractModelInferenceWrapper):
 
     @property
     def generator(self) -> Generator:
-        """What the engine generates by."""
+        """The engine's generator."""
         return self.model.generator
 
     @property

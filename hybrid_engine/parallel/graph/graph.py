@@ -104,7 +104,7 @@ class Graph:
         return dict(zip(self.of_kind("input"), tensors, strict=True))
 
     def result_of(self, outputs: Sequence[Tensor | None]) -> Any:
-        """What the module gives, whose tensors are `outputs`."""
+        """The module's result, whose tensors are `outputs`."""
         leaves = [plain if out is None else out for out, plain in zip(outputs, self.plain_results, strict=True)]
         return pytree.tree_unflatten(leaves, self.out_spec)
 

@@ -300,7 +300,7 @@ def constant_ops(graph: Graph, ops: Iterable[str], results: Collection[str]) -> 
 
 
 def _last_uses(graph: Graph, ops: Sequence[str], kept: Collection[str]) -> dict[str, list[str]]:
-    """By the key of an op, the results of others that it is the last to read."""
+    """The results that each op is the last to read, by its key."""
     last: dict[str, str] = {}
     for key in ops:
         last |= dict.fromkeys((*graph.ops[key].outputs, *graph.ops[key].inputs), key)

@@ -75,7 +75,7 @@ class StageRunner(nn.Module):
             held[name].copy_(value)
 
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
-        """What the next stage is sent, or the results of the last one that are tensors."""
+        """The tensors for the next stage, or the results of the last one that are tensors."""
         sample = self.samples[self.count]
         self.count += 1
         held: dict[str, Tensor] = {}
@@ -102,7 +102,7 @@ class StageRunner(nn.Module):
         return tuple(output for output in outputs if output is not None)
 
     def _zeros(self, read: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """What has the shapes of results, after an error, with gradients for what this stage reads."""
+        """Zeros in the shapes of results, after an error, with gradients for what this stage reads."""
         device, nothing = default_device(), _nothing_of(read)
         if not self.stage.is_last:
             zeros = [torch.zeros_like(tensor, device=device) for tensor in self.like(self.stage.sent)]
