@@ -9,8 +9,8 @@
 Moves the two or three weights once, E I elements each, and does 2 N E I operations for each.
 `input` is the attention's output with its bias already added.
 
-Up to 256 rows (in fp32 64) gate, up and activation are one launch, which up to 4 rows has the norm inside; down is
-another, with the residual added in it. A fused [in, 2I] weight comes as two views of its columns.
+Up to 256 rows (in fp32 64) gate, up and activation are one launch, and down is another, with the residual added in it.
+A fused [in, 2I] weight comes as two views of its columns.
 """
 
 import torch
@@ -21,21 +21,16 @@ from hybrid_engine.ops.cpu_gemm import is_compiled, linear_transposed
 from hybrid_engine.ops.cpu_products import Linear, activated_product
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.gated_activation import activate_and_multiply
-from hybrid_engine.ops.norm import NORM_OPS, NormOp, check_norm_weights
+from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.skinny_gemm import (
-    NO_NORM,
     NO_WEIGHTS,
-    NORM_ROWS,
-    NormWeights,
     Output,
     add_bias,
     check_linear,
     choose_tiles,
-    load_normed_rows,
+    load_rows,
     load_weights,
     multiply,
-    norm_form,
-    row_statistics,
     rows_of,
     store_columns,
     takes_rows,
@@ -45,19 +40,18 @@ from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
 
 @triton.jit
-def up_kernel(x, gate, up, norm, y, ACTIVATION: tl.constexpr, NORM: tl.constexpr, TILES: tl.constexpr):
+def up_kernel(x, gate, up, y, ACTIVATION: tl.constexpr, TILES: tl.constexpr):
     """One tile of `inner`: both weights stream side by side past the same rows. gate.ptr None: no gate."""
     DTYPE: tl.constexpr = y.ptr.dtype.element_ty
     BLOCK_N: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.rows
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mean, rstd = row_statistics(x, norm.eps, NORM, ROWS)
     inner = tl.zeros([BLOCK_N, ROWS], tl.float32)
     outer = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for start in range(0, x.width, TILES.block_k):
         k = start + tl.arange(0, TILES.block_k)
         up_tile = load_weights(up, n, k, x.width)
-        rows = load_normed_rows(x, k, norm, mean, rstd, NORM, ROWS)
+        rows = load_rows(x, k, ROWS)
         inner = multiply(up_tile, rows, inner)
         if gate.ptr is not None:
             gate_tile = load_weights(gate, n, k, x.width)
@@ -76,28 +70,20 @@ def up_product(
     gate: Linear | None,
     up: Linear,
     activation: str,
-    norm: NormOp | None = None,
-    gamma: torch.Tensor | None = None,
-    beta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Launches `inner [N, I]` of rows that `takes_rows`; norms inside it where `norm` is given (at most 4 rows)."""
+    """Launches `inner [N, I]` of rows that `takes_rows`."""
     num_rows, width_in = input.shape
     width_out = up[0].shape[1]
     check_linear("up", input, *up)
     if gate is not None:
         check_linear("gate", input, *gate, width_out)
-    if norm is not None:
-        assert num_rows <= NORM_ROWS and gamma is not None, f"{num_rows=}"
-        check_norm_weights(input, gamma, beta)
     output = torch.empty(num_rows, width_out, dtype=input.dtype, device=input.device)
     tiles = choose_tiles(num_rows, width_in, (width_out,), input.dtype, num_weights=1 if gate is None else 2)
     weights = (NO_WEIGHTS if gate is None else weights_of(*gate), weights_of(*up))
-    norm_weights = NO_NORM if norm is None else NormWeights(gamma, beta, norm.eps)
-    form = norm_form("none" if norm is None else norm.kind, width_in)
     dispatch.launch(
         up_kernel, (tiles.programs(width_out),),
-        rows_of(input), *weights, norm_weights, Output(output, width_out),
-        device=input.device, ACTIVATION=activation, NORM=form, **tiles.meta(),
+        rows_of(input), *weights, Output(output, width_out),
+        device=input.device, ACTIVATION=activation, **tiles.meta(),
     )  # fmt: skip
     return output
 
@@ -131,11 +117,8 @@ class MLPGemmOp:
         beta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`input [N, E]`, `residual [N, E]` or None (nothing to add) -> output and the residual stream, `[N, E]`."""
-        if use_triton(input) and residual is None and input.shape[0] <= NORM_ROWS:
-            inner, residual_add = up_product(input, gate, up, self.activation_name, self.norm, gamma, beta), input
-        else:
-            normed, residual_add = self._add_and_norm(input, residual, gamma, beta)
-            inner = self._inner(normed, gate, up)
+        normed, residual_add = self._add_and_norm(input, residual, gamma, beta)
+        inner = self._inner(normed, gate, up)
         return self.down(inner, *down, residual_add if self.adds_residual else None), residual_add
 
     def reference(

@@ -5,30 +5,24 @@
 The three weights are three tensors or one fused tensor (GPT-2), all [in, out]. Moves the weights once:
 E (H + 2K) D elements, and does 2 N E (H + 2K) D operations for N rows.
 
-Up to 256 rows (in fp32 64) the three products are one launch, whose programs take a tile of q, of k or of v; up to 4
-rows the norm runs inside it. More rows go to cuBLAS.
+Up to 256 rows (in fp32 64) the three products are one launch, whose programs take a tile of q, of k or of v. More rows
+go to cuBLAS.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.cpu_gemm import linears_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
-from hybrid_engine.ops.norm import NORM_OPS, check_norm_weights
+from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.skinny_gemm import (
-    NO_NORM,
     NO_WEIGHTS,
-    NORM_ROWS,
-    NormWeights,
+    Output,
     add_bias,
     check_linear,
     choose_tiles,
-    load_normed_rows,
-    norm_form,
-    row_statistics,
     rows_of,
     takes_rows,
     tile_product,
@@ -38,19 +32,11 @@ from hybrid_engine.ops.skinny_gemm import (
 LAYOUTS = ("blocks", "grouped")
 
 
-class Projected(NamedTuple):
-    """y `[M, H D + 2 K D]`, whose columns are dense, and the normed rows `[M, E]` where they are normed inside."""
-
-    ptr: Any
-    stride_m: int
-    normed_ptr: Any
-
-
 @triton.jit
-def _project(x, w, tile, norm, mean, rstd, y, column, NORM: tl.constexpr, TILES: tl.constexpr):
+def _project(x, w, tile, y, column, TILES: tl.constexpr):
     """One tile of one projection, whose columns of y start at `column`."""
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
-    total = add_bias(tile_product(x, w, n, 0, x.width, norm, mean, rstd, NORM, TILES), w, n)
+    total = add_bias(tile_product(x, w, n, 0, x.width, TILES), w, n)
     m = tl.arange(0, TILES.rows)
     mask = (n < w.width)[:, None] & (m < x.num_rows)[None, :]
     place = y.ptr + m[None, :] * y.stride_m + (column + n)[:, None]
@@ -58,32 +44,23 @@ def _project(x, w, tile, norm, mean, rstd, y, column, NORM: tl.constexpr, TILES:
 
 
 @triton.jit
-def qkv_kernel(x, q, k, v, norm, y, NORM: tl.constexpr, TILES: tl.constexpr):
-    """Programs: tiles of q, of k, of v; with a norm a last one writes the normed rows.
+def qkv_kernel(x, q, k, v, y, TILES: tl.constexpr):
+    """Programs: tiles of q, of k, of v. y is `[M, H D + 2 K D]`.
 
     Each branch has the whole product: weights and strides chosen at run time would hide from the compiler that
     a stride is 1, and with it every wide load. One fused weight is all q.
     """
     tile = tl.program_id(0)
-    mean, rstd = row_statistics(x, norm.eps, NORM, TILES.rows)
     q_tiles = tl.cdiv(q.width, TILES.block_n)
     if tile < q_tiles:
-        _project(x, q, tile, norm, mean, rstd, y, 0, NORM, TILES)
+        _project(x, q, tile, y, 0, TILES)
     if k.ptr is not None:
         kv_tiles = tl.cdiv(k.width, TILES.block_n)
         if (tile >= q_tiles) & (tile < q_tiles + kv_tiles):
-            _project(x, k, tile - q_tiles, norm, mean, rstd, y, q.width, NORM, TILES)
+            _project(x, k, tile - q_tiles, y, q.width, TILES)
         if (tile >= q_tiles + kv_tiles) & (tile < q_tiles + 2 * kv_tiles):
             column = q.width + k.width
-            _project(x, v, tile - q_tiles - kv_tiles, norm, mean, rstd, y, column, NORM, TILES)
-    if NORM.kind != "none":  # noqa: SIM102 - decided when it compiles, apart from the program's own number
-        if tile == tl.num_programs(0) - 1:
-            m = tl.arange(0, TILES.rows)
-            for start in range(0, x.width, TILES.block_k):
-                column = start + tl.arange(0, TILES.block_k)
-                rows = load_normed_rows(x, column, norm, mean, rstd, NORM, TILES.rows)
-                mask = (column < x.width)[:, None] & (m < x.num_rows)[None, :]
-                tl.store(y.normed_ptr + m[None, :] * x.width + column[:, None], rows, mask=mask)
+            _project(x, v, tile - q_tiles - kv_tiles, y, column, TILES)
 
 
 class QKVGemmOp:
@@ -120,11 +97,9 @@ class QKVGemmOp:
 
         Returns q `[N, K, G, D]`, k and v `[N, K, D]`, views that may share a buffer, and the normed input `[N, E]`.
         """
-        if use_triton(input) and input.shape[0] <= NORM_ROWS:
-            return self._launch(input, weights, biases, gamma, beta)
         normed = input if self.norm is None else self.norm(input, gamma, beta)
         if use_triton(input) and takes_rows(input):
-            return self._launch(normed, weights, biases, None, None)[0], normed
+            return self._launch(normed, weights, biases), normed
         return self._project(normed, weights, biases), normed
 
     def reference(
@@ -167,29 +142,16 @@ class QKVGemmOp:
             check_linear(name, input, weight, bias, width)
 
     def _launch(
-        self,
-        input: torch.Tensor,
-        weights: Sequence[torch.Tensor],
-        biases: Sequence[torch.Tensor | None],
-        gamma: torch.Tensor | None,
-        beta: torch.Tensor | None,
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Norms inside the product where gamma is given."""
+        self, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._check(input, weights, biases)
         (num_rows, width_in), total_width = input.shape, self.q_width + 2 * self.kv_width
-        kind, norm, normed = "none", NO_NORM, None
-        if self.norm is not None and gamma is not None:
-            check_norm_weights(input, gamma, beta)
-            kind, norm = self.norm.kind, NormWeights(gamma, beta, self.norm.eps)
-            normed = torch.empty_like(input, memory_format=torch.contiguous_format)
         output = torch.empty(num_rows, total_width, dtype=input.dtype, device=input.device)
         widths = (total_width,) if len(weights) == 1 else (self.q_width, self.kv_width, self.kv_width)
         tiles = choose_tiles(num_rows, width_in, widths, input.dtype)
         q, k, v = (*map(weights_of, weights, biases), NO_WEIGHTS, NO_WEIGHTS)[:3]
         dispatch.launch(
-            qkv_kernel,
-            (tiles.programs(*widths) + (kind != "none"),),
-            rows_of(input), q, k, v, norm, Projected(output, total_width, normed),
-            device=input.device, NORM=norm_form(kind, width_in), **tiles.meta(),
+            qkv_kernel, (tiles.programs(*widths),), rows_of(input), q, k, v, Output(output, total_width),
+            device=input.device, **tiles.meta(),
         )  # fmt: skip
-        return self._split(*output.split(widths, dim=1)), input if normed is None else normed
+        return self._split(*output.split(widths, dim=1))

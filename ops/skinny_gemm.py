@@ -9,9 +9,6 @@ side by side so that the second finds W in the second-level cache. W may lie eit
 arguments. Sums are fp32, in an order that depends only on K, N, the dtype and the padded rows: a row alone gives
 the bits that it gives in a batch of the same padding.
 
-Up to NORM_ROWS rows the norm in front of a product runs inside it: every program computes the rows'
-statistics for itself, which reads M K elements from L2 and saves a launch.
-
 Kernels take tuples of what belongs together, whose strides of 1 and pointers of None Triton compiles in.
 """
 
@@ -20,35 +17,31 @@ from typing import Any, NamedTuple
 import torch
 
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, check_tensor, next_power_of_2, tl, triton
-from hybrid_engine.ops.norm import NormWeights, normalize
 
 # Above so many rows cuBLAS is the better product: the weights are no longer all that moves. On an H100 a product of
 # 16 bits is bound by its weights up to 990e12 / 3.35e12 = 296 rows, one of fp32, which runs on FMAs, up to 40.
 MAX_ROWS, MAX_ROWS_FP32 = 256, 64
-# Up to this many rows the norm is recomputed by each program of the product behind it.
-NORM_ROWS = 4
 # More rows than this, of 16 bits, take wide tiles.
 FEW_ROWS = 64
-# Elements of a row that the statistics take at a time: 4 rows x 1024 fp32 are 32 registers of 128 threads.
-STATISTICS_BLOCK = 1024
 
-# Sized for one H100: 132 SMs, 228 KB of shared memory each, 3.35 TB/s. At 0.8 us of latency that bandwidth needs
-# 3.35e12 * 0.8e-6 = 2.7 MB in flight, 20 KB per SM. A program streams its columns in stages of up to 16 KB of weights
-# and keeps 48 KB of them in flight, so 56 programs would do and 120 (nine in ten SMs) leave room for latency under
-# load. Llama 8B in bf16: output and down projection 4096 / 32 = 128 programs of 0.26 and 0.9 MB, query-key-value
-# 6144 / 32 = 192 of 0.26 MB, gate-and-up 14336 / 64 = 224 of 1 MB; two programs fit on an SM. Compiled for sm_90 by
-# Triton 3.7 nothing spills, and weights come in 16-byte asynchronous copies (`tests/compile_gemm_kernels.py`).
+# Chosen among 20 to 126 tilings of each product of a decode step of OPT-1.3B, Qwen2 0.5B and 1.5B and Llama 8B, at 1,
+# 32 and 64 rows, on an H200 of 132 SMs, 228 KB of shared memory each (`benchmarks/tune_products.py`). A program streams
+# 64 columns in stages of 16 KB of weights; one that is alone on its SM keeps 96 KB of them in flight, of two each what
+# fits. Programs of 64 columns beat twice as many of 32 down to a quarter of the SMs, and K that is split in up to 8
+# parts beats both. In 16 bits weights come in 16-byte asynchronous copies (`tests/compile_gemm_kernels.py`).
 NUM_SMS = 132
 STAGE_BYTES = 16 * 1024
-IN_FLIGHT_BYTES = 48 * 1024
+IN_FLIGHT_BYTES = 96 * 1024
 # At least so many stages, with shorter ones where the rows of x take the room.
 MIN_STAGES = 4
-MIN_PROGRAMS = 120
+# Programs of a product whose K can be split, and of fp32, which is bound by its arithmetic; and of any other.
+MIN_PROGRAMS, MIN_UNSPLIT_PROGRAMS = 96, 32
+# What K is split for: nine in ten SMs.
+WANTED_PROGRAMS = 120
 # Shared memory of a program at most, so that two fit on an SM.
 SHARED_BYTES = 112 * 1024
-# K is split only while each part still streams this much: 2.6 us of one program's 48 KB per 0.8 us, about what
-# writing and summing the parts costs.
-SPLIT_BYTES = 160 * 1024
+# K is split only while each part still streams this much.
+SPLIT_BYTES = 48 * 1024
 MAX_SPLITS = 8
 # Tiles of columns to choose from, widest first. The more rows, the wider: each program reads all of x.
 COLUMN_TILES = {16: (64, 32, 16), 32: (64, 32), 64: (64, 32)}
@@ -84,14 +77,6 @@ class Weights(NamedTuple):
     width: int
 
 
-class NormForm(NamedTuple):
-    """How a product norms its rows, constant to a kernel."""
-
-    kind: str  # of `NORM_OPS`, or "none"
-    num_chunks: int
-    chunk: int  # elements of a row that the statistics take at a time
-
-
 class Output(NamedTuple):
     """y `[M, N]`, whose columns are dense."""
 
@@ -119,7 +104,6 @@ class Tiles(NamedTuple):
 
 
 NO_WEIGHTS = Weights(None, 0, 0, None, 0)
-NO_NORM = NormWeights(None, None, 0.0)  # a product that does not norm its rows
 
 
 def takes_rows(input: torch.Tensor) -> bool:
@@ -135,12 +119,6 @@ def rows_of(input: torch.Tensor) -> Rows:
 def weights_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Weights:
     """`weight [K, N]`, `bias [N]` for a kernel."""
     return Weights(weight, weight.stride(0), weight.stride(1), bias, weight.shape[1])
-
-
-def norm_form(kind: str, width_in: int) -> NormForm:
-    """For rows of `width_in`; `kind` "none" where they are not normed."""
-    chunk = min(STATISTICS_BLOCK, next_power_of_2(width_in))
-    return NormForm(kind, -(-width_in // chunk), chunk)
 
 
 def padded_rows(num_rows: int) -> int:
@@ -165,20 +143,25 @@ def choose_tiles(
     def programs(block_n: int) -> int:
         return sum(-(-width // block_n) for width in widths_out)
 
+    def parts(block_n: int) -> int:
+        """Of K: a power of two."""
+        longest = block_n * width_in * itemsize // SPLIT_BYTES
+        most = min(MAX_SPLITS, longest, -(-WANTED_PROGRAMS // programs(block_n))) if can_split else 1
+        return 1 << max(0, most.bit_length() - 1)
+
+    needed = MIN_PROGRAMS if can_split or dtype == torch.float32 else MIN_UNSPLIT_PROGRAMS
     choices = COLUMN_TILES[rows]
-    block_n = next((choice for choice in choices if programs(choice) >= MIN_PROGRAMS), choices[-1])
+    block_n = next((choice for choice in choices if programs(choice) * parts(choice) >= needed), choices[-1])
+    splits = parts(block_n)
     block_k = STAGE_BYTES // (num_weights * block_n * itemsize)
     # fp32 products run on FMAs, unrolled over the tile: longer tiles only lengthen the code.
     block_k = min(block_k, 64 // num_weights if dtype == torch.float32 else 256, max(16, next_power_of_2(width_in)))
-    splits = 1
-    if can_split and programs(block_n) < MIN_PROGRAMS:
-        longest = block_n * width_in * itemsize // SPLIT_BYTES
-        splits = max(1, min(MAX_SPLITS, longest, -(-MIN_PROGRAMS // programs(block_n))))
     width = num_weights * block_n  # of W; the stage holds `rows` of x beside it
-    while MIN_STAGES * (width + rows) * block_k * itemsize > SHARED_BYTES and block_k > 32:
+    room = 2 * SHARED_BYTES if programs(block_n) * splits <= NUM_SMS else SHARED_BYTES
+    while MIN_STAGES * (width + rows) * block_k * itemsize > room and block_k > 32:
         block_k //= 2
     wanted_stages = 1 + -(-IN_FLIGHT_BYTES // (width * block_k * itemsize))
-    num_stages = min(wanted_stages, SHARED_BYTES // ((width + rows) * block_k * itemsize), 8)
+    num_stages = min(wanted_stages, room // ((width + rows) * block_k * itemsize), 7)
     return Tiles(rows, block_n, block_k, splits, 4, num_stages)
 
 
@@ -228,11 +211,6 @@ def check_linear(
 UPCASTS = tl.constexpr(IS_INTERPRETED) if HAS_TRITON else IS_INTERPRETED
 
 
-NOT_NORMED = NormForm("none", 0, 0)
-if HAS_TRITON and not IS_INTERPRETED:  # compiled kernels read no other globals
-    NOT_NORMED = tl.constexpr(NOT_NORMED)
-
-
 @triton.jit
 def multiply(weights, rows, total):
     """`total [BLOCK_N, ROWS]` + weights x rows, in fp32; fp32 operands are not cut to tf32."""
@@ -259,66 +237,15 @@ def load_weights(w, n, k, width_in):
 
 
 @triton.jit
-def load_normed_rows(x, k, norm, mean, rstd, NORM: tl.constexpr, ROWS: tl.constexpr):
-    """`load_rows`, normed with statistics `[ROWS]` unless the norm's kind is "none"."""
-    KIND: tl.constexpr = NORM.kind  # Triton 3.6 passes no bare string of a tuple on to `normalize`
-    rows = load_rows(x, k, ROWS)
-    if KIND != "none":
-        gamma = tl.load(norm.gamma_ptr + k, mask=k < x.width, other=0.0)[:, None]
-        beta = None
-        if norm.beta_ptr is not None:
-            beta = tl.load(norm.beta_ptr + k, mask=k < x.width, other=0.0)[:, None]
-        rows = normalize(rows.to(tl.float32), mean[None, :], rstd[None, :], gamma, beta, KIND, x.ptr.dtype.element_ty)
-    return rows
-
-
-@triton.jit
-def row_statistics(x, eps, NORM: tl.constexpr, ROWS: tl.constexpr):
-    """Mean and 1 / deviation of at most 4 rows, as `[ROWS]`; zeros where the norm's kind is "none".
-
-    Always 4 rows, masked: a row's statistics do not depend on its company. Chunks are unrolled so that their
-    loads overlap.
-    """
-    CHUNK: tl.constexpr = NORM.chunk
-    NUM_CHUNKS: tl.constexpr = NORM.num_chunks
-    mean = tl.zeros([ROWS], tl.float32)
-    rstd = tl.zeros([ROWS], tl.float32)
-    if NORM.kind != "none":
-        m = tl.arange(0, 4)
-        column = tl.arange(0, CHUNK)
-        row_mean = tl.zeros([4], tl.float32)
-        squares = tl.zeros([4, CHUNK], tl.float32)
-        if NORM.kind == "layer":
-            total = tl.zeros([4, CHUNK], tl.float32)
-            for chunk in tl.static_range(NUM_CHUNKS):
-                k = chunk * CHUNK + column
-                mask = (m < x.num_rows)[:, None] & (k < x.width)[None, :]
-                part = tl.load(x.ptr + m[:, None] * x.stride_m + k[None, :] * x.stride_k, mask=mask, other=0.0)
-                total += part.to(tl.float32)
-            row_mean = tl.sum(total, axis=1) / x.width
-        for chunk in tl.static_range(NUM_CHUNKS):
-            k = chunk * CHUNK + column
-            mask = (m < x.num_rows)[:, None] & (k < x.width)[None, :]
-            part = tl.load(x.ptr + m[:, None] * x.stride_m + k[None, :] * x.stride_k, mask=mask, other=0.0)
-            centered = tl.where(mask, part.to(tl.float32) - row_mean[:, None], 0.0)
-            squares += centered * centered
-        row_rstd = tl.rsqrt(tl.sum(squares, axis=1) / x.width + eps)
-        is_row = tl.arange(0, ROWS)[:, None] == m[None, :]
-        mean = tl.sum(tl.where(is_row, row_mean[None, :], 0.0), axis=1)
-        rstd = tl.sum(tl.where(is_row, row_rstd[None, :], 0.0), axis=1)
-    return mean, rstd
-
-
-@triton.jit
-def tile_product(x, w, n, k_begin, k_end, norm, mean, rstd, NORM: tl.constexpr, TILES: tl.constexpr):
-    """Columns `n` of norm(x) W over k in [k_begin, k_end): fp32 `[BLOCK_N, ROWS]`."""
+def tile_product(x, w, n, k_begin, k_end, TILES: tl.constexpr):
+    """Columns `n` of x W over k in [k_begin, k_end): fp32 `[BLOCK_N, ROWS]`."""
     BLOCK_N: tl.constexpr = TILES.block_n
     ROWS: tl.constexpr = TILES.rows
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for start in range(k_begin, k_end, TILES.block_k):
         k = start + tl.arange(0, TILES.block_k)
         columns = load_weights(w, n, k, x.width)
-        rows = load_normed_rows(x, k, norm, mean, rstd, NORM, ROWS)
+        rows = load_rows(x, k, ROWS)
         total = multiply(columns, rows, total)
     return total
 

@@ -20,7 +20,6 @@ from hybrid_engine.ops.cpu_gemm import linear_by_rows, linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
 from hybrid_engine.ops.skinny_gemm import (
     FEW_ROWS,
-    NOT_NORMED,
     NUM_SMS,
     Output,
     Tiles,
@@ -72,13 +71,13 @@ def linear_kernel(x, w, residual, y, parts, DTYPE: tl.constexpr, TILES: tl.const
     tile = tl.program_id(0)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if SPLITS == 1:
-        total = tile_product(x, w, n, 0, x.width, None, None, None, NOT_NORMED, TILES)
+        total = tile_product(x, w, n, 0, x.width, TILES)
         _finish(total, x, w, n, residual, y, DTYPE)
     else:
         part = tl.program_id(1)
         begin = part * parts.split_width
         end = tl.minimum(begin + parts.split_width, x.width)
-        total = tile_product(x, w, n, begin, end, None, None, None, NOT_NORMED, TILES)
+        total = tile_product(x, w, n, begin, end, TILES)
         place = tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
         written = parts.ptr + tile * (SPLITS * BLOCK_N * ROWS) + place
         tl.store(written + part * (BLOCK_N * ROWS), total)

@@ -18,7 +18,8 @@ from hybrid_engine.ops import (
     skinny_gemm,
     vector_matmul,
 )
-from hybrid_engine.ops.skinny_gemm import NO_NORM, NO_WEIGHTS, NormWeights, Output, Rows, Weights
+from hybrid_engine.ops.norm import NormWeights
+from hybrid_engine.ops.skinny_gemm import NO_WEIGHTS, Output, Rows, Weights
 
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 WIDTH = "i32/16"  # and strides: those of usual sizes divide by 16
@@ -53,21 +54,17 @@ def compile_linear(rows: int, n_in: int, n_out: int, dtype: torch.dtype, stored:
     compile_product(vector_matmul.linear_kernel, given, {"DTYPE": vector_matmul.TRITON_DTYPES[dtype]}, tiles)
 
 
-def compile_layer(rows: int, n_in: int, widths: tuple, n_mlp: int, dtype: torch.dtype, stored: str, kind: str) -> None:
+def compile_layer(rows: int, n_in: int, widths: tuple, n_mlp: int, dtype: torch.dtype, stored: str) -> None:
     """Query-key-value (three weights or one fused) and the MLP's up, gated where there are three."""
-    is_normed, is_gated, pointer = rows <= skinny_gemm.NORM_ROWS, len(widths) == 3, POINTERS[dtype]
-    norms = NormWeights(pointer, pointer if kind == "layer" else None, "fp32") if is_normed else NO_NORM
-    form = {"NORM": skinny_gemm.norm_form(kind if is_normed else "none", n_in)}
+    is_gated, pointer = len(widths) == 3, POINTERS[dtype]
     weights = weights_of(dtype, stored, pointer)
     other = weights if is_gated else NO_WEIGHTS
-    common = {"x": rows_of(dtype), "norm": norms}
-    y = qkv_gemm.Projected(pointer, WIDTH, pointer if is_normed else None)
+    common = {"x": rows_of(dtype), "y": Output(pointer, WIDTH)}
     tiles = skinny_gemm.choose_tiles(rows, n_in, widths, dtype)
-    compile_product(qkv_gemm.qkv_kernel, {**common, "q": weights, "k": other, "v": other, "y": y}, form, tiles)
+    compile_product(qkv_gemm.qkv_kernel, {**common, "q": weights, "k": other, "v": other}, {}, tiles)
     tiles = skinny_gemm.choose_tiles(rows, n_in, (n_mlp,), dtype, num_weights=2 if is_gated else 1)
-    form["ACTIVATION"] = "silu" if is_gated else "gelu"
-    given = {**common, "gate": other, "up": weights, "y": Output(pointer, WIDTH)}
-    compile_product(mlp_gemm.up_kernel, given, form, tiles)
+    form = {"ACTIVATION": "silu" if is_gated else "gelu"}
+    compile_product(mlp_gemm.up_kernel, {**common, "gate": other, "up": weights}, form, tiles)
 
 
 def compile_flat(kernel, pointer: str, fixed: dict) -> None:
@@ -99,13 +96,13 @@ def compile_rest(pointer: str) -> None:
 if __name__ == "__main__":
     is_short = sys.argv[1:] == ["few"]
     for num_rows in (128,) if is_short else (1, 128, 256):
-        compile_layer(num_rows, 4096, (4096, 1024, 1024), 14336, torch.bfloat16, "[out, in]", "rms")
+        compile_layer(num_rows, 4096, (4096, 1024, 1024), 14336, torch.bfloat16, "[out, in]")
         compile_linear(num_rows, 14336, 4096, torch.bfloat16, "[out, in]")
     compile_linear(64, 8192, 2048, torch.bfloat16, "[out, in]")  # split
     for num_rows in () if is_short else (4, 100):
-        compile_layer(num_rows, 768, (2304,), 3072, torch.float16, "[in, out]", "layer")
+        compile_layer(num_rows, 768, (2304,), 3072, torch.float16, "[in, out]")
         compile_linear(num_rows, 3072, 768, torch.float16, "[in, out]")
     if not is_short:
-        compile_layer(1, 896, (896, 128, 128), 4864, torch.float32, "[out, in]", "rms")
+        compile_layer(1, 896, (896, 128, 128), 4864, torch.float32, "[out, in]")
         compile_linear(1, 2048, 2048, torch.float32, "[out, in]")
     compile_rest("*bf16")
