@@ -5,21 +5,24 @@ import sys
 
 import torch
 
+from hybrid_engine.containers.device_memory import DeviceMemory, is_supported
+
 # Pages of private memory that are given back leave their addresses reserved and are zeros when they are touched again.
 _HAS_PAGES = sys.platform == "linux"
+# A GPU's memory comes in pieces of 2 MiB: less than this is kept, since it would take more than it gives back.
+_KEPT_BYTES = 64 * 1024
 
 
 class LastingBuffer:
-    """Memory for one tensor at a time.
+    """Memory for one tensor at a time, whose address stays for as long as `take` is asked for the same bytes.
 
-    On a CPU the address stays for as long as `take` is asked for the same bytes. On a GPU the storage is given back to
-    PyTorch's allocator and asked for again: it has the same address where both happen in one `torch.cuda.MemPool` that
-    serves the same requests in the same order each time.
+    Where neither the system nor the GPU's driver can reserve addresses, the storage goes back to PyTorch's allocator
+    and may come back elsewhere.
     """
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None
-        self._pages: mmap.mmap | None = None
+        self._memory: mmap.mmap | DeviceMemory | None = None
         self._is_held = False
 
     @property
@@ -41,7 +44,9 @@ class LastingBuffer:
             device,
         ):
             self.tensor = self._allocate(tuple(shape), dtype, device)
-        elif not self._is_held and self._pages is None:
+        elif not self._is_held and isinstance(self._memory, DeviceMemory):
+            self._memory.take()
+        elif not self._is_held and self._memory is None and not _is_kept(self.tensor):
             self.tensor.untyped_storage().resize_(self.tensor.nbytes)
         self._is_held = True
         return self.tensor
@@ -51,15 +56,25 @@ class LastingBuffer:
         if not self._is_held:
             return
         self._is_held = False
-        if self._pages is not None:
-            self._pages.madvise(mmap.MADV_DONTNEED)
-        elif self.tensor is not None:
+        if isinstance(self._memory, DeviceMemory):
+            self._memory.release()
+        elif self._memory is not None:
+            self._memory.madvise(mmap.MADV_DONTNEED)
+        elif self.tensor is not None and not _is_kept(self.tensor):
             self.tensor.untyped_storage().resize_(0)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        if device.type != "cpu" or not _HAS_PAGES or num_bytes == 0:
-            self._pages = None
-            return torch.empty(shape, dtype=dtype, device=device)
-        self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(self._pages, dtype=dtype).view(shape)
+        if device.type == "cpu" and _HAS_PAGES and num_bytes > 0:
+            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            return torch.frombuffer(self._memory, dtype=dtype).view(shape)
+        if num_bytes > _KEPT_BYTES and is_supported(device):
+            self._memory = DeviceMemory(num_bytes, device)
+            self._memory.take()
+            return self._memory.tensor(shape, dtype)
+        self._memory = None
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _is_kept(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and tensor.nbytes <= _KEPT_BYTES

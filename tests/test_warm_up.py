@@ -171,7 +171,7 @@ def test_a_model_that_fails_the_wide_probe_generates_by_itself(empty_cache):
 
 
 @pytest.mark.gpu
-def test_after_a_warm_up_no_rollout_records_anything(capsys):
+def test_after_a_warm_up_no_rollout_records_anything(empty_cache, capsys):
     engine = build_engine()
     native = engine.generator.native
     native.steps.recorder = native.steps.recorder or TapeRecorder()

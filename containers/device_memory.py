@@ -1,0 +1,154 @@
+"""Memory of a GPU behind an address that stays reserved while the memory comes and goes.
+
+PyTorch's allocator gives a tensor that is made anew another address. CUDA's driver can map memory behind a reserved
+range of addresses and take it away again (virtual memory management, CUDA Driver API, section 6.14), so what a CUDA
+graph has recorded stays valid, and in the mean time the memory is anybody's.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+_PINNED, _ON_DEVICE, _READ_AND_WRITE, _RECOMMENDED, _IS_SUPPORTED = 1, 1, 3, 1, 102
+_OUT_OF_MEMORY = 2
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Properties(ctypes.Structure):
+    _fields_ = (
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
+        ("windows_data", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
+    )  # fmt: skip
+
+
+class _Access(ctypes.Structure):
+    _fields_ = (("location", _Location), ("flags", ctypes.c_int))
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    with suppress(OSError):
+        return ctypes.CDLL("libcuda.so.1")
+    return None
+
+
+@functools.cache
+def is_supported(device: torch.device) -> bool:
+    """Whether the driver maps memory behind reserved addresses of `device`."""
+    driver, answer = _driver(), ctypes.c_int(0)
+    if driver is None or device.type != "cuda":
+        return False
+    torch.cuda.init()
+    status = driver.cuDeviceGetAttribute(ctypes.byref(answer), _IS_SUPPORTED, ctypes.c_int(_index(device)))
+    return status == 0 and answer.value == 1
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+class DeviceMemory:
+    """A reserved range of `num_bytes`, with memory behind it between `take` and `release`.
+
+    A tensor on it keeps the range for as long as it lives, whether or not there is memory behind it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device):
+        """RuntimeError where no range can be reserved; see `is_supported`."""
+        self.num_bytes, self.device = num_bytes, device
+        driver = _driver()
+        assert driver is not None
+        self._driver = driver
+        self._properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, _index(device)))
+        grain = ctypes.c_size_t()
+        self._call("cuMemGetAllocationGranularity", ctypes.byref(grain), ctypes.byref(self._properties), _RECOMMENDED)
+        self._size = ctypes.c_size_t(-(-num_bytes // grain.value) * grain.value)
+        self._address, self._handle = ctypes.c_uint64(), ctypes.c_uint64()
+        self._call("cuMemAddressReserve", ctypes.byref(self._address), self._size, ctypes.c_size_t(), ctypes.c_uint64(),
+                   ctypes.c_uint64())  # fmt: skip
+        self.is_taken = False
+
+    @property
+    def __cuda_array_interface__(self) -> dict:
+        """Bytes, for `torch.as_tensor`."""
+        return {"shape": (self.num_bytes,), "typestr": "|u1", "data": (self._address.value, False), "version": 3}
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The range as a tensor, which owns a reference to this; only while it is taken."""
+        return torch.as_tensor(self, device=self.device).view(dtype).view(shape)
+
+    def take(self) -> None:
+        """Puts memory behind the addresses, of any content. torch.OutOfMemoryError where there is none."""
+        if self.is_taken:
+            return
+        _free_abandoned()
+        create = functools.partial(
+            self._status, "cuMemCreate", ctypes.byref(self._handle), self._size, ctypes.byref(self._properties),
+            ctypes.c_uint64(),
+        )  # fmt: skip
+        status = create()
+        if status == _OUT_OF_MEMORY:
+            torch.cuda.empty_cache()  # what PyTorch keeps for tensors to come
+            status = create()
+        if status == _OUT_OF_MEMORY:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory: {self._size.value} bytes for weights or keys and values of rollouts on "
+                f"{self.device}, of whose {total} bytes {free} are free"
+            )
+        self._check("cuMemCreate", status)
+        self._call("cuMemMap", self._address, self._size, ctypes.c_size_t(), self._handle, ctypes.c_uint64())
+        access = _Access(self._properties.location, _READ_AND_WRITE)
+        self._call("cuMemSetAccess", self._address, self._size, ctypes.byref(access), ctypes.c_size_t(1))
+        self.is_taken = True
+
+    def release(self) -> None:
+        """Gives the memory back, when the device is through with it; the addresses stay reserved."""
+        _free_abandoned()
+        if self.is_taken:
+            torch.cuda.synchronize(self.device)
+            self._unmap()
+
+    def _unmap(self) -> None:
+        self._call("cuMemUnmap", self._address, self._size)
+        self._call("cuMemRelease", self._handle)
+        self.is_taken = False
+
+    def __del__(self) -> None:
+        """The addresses go later: a graph may be recorded at this moment, which bears no waiting."""
+        if "is_taken" in vars(self):
+            _ABANDONED.append(self)
+
+    def _free(self) -> None:
+        if self.is_taken:
+            self._unmap()
+        self._call("cuMemAddressFree", self._address, self._size)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        self._check(name, self._status(name, *arguments))
+
+    def _status(self, name: str, *arguments: object) -> int:
+        function: Callable[..., int] = getattr(self._driver, name)
+        with torch.cuda.device(self.device):  # some calls want a context, which a new thread has not
+            return function(*arguments)
+
+    def _check(self, name: str, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(f"{name} for {self.num_bytes} bytes on {self.device} failed with CUDA error {status}")
+
+
+_ABANDONED: list[DeviceMemory] = []
+
+
+def _free_abandoned() -> None:
+    """Gives back what nobody has looked at since the last call."""
+    while _ABANDONED:
+        memory = _ABANDONED.pop()
+        torch.cuda.synchronize(memory.device)
+        memory._free()
