@@ -4,10 +4,14 @@
     make gpu-smoke                          # one of them; `make gpu-smoke gpu-tests` two
     make gpu DEVICE=cpu RESULTS=/tmp/gpu    # the rehearsal: the same parts on small shapes
     python benchmarks/gpu_day.py smoke ops --results /tmp/gpu
+    python benchmarks/gpu_day.py --budget 540 --archive gpu.tar.gz      # nine minutes, and one file to take home
+    python benchmarks/gpu_day.py --budget 240 --skip smoke tests        # what was left
 
-Each part is a process of its own with a time limit, so that one that crashes or hangs spoils no other. A part leaves
-`<part>.log`, what it measured in `<part>.csv`, and `<part>.json`: how it ended, on which device, with which versions
-of what, at which commit. `summary.md` is written anew from all the `.json` files that lie in the folder.
+Each part is a process of its own with a time limit, so that one that crashes or hangs spoils no other; parts that time
+nothing run beside each other. A part leaves `<part>.log`, what it measured in `<part>.csv`, and `<part>.json`: how it
+ended, on which device, with which versions of what, at which commit. `summary.md` is written anew from all the `.json`
+files that lie in the folder, and the archive holds the folder as it is after each part. No part starts for which the
+budget leaves too little; the last line is the command that goes on with those.
 
 It needs a Python with torch, transformers, triton and pip, and no network: the package is installed for the parts
 alone, into a temporary folder, without its dependencies. What is missing is named before anything runs; a part that
@@ -22,19 +26,27 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = 480
 """What a part may take."""
+LEAST_SECONDS = 30
+"""With less no part starts: a process, its imports and a model take that long."""
+RESERVED_SECONDS = 5
+"""Of a budget, for the archive."""
 NEEDED = ("torch", "transformers", "triton", "pip", "setuptools")
 """Without these there is nothing to run."""
 KILLED = 124
+NOT_STARTED = "not started"
 SHOWN_LINES = 40
 
 
@@ -51,9 +63,13 @@ class Part:
     rehearsal: tuple[str, ...]
     needs: tuple[str, ...] = ()
     seconds: int = SECONDS
+    is_timed: bool = True
+    """Whether it measures time, and so wants the machine for itself."""
+    least_seconds: int = LEAST_SECONDS
+    """With less it would teach nothing."""
 
 
-TESTS = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-rs")
+TESTS = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-rs", "-n", "{processes}")
 # By name: collecting all files would import what only the recipes need.
 TEST_FILES = tuple(
     str(path.relative_to(ROOT))
@@ -71,15 +87,18 @@ ROLLOUT_SHAPE = (
 PARTS = (
     Part(
         "smoke", "does it work: kernels, a recorded step, a cycle of training and rollouts, LoRA, offload",
-        ("benchmarks/gpu_smoke.py",), ("benchmarks/gpu_smoke.py",), TABLES, seconds=240,
+        ("benchmarks/gpu_smoke.py",), ("benchmarks/gpu_smoke.py",), TABLES, seconds=240, is_timed=False,
     ),
     Part(
         "tests", "parity of families in bf16, graphs across training steps, flat memory; several GPUs where there are",
-        (*TESTS, "-m", "gpu or multigpu", *TEST_FILES), (*TESTS, "-m", "gpu or multigpu", *TEST_FILES), ("pytest",),
+        (*TESTS, "-m", "gpu or multigpu", *TEST_FILES), (*TESTS, "-m", "gpu or multigpu", *TEST_FILES),
+        ("pytest", "xdist"), is_timed=False,
     ),
     Part(
-        "ops", "is each kernel faster than PyTorch's best way",
-        ("benchmarks/bench_ops.py", "--csv", "{csv}"), ("benchmarks/bench_ops.py", "--small", "--csv", "{csv}"), TABLES,
+        "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
+        (*TESTS, *(f"tests/test_kernels_{name}.py" for name in
+                   ("softmax_context", "gemm", "sample", "moe", "block_copy", "linear_log_prob", "model"))),
+        (*TESTS, "tests/test_kernels_block_copy.py"), ("pytest", "xdist"), is_timed=False,
     ),
     Part(
         "decode", "are the goals of a decode step met",
@@ -97,6 +116,10 @@ PARTS = (
         ("benchmarks/bench_ppo_step.py", "--small", "--csv", "{csv}"), TABLES,
     ),
     Part(
+        "ops", "is each kernel faster than PyTorch's best way",
+        ("benchmarks/bench_ops.py", "--csv", "{csv}"), ("benchmarks/bench_ops.py", "--small", "--csv", "{csv}"), TABLES,
+    ),
+    Part(
         "profile", "where does the time of a decode step go",
         ("benchmarks/profile_decode.py", "--csv", "{csv}"),
         ("benchmarks/profile_decode.py", "--small", "--csv", "{csv}"),
@@ -110,12 +133,6 @@ PARTS = (
     Part(
         "batching", "and than transformers' continuous batching",
         (*ROLLOUT, *ROLLOUT_SHAPE, "--only", "long tail"), (*ROLLOUT, "--small", "--only", "long tail"), TABLES,
-    ),
-    Part(
-        "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
-        (*TESTS, *(f"tests/test_kernels_{name}.py" for name in
-                   ("softmax_context", "gemm", "sample", "moe", "block_copy", "linear_log_prob", "model"))),
-        (*TESTS, "tests/test_kernels_block_copy.py"), ("pytest",),
     ),
 )  # fmt: skip
 
@@ -152,11 +169,36 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as site:
         install(site, environment)
         environment |= {"PYTHONPATH": site, "BENCHMARK_COMMIT": machine["commit"]}
-        chosen = [part for part in PARTS if not args.parts or part.name in args.parts]
-        records = [run(part, args, machine, environment) for part in chosen]
-    write_summary(args.results)
+        records = run_all(args, machine, environment)
     print(f"\n{table(records)}\n\nin {args.results}")
-    return int(any(record["status"] not in ("passed", "skipped") for record in records))
+    if left := [record["part"] for record in records if record["status"] == NOT_STARTED]:
+        print(f"the budget was too small for all; go on with: python benchmarks/gpu_day.py {' '.join(left)}")
+    return int(any(record["status"] not in ("passed", "skipped", NOT_STARTED) for record in records))
+
+
+def run_all(args: argparse.Namespace, machine: dict, environment: dict[str, str]) -> list[dict]:
+    """The record of each part that was asked for; those that time nothing run side by side."""
+    chosen = [p for p in PARTS if (not args.parts or p.name in args.parts) and p.name not in args.skip]
+    records = []
+    for is_timed, group in groupby(chosen, key=lambda part: part.is_timed):
+        parts = list(group)
+        with ThreadPoolExecutor(1 if is_timed else len(parts)) as pool:
+            for record in pool.map(lambda part: run(part, args, machine, environment), parts):
+                records.append(record)
+                write_summary(args.results)
+                pack(args.results, args.archive)
+    return records
+
+
+def pack(folder: Path, archive: Path | None) -> None:
+    """Puts the folder into the archive, which is whole at every moment."""
+    if archive is None:
+        return
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = archive.with_name(f".{archive.name}")
+    with tarfile.open(unfinished, "w:gz") as file:
+        file.add(folder, arcname="gpu", filter=lambda member: None if member.name.endswith(archive.name) else member)
+    unfinished.replace(archive)
 
 
 def read_arguments() -> argparse.Namespace:
@@ -166,11 +208,15 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal on small shapes")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "gpu", help="a folder")
     parser.add_argument("--seconds", type=int, help="the limit of each part (default: its own, at most 480)")
+    parser.add_argument("--budget", type=int, help="seconds for everything; no part starts that does not fit")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="part", help="parts that are left out")
+    parser.add_argument("--archive", type=Path, help="a .tar.gz of the results, written anew after each part")
     args = parser.parse_args()
-    unknown = [name for name in args.parts if name not in {part.name for part in PARTS}]
+    args.end = None if args.budget is None else time.monotonic() + args.budget - RESERVED_SECONDS
+    unknown = [name for name in (*args.parts, *args.skip) if name not in {part.name for part in PARTS}]
     if unknown:
         parser.error(f"no part is named {', '.join(unknown)}; there are {', '.join(part.name for part in PARTS)}")
-    args.results = args.results.resolve()
+    args.results, args.archive = args.results.resolve(), args.archive and args.archive.resolve()
     return args
 
 
@@ -244,12 +290,14 @@ def install(site: str, environment: dict[str, str]) -> None:
 
 def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[str, str]) -> dict:
     """Runs a part to its end or its limit; returns the record, which is also written."""
-    seconds = min(part.seconds, args.seconds or part.seconds)
+    left = None if args.end is None else max(0, int(args.end - time.monotonic()))
+    seconds = min(part.seconds, args.seconds or part.seconds, part.seconds if left is None else left)
     command = part.on_gpu if args.device == "cuda" else part.rehearsal
     files = {kind: args.results / f"{part.name}.{kind}" for kind in ("log", "csv", "json")}
     for path in files.values():
         path.unlink(missing_ok=True)
-    command = [sys.executable, *(in_full(word).replace("{csv}", str(files["csv"])) for word in command)]
+    words = {"csv": files["csv"], "processes": max(1, min(8, (os.cpu_count() or 1) // 3))}
+    command = [sys.executable, *(in_full(word).format(**words) for word in command)]
     record = {
         "part": part.name, "question": part.question, "status": "started", "seconds": 0.0, "limit_seconds": seconds,
         "result": "", "command": " ".join(command[1:]).replace(f"{ROOT}/", ""),
@@ -258,6 +306,8 @@ def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[s
     lacks = [name for name in part.needs if name in machine["missing"]]
     if lacks:
         record |= {"status": "skipped", "result": f"{', '.join(lacks)} not installed"}
+    elif left is not None and left < part.least_seconds:
+        record |= {"status": NOT_STARTED, "result": f"{left} s were left"}
     else:
         write_record(files["json"], record)  # what is left if everything is ended from outside
         print(f"\n=== {part.name}: {part.question}? at most {seconds} s", flush=True)
@@ -265,7 +315,7 @@ def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[s
         code = run_to_limit(command, files["log"], seconds, environment)
         status = "timed out" if code == KILLED else "passed" if code == 0 else "failed"
         lines = files["log"].read_text(errors="replace").splitlines()
-        print("\n".join(lines[-SHOWN_LINES:]))
+        print("\n".join(lines[-SHOWN_LINES:]), flush=True)
         record |= {"status": status, "seconds": round(time.monotonic() - start, 1), "result": last_words(lines)}
         print(f"=== {part.name} {status} after {record['seconds']} s", flush=True)
     write_record(files["json"], record)

@@ -27,11 +27,17 @@ if "HYBRID_ENGINE_CACHE" not in os.environ:
 import pytest
 import torch
 
+if "PYTEST_XDIST_WORKER" in os.environ and "TESTS_HAVE_GPU" in os.environ:
+    # The process that deals the tests out has hidden the GPU from all that it starts, this one included.
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if "TESTS_VISIBLE_GPUS" in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["TESTS_VISIBLE_GPUS"]
 HAS_GPU = torch.cuda.is_available()
 if HAS_GPU:
     # This process has seen its GPU; those that tests start see none and run on the CPU.
     torch.cuda.init()
     torch.cuda.device_count()
+    os.environ["TESTS_HAVE_GPU"] = "1"
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         os.environ["TESTS_VISIBLE_GPUS"] = os.environ["CUDA_VISIBLE_DEVICES"]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

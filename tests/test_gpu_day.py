@@ -23,8 +23,8 @@ def part(name, source, needs=(), seconds=60):
     return gpu_day.Part(name, "does it", ("-c", source), ("-c", source), needs, seconds)
 
 
-def run(one, folder, machine=MACHINE):
-    args = argparse.Namespace(device="cuda", results=folder, seconds=None)
+def run(one, folder, machine=MACHINE, end=None):
+    args = argparse.Namespace(device="cuda", results=folder, seconds=None, end=end)
     return gpu_day.run(one, args, machine, gpu_day.build_environment("cuda") | {"PYTHONPATH": str(folder)})
 
 
