@@ -25,6 +25,7 @@ log-probability of every token, which the others are not asked for.
 import argparse
 import statistics
 import sys
+from collections.abc import Iterator
 
 import torch
 from common import (
@@ -182,28 +183,28 @@ def build_engines(model: LlamaForCausalLM, args: argparse.Namespace) -> list[Rol
 
 def measure_cases(
     args: argparse.Namespace, shape: Shape, probabilities: torch.Tensor
-) -> tuple[dict[str, dict[str, Measured]], Ceilings]:
-    """Results by case and engine, and the best that memory and arithmetic reached before and between the cases."""
+) -> Iterator[tuple[str, dict[str, Measured], Ceilings]]:
+    """Each case's results by engine, and the best that memory and arithmetic have reached so far."""
     dtype = DTYPES[args.dtype]
     model = build_countdown_model(shape, probabilities).to(args.device, dtype)
     engines = build_engines(model, args)
     cases = [case for case in build_cases(shape, probabilities, args.device) if args.only in case.name]
     if not cases:
         raise ValueError(f'--only="{args.only}" must be part of a case\'s name, such as "long tail, groups of 8"')
-    results, ceilings = {}, []
+    best = Ceilings(0.0, 0.0)
     for case in cases:
-        ceilings.append(measure_ceilings(args.device, dtype, args.small))
+        reached = measure_ceilings(args.device, dtype, args.small)
+        best = Ceilings(
+            max(best.bytes_per_second, reached.bytes_per_second), max(best.flops_per_second, reached.flops_per_second)
+        )
         measured = measure_case(engines, case, args.repeats, model, probabilities, args.device)
-        results[case.name] = measured
         able = [name for name in measured if measured[name].error is None]
         ratios = ", ".join(
             f"{name} {measured[name].tokens_per_second.p50:,.0f} tokens/s, {ratio_to_baseline(measured, name):.2f}x"
             for name in able
         )
         print(f"{case.name}: {ratios}", file=sys.stderr, flush=True)
-    return results, Ceilings(
-        max(one.bytes_per_second for one in ceilings), max(one.flops_per_second for one in ceilings)
-    )
+        yield case.name, measured, best
 
 
 def main() -> None:
@@ -211,7 +212,22 @@ def main() -> None:
     args, shape = parse_arguments()
     mean = args.mean_share * shape.new_tokens
     mu = log_normal_mu(shape.new_tokens, mean, args.sigma)
-    results, ceilings = measure_cases(args, shape, log_normal_probabilities(shape.new_tokens, mu, args.sigma))
+    probabilities = log_normal_probabilities(shape.new_tokens, mu, args.sigma)
+    results = {}
+    for case, measured, ceilings in measure_cases(args, shape, probabilities):
+        results[case] = measured
+        columns = {
+            **vars(shape),
+            "dtype": args.dtype,
+            "mu": round(mu, 4),
+            "sigma": args.sigma,
+            "repeats": args.repeats,
+            "ceiling_bytes_per_second": round(ceilings.bytes_per_second),
+            "ceiling_flops_per_second": round(ceilings.flops_per_second),
+            **environment(args.device),
+        }
+        # At once, and not when all is done: what has been measured stays, whatever the next case does.
+        append_rows(args.csv, results_rows({case: measured}, ceilings, columns))
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(results_table(shape, args.dtype, results, ceilings))
     console.print(
@@ -219,17 +235,6 @@ def main() -> None:
         f"{mean:.1f}\nceilings: {ceilings.bytes_per_second / 1e9:.1f} GB/s copied (read plus written), "
         f"{ceilings.flops_per_second / 1e9:.0f} GFLOP/s in matmul"
     )
-    columns = {
-        **vars(shape),
-        "dtype": args.dtype,
-        "mu": round(mu, 4),
-        "sigma": args.sigma,
-        "repeats": args.repeats,
-        "ceiling_bytes_per_second": round(ceilings.bytes_per_second),
-        "ceiling_flops_per_second": round(ceilings.flops_per_second),
-        **environment(args.device),
-    }
-    append_rows(args.csv, results_rows(results, ceilings, columns))
 
 
 if __name__ == "__main__":
