@@ -8,10 +8,10 @@
     python benchmarks/gpu_day.py --budget 240 --skip smoke tests        # what was left
 
 Each part is a process of its own with a time limit, so that one that crashes or hangs spoils no other; parts that time
-nothing run beside each other. A part leaves `<part>.log`, what it measured in `<part>.csv`, and `<part>.json`: how it
-ended, on which device, with which versions of what, at which commit. `summary.md` is written anew from all the `.json`
-files that lie in the folder, and the archive holds the folder as it is after each part. No part starts for which the
-budget leaves too little; the last line is the command that goes on with those.
+nothing run beside each other. A part leaves `<part>.log`, what it measured in `<part>.csv`, tests that failed in
+`<part>.failures`, and `<part>.json`: how it ended, on which device, with which versions of what, at which commit.
+`summary.md` is written anew from all the `.json` files that lie in the folder, and the archive holds the folder as it
+is after each part. No part starts for which the budget leaves too little; the last line is the command that goes on.
 
 It needs a Python with torch, transformers, triton and pip, and no network: the package is installed for the parts
 alone, into a temporary folder, without its dependencies. What is missing is named before anything runs; a part that
@@ -69,7 +69,7 @@ class Part:
     """With less it would teach nothing."""
 
 
-TESTS = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "-rs", "-n", "{processes}")
+TESTS = ("-m", "pytest", "-vv", "-p", "no:cacheprovider", "-rs", "-n", "{processes}")
 # By name: collecting all files would import what only the recipes need.
 TEST_FILES = tuple(
     str(path.relative_to(ROOT))
@@ -293,10 +293,10 @@ def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[s
     left = None if args.end is None else max(0, int(args.end - time.monotonic()))
     seconds = min(part.seconds, args.seconds or part.seconds, part.seconds if left is None else left)
     command = part.on_gpu if args.device == "cuda" else part.rehearsal
-    files = {kind: args.results / f"{part.name}.{kind}" for kind in ("log", "csv", "json")}
+    files = {kind: args.results / f"{part.name}.{kind}" for kind in ("log", "csv", "json", "failures")}
     for path in files.values():
         path.unlink(missing_ok=True)
-    words = {"csv": files["csv"], "processes": max(1, min(8, (os.cpu_count() or 1) // 3))}
+    words = {"csv": files["csv"], "processes": max(1, min(8, (os.cpu_count() or 1) // 2))}
     command = [sys.executable, *(in_full(word).format(**words) for word in command)]
     record = {
         "part": part.name, "question": part.question, "status": "started", "seconds": 0.0, "limit_seconds": seconds,
@@ -312,7 +312,7 @@ def run(part: Part, args: argparse.Namespace, machine: dict, environment: dict[s
         write_record(files["json"], record)  # what is left if everything is ended from outside
         print(f"\n=== {part.name}: {part.question}? at most {seconds} s", flush=True)
         start = time.monotonic()
-        code = run_to_limit(command, files["log"], seconds, environment)
+        code = run_to_limit(command, files["log"], seconds, environment | {"TESTS_FAILURES": str(files["failures"])})
         status = "timed out" if code == KILLED else "passed" if code == 0 else "failed"
         lines = files["log"].read_text(errors="replace").splitlines()
         print("\n".join(lines[-SHOWN_LINES:]), flush=True)

@@ -185,7 +185,7 @@ def tune(product: Product, bandwidth: float, dtype: torch.dtype, args: argparse.
             print(f"{product} {tiles} FAILED: {type(error).__name__}: {str(error)[:100]}", flush=True)
             continue
         rows.append({
-            "shape": product.shape, "kind": product.kind, "rows": product.rows, "width_in": product.width_in,
+            "shape": product.shape, "kind": product.kind, "num_rows": product.rows, "width_in": product.width_in,
             "width_out": sum(product.widths_out) * product.num_weights, **tiles._asdict(), "is_own": tiles == own,
             "microseconds": round(took, 2), "share_of_bandwidth": round(product.num_bytes / took / bandwidth * 1e6, 3),
         })  # fmt: skip

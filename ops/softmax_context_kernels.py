@@ -137,9 +137,13 @@ def padded_groups(groups: int) -> int:
 
 
 def decode_tiles(form: Form, element_size: int) -> DecodeTiles:
-    """Together 16 KiB of keys are loaded and as much of values, and scores fit the registers."""
-    heads = padded_groups(form.groups)
-    tokens = 16384 // (form.dim * element_size)
+    """Together at most 16 KiB of keys are loaded and as much of values, and scores fit the registers.
+
+    Of heads of 256 bytes and more 32 tokens: with less memory for each program more of them share an SM, which at 32
+    and 64 rows of 1,000 and 2,000 tokens takes 0.86 and 0.89 of the time (H200, `benchmarks/tune_attention.py`).
+    """
+    heads, width = padded_groups(form.groups), form.dim * element_size
+    tokens = min(16384 // width, 32 if width >= 256 else 128)
     return DecodeTiles(heads, max(16, min(128, tokens, 8192 // heads)), SPLIT)
 
 

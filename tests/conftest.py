@@ -85,6 +85,13 @@ LONGEST = (
 )
 
 
+def pytest_runtest_logreport(report):
+    """Tells each failure at once in the file TESTS_FAILURES: a run that its time limit ends tells none."""
+    if report.failed and "TESTS_FAILURES" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        with Path(os.environ["TESTS_FAILURES"]).open("a") as file:
+            file.write(f"{report.nodeid} ({report.when})\n{report.longreprtext[-2000:]}\n\n")
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 

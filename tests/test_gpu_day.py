@@ -4,6 +4,8 @@ import argparse
 import importlib.util
 import json
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,39 @@ def test_every_part_has_a_script_that_is_there_and_all_gpu_tests_are_in_one():
         assert files and all((ROOT / file).exists() for file in files), one.name
         assert one.seconds <= 480
     assert {"tests/test_gpu.py", "tests/test_multigpu.py", "tests/test_decode_graph.py"} <= set(gpu_day.TEST_FILES)
+
+
+def test_a_budget_starts_no_part_that_does_not_fit(tmp_path, monkeypatch):
+    counts = "import pathlib; print('done'); pathlib.Path(r'{csv}').write_text('a,b')"
+
+    def quick(name, source):
+        return gpu_day.Part(name, "", ("-c", source), (), seconds=5, least_seconds=3)
+
+    parts = [quick("first", counts), quick("long", "import time; time.sleep(60)"), quick("last", counts)]
+    monkeypatch.setattr(gpu_day, "PARTS", parts)
+    archive, results = tmp_path / "home" / "gpu.tar.gz", tmp_path / "results"
+    results.mkdir()
+    args = argparse.Namespace(
+        parts=[], skip=[], device="cuda", results=results, seconds=None, archive=archive, end=time.monotonic() + 7
+    )
+    records = gpu_day.run_all(args, MACHINE, gpu_day.build_environment("cuda") | {"PYTHONPATH": str(tmp_path)})
+    assert [record["status"] for record in records] == ["passed", "timed out", "not started"]
+    with tarfile.open(archive) as file:
+        names = set(file.getnames())
+    assert {"gpu/first.csv", "gpu/long.log", "gpu/last.json", "gpu/summary.md"} <= names
+
+
+def test_parts_that_time_nothing_run_beside_each_other(tmp_path, monkeypatch):
+    """Each waits for a file that the other one writes."""
+    wait = "import pathlib, time; pathlib.Path({!r}).touch()\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.05)"
+    names = [str(tmp_path / name) for name in ("a", "b")]
+    parts = [
+        gpu_day.Part(name, "", ("-c", wait.format(*pair)), (), seconds=60, is_timed=False)
+        for name, pair in (("one", names), ("two", names[::-1]))
+    ]
+    monkeypatch.setattr(gpu_day, "PARTS", parts)
+    args = argparse.Namespace(
+        parts=[], skip=[], device="cuda", results=tmp_path, seconds=None, archive=None, end=None
+    )  # fmt: skip
+    records = gpu_day.run_all(args, MACHINE, gpu_day.build_environment("cuda") | {"PYTHONPATH": str(tmp_path)})
+    assert [record["status"] for record in records] == ["passed", "passed"]

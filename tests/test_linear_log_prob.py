@@ -43,7 +43,7 @@ def run(function, case, trained, with_entropy):
     leaves = [x.requires_grad_() for x, name in zip(tensors, ("hidden", "weight", "targets", "bias"), strict=True)
               if x is not None and name in trained]  # fmt: skip
     logprobs, entropy = function(*tensors)
-    weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype)
+    weights = torch.linspace(-1, 1, len(logprobs), dtype=logprobs.dtype, device=logprobs.device)
     loss = (weights * logprobs).sum() + ((weights.flip(0) * entropy).sum() if with_entropy else 0)
     return [logprobs, *([entropy] if with_entropy else []), *torch.autograd.grad(loss, leaves)]
 
