@@ -28,6 +28,7 @@ from hybrid_engine.checkpoint.random_state import seed_everything
 from hybrid_engine.config import EngineConfig
 from hybrid_engine.config.checks import check_flag, check_integer, check_path
 from hybrid_engine.containers.quantised import keep_as_loaded
+from hybrid_engine.containers.streams import launching
 from hybrid_engine.distributed.dataloader import build_training_dataloader
 from hybrid_engine.distributed.interrupts import holding_interrupts, restoring_modes
 from hybrid_engine.distributed.presence import naming_who_left
@@ -189,7 +190,8 @@ class ZeroEngine(Uncopied):
         observed = self.observer.forward(self.global_steps, self.module.training)
         with restoring_modes(), observed, self._saving_activations(), self.passes.ending_on_error():
             try:
-                return self.module(*args, **kwargs)
+                with launching(self.device):
+                    return self.module(*args, **kwargs)
             except RuntimeError as error:
                 if MIXED in str(error):
                     raise ValueError(describe_shard_used(error, self.module, self.sharding.layers)) from error
@@ -223,7 +225,7 @@ class ZeroEngine(Uncopied):
 
             def run() -> None:
                 scaled = optimizer.scale_loss(loss.float() * (self.passes.loss_factor / num_micro_batches))
-                with together(self.module):
+                with together(self.module), launching(self.device):
                     scaled.backward(retain_graph=retain_graph)
                 self.accumulation.check_pass()
                 optimizer.accumulate_gradients()

@@ -96,9 +96,12 @@ def count_launches(run, are_run=True):
 class TapeRecorder:
     """Stands for CudaGraphs."""
 
-    def __init__(self):
+    def __init__(self, device=None):
         self.tapes = []
         self.renew()
+
+    def another(self):
+        return type(self)()
 
     def renew(self):
         self._pool, self._was_used = weakref.WeakSet(), False

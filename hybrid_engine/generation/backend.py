@@ -17,6 +17,7 @@ from torch import nn
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.streams import launching
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
 from hybrid_engine.generation.batching.plan import Plan
@@ -99,7 +100,7 @@ class ContainerRollouts:
         is_cuda = model.device.type == "cuda"
         # The experts' reference reads their numbers of tokens on the host, and a module whatever it likes.
         is_on_device = not model.runs_module and (use_triton(model.weight) or not model.has_experts)
-        recorder = CudaGraphs() if is_cuda and config.enable_cuda_graph and is_on_device else None
+        recorder = CudaGraphs(model.device) if is_cuda and config.enable_cuda_graph and is_on_device else None
         has_tapes = model.device.type == "cpu" and config.enable_cuda_graph
         self.steps = DecodeSteps(model, config.max_out_tokens, recorder, has_tapes)
         self.mixes = True  # see TextGeneration
@@ -112,7 +113,7 @@ class ContainerRollouts:
 
     def new_recorder(self) -> Any:
         """One like that of the steps, with memory of its own; None where steps are not recorded."""
-        return None if self.steps.recorder is None else type(self.steps.recorder)()
+        return None if self.steps.recorder is None else self.steps.recorder.another()
 
     def warm_up(self, plan: Plan, kv: torch.Tensor) -> CaptureStats:
         """Compiles what rollouts like `plan` run, by a prefill and a decode, and records their steps of every size.
@@ -261,9 +262,18 @@ class ModuleRollouts:
 
     def __init__(self, module: nn.Module, gatherer: WeightGatherer):
         # The class's: on the module itself an engine's generate() may stand in its place.
-        self.generate = type(module).generate.__get__(module)
+        self._module_generate = type(module).generate.__get__(module)
         self.module = module
         self.gatherer = gatherer
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own `generate()`, which may draw from PyTorch's generators."""
+        with launching(self._device):
+            return self._module_generate(*args, **kwargs)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.module.parameters()).device
 
     def gather(self, release: ExitStack) -> None:
         """Weights for forward passes of the module: whole, or each pass gathers its layers one by one."""
@@ -281,7 +291,7 @@ class ModuleRollouts:
         if len(input_ids) == 0:
             return self._run_empty(input_ids, options, kwargs)
         # This process's GPU alone: looking at the generators of others would take memory there.
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)

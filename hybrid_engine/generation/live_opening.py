@@ -11,6 +11,7 @@ from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.containers.streams import on_device
 from hybrid_engine.distributed.presence import naming_who_left
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.batching.demand import BLOCK_SIZE, MAX_RUNNING
@@ -56,7 +57,8 @@ def live_batch(
             memory for one sequence.
     """
     partners = generator.partners
-    with torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
+    # A thread of a live batch starts on device 0.
+    with on_device(generator.device), torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
         if generator.model is None and link is None and not adapters:
             own = partners.agree(lambda: open_own(generator, longest, release))
             generator.is_live = True

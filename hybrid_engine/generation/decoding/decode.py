@@ -30,6 +30,7 @@ import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
+from hybrid_engine.containers.streams import record_event
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.decoding.graph import StepGraphs, batch_bucket, context_bucket
 from hybrid_engine.generation.decoding.tape import StepTapes
@@ -169,28 +170,32 @@ class Draw:
 def send_to_host(results: torch.Tensor, tops: torch.Tensor | None = None) -> Draw:
     """A Draw of `results [3, S]` fp64, and of `tops [2, S, k]`; the device goes on meanwhile and may overwrite them."""
 
-    def drawn(values: torch.Tensor) -> Drawn:
+    def drawn(values: torch.Tensor, tops: torch.Tensor | None) -> Drawn:
         tokens, logprobs, ends = values.numpy()
         likeliest = None
         if tops is not None:
-            ids, of_ids = tops.cpu()
+            ids, of_ids = tops
             pairs = zip(ids.long().tolist(), of_ids.tolist(), strict=True)
             likeliest = [list(zip(*row, strict=True)) for row in pairs]
         return Drawn(tokens.astype(np.int64).tolist(), logprobs.tolist(), ends.nonzero()[0].tolist(), likeliest)
 
     if not results.is_cuda:
         copied = results.clone()
-        return Draw(lambda: drawn(copied))
-    pinned = torch.empty(results.shape, dtype=results.dtype, pin_memory=True)
-    pinned.copy_(results, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
+        return Draw(lambda: drawn(copied, tops))
+    sent, sent_tops = _to_pinned(results), None if tops is None else _to_pinned(tops)
+    event = record_event(results.device)
 
     def read() -> Drawn:
         event.synchronize()
-        return drawn(pinned)
+        return drawn(sent, sent_tops)
 
     return Draw(read)
+
+
+def _to_pinned(values: torch.Tensor) -> torch.Tensor:
+    """Host memory that has `values` once the device comes to it."""
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return pinned.copy_(values, non_blocking=True)
 
 
 class DecodeStep:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.containers.streams import LAUNCHES, on_device
+
 # Longest contexts are padded up to this times a power of two, which bounds the idle part of attention's grid.
 CONTEXT_GRAIN = 512
 
@@ -42,10 +44,15 @@ class CaptureStats:
 
 
 class CudaGraphs:
-    """Records functions as CUDA graphs that share one memory pool."""
+    """Records functions as CUDA graphs of `device` that share one memory pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
         self.renew()
+
+    def another(self) -> "CudaGraphs":
+        """One for the same device, with memory of its own."""
+        return CudaGraphs(self._device)
 
     def renew(self) -> None:
         """The next graphs get a pool of their own: once all graphs of a pool are gone, PyTorch may not use it again."""
@@ -53,10 +60,11 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         """Records what `run` launches and returns its replay. `run` has been called once, so all is compiled."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads, such as the one that watches collectives, may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        with LAUNCHES, on_device(self._device):
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as the one that watches collectives, may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
         return graph.replay
 
 

@@ -73,7 +73,7 @@ class NativeBackend(AbstractBackend):
         """See `AbstractBackend`; ValueError before any work for parameters out of range."""
         strategy, params = self.text_generation_strategy, common_inference_params
         params.check()
-        with _seeded(self.random_seed):
+        with _seeded(self.random_seed, strategy.inference_wrapped_model.device):
             tokens, lengths = strategy.tokenize_and_pad_input_prompts(prompts, params.num_tokens_to_generate)
             continued = self._continue(tokens, lengths, params)
         if strategy.inference_wrapped_model.partners.rank != 0:
@@ -120,9 +120,9 @@ class TransformersBackend(NativeBackend):
 
 
 @contextmanager
-def _seeded(seed: int | None) -> Iterator[None]:
-    """Torch's generators, seeded inside and untouched after; None leaves them alone."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Torch's generators of the CPU and of `device`, seeded inside and untouched after; None leaves them alone."""
+    devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, enabled=seed is not None):
         if seed is not None:
             torch.manual_seed(seed)
