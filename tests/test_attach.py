@@ -355,7 +355,11 @@ def test_equal_rows_that_follow_each_other_are_prefilled_once(monkeypatch):
     assert torch.equal(repeated, samples) and len(repeated.unique(dim=0)) > len(ids)
 
 
-def test_out_of_memory_halves_the_rows_and_gives_the_same_samples(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")],
+)
+def test_out_of_memory_halves_the_rows_and_gives_the_same_samples(error, monkeypatch, caplog):
     model, (ids, mask) = build_model(), padded_prompts()
     attached = hybrid_engine.attach(model)
     rows, row_mask = ids.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
@@ -371,7 +375,7 @@ def test_out_of_memory_halves_the_rows_and_gives_the_same_samples(monkeypatch, c
         tried.append(plan.max_running)
         if plan.max_running > 3:
             plan.sequences[0].tokens.append(1)  # half-way
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return run(plan, *arguments)
 
     monkeypatch.setattr(native, "run", limited)

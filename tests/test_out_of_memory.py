@@ -12,11 +12,12 @@ from one_rank import outcome
 from transformers import LlamaForSequenceClassification
 
 import hybrid_engine
+from hybrid_engine.distributed.verdict import describe_error, is_out_of_memory
 from hybrid_engine.recipes import kto, reward, sft
 from hybrid_engine.recipes.data.encoding import Encoded
 from hybrid_engine.recipes.data.micro_batches import train_in_parts
 from hybrid_engine.recipes.data.pairs import Pair
-from hybrid_engine.recipes.data.passes import limit_rows
+from hybrid_engine.recipes.data.passes import limit_rows, until_it_fits
 from hybrid_engine.recipes.data.sequences import ValueModel, build_sequences, in_parts, response_logprobs
 from hybrid_engine.recipes.experience.evaluation import step_means
 from hybrid_engine.recipes.preference.answers import Reading, all_logprobs
@@ -385,3 +386,57 @@ def test_an_inference_engine_rolls_out_with_half_the_rows():
     with limited(engine, 2) as tried:
         assert torch.equal(engine.generate(ids, attention_mask=mask, **options), expected)
     assert tried == [6, 3, 1]
+
+
+NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.28.9
+ncclUnhandledCudaError: Call to CUDA function failed.
+Last error:
+Cuda failure 2 'out of memory'"""
+TEXTS = {
+    "cuBLAS": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "NCCL": NCCL,
+    "a graph": "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    "a kernel": "Triton Error [CUDA]: out of memory",
+    "the CPU": "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried",
+}
+
+
+def failed_capture(cause):
+    """The error that ends a capture in which `cause` was raised."""
+    try:
+        try:
+            raise cause
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    except RuntimeError as error:
+        return error
+
+
+@pytest.mark.parametrize("name", [*TEXTS, "a capture"])
+def test_memory_of_libraries_and_graphs_that_ends_counts_as_out_of_memory(name):
+    error = failed_capture(torch.OutOfMemoryError("no")) if name == "a capture" else RuntimeError(TEXTS[name])
+    assert is_out_of_memory(error) and describe_error(error).kind is torch.OutOfMemoryError
+    sizes, lines = [], []
+
+    def run(size):
+        sizes.append(size)
+        if size > 2:
+            raise error
+        return size
+
+    assert until_it_fits(run, 8, lambda size: size // 2, lines.append) == 2 and sizes == [8, 4, 2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+        failed_capture(ValueError("no")),
+        ValueError("out of memory"),
+    ],
+)
+def test_other_errors_of_a_device_are_not_out_of_memory(error):
+    assert not is_out_of_memory(error)
+    with pytest.raises(type(error)):
+        until_it_fits(lambda _: (_ for _ in ()).throw(error), 8, lambda size: size // 2, print)

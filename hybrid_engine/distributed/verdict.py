@@ -6,6 +6,7 @@ and its processes are in step again. Of that travels one number, and the words o
 """
 
 import pickle
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,6 +17,19 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 _MARKS = (0x4879627269, -0x4879627269)
 """Beside the numbers of a verdict, which must not be taken for those of another collective."""
+OUT_OF_MEMORY = (
+    "CUDA error: out of memory",  # cudaErrorMemoryAllocation, as of a graph that is instantiated
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "Triton Error [CUDA]: out of memory",
+    "Cuda failure 2 'out of memory'",  # NCCL, in the last error of ncclUnhandledCudaError
+    "Cuda failure 'out of memory'",  # older ones
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuSOLVER, cuSPARSE
+    "DEVICE_ALLOCATION_FAILED",  # cuDNN 9
+    "DefaultCPUAllocator: can't allocate memory",
+)
+"""What errors say that are no torch.OutOfMemoryError and mean the same."""
+CAPTURE_FAILED = ("previous error during capture", "cudaErrorStreamCapture", "stream is capturing", "capture_end")
+"""What torch says where the capture of a CUDA graph ends after an error inside of it."""
 
 
 class LostError(RuntimeError):
@@ -50,11 +64,37 @@ def describe_error(error: BaseException) -> Problem:
     if isinstance(error, OSError) and error.errno is not None:
         where = "" if error.filename is None else f": {error.filename!r}"
         return Problem(kind=OSError, text=f"{error.strerror}{where}", errno=error.errno)
-    kind = next(kind for kind in type(error).__mro__ if _is_made_of_text(kind))
+    is_memory = is_out_of_memory(error)
+    kind = torch.OutOfMemoryError if is_memory else next(k for k in type(error).__mro__ if _is_made_of_text(k))
     text = str(error)
     if kind is not type(error) or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return Problem(kind=kind, text=text)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's memory, or the CPU's for tensors, was not enough.
+
+    PyTorch raises an OutOfMemoryError where its own allocator ends. Libraries that allocate for themselves, the driver
+    and a CUDA graph's capture come as other RuntimeErrors, known by their words alone; the end of a failed capture
+    raises an error of its own, in whose context the cause is.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    if any(words in text for words in OUT_OF_MEMORY):
+        return True
+    context = error.__cause__ or error.__context__
+    return context is not None and any(words in text for words in CAPTURE_FAILED) and is_out_of_memory(context)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Clears the frames of `error` and of those in whose context it was raised: they hold what filled the memory."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _is_made_of_text(kind: type) -> bool:
@@ -127,12 +167,12 @@ class Partners:
     def first_error(self, error: BaseException | None, problems: list[Problem | None]) -> BaseException | None:
         """`error`, this process's, or the first of all processes' `problems` as an error to raise here; local.
 
-        A FollowedError gives way to the problem that it follows from. An OutOfMemoryError, after which processes may
+        A FollowedError gives way to the problem that it follows from. An end of memory, after which processes may
         begin again with less, gives way to any other error: all have one, or none.
         """
         found = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
         others = [(rank, problem) for rank, problem in found if not issubclass(problem.kind, torch.OutOfMemoryError)]
-        gives_way = isinstance(error, FollowedError) or (isinstance(error, torch.OutOfMemoryError) and bool(others))
+        gives_way = isinstance(error, FollowedError) or (error is not None and is_out_of_memory(error) and bool(others))
         if not found or (error is not None and not gives_way):
             return error
         rank, problem = (others or found)[0]

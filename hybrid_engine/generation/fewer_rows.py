@@ -1,13 +1,11 @@
 """A rollout that ran out of memory begins again with half as many rows at once; its samples are the same."""
 
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
-
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.distributed.verdict import forget_frames, is_out_of_memory
 from hybrid_engine.generation.batching.plan import Plan
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.generator import Generator
@@ -20,22 +18,24 @@ def roll_out_what_fits(generator: Generator, request: Request, roll_out: Callabl
     """`roll_out(request)`, begun again with half the rows at once where memory ends on one process; collective.
 
     Raises:
-        torch.OutOfMemoryError: as `_with_half_the_rows` says.
+        RuntimeError: as `_with_half_the_rows` says.
     """
     while True:
         try:
             return roll_out(request)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             request = _with_half_the_rows(generator, request, error)
 
 
-def _with_half_the_rows(generator: Generator, request: Request, error: torch.OutOfMemoryError) -> Request:
+def _with_half_the_rows(generator: Generator, request: Request, error: RuntimeError) -> Request:
     """`request` with half the rows at once; collective, where all processes have an error of one of them.
 
     Processes with rows of their own halve each its own number; one that has a single row begins again with it.
 
     Raises:
-        torch.OutOfMemoryError: `error`, where one row ran alone on each process, where rows must stay in step, and
+        RuntimeError: `error`, where one row ran alone on each process, where rows must stay in step, and
             where the model's own `generate()` ran.
     """
     plan = request.plan
@@ -43,7 +43,7 @@ def _with_half_the_rows(generator: Generator, request: Request, error: torch.Out
     most, cannot = generator.partners.highest([1 if plan is None else plan.max_running, int(is_bound)])
     if plan is None or cannot or most <= 1:
         raise error
-    traceback.clear_frames(error.__traceback__)  # they hold tensors of the rollout that failed
+    forget_frames(error)
     say_once(
         f"generate(): out of memory with {most} rows at once; goes on with {most // 2}: "
         f"{generator.config.prefix}max_running={most // 2}, or as many prompts in a call, avoids it"

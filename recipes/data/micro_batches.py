@@ -209,7 +209,7 @@ def train_in_parts(
         The figures of each part.
 
     Raises:
-        torch.OutOfMemoryError: each part has a single item already.
+        RuntimeError: each part has a single item already.
     """
     passes, dealt = _Passes(engines[0], items, budget), deal(items, engines[0], budget)
 

@@ -5,7 +5,6 @@ After each pass the processes tell each other of errors (`distributed/verdict.py
 all begin again with less; any other error ends the run on all.
 """
 
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
-from hybrid_engine.distributed.verdict import agree
+from hybrid_engine.distributed.verdict import agree, forget_frames, is_out_of_memory
 from hybrid_engine.recipes.runs.run_log import say
 
 ROWS_PER_PASS = 32
@@ -39,16 +38,18 @@ def until_it_fits(
     Collective where `run` is, which then must run out of memory on all processes alike.
 
     Raises:
-        torch.OutOfMemoryError: there is no smaller size: `smaller` gave None.
+        RuntimeError: there is no smaller size: `smaller` gave None.
     """
     while True:
         try:
             return run(size)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             less = smaller(size)
             if less is None:
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold the activations of the pass that failed
+            forget_frames(error)
         say(line(size))
         size = less
 
@@ -82,7 +83,7 @@ def in_passes(
         most: rows of a part, or fewer as `rows_per_pass` says; alike on every process.
 
     Raises:
-        torch.OutOfMemoryError: the memory of one process does not hold a single row.
+        RuntimeError: the memory of one process does not hold a single row.
     """
 
     def run_all(rows: int) -> list[Result]:
@@ -99,7 +100,7 @@ def until_fewer_rows_fit(model: nn.Module, run: Callable[[int], Result], most: i
     Passes of `model` have no more rows from then on.
 
     Raises:
-        torch.OutOfMemoryError: memory does not hold a single row.
+        RuntimeError: memory does not hold a single row.
     """
 
     def half(rows: int) -> int | None:
