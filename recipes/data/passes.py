@@ -10,7 +10,6 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
