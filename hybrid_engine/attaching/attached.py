@@ -33,6 +33,7 @@ from hybrid_engine.generation.preparing import prepare
 from hybrid_engine.generation.probing.agreement import LogprobDifference, evaluating
 from hybrid_engine.generation.report import describe_generation
 from hybrid_engine.generation.request import Request
+from hybrid_engine.ops.gpu import kernel_problem
 
 OPTIONS = (
     "enable_cuda_graph",
@@ -138,8 +139,10 @@ class Attached:
         self._fingerprint: Any = None
         self.generator: Generator | None = None
         found, reason, generator = fingerprint(self.module), reason_unreadable(self.module), None
+        device = next(self.module.parameters()).device
+        if reason is None and device.type == "cuda":
+            reason = kernel_problem(device)
         if reason is None:
-            device = next(self.module.parameters()).device
             with as_found(sharding := find_sharding(self.module)), torch.no_grad():
                 generator = Generator(self.module, sharding, self.config, device=device)
                 with own_forward(self.module), evaluating(self.module):

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed import presence
 from hybrid_engine.distributed.environment import describe_process
 from hybrid_engine.distributed.verdict import attempt
 from hybrid_engine.distributed.waiting import announcing
+from hybrid_engine.ops.gpu import foreign_memory_line, kernel_problem, why_no_gpu
 
 Result = TypeVar("Result")
 
@@ -36,8 +38,12 @@ def init_distributed(
         backend: of torch.distributed; None chooses by the device.
         timeout: of collectives; None is PyTorch's.
         init_method: where to meet instead, "tcp://host:port" or "file:///path".
+
+    Raises:
+        ValueError: as `check_gpu` does.
     """
     os.environ.update(describe_process(os.environ))
+    check_gpu()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     _let_threads_finish_at_exit()
@@ -105,6 +111,31 @@ def default_device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+
+
+def check_gpu() -> None:
+    """Names what keeps this process's GPU from being used, before anything lies on it; local.
+
+    Raises:
+        ValueError: there is no GPU for this process of those on the machine, or kernels cannot run on it.
+    """
+    if not torch.cuda.is_available():
+        if reason := why_no_gpu():
+            say_once(f"computing on the CPU: {reason}")
+        return
+    device, count = default_device(), torch.cuda.device_count()
+    if device.index >= count:
+        raise ValueError(f"LOCAL_RANK={device.index} must be below the {count} GPUs seen here; start {count} processes")
+    if problem := kernel_problem(device):
+        raise ValueError(problem)
+    if line := _foreign_memory_at_first(device):
+        say_once(line)
+
+
+@cache
+def _foreign_memory_at_first(device: torch.device) -> str | None:
+    """Later this process holds memory that PyTorch does not count, such as that of `containers/device_memory.py`."""
+    return foreign_memory_line(device)
 
 
 def on_rank_zero(action: Callable[[], Result]) -> Result:

@@ -21,7 +21,7 @@ from hybrid_engine.containers.attention import read_heads
 from hybrid_engine.containers.model import find_decoder
 from hybrid_engine.containers.policy import Policy
 from hybrid_engine.containers.tensor_parallel import Heads, check_divides, read_whole
-from hybrid_engine.distributed.processes import default_device, get_rank, init_distributed
+from hybrid_engine.distributed.processes import check_gpu, default_device, get_rank, init_distributed
 from hybrid_engine.generation.bound_weights import bound
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.live_adapters import FusedAdapter
@@ -70,6 +70,7 @@ def init_inference(
 @torch.no_grad()
 def build_engine(model: nn.Module, config: InferenceConfig) -> InferenceEngine:
     """From a model and a config to an engine: all steps, in their order."""
+    check_gpu()
     device = default_device()
     policy, reason = check_policy(model)
     heads = read_model_heads(model, policy)

@@ -20,6 +20,7 @@ import torch
 from hybrid_engine.ops.cache_folder import cache_folder
 from hybrid_engine.ops.cpu_library import load_library
 from hybrid_engine.ops.dispatch import HAS_TRITON, IS_INTERPRETED, fallback_forced
+from hybrid_engine.ops.gpu import foreign_memory_line, kernel_problem, why_no_gpu
 from hybrid_engine.ops.norm import NormOp
 
 PACKAGES = ("hybrid-engine", "torch", "transformers", "peft", "accelerate", "tokenizers", "safetensors", "triton")
@@ -81,13 +82,17 @@ def _devices() -> Iterator[Finding]:
     text = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {platform.machine()} with {capability}"
     yield Finding(kind="devices", name="cpu", state="ok", text=text)
     if not torch.cuda.is_available():
-        built = torch.version.cuda or "no CUDA"
-        yield Finding(kind="devices", name="cuda", state="missing", text=f"no GPU is seen (torch has {built})")
+        text = why_no_gpu() or f"no GPU is seen (torch has {torch.version.cuda or 'no CUDA'})"
+        yield Finding(kind="devices", name="cuda", state="missing", text=text)
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         major, minor = torch.cuda.get_device_capability(index)
         text = f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        yield Finding(kind="devices", name=f"cuda:{index}", state="ok", text=text)
+        problem = kernel_problem(torch.device("cuda", index))
+        state = "broken" if problem else "ok"
+        yield Finding(kind="devices", name=f"cuda:{index}", state=state, text=f"{text}: {problem}" if problem else text)
+        if line := foreign_memory_line(torch.device("cuda", index)):
+            yield Finding(kind="devices", name=f"cuda:{index}", state="missing", text=line)
 
 
 def _links() -> Iterator[Finding]:
