@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.ops.bound_launch import start
+
 try:
     import triton
     import triton.language as tl
@@ -51,8 +53,13 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
     """Starts a Triton kernel on `device`, which need not be the current one."""
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    if IS_INTERPRETED:
         kernel[grid](*args, **meta)
+        return
+    current = torch.cuda.current_device() if device.type == "cuda" else 0
+    index = current if device.index is None else device.index
+    with nullcontext() if index == current else torch.cuda.device(index):
+        start(kernel, grid, args, meta, index)
 
 
 def say_once(line: str) -> None:
@@ -83,8 +90,11 @@ def check_tensor(
         raise ValueError(f"{name} is {tensor.dtype}; expected {expected_dtype}")
     if like is not None and tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}; expected {like.device}")
-    if shape is not None:
-        fits = len(shape) == tensor.dim() and all(n is None or n == m for n, m in zip(shape, tensor.shape, strict=True))
+    # Before each launch: what fits is found without looking at each dimension.
+    if shape is not None and tensor.shape != shape:
+        fits = len(shape) == tensor.dim()
+        for expected_size, size in zip(shape, tensor.shape, strict=False):
+            fits = fits and (expected_size is None or expected_size == size)
         if not fits:
             expected = ", ".join("any" if n is None else str(n) for n in shape)
             raise ValueError(f"{name} has shape {list(tensor.shape)}; expected [{expected}]")

@@ -121,15 +121,15 @@ class QKVGemmOp:
 
     def _split(self, *projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One fused projection or three as q `[N, K, G, D]`, k, v `[N, K, D]`."""
+        heads, num_rows = self.num_kv_heads, projected[0].shape[0]
         if len(projected) == 1 and self.layout == "grouped":
-            heads = projected[0].unflatten(1, (self.num_kv_heads, self.group + 2, self.head_dim))
-            return heads[:, :, : self.group], heads[:, :, self.group], heads[:, :, self.group + 1]
+            grouped = projected[0].view(num_rows, heads, self.group + 2, self.head_dim)
+            return grouped[:, :, : self.group], grouped[:, :, self.group], grouped[:, :, self.group + 1]
         if len(projected) == 1:
             projected = projected[0].split((self.q_width, self.kv_width, self.kv_width), dim=1)
         q, k, v = projected
-        heads_of_kv = (self.num_kv_heads, self.head_dim)
-        q = q.unflatten(1, (self.num_kv_heads, self.group, self.head_dim))
-        return q, k.unflatten(1, heads_of_kv), v.unflatten(1, heads_of_kv)
+        kv_shape = (num_rows, heads, self.head_dim)
+        return q.view(num_rows, heads, self.group, self.head_dim), k.view(kv_shape), v.view(kv_shape)
 
     def _check(
         self, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]

@@ -12,6 +12,7 @@ the bits that it gives in a batch of the same padding.
 Kernels take tuples of what belongs together, whose strides of 1 and pointers of None Triton compiles in.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -126,6 +127,7 @@ def padded_rows(num_rows: int) -> int:
     return max(16, next_power_of_2(num_rows))
 
 
+@functools.cache
 def choose_tiles(
     num_rows: int, width_in: int, widths_out: tuple[int, ...], dtype: torch.dtype, *, num_weights=1, can_split=False
 ) -> Tiles:

@@ -33,6 +33,15 @@ def poisoned():
 
 
 @pytest.fixture
+def small_splits(monkeypatch):
+    """K is split where there is little of it."""
+    monkeypatch.setattr(skinny_gemm, "SPLIT_BYTES", 2000)
+    skinny_gemm.choose_tiles.cache_clear()
+    yield
+    skinny_gemm.choose_tiles.cache_clear()
+
+
+@pytest.fixture
 def launches(monkeypatch):
     """Names of the kernels launched."""
     names, launch = [], dispatch.launch
@@ -121,9 +130,10 @@ def test_norm_kernels_equal_their_references(kernels, launches, dtype, kind, wid
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("rows", [1, 63])
-def test_linear_kernels_equal_their_references(kernels, launches, monkeypatch, rows, stored, dtype, splits):
+def test_linear_kernels_equal_their_references(kernels, launches, request, rows, stored, dtype, splits):
     like = dtype, kernels
-    monkeypatch.setattr(skinny_gemm, "SPLIT_BYTES", 2000 if splits else 10**9)
+    if splits:
+        request.getfixturevalue("small_splits")
     x, weight = randn(2 * rows, 271, like=like)[::2], weight_of(stored, 271, 63, like)
     bias, residual = randn(63, like=like), randn(rows, 126, like=like)[:, :63]
     check(LinearOp(), x, weight, bias, residual)
@@ -221,9 +231,9 @@ def test_residual_add_kernels_equal_their_references(kernels, dtype, after):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_row_alone_gives_the_bits_that_it_gives_in_a_batch(kernels, monkeypatch, dtype):
+@pytest.mark.usefixtures("small_splits")
+def test_a_row_alone_gives_the_bits_that_it_gives_in_a_batch(kernels, dtype):
     like = dtype, kernels
-    monkeypatch.setattr(skinny_gemm, "SPLIT_BYTES", 2000)
     x, gamma = randn(4, 200, like=like), randn(200, like=like)
     gate, up = ((weight_of("[out, in]", 200, 40, like), None) for _ in range(2))
     down = weight_of("[out, in]", 40, 200, like), None
@@ -242,9 +252,9 @@ def test_a_row_alone_gives_the_bits_that_it_gives_in_a_batch(kernels, monkeypatc
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "stored"), [(65, "[out, in]"), (128, "strided"), (130, "[in, out]")])
-def test_wide_tiles_equal_the_references(kernels, launches, monkeypatch, rows, stored, dtype):
+@pytest.mark.usefixtures("small_splits")
+def test_wide_tiles_equal_the_references(kernels, launches, rows, stored, dtype):
     like = dtype, kernels
-    monkeypatch.setattr(skinny_gemm, "SPLIT_BYTES", 2000)
     x, residual = randn(2 * rows, 200, like=like)[::2], randn(rows, 280, like=like)[:, :140]
     weight, bias = weight_of(stored, 200, 140, like), randn(140, like=like)
     linear = LinearOp()
