@@ -9,8 +9,10 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from hybrid_engine.command import cli
+from hybrid_engine.command import cli, doctor, gpu_doctor
+from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.observing import health
+from hybrid_engine.ops.softmax_context import SoftmaxContextOp
 
 KINDS = ["versions", "devices", "links", "kernels", "memory", "limits", "write access", "features"]
 
@@ -61,6 +63,55 @@ def test_a_kernel_that_computes_something_else_is_broken(monkeypatch):
     assert health._try_kernel("norm", torch.device("cpu")).state == "ok"
     monkeypatch.setattr(health.NormOp, "__call__", lambda op, rows, weight: rows * 2)
     assert health._try_kernel("norm", torch.device("cpu")).state == "broken"
+
+
+def test_a_whole_decode_layer_is_tried(compiled, monkeypatch):
+    layers = [finding for finding in doctor._examine() if "decode layer" in finding.name]
+    assert [(one.kind, one.state) for one in layers] == [("kernels", "ok")]
+    monkeypatch.setattr(SoftmaxContextOp, "__call__", lambda op, qkv, *_: torch.zeros(qkv.q.flatten(1).shape))
+    (layer,) = gpu_doctor.try_layers(torch.device("cpu"))
+    assert layer.state == "broken" and "the model's forward disagree" in layer.text
+
+
+def test_gpu_without_a_card_is_one_line_and_no_work(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_doctor, "build_llama", None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert cli.main(["doctor", "--gpu"]) == cli.REFUSED
+    said = capsys.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1
+    assert "doctor --gpu: no GPU is seen: CUDA_VISIBLE_DEVICES='' hides every GPU" in said.err
+
+
+def test_gpu_says_of_each_part_that_it_works(monkeypatch, capsys):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(gpu_doctor, "examine_gpu", lambda: gpu_doctor.examine_device(cpu))
+    assert cli.main(["doctor", "--gpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["gpu", "ok", "ok", "ok", "ok"]
+    assert "160 tokens are those of the model's own" in lines[2] and "a copy reaches" in lines[4]
+
+
+def test_gpu_with_wrong_tokens_or_a_step_that_does_not_train_ends_with_a_status(monkeypatch, capsys):
+    cpu, generate = torch.device("cpu"), HybridEngine.generate
+    monkeypatch.setattr(gpu_doctor, "examine_gpu", lambda: gpu_doctor.examine_device(cpu))
+    monkeypatch.setattr(HybridEngine, "generate", lambda engine, ids, **options: generate(engine, ids, **options) % 9)
+    monkeypatch.setattr(HybridEngine, "step", lambda engine: None)
+    assert cli.main(["doctor", "--gpu", "--json"]) == 1
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert [finding["state"] for finding in findings.values()] == ["ok", "broken", "broken", "ok"]
+    assert "tokens are not those of generate()" in findings["greedy tokens"]["text"]
+    monkeypatch.setattr(HybridEngine, "generate", generate)
+    with pytest.raises(RuntimeError, match="the loss does not fall"):
+        gpu_doctor.training_step(cpu)
+
+
+def test_gpu_stops_at_a_card_that_kernels_cannot_run_on(monkeypatch, capsys):
+    answers = {"is_available": True, "current_device": 0, "mem_get_info": (1, 2), "get_device_name": "Tesla T4"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(gpu_doctor, "kernel_problem", lambda device: f"{device} is too old")
+    assert cli.main(["doctor", "--gpu"]) == 1
+    assert capsys.readouterr().out.splitlines() == ["gpu", "  broken   the card: cuda:0 is too old"]
 
 
 def test_its_help_needs_no_torch():

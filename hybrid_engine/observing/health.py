@@ -60,6 +60,12 @@ def examine() -> list[Finding]:
     return [finding for check in checks for finding in check()]
 
 
+def devices_to_try() -> list[torch.device]:
+    """The CPU and each GPU that kernels can run on."""
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu"), *(gpu for gpu in gpus if kernel_problem(gpu) is None)]
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -129,8 +135,8 @@ def _kernels() -> Iterator[Finding]:
         text = "triton is not installed; torch's operations run in their place"
         yield Finding(kind="kernels", name="Triton", state="missing", text=text)
         return
-    for index in range(torch.cuda.device_count()):
-        yield _try_kernel(f"Triton, on cuda:{index}", torch.device("cuda", index))
+    for device in devices_to_try()[1:]:
+        yield _try_kernel(f"Triton, on {device}", device)
 
 
 def _try_kernel(name: str, device: torch.device) -> Finding:
