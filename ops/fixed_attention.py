@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hybrid_engine.ops.batch import Context, DecodeBatch, KVBlocks, PrefillBatch, read_context, write_rows
 from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.ops.fixed_attention_kernel import Queries, attend_by_kernel, of_cache, of_packed, of_padded
+from hybrid_engine.ops.grouped_attention import attend_grouped
 from hybrid_engine.ops.place_free import place_free_rows
 from hybrid_engine.ops.softmax_context import like_lengths
 
@@ -306,8 +307,7 @@ def attend_as_usual(
     if attention.window is not None:
         hidden = hidden | (distance >= attention.window)
     if attention.softcap is None and sinks is None:
-        context = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=attention.scale, enable_gqa=True)
-        return context.transpose(1, 2)
+        return attend_grouped(q, k, v, ~hidden, scale=attention.scale).transpose(1, 2)
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * attention.scale
     if attention.softcap is not None:

@@ -22,7 +22,6 @@ N packed tokens, S decoded rows, H query heads, K key/value heads, G = H / K, D 
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops import softmax_context_kernels as kernels
@@ -40,6 +39,7 @@ from hybrid_engine.ops.batch import (
     write_rows,
 )
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, say_once, use_triton
+from hybrid_engine.ops.grouped_attention import attend_grouped
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import apply_rotary
 
@@ -211,7 +211,7 @@ class SoftmaxContextOp:
             places = torch.arange(q.shape[1], device=q.device)
             mask = (places < torch.tensor(lengths, device=q.device)[:, None])[:, None, None]  # [R, 1, 1, n]
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        context = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
+        context = attend_grouped(q, k, v, mask, scale=self.scale)
         return context.transpose(1, 2).flatten(2)
 
     def _causal(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, weights: HeadWeights) -> torch.Tensor:
@@ -225,9 +225,7 @@ class SoftmaxContextOp:
             hidden = hidden | (distance >= self.window)
         is_plain = q.shape[2] == k.shape[2] and (self.window is None or self.window >= k.shape[2])
         if self.softcap is None and sinks is None and alibi is None:
-            context = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=None if is_plain else ~hidden, is_causal=is_plain, scale=self.scale, enable_gqa=True
-            )
+            context = attend_grouped(q, k, v, None if is_plain else ~hidden, is_causal=is_plain, scale=self.scale)
             return context.transpose(1, 2).flatten(2)
         k, v = (x.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for x in (k, v))
         scores = self._cap(q @ k.transpose(2, 3) * self.scale).float()

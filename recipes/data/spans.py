@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from hybrid_engine.ops.grouped_attention import attend_grouped
 
 ATTENTION = "hybrid_engine_spans"
 ALIKE = 0.6
@@ -201,16 +202,7 @@ def attend_along_spans(
             for part, index in zip(by_cell, cells, strict=True)
         )
         mask = _mask_of(bucket, query.dtype)
-        output = scaled_dot_product_attention(
-            own,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=mask is None,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        output = attend_grouped(own, keys, values, mask, is_causal=mask is None, scale=scaling, dropout=dropout)
         found.append(output.transpose(1, 2).flatten(0, 1))  # [A * S, H, D]
     return torch.cat(found).index_select(0, spans.order)[None], None
 
