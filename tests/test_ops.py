@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hybrid_engine.generation.batching.admission import Prefill
@@ -356,6 +357,53 @@ def test_token_logprobs_equal_log_softmax_and_have_its_gradient(dtype):
     close(ours.double(), exact)
     grads = [torch.autograd.grad(x.sum(), logits)[0] for x in (ours, exact)]
     torch.testing.assert_close(*grads, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+
+
+class WholeCopies(TorchDispatchMode):
+    """Counts the tensors of so many elements that get memory of their own."""
+
+    def __init__(self, numel):
+        super().__init__()
+        self.numel, self.count = numel, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and output.numel() == self.numel and not function.is_view:
+            pointers = {x.data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            self.count += output.data_ptr() not in pointers
+        return output
+
+
+def logprobs_out_of_place(logits, tokens, temperature):
+    """The same operations, each with a result of its own."""
+    scaled = logits.float() / temperature
+    return scaled.gather(-1, tokens[..., None]).squeeze(-1) - scaled.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_token_logprobs_copy_the_logits_once_and_keep_their_bits(dtype):
+    logits = (torch.randn(3, 5, 63) * 4).to(dtype).requires_grad_()
+    tokens, before = torch.randint(0, 63, (3, 5)), logits.detach().clone()
+    found = [function(logits, tokens, 0.7) for function in (token_logprobs, logprobs_out_of_place)]
+    assert torch.equal(*found) and torch.equal(logits, before)
+    assert torch.equal(*(torch.autograd.grad(x.sum(), logits)[0] for x in found))
+    with WholeCopies(logits.numel()) as copies, torch.no_grad():
+        token_logprobs(logits, tokens, 0.7)
+    assert copies.count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_log_probability_has_its_gradient_in_one_copy_of_the_logits(dtype, kernels):
+    logits = (torch.randn(7, 63, device=kernels) * 4).to(dtype).requires_grad_()
+    tokens = torch.randint(0, 63, (7,), device=kernels)
+    logprobs, weights = token_logprobs(logits, tokens, 0.7), torch.randn(7, device=kernels)
+    lse = (logits.detach().float() / 0.7).logsumexp(-1)
+    with WholeCopies(logits.numel()) as copies:
+        (gradient,) = torch.autograd.grad(logprobs, logits, weights)
+    assert copies.count == (1 if dtype == torch.float32 else 2)  # the second is the gradient in 16 bits
+    probs = torch.exp(logits.detach().float() / 0.7 - lse[:, None])
+    expected = (torch.nn.functional.one_hot(tokens, 63) - probs) * weights[:, None] / 0.7
+    torch.testing.assert_close(gradient, expected.to(dtype), rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-6)
 
 
 def test_keyed_noise_is_uniform_and_independent_of_company():
