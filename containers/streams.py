@@ -33,3 +33,11 @@ def record_event(device: torch.device, enable_timing: bool = False) -> torch.cud
     event = torch.cuda.Event(enable_timing=enable_timing)
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def send_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values`, which the host made, on `device`; the host does not wait for what the device has to do before."""
+    if device.type != "cuda":
+        return values.to(device)
+    # A pinned tensor of its own for each copy: the allocator keeps it until the copy is through.
+    return values.pin_memory().to(device, non_blocking=True)

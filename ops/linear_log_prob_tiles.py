@@ -161,16 +161,17 @@ class _RunningSums:
 
     def _raise_base(self, largest: torch.Tensor) -> None:
         is_far = largest > self.base + self.far
-        if is_far.any():
-            base = torch.where(is_far, largest, self.base)
-            fading = torch.where(is_far, torch.exp(self.base - base), 1.0)
-            if self.with_entropy:
-                lifted = torch.where(fading > 0, (base - self.base) * self.total, 0.0)
-                self.weighted.sub_(lifted).mul_(fading)
-            self.base = base
-            self.total *= fading
-            if self.rows is not None:
-                self.rows *= fading[:, None]
+        if is_far.is_cpu and not is_far.any():  # elsewhere the question would wait for the device
+            return
+        base = torch.where(is_far, largest, self.base)
+        fading = torch.where(is_far, torch.exp(self.base - base), 1.0)
+        if self.with_entropy:
+            lifted = torch.where(is_far & (fading > 0), (base - self.base) * self.total, 0.0)
+            self.weighted.sub_(lifted).mul_(fading)
+        self.base = base
+        self.total *= fading
+        if self.rows is not None:
+            self.rows *= fading[:, None]
 
     def _find_chosen(self, first: int, logits: torch.Tensor) -> None:
         places, is_inside = _places_inside(self.places - first, logits.shape[1])

@@ -27,9 +27,9 @@ from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, policy_objective
-from hybrid_engine.recipes.data.micro_batches import Figures, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import DeviceFigures, train_in_parts
 from hybrid_engine.recipes.data.prompts import PromptTokens
-from hybrid_engine.recipes.data.sequences import build_sequences, pad_numbers
+from hybrid_engine.recipes.data.sequences import build_sequences, note_rows, pad_numbers
 from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, mean_sums, step_means
 from hybrid_engine.recipes.experience.own_tasks import character_stage
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
@@ -294,9 +294,9 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
     experience = experience.rows(trained)
     present = torch.zeros_like(experience.logprobs)
 
-    def micro_batch_loss(rows: list[int]) -> tuple[torch.Tensor, Figures]:
+    def micro_batch_loss(rows: list[int]) -> tuple[torch.Tensor, DeviceFigures]:
         batch = present_batch(actor, experience.rows(torch.tensor(rows)), config.algorithm, config.temperature)
-        present[rows, : batch.logprobs.shape[1]] = batch.logprobs.detach()
+        note_rows(present, rows, batch.logprobs)
         health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
         return policy_objective(config.algorithm, batch, step, 0.0), health
 

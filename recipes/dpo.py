@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_pair
-from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import DeviceFigures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
@@ -232,10 +233,10 @@ def update(
         Means over the pairs of the whole step (`pair_sums`), and the norm of the gradient before clipping.
     """
 
-    def micro_batch_loss(rows: list[int]) -> tuple[torch.Tensor, Figures]:
+    def micro_batch_loss(rows: list[int]) -> tuple[torch.Tensor, DeviceFigures]:
         batch = [pairs[index] for index in rows]
         logprobs = pair_logprobs(actor, batch, reading)
-        weights = torch.tensor([pair.weight for pair in batch], device=logprobs.chosen.device)
+        weights = send_to_device(torch.tensor([pair.weight for pair in batch]), logprobs.chosen.device)
         losses = loss_of(logprobs)
         return (losses * weights).sum() / num_pairs, pair_sums(logprobs, losses, weights, beta)
 

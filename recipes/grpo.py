@@ -27,7 +27,8 @@ from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, next_kl_coef, policy_objective
-from hybrid_engine.recipes.data.micro_batches import Figures, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import DeviceFigures, Figures, train_in_parts
+from hybrid_engine.recipes.data.sequences import note_rows
 from hybrid_engine.recipes.experience.evaluation import (
     answer_sums,
     global_means,
@@ -309,15 +310,15 @@ def micro_batch_loss(
     config: Config,
     kl_coef: float,
     rows: list[int],
-) -> tuple[torch.Tensor, Figures]:
+) -> tuple[torch.Tensor, DeviceFigures]:
     """The share of `rows` in the loss of a minibatch, and (sum, count) of each figure, for `global_means`.
 
     The rows' log-probabilities go into `present`, `[N, T]`.
     """
     batch = present_batch(actor, minibatch.rows(torch.tensor(rows)), config.algorithm, config.temperature)
-    present[rows, : batch.logprobs.shape[1]] = batch.logprobs.detach()
+    note_rows(present, rows, batch.logprobs)
     loss = policy_objective(config.algorithm, batch, step, kl_coef)
     health = mean_sums(policy_figures(config.algorithm, batch), batch.mask)
     # A share of the minibatch's loss, which the rows of all processes together count as one.
     share = len(rows) / (len(minibatch.logprobs) * get_world_size())
-    return loss, {"policy_loss": (loss.item(), share), **health}
+    return loss, {"policy_loss": (loss.detach(), share), **health}

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.held_out import prompt_text
-from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, measure_in_parts, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import DeviceFigures, check_budget, measure_in_parts, train_in_parts
 from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import fit_prompts, select_prompts
@@ -255,13 +255,13 @@ def update(
     budget = config.tokens_per_micro_batch
     point = reference_point(actor, rows, budget, reading)
 
-    def micro_batch_loss(indices: list[int]) -> tuple[torch.Tensor, Figures]:
+    def micro_batch_loss(indices: list[int]) -> tuple[torch.Tensor, DeviceFigures]:
         batch = [rows[index] for index in indices]
         logprobs = answer_logprobs(actor, [row.answer for row in batch], reading)
         of_answers = logprobs, reference_logprobs(batch)[0], labels_of(batch), point, config.beta
         losses = kto_loss(*of_answers, config.desirable_weight, config.undesirable_weight)
-        sums = {name: (total.item(), count.item()) for name, (total, count) in kto_metrics(*of_answers).items()}
-        return losses.sum() / num_answers, sums | {"loss": (losses.sum().item(), len(batch))}
+        sums: DeviceFigures = {**kto_metrics(*of_answers), "loss": (losses.detach().sum(), len(batch))}
+        return losses.sum() / num_answers, sums
 
     items = Items.of(row.answer for row in rows)
     means = step_means(train_in_parts([actor], items, budget, [(actor, micro_batch_loss)]))

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.distributed.processes import all_processes, gather_objects, get_rank, get_world_size
-from hybrid_engine.recipes.data.micro_batches import Figures, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import DeviceFigures, train_in_parts
 from hybrid_engine.recipes.data.prompts import select_prompts
-from hybrid_engine.recipes.data.sequences import in_parts, response_logprobs, response_values
+from hybrid_engine.recipes.data.sequences import in_parts, note_rows, response_logprobs, response_values
 from hybrid_engine.recipes.experience.critic_experience import CriticExperience, reward_tokens
 from hybrid_engine.recipes.experience.evaluation import (
     global_means,
@@ -293,24 +293,24 @@ def update(roles: Roles, experience: CriticExperience, config: Config, seed: int
 
 def policy_loss(
     roles: Roles, minibatch: CriticExperience, present: torch.Tensor, num_tokens: int, config: Config, rows: list[int]
-) -> tuple[torch.Tensor, Figures]:
+) -> tuple[torch.Tensor, DeviceFigures]:
     """The share of `rows` in the actor's loss on a minibatch of `num_tokens` tokens; fills their rows of `present`."""
     batch = minibatch.rows(torch.tensor(rows))
     mask = batch.sequences.response_mask
     logprobs = response_logprobs(roles.policy.actor, batch.sequences, config.temperature)
-    present[rows, : mask.shape[1]] = logprobs.detach()
+    note_rows(present, rows, logprobs)
     losses = ppo_policy_loss(logprobs, batch.logprobs_old, batch.advantages, config.clip, config.clip)
     health = policy_metrics(logprobs, batch.logprobs_old, batch.advantages, mask, config.clip, config.clip)
-    sums: Figures = {"policy_loss": (token_mean(losses, mask, 1).item(), float(mask.sum())), **mean_sums(health, mask)}
+    sums = {"policy_loss": (token_mean(losses.detach(), mask, 1), mask.sum()), **mean_sums(health, mask)}
     return token_mean(losses, mask, num_tokens), sums
 
 
 def value_loss(
     roles: Roles, minibatch: CriticExperience, num_tokens: int, config: Config, rows: list[int]
-) -> tuple[torch.Tensor, Figures]:
+) -> tuple[torch.Tensor, DeviceFigures]:
     """The same of the critic's loss."""
     batch = minibatch.rows(torch.tensor(rows))
     mask = batch.sequences.response_mask
     values = response_values(roles.critic, batch.sequences)
     losses = clipped_value_loss(values, batch.values_old, batch.returns, config.value_clip)
-    return token_mean(losses, mask, num_tokens), {"value_loss": (token_mean(losses, mask, 1).item(), float(mask.sum()))}
+    return token_mean(losses, mask, num_tokens), {"value_loss": (token_mean(losses.detach(), mask, 1), mask.sum())}

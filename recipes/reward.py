@@ -23,9 +23,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 import hybrid_engine
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
 from hybrid_engine.recipes.data.encoding import read_template
-from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import DeviceFigures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.pair_corpus import PairCorpus, load_pair_corpus
 from hybrid_engine.recipes.data.pairs import Pair
@@ -220,16 +221,16 @@ def train_loop(
 
 def micro_batch_loss(
     engine: Any, mine: list[Pair], tokenizer: PreTrainedTokenizerBase, config: Config, rows: list[int]
-) -> tuple[torch.Tensor, Figures]:
+) -> tuple[torch.Tensor, DeviceFigures]:
     """The share of `rows` of this process's pairs in the mean loss of a step; sum and count of each figure."""
     pairs = [mine[index] for index in rows]
     chosen, rejected = score_pairs(engine, pairs, tokenizer)
-    margins = torch.tensor([pair.margin for pair in pairs], device=chosen.device)
+    margins = send_to_device(torch.tensor([pair.margin for pair in pairs]), chosen.device)
     losses = bradley_terry_loss(chosen, rejected, margins)
     losses = losses + config.center_coef * centring_loss(chosen, rejected)
     score = (chosen + rejected) / 2
     figures = {"loss": losses, "accuracy": chosen > rejected, "margin": chosen - rejected, "score": score}
-    sums: Figures = {name: (values.sum().item(), len(pairs)) for name, values in figures.items()}
+    sums: DeviceFigures = {name: (values.detach().sum(), len(pairs)) for name, values in figures.items()}
     return losses.sum() / config.batch_size, sums
 
 

@@ -25,7 +25,7 @@ import hybrid_engine
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size, on_rank_zero
 from hybrid_engine.recipes.data.corpus import TASKS, Corpus, load_corpus
 from hybrid_engine.recipes.data.encoding import Encoded
-from hybrid_engine.recipes.data.micro_batches import Figures, check_budget, train_in_parts
+from hybrid_engine.recipes.data.micro_batches import DeviceFigures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.passes import in_passes, split, turns
@@ -230,11 +230,11 @@ def train_loop(
 
 def micro_batch_loss(
     engine: Any, mine: list[Encoded], pad_token: int, num_tokens: int, rows: list[int]
-) -> tuple[torch.Tensor, Figures]:
+) -> tuple[torch.Tensor, DeviceFigures]:
     """The part of `rows` of this process's examples in the loss of a step of `num_tokens`, also as a figure."""
     sequences = collate([mine[index] for index in rows], pad_token, engine.device)
     part = token_mean(-response_logprobs(engine, sequences), sequences.response_mask, num_tokens)
-    return part, {"loss": (part.item(), 1.0)}
+    return part, {"loss": (part.detach(), 1.0)}
 
 
 @torch.no_grad()

@@ -117,7 +117,7 @@ def test_a_prompt_is_copied_for_a_share_of_its_answers_tokens_not_for_each_answe
     spans = lay_out_spans(lengths, prompts)
     answers = sum(length - prompt.length + 1 for length, prompt in zip(lengths, prompts, strict=True))
     assert count_copied(spans)[0] <= (answers + 5 * 31) / TOGETHER + sum(prompt.length for prompt in set(prompts))
-    found = Spans.of(spans, CPU)
+    found = Spans.of(spans)
     cells = torch.cat([bucket.queries[bucket.members >= 0] for bucket in found.buckets])
     assert sorted(cells.tolist()) == list(range(sum(span.length for span in spans)))
     for bucket in found.buckets:
@@ -134,7 +134,7 @@ def test_the_mask_of_a_pass_is_made_once_for_all_layers_and_goes_with_it(monkeyp
         return own
 
     monkeypatch.setattr(data_spans, "scaled_dot_product_attention", attend)
-    spans = Spans.of([Span(0, 9), Span(9, 2, 0, 9), Span(11, 2, 0, 9)], CPU)
+    spans = Spans.of([Span(0, 9), Span(9, 2, 0, 9), Span(11, 2, 0, 9)])
     for _ in range(3):
         attend_along_spans(torch.nn.Module(), part, part, part, None, spans=spans)
     made = {id(mask): weakref.ref(mask) for mask in masks if mask is not None}
@@ -301,7 +301,7 @@ def test_a_pass_has_as_many_cells_as_its_deal_counted():
 
 def test_a_model_whose_attention_is_more_than_a_product_is_not_read_along_spans():
     module, part = torch.nn.Module(), torch.zeros(1, 2, 3, 4)
-    spans = Spans.of([Span(0, 3)], CPU)
+    spans = Spans.of([Span(0, 3)])
     with pytest.raises(NotImplementedError, match="no softcap"):
         attend_along_spans(module, part, part, part, None, spans=spans, softcap=30.0)
 

@@ -107,7 +107,7 @@ def kto_metrics(
     ratios = logprobs - logprobs_ref
     sides = (torch.sign(signs * (ratios - reference_point)) + 1) / 2
     return {
-        "chosen_reward": (beta * ratios[is_desirable].sum(), is_desirable.sum()),
-        "rejected_reward": (beta * ratios[~is_desirable].sum(), (~is_desirable).sum()),
-        "accuracy": (sides.sum(), is_desirable.new_tensor(len(ratios), dtype=torch.int64)),
+        "chosen_reward": (beta * torch.where(is_desirable, ratios, 0.0).sum(), is_desirable.sum()),
+        "rejected_reward": (beta * torch.where(is_desirable, 0.0, ratios).sum(), (~is_desirable).sum()),
+        "accuracy": (sides.sum(), is_desirable.new_full((), len(ratios), dtype=torch.int64)),
     }

@@ -31,6 +31,7 @@ class Asked(NamedTuple):
     mask: torch.Tensor  # [B, T] bool: True where they are needed
     temperature: float = 1.0
     with_entropy: bool = False
+    cells: tuple[torch.Tensor, ...] | None = None  # rows and columns of the True cells; None: the device is asked
 
 
 class TokenLogProbs(NamedTuple):
@@ -181,8 +182,9 @@ class _Catch:
     def _before_head(self, head: nn.Linear, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         (hidden,) = arguments
         mask, width = self.asked.mask, self.asked.mask.shape[1]
-        rows = hidden[:, -width - 1 : -1][mask]
-        part = linear_log_prob(rows, head.weight, self.targets[mask], head.bias, self.shape, self.asked.with_entropy)
+        cells = mask.nonzero(as_tuple=True) if self.asked.cells is None else self.asked.cells
+        rows = hidden[:, -width - 1 : -1][cells]
+        part = linear_log_prob(rows, head.weight, self.targets[cells], head.bias, self.shape, self.asked.with_entropy)
         zeros = torch.zeros(mask.shape, dtype=torch.float32, device=rows.device)
         self.found = {
             name: zeros.masked_scatter(mask, values)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +28,9 @@ from hybrid_engine.training.pass_memory import PassShape
 
 Figures = dict[str, tuple[float, float]]
 """(sum, count) of each figure of a pass, as `experience.evaluation.step_means` takes them."""
-LossOf = Callable[[list[int]], tuple[torch.Tensor, Figures]]
+DeviceFigures = dict[str, tuple[torch.Tensor | float, torch.Tensor | float]]
+"""The same, where 0-dimensional tensors are still to be read: reading one waits for all that the device has to do."""
+LossOf = Callable[[list[int]], tuple[torch.Tensor, DeviceFigures]]
 """Given the indices of items, runs a forward pass over them: their share of the step's loss, and figures of it."""
 
 _fitting: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -206,14 +208,14 @@ def train_in_parts(
             or fail on all of them alike; it may run several times on the same items.
 
     Returns:
-        The figures of each part.
+        The figures of each part, which were read together after the step.
 
     Raises:
         RuntimeError: each part has a single item already.
     """
     passes, dealt = _Passes(engines[0], items, budget), deal(items, engines[0], budget)
 
-    def run(parts: list[list[int]]) -> list[Figures]:
+    def run(parts: list[list[int]]) -> list[DeviceFigures]:
         if parts is not dealt:
             for engine in engines:
                 engine.begin_step_again()
@@ -224,7 +226,23 @@ def train_in_parts(
     figures = passes.run(run, dealt)
     for engine in engines:
         engine.step()
-    return figures
+    return read_figures(figures)
+
+
+def read_figures(parts: Sequence[DeviceFigures]) -> list[Figures]:
+    """`parts` as numbers, by one read of the device."""
+    tensors = [number.detach() for part in parts for pair in part.values() for number in pair if _is_tensor(number)]
+    # fp64 holds a number of any dtype that there is here as it is.
+    numbers = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
+
+    def read(number: torch.Tensor | float) -> float:
+        return next(numbers) if _is_tensor(number) else number
+
+    return [{name: (read(total), read(count)) for name, (total, count) in part.items()} for part in parts]
+
+
+def _is_tensor(number: torch.Tensor | float) -> TypeGuard[torch.Tensor]:
+    return isinstance(number, torch.Tensor)
 
 
 def measure_in_parts(engine: Any, items: Items, budget: int, compute: Callable[[list[int]], Result]) -> list[Result]:
@@ -284,14 +302,14 @@ class _Passes(NamedTuple):
 
 def _run(
     engines: Sequence[Any], parts: list[list[int]], shapes: list[PassShape], losses: Sequence[tuple[Any, LossOf]]
-) -> list[Figures]:
+) -> list[DeviceFigures]:
     """All passes of an optimizer step, with the shape of each, and the end of each but the last."""
     figures = []
     for number, part in enumerate(parts):
         for engine in engines:
             engine.set_gradient_accumulation_boundary(number + 1 == len(parts))
         with measured_pass(engines[0], shapes[number], has_gradients=number > 0):
-            found: Figures = {}
+            found: DeviceFigures = {}
             for trained, loss_of in losses:
                 loss, found_here = agree(partial(loss_of, part))
                 # The losses are shares of the step's; an engine divides by the micro-batches and averages processes.

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.recipes.data.spans import Span, Spans
 
 
@@ -93,6 +94,12 @@ class Packed(NamedTuple):
     position_ids: torch.Tensor  # [R, W]; 0 at every column that is left over, which begins a sequence of its own
     places: torch.Tensor  # [B, C]: where each token lies in the flattened rows; 0 for padding
     spans: Spans | None = None
+    places_on_host: torch.Tensor | None = None  # the same as `places`, where that lies on a device
+
+    def to(self, device: torch.device) -> "Packed":
+        """What was packed on the host, on `device`, without waiting for it."""
+        sent = (send_to_device(part, device) for part in self[:3])
+        return Packed(*sent, None if self.spans is None else self.spans.to(device), self.places)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -107,13 +114,17 @@ class Packed(NamedTuple):
     def gather(self, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """`values [R, W]` of the last T columns of the padded batch, where `mask [B, T]` is True; 0 elsewhere."""
         places = self.places[:, self.places.shape[1] - mask.shape[1] :]
-        return torch.zeros_like(mask, dtype=values.dtype).masked_scatter(mask, values.flatten()[places[mask]])
+        return torch.where(mask, values.flatten()[places], 0.0)
 
     def scatter(self, mask: torch.Tensor) -> torch.Tensor:
-        """`[R, W]` bool: True at the places of the last T columns of the padded batch where `mask [B, T]` is."""
-        found = torch.zeros(self.input_ids.numel(), dtype=torch.bool, device=mask.device)
-        found[self.places[:, self.places.shape[1] - mask.shape[1] :][mask]] = True
-        return found.view_as(self.input_ids)
+        """`[R, W]` bool: True at the places of the last T columns of the padded batch where `mask [B, T]` is.
+
+        Mask and result lie on the host.
+        """
+        places = self.places if self.places_on_host is None else self.places_on_host
+        found = torch.zeros(self.input_ids.numel(), dtype=torch.bool)
+        found[places[:, places.shape[1] - mask.shape[1] :][mask]] = True
+        return found.view(self.input_ids.shape)
 
 
 def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[Prompt]:
@@ -124,7 +135,7 @@ def prompts_of(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[Pr
 
 
 def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, layout: Layout, prompt_columns: int = 0) -> Packed:
-    """Sequences `[B, C]`, whose tokens `attention_mask` marks without a gap between them, behind each other.
+    """Sequences `[B, C]` of the host, whose tokens `attention_mask` marks without a gap, behind each other; see `to`.
 
     `prompt_columns`: the first columns, which sequences may share where the layout is along spans; 0: nothing.
     """
@@ -144,7 +155,7 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, layout: Layout, 
         starts = _starts(rows, lengths, width)
 
     def column(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, device=input_ids.device)[:, None]
+        return torch.tensor(values)[:, None]
 
     places = column(starts) + positions - column(shared)
     if any(shared):
@@ -154,7 +165,7 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, layout: Layout, 
     packed_positions = torch.zeros_like(packed_ids)
     packed_ids[places[is_token]] = input_ids[is_token]
     packed_positions[places[is_token]] = positions[is_token].to(packed_positions.dtype)
-    along = Spans.of(spans, input_ids.device) if spans else None
+    along = Spans.of(spans) if spans else None
     return Packed(packed_ids.view(num_rows, -1), packed_positions.view(num_rows, -1), places, along)
 
 

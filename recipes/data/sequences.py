@@ -8,13 +8,15 @@ B: rows, P: prompt columns, T: response columns, V: vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.functional import pad
 
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.recipes.data.packing import Layout, Packed, layout_of, pack, prompts_of
 from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.passes import ROWS_PER_PASS, in_passes
@@ -28,6 +30,19 @@ LARGEST_ORDER = 10**8
 """Examples of all epochs together, whose order is one list."""
 
 
+class HostRows(NamedTuple):
+    """Tensors of `Sequences` in the host's memory, which are read without waiting for the device."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    response_mask: torch.Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return self.attention_mask.sum(dim=1).tolist()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
     """Token ids of prompts and responses, with the masks that say which columns are real."""
@@ -39,6 +54,11 @@ class Sequences:
     response_mask: torch.Tensor
     """`[B, T]` bool, True on response tokens, the end-of-sequence token included; False on gaps and padding."""
 
+    def to(self, device: torch.device) -> "Sequences":
+        """These rows of the host on `device`, without waiting for it."""
+        ids, mask, responses = (send_to_device(part, device) for part in self.on_host)
+        return _with_host_rows(Sequences(input_ids=ids, attention_mask=mask, response_mask=responses), self.on_host)
+
     @property
     def position_ids(self) -> torch.Tensor:
         """`[B, P+T]`: the first real token of a row has position 0, whatever was padded before it."""
@@ -49,25 +69,43 @@ class Sequences:
         """`[B, T]`, the response columns of `input_ids`."""
         return self.input_ids[:, -self.response_mask.shape[1] :]
 
+    @cached_property
+    def on_host(self) -> HostRows:
+        """The same in the host's memory; `rows` hands its part on, so that a rollout is read from the device once."""
+        return HostRows(self.input_ids.cpu(), self.attention_mask.cpu(), self.response_mask.cpu())
+
     @property
     def items(self) -> Items:
         """Each row as an item by itself, as `micro_batches.deal` takes them."""
         width = self.input_ids.shape[1] - self.response_mask.shape[1]
-        prompts = prompts_of(self.input_ids[:, :width], self.attention_mask[:, :width])
-        lengths = self.attention_mask.sum(dim=1).tolist()
-        return Items([(length,) for length in lengths], [(prompt,) for prompt in prompts])
+        prompts = prompts_of(self.on_host.input_ids[:, :width], self.on_host.attention_mask[:, :width])
+        return Items([(length,) for length in self.on_host.lengths], [(prompt,) for prompt in prompts])
 
     def rows(self, index: torch.Tensor) -> "Sequences":
-        """The rows `index`, without the columns on either side that are padding in all of them."""
-        mask = self.response_mask[index]
-        prompt_width = self.input_ids.shape[1] - mask.shape[1]
-        num_responses = int(self.attention_mask[index, prompt_width:].sum(dim=1).max())
-        first = prompt_width - int(self.attention_mask[index, :prompt_width].sum(dim=1).max())
-        return Sequences(
-            input_ids=self.input_ids[index, first : prompt_width + num_responses],
-            attention_mask=self.attention_mask[index, first : prompt_width + num_responses],
-            response_mask=mask[:, :num_responses],
+        """The rows `index`, without the columns on either side that are padding in all of them.
+
+        An `index` on the host spares a wait for the device.
+        """
+        index = index.cpu()
+        prompt_width = self.input_ids.shape[1] - self.response_mask.shape[1]
+        mask = self.on_host.attention_mask[index]
+        num_responses = int(mask[:, prompt_width:].sum(dim=1).max())
+        first = prompt_width - int(mask[:, :prompt_width].sum(dim=1).max())
+        columns = slice(first, prompt_width + num_responses), slice(num_responses)
+        places = send_to_device(index, self.input_ids.device)
+        chosen = Sequences(
+            input_ids=self.input_ids[places, columns[0]],
+            attention_mask=self.attention_mask[places, columns[0]],
+            response_mask=self.response_mask[places, columns[1]],
         )
+        ids, mask, responses = self.on_host
+        on_host = HostRows(ids[index, columns[0]], mask[index, columns[0]], responses[index, columns[1]])
+        return _with_host_rows(chosen, on_host)
+
+
+def _with_host_rows(sequences: Sequences, on_host: HostRows) -> Sequences:
+    vars(sequences)["on_host"] = on_host  # where cached_property keeps it
+    return sequences
 
 
 def pad_prompts(prompts: list[list[int]], pad_token: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,16 +129,16 @@ def build_sequences(
 
     `learned` says for each response which of its tokens are the model's, None for all of them; the others are gaps.
     """
-    prompt_ids, prompt_mask = pad_prompts(prompts, pad_token, device)
+    prompt_ids, prompt_mask = pad_prompts(prompts, pad_token, torch.device("cpu"))
     width = max(len(response) for response in responses)
-    padded = torch.tensor([response + [pad_token] * (width - len(response)) for response in responses], device=device)
-    lengths = torch.tensor([len(response) for response in responses], device=device)
+    padded = torch.tensor([response + [pad_token] * (width - len(response)) for response in responses])
+    lengths = torch.tensor([len(response) for response in responses])
     batch = attach_responses(prompt_mask, torch.cat([prompt_ids, padded], dim=1), lengths)
     if learned is None or not any(learned):
-        return batch
+        return batch.to(device)
     masks = [(mask or [True] * width) + [False] * width for mask in learned]
-    is_learned = torch.tensor([mask[:width] for mask in masks], device=device)  # [B, T]
-    return replace(batch, response_mask=batch.response_mask & is_learned)
+    is_learned = torch.tensor([mask[:width] for mask in masks])  # [B, T]
+    return replace(batch, response_mask=batch.response_mask & is_learned).to(device)
 
 
 def attach_responses(prompt_mask: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor) -> Sequences:
@@ -135,26 +173,36 @@ def response_logprobs_and_entropy(
 
 
 def _log_probs(model: nn.Module, batch: Sequences, asked: Asked) -> TokenLogProbs:
-    packed = packed_for(model, batch)
+    mask, packed = batch.on_host.response_mask, packed_for(model, batch)
     if packed is None:
-        return token_log_probs(model, asked, model_inputs(batch))
+        return token_log_probs(model, asked._replace(cells=_cells(mask, asked.mask.device)), model_inputs(batch))
     # A sequence begins with its prompt, so that no token that is asked for has one of another sequence before it.
-    found = token_log_probs(model, asked._replace(mask=packed.scatter(asked.mask)[:, 1:]), packed.inputs)
+    mask = packed.scatter(mask)[:, 1:]
+    device = asked.mask.device
+    asked_packed = asked._replace(mask=send_to_device(mask, device), cells=_cells(mask, device))
+    found = token_log_probs(model, asked_packed, packed.inputs)
     parts = (None if part is None else packed.gather(pad(part, (1, 0)), asked.mask) for part in found)
     return TokenLogProbs(*parts)
+
+
+def _cells(mask: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Rows and columns of the True cells of a mask of the host, on `device`."""
+    return tuple(send_to_device(mask.nonzero().T.contiguous(), device))
 
 
 def packed_for(model: nn.Module, batch: Sequences) -> Packed | None:
     """`batch` as a forward pass of `model` takes it; None where it is padded, or nothing but first tokens."""
     layout = layout_of(model)
-    if layout is Layout.PADDED or int(batch.attention_mask.sum(dim=1).max()) < 2:
+    if layout is Layout.PADDED or max(batch.on_host.lengths) < 2:
         return None
     return packed_rows(batch, layout)
 
 
 def packed_rows(batch: Sequences, layout: Layout) -> Packed:
     """`batch` in a layout that is not padded."""
-    return pack(batch.input_ids, batch.attention_mask, layout, batch.input_ids.shape[1] - batch.response_mask.shape[1])
+    prompt_columns = batch.input_ids.shape[1] - batch.response_mask.shape[1]
+    packed = pack(batch.on_host.input_ids, batch.on_host.attention_mask, layout, prompt_columns)
+    return packed.to(batch.input_ids.device)
 
 
 def model_inputs(batch: Sequences, packed: Packed | None = None) -> dict[str, torch.Tensor]:
@@ -219,9 +267,14 @@ def in_parts(compute: Callable[[Any, Sequences], torch.Tensor], model: Any, batc
     return torch.cat([pad(part, (0, num_columns - part.shape[1])) for part in parts])
 
 
+def note_rows(table: torch.Tensor, rows: list[int], values: torch.Tensor) -> None:
+    """Writes `values [R, T]`, without their gradient, into the first columns of `rows` of `table`."""
+    table[send_to_device(torch.tensor(rows), table.device), : values.shape[1]] = values.detach()
+
+
 def pad_numbers(rows: list[list[float]], num_columns: int, device: torch.device) -> torch.Tensor:
     """`[B, num_columns]` fp32: the numbers of each row, and 0 behind them."""
-    return torch.tensor([row + [0.0] * (num_columns - len(row)) for row in rows], device=device)
+    return send_to_device(torch.tensor([row + [0.0] * (num_columns - len(row)) for row in rows]), device)
 
 
 def batches_of_similar_length(

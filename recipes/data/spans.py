@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.ops.grouped_attention import attend_grouped
 
 ATTENTION = "hybrid_engine_spans"
@@ -62,8 +63,8 @@ class Spans(NamedTuple):
     order: torch.Tensor  # [N]: where in the buckets' queries, one after another, each cell is
 
     @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device) -> "Spans":
-        """The spans of a row, in buckets."""
+    def of(cls, spans: Sequence[Span]) -> "Spans":
+        """The spans of a row, in buckets, on the host."""
         lines = _lines(spans)
         buckets = [
             _bucket(batch)
@@ -76,8 +77,15 @@ class Spans(NamedTuple):
             is_cell = bucket.members.flatten() >= 0
             order[bucket.queries.flatten()[is_cell]] = first + is_cell.nonzero().squeeze(1)
             first += len(is_cell)
-        placed = (Bucket(*(part if part is None else part.to(device) for part in bucket)) for bucket in buckets)
-        return cls(tuple(placed), order.to(device))
+        return cls(tuple(buckets), order)
+
+    def to(self, device: torch.device) -> "Spans":
+        """These spans of the host on `device`, without waiting for it."""
+        sent = (
+            Bucket(*(part if part is None else send_to_device(part, device) for part in bucket))
+            for bucket in self.buckets
+        )
+        return Spans(tuple(sent), send_to_device(self.order, device))
 
 
 def count_copied(spans: Sequence[Span]) -> tuple[int, int]:

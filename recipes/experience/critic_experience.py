@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.recipes.data.sequences import Sequences, pad_numbers
 from hybrid_engine.recipes.rewards.scores import Scores
 from hybrid_engine.rl.advantages import token_rewards
@@ -25,16 +26,16 @@ class CriticExperience:
     returns: torch.Tensor
 
     def rows(self, index: torch.Tensor) -> "CriticExperience":
-        """The rows `index`, without the columns that are padding in all of them."""
+        """The rows `index`, a tensor of the host, without the columns that are padding in all of them."""
         sequences = self.sequences.rows(index)
-        columns = sequences.response_mask.shape[1]
+        columns, places = sequences.response_mask.shape[1], send_to_device(index, self.logprobs.device)
         return CriticExperience(
             sequences=sequences,
-            logprobs=self.logprobs[index, :columns],
-            logprobs_old=self.logprobs_old[index, :columns],
-            values_old=self.values_old[index, :columns],
-            advantages=self.advantages[index, :columns],
-            returns=self.returns[index, :columns],
+            logprobs=self.logprobs[places, :columns],
+            logprobs_old=self.logprobs_old[places, :columns],
+            values_old=self.values_old[places, :columns],
+            advantages=self.advantages[places, :columns],
+            returns=self.returns[places, :columns],
         )
 
 

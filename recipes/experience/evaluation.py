@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
 from hybrid_engine.recipes.data.held_out import prompt_text
+from hybrid_engine.recipes.data.micro_batches import DeviceFigures
 from hybrid_engine.recipes.data.rows import PromptRow, Turns
 from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
 from hybrid_engine.recipes.rewards.answers import Answers
@@ -96,13 +97,14 @@ def step_means(parts: Sequence[Sums]) -> dict[str, float]:
 
 def score_sum(scores: torch.Tensor) -> tuple[float, float]:
     """(sum, count) of `[N]` scores, without those of answers that nobody judged."""
-    return scores.nansum().item(), float((~scores.isnan()).sum())
+    total, count = torch.stack([scores.nansum().double(), (~scores.isnan()).sum()]).tolist()
+    return total, count
 
 
-def mean_sums(means: Mapping[str, torch.Tensor], mask: torch.Tensor) -> Sums:
-    """(sum, count) of what are means over the True entries of `mask`; 0 of both without any."""
-    count = float(mask.sum())
-    return {name: (mean.item() * count if count else 0.0, count) for name, mean in means.items()}
+def mean_sums(means: Mapping[str, torch.Tensor], mask: torch.Tensor) -> DeviceFigures:
+    """(sum, count), not read yet, of what are means over the True entries of `mask`; 0 of both without any."""
+    count = mask.sum().double()
+    return {name: (torch.where(count > 0, mean.detach().double() * count, 0.0), count) for name, mean in means.items()}
 
 
 def answer_sums(rollout: Rollout) -> Sums:

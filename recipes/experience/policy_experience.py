@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.distributed.processes import gather_objects
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.objective import PolicyBatch
@@ -23,11 +24,11 @@ class Experience(NamedTuple):
     """`[N, T]` each; its `logprobs` are the old ones until an update computes them anew"""
 
     def rows(self, index: torch.Tensor) -> "Experience":
-        """The rows `index`, without the columns that are padding in all of them."""
+        """The rows `index`, a tensor of the host, without the columns that are padding in all of them."""
         sequences = self.sequences.rows(index)
-        columns = sequences.response_mask.shape[1]
-        parts = (None if value is None else value[index, :columns] for value in self.batch)
-        return Experience(sequences, self.logprobs[index, :columns], PolicyBatch(*parts))
+        columns, places = sequences.response_mask.shape[1], send_to_device(index, self.logprobs.device)
+        parts = (None if value is None else value[places, :columns] for value in self.batch)
+        return Experience(sequences, self.logprobs[places, :columns], PolicyBatch(*parts))
 
 
 def has_gradient(algorithm: Algorithm, batch: PolicyBatch) -> torch.Tensor:

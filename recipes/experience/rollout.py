@@ -104,7 +104,7 @@ def choose_groups(rollout: Rollout, is_chosen: torch.Tensor) -> Rollout:
     """The groups of a rollout whose entry in `is_chosen`, `[B]` bool, is True."""
     size = len(rollout.answers) // len(is_chosen)
     index = is_chosen.repeat_interleave(size).nonzero().squeeze(1)
-    sequences = rollout.sequences.rows(index.to(rollout.sequences.input_ids.device))
+    sequences = rollout.sequences.rows(index)
     return Rollout(
         answers=rollout.answers.choose(index.tolist()),
         sequences=sequences,

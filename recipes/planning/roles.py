@@ -254,7 +254,7 @@ def _along_spans(model: Any, shape: PassShape, config: Any) -> dict[str, Spans]:
         return {}
     module.set_attn_implementation(ATTENTION)
     with torch.device("cpu"):
-        return {"spans": Spans.of([Span(*span) for span in shape.spans], torch.device("cpu"))}
+        return {"spans": Spans.of([Span(*span) for span in shape.spans])}
 
 
 def _gathered_part(model: nn.Module, sharded: Sharded) -> Part:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.recipes.data.encoding import Encoded
 from hybrid_engine.recipes.preference.answers import Reading, all_logprobs
@@ -66,10 +67,10 @@ def refer(
 
 def reference_logprobs(rows: Sequence[LabelledAnswer]) -> tuple[torch.Tensor, torch.Tensor]:
     """`[B]` each: the reference's log-probabilities of the answers, and of the mismatched ones."""
-    both = torch.tensor([(row.logprob_ref, row.mismatched_ref) for row in rows], device=default_device())
+    both = send_to_device(torch.tensor([(row.logprob_ref, row.mismatched_ref) for row in rows]), default_device())
     return both[:, 0], both[:, 1]
 
 
 def labels_of(rows: Sequence[LabelledAnswer]) -> torch.Tensor:
     """`[B]` bool."""
-    return torch.tensor([row.is_desirable for row in rows], device=default_device())
+    return send_to_device(torch.tensor([row.is_desirable for row in rows]), default_device())

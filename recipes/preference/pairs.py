@@ -4,12 +4,15 @@ B: pairs of a forward pass.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.recipes.data.encoding import Encoded, EncodedPair
+from hybrid_engine.recipes.data.micro_batches import DeviceFigures, read_figures
 from hybrid_engine.recipes.preference.answers import Reading, all_logprobs, answer_logprobs
 from hybrid_engine.rl.preferences import PairLogprobs, PairLoss, pair_metrics
 
@@ -44,16 +47,15 @@ def pair_logprobs(policy: Any, pairs: Sequence[TrainingPair], reading: Reading) 
 
 def _beside_reference(logprobs: torch.Tensor, pairs: Sequence[TrainingPair]) -> PairLogprobs:
     """`logprobs`: `[2 B]`, in the order of `answers_of`."""
-    references = torch.tensor([(pair.chosen_ref, pair.rejected_ref) for pair in pairs], device=logprobs.device)
-    lengths = torch.tensor([[answer.num_learned for answer in pair.tokens] for pair in pairs], device=logprobs.device)
-    return PairLogprobs(*logprobs.chunk(2), *references.unbind(1), *lengths.unbind(1))
+    references = torch.tensor([(pair.chosen_ref, pair.rejected_ref) for pair in pairs])
+    lengths = torch.tensor([[answer.num_learned for answer in pair.tokens] for pair in pairs])
+    sent = (send_to_device(numbers, logprobs.device).unbind(1) for numbers in (references, lengths))
+    return PairLogprobs(*logprobs.chunk(2), *chain.from_iterable(sent))
 
 
 @torch.no_grad()
-def pair_sums(
-    pairs: PairLogprobs, losses: torch.Tensor, weights: torch.Tensor, beta: float
-) -> dict[str, tuple[float, float]]:
-    """(sum, count) of what people look for in a step's pairs, for `global_means`.
+def pair_sums(pairs: PairLogprobs, losses: torch.Tensor, weights: torch.Tensor, beta: float) -> DeviceFigures:
+    """(sum, count) of what people look for in a step's pairs, not read yet.
 
     Args:
         pairs: of B pairs.
@@ -67,8 +69,8 @@ def pair_sums(
     """
     figures = {"loss": losses, "chosen_logprob": pairs.chosen, "rejected_logprob": pairs.rejected}
     figures |= pair_metrics(pairs, beta)
-    count = weights.sum().item()
-    return {name: ((values * weights).sum().item(), count) for name, values in figures.items()}
+    count = weights.sum()
+    return {name: ((values * weights).sum(), count) for name, values in figures.items()}
 
 
 def held_out_figures(
@@ -78,5 +80,5 @@ def held_out_figures(
     logprobs = all_logprobs(policy, answers_of([pair.tokens for pair in pairs]), reading)
     of_pairs = _beside_reference(torch.tensor(logprobs, device=default_device()), pairs)
     losses = loss_of(of_pairs)
-    sums = pair_sums(of_pairs, losses, torch.ones_like(losses), beta)
+    (sums,) = read_figures([pair_sums(of_pairs, losses, torch.ones_like(losses), beta)])
     return {name: total / count for name, (total, count) in sums.items()}

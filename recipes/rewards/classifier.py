@@ -66,7 +66,7 @@ def score_tokens(engine: Any, tokens: Sequence[list[int]], tokenizer: PreTrained
 def _score_packed(engine: Any, tokens: Sequence[list[int]]) -> torch.Tensor:
     """The scores of packed sequences, of which the classifier itself would read one a row."""
     batch = build_sequences([row[:1] for row in tokens], [row[1:] for row in tokens], 0, engine.device)
-    packed = pack(batch.input_ids, batch.attention_mask, layout_of(engine))
+    packed = pack(batch.on_host.input_ids, batch.on_host.attention_mask, layout_of(engine)).to(engine.device)
     module = engine.module
     base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
     scores: list[torch.Tensor] = []

@@ -5,8 +5,8 @@ N packed tokens.
 
 import torch
 
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.generation.batching.admission import Prefill
-from hybrid_engine.generation.decoding.decode import send_to_device
 from hybrid_engine.ops import Context, PrefillBatch
 
 

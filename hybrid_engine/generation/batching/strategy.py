@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable
 import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.generation.batching.admission import Admission, Copy
 from hybrid_engine.generation.batching.packing import pack_prefills
 from hybrid_engine.generation.batching.scheduler import Scheduler
 from hybrid_engine.generation.batching.sequence import PENDING, Prompt, Sequence
 from hybrid_engine.generation.batching.stopwatch import Stopwatch
-from hybrid_engine.generation.decoding.decode import DecodeStep, Draw, send_to_device
+from hybrid_engine.generation.decoding.decode import DecodeStep, Draw
 from hybrid_engine.generation.decoding.open_step import OpenStep, TurnModel
 from hybrid_engine.generation.sampling.stops import is_ended
 from hybrid_engine.ops import BlockCopyOp

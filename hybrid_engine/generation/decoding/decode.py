@@ -30,7 +30,7 @@ import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
 from hybrid_engine.containers.model import InferenceModel
-from hybrid_engine.containers.streams import record_event
+from hybrid_engine.containers.streams import record_event, send_to_device
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.decoding.graph import StepGraphs, batch_bucket, context_bucket
 from hybrid_engine.generation.decoding.tape import StepTapes
@@ -136,14 +136,6 @@ class SlotTables:
         if self.seen is not None:
             known = send_to_device(torch.tensor(sequence.prompt.tokens + sequence.tokens), self.seen.device)
             self.seen[sequence.slot].fill_(False).index_fill_(0, known, True)
-
-
-def send_to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values`, which the host made, on `device`; the host does not wait for what the device has to do before."""
-    if device.type != "cuda":
-        return values.to(device)
-    # A pinned tensor of its own for each copy: the allocator keeps it until the copy is through.
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _views(flat: torch.Tensor, shapes: dict[str, tuple[int, ...]]) -> list[torch.Tensor]:

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 
 from hybrid_engine.containers.layer import InferenceLayer
+from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.generation.batching.sequence import PENDING, Sequence
-from hybrid_engine.generation.decoding.decode import Draw, Drawn, send_to_device
+from hybrid_engine.generation.decoding.decode import Draw, Drawn
 from hybrid_engine.ops import Batch, DecodeBatch
 
 
