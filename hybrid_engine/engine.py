@@ -38,6 +38,7 @@ from hybrid_engine.generation.memory.usage import describe_memory
 from hybrid_engine.model_checks import check_training
 from hybrid_engine.observing.memory_use import MemoryUse
 from hybrid_engine.observing.observer import Observer
+from hybrid_engine.ops.kernel_errors import naming_kernels
 from hybrid_engine.optim.accumulation import GradientAccumulation
 from hybrid_engine.optim.backward_hooks import BackwardHooks
 from hybrid_engine.optim.batches import Batches, LossFunction, SuccessiveBatches
@@ -188,7 +189,7 @@ class ZeroEngine(Uncopied):
         self.backward_hooks.recover()
         self.passes.expect_backward(torch.is_grad_enabled() and self.optimizer is not None)
         observed = self.observer.forward(self.global_steps, self.module.training)
-        with restoring_modes(), observed, self._saving_activations(), self.passes.ending_on_error():
+        with restoring_modes(), observed, self._saving_activations(), self.passes.ending_on_error(), naming_kernels():
             try:
                 with launching(self.device):
                     return self.module(*args, **kwargs)
@@ -225,7 +226,7 @@ class ZeroEngine(Uncopied):
 
             def run() -> None:
                 scaled = optimizer.scale_loss(loss.float() * (self.passes.loss_factor / num_micro_batches))
-                with together(self.module), launching(self.device):
+                with together(self.module), launching(self.device), naming_kernels():
                     scaled.backward(retain_graph=retain_graph)
                 self.accumulation.check_pass()
                 optimizer.accumulate_gradients()

@@ -42,6 +42,7 @@ from hybrid_engine.generation.request import Request, Wishes
 from hybrid_engine.generation.sampling.in_step import InStep
 from hybrid_engine.ops.dispatch import fallback_forced
 from hybrid_engine.ops.fixed_shapes import NotExactError
+from hybrid_engine.ops.kernel_errors import naming_kernels
 from hybrid_engine.training.computing import computes_by
 from hybrid_engine.zero.gathering import WeightGatherer
 from hybrid_engine.zero.sharding import Sharding
@@ -276,7 +277,7 @@ class Generator:
         if plan is not None:
             # An error of one is raised on all before they meet in layers: a streamer may be one process's alone.
             choice = self.partners.agree(lambda: self._choose(plan, wishes))
-        with held.allowed():
+        with held.allowed(), naming_kernels():
             if request.sequences:
                 result = self.own.run_sequences(wishes.input_ids, request.sequences, wishes.options, self.device)
                 if isinstance(result.output, GenerateOutput):

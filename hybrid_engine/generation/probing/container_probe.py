@@ -1,25 +1,38 @@
 """When containers are probed, and under which weights: at once when they are built, and once a machine more widely."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from hybrid_engine.containers import InferenceModel
-from hybrid_engine.distributed.verdict import Partners, attempt
+from hybrid_engine.containers import InferenceModel, UnsupportedModelError
+from hybrid_engine.distributed.verdict import Partners, attempt, is_out_of_memory
 from hybrid_engine.generation.bound_weights import pass_over_layers
 from hybrid_engine.generation.exact import ExactModel
 from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
 from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_module, probe_widely
 from hybrid_engine.ops.dispatch import fallback_forced
+from hybrid_engine.ops.kernel_errors import KernelError, naming_kernels
 from hybrid_engine.zero.gathering import WeightGatherer
 
 Readable = Callable[[InferenceModel | None], AbstractContextManager[None]]
 """Inside, containers and the module's forward both find their weights."""
+
+
+@contextmanager
+def _falling_back() -> Iterator[None]:
+    """Inside, a kernel that does not compile is a reason for the model's own `generate()`."""
+    try:
+        with naming_kernels():
+            yield
+    except KernelError as error:
+        if is_out_of_memory(error):  # of the card, for the kernel's code
+            raise
+        raise UnsupportedModelError(str(error)) from error
 
 
 class ContainerProbe:
@@ -43,12 +56,12 @@ class ContainerProbe:
         """The narrow probe, or that of the bits in exact mode.
 
         Raises:
-            UnsupportedModelError: containers and module compute different functions.
+            UnsupportedModelError: containers and module compute different functions, or a kernel does not compile.
         """
         return self._partners.agree(lambda: self._run(model))
 
     def _run(self, model: InferenceModel) -> LogprobDifference:
-        with self._readable(model):
+        with self._readable(model), _falling_back():
             layers = partial(pass_over_layers, model, self._gatherer)
             if isinstance(model, ExactModel):
                 return probe_bits(self._module, model, layers, model.run_trainer, self._world_size)
@@ -86,7 +99,7 @@ class ContainerProbe:
             num_sharing: processes that share one model.
 
         Raises:
-            UnsupportedModelError: containers and module compute different functions.
+            UnsupportedModelError: containers and module compute different functions, or a kernel does not compile.
         """
         setting = {"block_size": block_size, "is_recorded": recorder is not None, "ranks": num_sharing}
         setting["is_streamed"], setting["without kernels"] = self._gatherer.is_streamed, fallback_forced()
@@ -99,6 +112,6 @@ class ContainerProbe:
         return True
 
     def _run_widely(self, model: InferenceModel, block_size: int, recorder: Any) -> LogprobDifference:
-        with self._readable(model):
+        with self._readable(model), _falling_back():
             layers = partial(pass_over_layers, model, self._gatherer)
             return probe_widely(self._module, model, layers, block_size, recorder, self._world_size)
