@@ -36,6 +36,7 @@ from hybrid_engine.ops.linear_log_prob_tiles import (
     add_product,
     gradient_of_products,
     merged,
+    product_fp32,
     running_sums,
     tile_width,
 )
@@ -287,7 +288,7 @@ def _plus_product(
         add_product(sums, left.t(), right)
         return sums
     if not place.dtype == left.dtype == torch.float32:
-        return (left.t() @ right).float()
+        return product_fp32(left.t(), right)
     if mkl_leaves_half():
         return place.copy_(product_over_rows(left, right))
     return torch.mm(left.t(), right, out=place)

@@ -222,7 +222,14 @@ def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
     if left.dtype == sums.dtype and not use_onednn(left, right):
         sums.addmm_(left, right)
     else:
-        sums += product(left, right)
+        sums += product_fp32(left, right)
+
+
+def product_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """`left @ right` in fp32, one of several that are summed; on a CPU one of 16 bits is rounded to them before."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return product(left, right).float()
 
 
 def _exp_rows(values: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:

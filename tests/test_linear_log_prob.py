@@ -5,14 +5,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybrid_engine.observing.live_bytes import LiveBytes
 from hybrid_engine.ops import cpu_gemm, linear_log_prob_tiles
 from hybrid_engine.ops import linear_log_prob as op
-from hybrid_engine.ops.linear_log_prob import PLAIN, LogitShape, linear_log_prob, piece_bytes
+from hybrid_engine.ops.linear_log_prob import PLAIN, LogitShape, _plus_product, linear_log_prob, piece_bytes
 from hybrid_engine.training.vocabulary_share import vocabulary_share
 
 N, E, V = 63, 24, 301
@@ -327,3 +329,31 @@ def test_what_is_not_used_of_the_results_changes_no_gradient(used, is_trained):
         (loss if others is None else loss + others * unused.sum()).backward()
         found.append(torch.cat([one.grad.flatten() for one in inputs if one.grad is not None]))
     torch.testing.assert_close(*found, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_cuda_partial_products_are_summed_in_fp32(dtype):
+    """Of 16 bits none is rounded to them before; a CPU has no such product."""
+    asked = []
+
+    class Recorded(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.mm:
+                asked.append((kwargs or {}).get("out_dtype"))
+            return function(*args, **(kwargs or {}))
+
+    with FakeTensorMode(), Recorded():
+        left, right = (torch.empty(shape, dtype=dtype, device="cuda") for shape in ((5, 3), (3, 7)))
+        sums = torch.empty(5, 7, device="cuda")
+        linear_log_prob_tiles.add_product(sums, left, right)
+        of_weight = _plus_product(None, left.t(), right, torch.empty(5, 7, dtype=dtype, device="cuda"))
+    assert asked == [torch.float32] * 2 and of_weight.dtype == sums.dtype == torch.float32
+
+
+def test_on_a_cpu_partial_products_keep_their_bits():
+    left, right = torch.randn(5, 3).bfloat16(), torch.randn(3, 7).bfloat16()
+    sums = torch.randn(5, 7)
+    expected = sums + (left @ right)
+    linear_log_prob_tiles.add_product(sums, left, right)
+    assert torch.equal(sums, expected)
+    assert torch.equal(_plus_product(None, left.t(), right, torch.empty(5, 7).bfloat16()), (left @ right).float())
