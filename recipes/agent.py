@@ -34,6 +34,7 @@ from hybrid_engine.recipes.experience.evaluation import EVALUATION_SEED, mean_su
 from hybrid_engine.recipes.experience.own_tasks import character_stage
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
 from hybrid_engine.recipes.experience.policy_experience import Experience, has_gradient, present_batch, trained_rows
+from hybrid_engine.recipes.experience.rollout import SamplingOptions, warm_up
 from hybrid_engine.recipes.planning.following import follow_memory, write_result
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
@@ -142,6 +143,8 @@ def run(config: Config) -> Path:
     say(policy.actor.report())
     say(schedule.describe())
     say("\n".join(describe(config.algorithm)))
+    num_episodes = min(config.num_clients, config.rollout_size * config.group_size)
+    warm_up(policy.actor, policy.tokenizer, SamplingOptions.of(config), num_episodes, read.answered.shortest)
     before = evaluate(policy, config)
     started = time.perf_counter()
     first_step = 0

@@ -42,7 +42,7 @@ from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
 from hybrid_engine.recipes.experience.policy import Policy, build_policy, evaluate_policy
 from hybrid_engine.recipes.experience.policy_experience import Experience, has_gradient, present_batch, trained_rows
-from hybrid_engine.recipes.experience.rollout import SamplingOptions
+from hybrid_engine.recipes.experience.rollout import SamplingOptions, warm_up
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.planning.following import follow_answers, write_result
 from hybrid_engine.recipes.runs.best import Best, keep_highest
@@ -173,6 +173,9 @@ def run(config: Config) -> Path:
     say(schedule.describe())
     say("\n".join(describe(config.algorithm)))
 
+    options = SamplingOptions.of(config, config.group_size)
+    num_prompts = config.rollout_size // get_world_size()
+    warm_up(policy.actor, policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_policy(policy, start.held_out, start.rewards, config)
     followed = follow(out, policy.actor, policy.tokenizer, config.temperature, before)
     carried = Carried(kl_coef=config.algorithm.kl_coef)

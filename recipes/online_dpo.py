@@ -38,7 +38,7 @@ from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.groups import GroupSource, ScoredGroups
 from hybrid_engine.recipes.experience.policy import Policy, build_policy
 from hybrid_engine.recipes.experience.policy_experience import trained_rows
-from hybrid_engine.recipes.experience.rollout import SamplingOptions
+from hybrid_engine.recipes.experience.rollout import SamplingOptions, warm_up
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.planning.following import follow_answers, write_result
 from hybrid_engine.recipes.preference.answers import Reading
@@ -143,6 +143,9 @@ def run(config: Config) -> Path:
     say(policy.actor.report())
     say(schedule.describe())
 
+    options = SamplingOptions.of(config, config.group_size)
+    num_prompts = config.rollout_size // get_world_size()
+    warm_up(policy.actor, policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_policy(policy, start, config)
     followed = follow(out, policy.actor, policy.tokenizer, config.temperature, before)
     best, first_step = Best(), 0

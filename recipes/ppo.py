@@ -39,7 +39,7 @@ from hybrid_engine.recipes.experience.followed import FollowedAnswers, follow
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
 from hybrid_engine.recipes.experience.role_figures import evaluate_held_out, judge, rollout_sums
 from hybrid_engine.recipes.experience.roles import Roles, build_roles
-from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample
+from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions, sample, warm_up
 from hybrid_engine.recipes.experience.start import Start, prepare
 from hybrid_engine.recipes.planning.following import follow_answers, write_result
 from hybrid_engine.recipes.rewards.scores import reward_figures
@@ -181,6 +181,9 @@ def run(config: Config) -> Path:
     say(roles.policy.actor.report())
     say(schedule.describe())
 
+    num_prompts = config.rollout_size // get_world_size()
+    options = SamplingOptions.of(config)
+    warm_up(roles.policy.actor, roles.policy.tokenizer, options, num_prompts, start.answered.shortest)
     before = evaluate_held_out(roles, start, config)
     followed = follow(out, roles.policy.actor, roles.policy.tokenizer, config.temperature, before)
     saved = load_checkpoints(roles.engines, out / CHECKPOINTS, config) if config.resume else SavedRun()

@@ -13,12 +13,17 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.distributed.verdict import is_out_of_memory
 from hybrid_engine.generation.end_tokens import answer_text, end_token_ids
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, attach_responses, pad_prompts
 from hybrid_engine.recipes.rewards.answers import Answers
 from hybrid_engine.recipes.runs.options import AnswerOptions
+from hybrid_engine.recipes.runs.run_log import say
+
+WARMED_DEVICES = ("cuda",)
+"""Kinds of devices on which compiling and recording take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +82,7 @@ def sample(
     output = actor.generate(
         prompt_ids,
         attention_mask=prompt_mask,
-        **options.drawing(),
-        max_new_tokens=options.max_new_tokens,
-        num_return_sequences=options.num_samples,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=ends,
+        **_generate_options(tokenizer, options, ends),
         return_dict_in_generate=True,
         seed=seed,
     )
@@ -98,6 +99,41 @@ def sample(
         decode=partial(tokenizer.decode, skip_special_tokens=True),
     )
     return Rollout(answers=answers, sequences=sequences, logprobs=output.logprobs)
+
+
+def _generate_options(tokenizer: PreTrainedTokenizerBase, options: SamplingOptions, ends: list[int]) -> dict[str, Any]:
+    """How `generate()` draws answers that end with any of `ends`."""
+    return {
+        **options.drawing(),
+        "max_new_tokens": options.max_new_tokens,
+        "num_return_sequences": options.num_samples,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": ends,
+    }
+
+
+def warm_up(
+    actor: Any, tokenizer: PreTrainedTokenizerBase, options: SamplingOptions, num_prompts: int, shortest: int
+) -> None:
+    """Compiles and records on a GPU what rollouts of `num_prompts` prompts would wait for, and says how long it took.
+
+    The actor, a `HybridEngine`, is in evaluation mode afterwards. Collective.
+
+    Args:
+        options: of the rollouts.
+        num_prompts: of this process's rollouts.
+        shortest: tokens of the shortest prompt.
+    """
+    if actor.device.type not in WARMED_DEVICES:
+        return
+    actor.eval()
+    try:
+        chosen = _generate_options(tokenizer, options, end_token_ids(actor.module, tokenizer))
+        say(str(actor.warm_up(num_prompts, shortest, **chosen)))
+    except RuntimeError as error:  # rollouts begin again with fewer rows
+        if not is_out_of_memory(error):
+            raise
+        say("warm-up: out of memory; the first rollout compiles and records what it needs")
 
 
 def choose_groups(rollout: Rollout, is_chosen: torch.Tensor) -> Rollout:
