@@ -129,11 +129,11 @@ def test_a_prompt_is_copied_for_a_share_of_its_answers_tokens_not_for_each_answe
 def test_the_mask_of_a_pass_is_made_once_for_all_layers_and_goes_with_it(monkeypatch):
     part, masks = torch.zeros(1, 2, 13, 4), []
 
-    def attend(own, keys, values, *, attn_mask, **options):
-        masks.append(attn_mask)
+    def attend(own, keys, values, mask, **options):
+        masks.append(mask)
         return own
 
-    monkeypatch.setattr(data_spans, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(data_spans, "attend_grouped", attend)
     spans = Spans.of([Span(0, 9), Span(9, 2, 0, 9), Span(11, 2, 0, 9)])
     for _ in range(3):
         attend_along_spans(torch.nn.Module(), part, part, part, None, spans=spans)

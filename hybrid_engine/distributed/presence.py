@@ -19,6 +19,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybrid_engine.distributed.host_groups import host_group
+
 SECONDS_TO_HEAR = 2.0
 """How long a process whose collective has failed waits to hear why."""
 LINE_AFTER = 5.0
@@ -54,7 +56,7 @@ class Presence:
         place: list[Any] = [None]
         if server is not None:
             place = [(host, server.getsockname()[1], secrets.token_hex(8))]
-        dist.broadcast_object_list(place, src=0)
+        dist.broadcast_object_list(place, src=0, group=host_group())
         host, port, self._token = place[0]
         if server is not None:
             self._selector.register(server, selectors.EVENT_READ)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hybrid_engine.config.notices import say_once
 from hybrid_engine.distributed import presence
 from hybrid_engine.distributed.environment import describe_process
+from hybrid_engine.distributed.host_groups import host_group
 from hybrid_engine.distributed.verdict import attempt
 from hybrid_engine.distributed.waiting import announcing
 from hybrid_engine.ops.gpu import foreign_memory_line, kernel_problem, why_no_gpu
@@ -149,7 +150,7 @@ def on_rank_zero(action: Callable[[], Result]) -> Result:
     if get_rank() == 0:
         result, error = attempt(action)
         outcome = [result, None if error is None else _portable(error)]
-    dist.broadcast_object_list(outcome, src=0)
+    dist.broadcast_object_list(outcome, src=0, group=host_group())
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
@@ -169,7 +170,7 @@ def gather_objects(value: Result) -> list[Result]:
     if get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=host_group())
     return values
 
 

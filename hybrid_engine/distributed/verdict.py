@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.distributed.host_groups import host_group
+
 Result = TypeVar("Result")
 _MARKS = (0x4879627269, -0x4879627269)
 """Beside the numbers of a verdict, which must not be taken for those of another collective."""
@@ -181,17 +183,15 @@ class Partners:
     def highest(self, numbers: list[int]) -> list[int]:
         """The highest of each of `numbers` over all processes; collective.
 
-        Over gloo where there is one: a GPU that is still at work then delays nobody.
+        Over gloo: a GPU that is still at work delays nobody.
 
         Raises:
             RuntimeError: another process is somewhere else.
         """
         if self.size == 1:
             return numbers
-        is_met_on_cpu = "cpu:" in dist.get_backend_config(self.group) or not torch.cuda.is_available()
-        device = "cpu" if is_met_on_cpu else "cuda"
-        tensor = torch.tensor([*numbers, *_MARKS], dtype=torch.int64, device=device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        tensor = torch.tensor([*numbers, *_MARKS], dtype=torch.int64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=host_group(self.group))
         *found, mark, other = tensor.tolist()
         if (mark, other) != _MARKS:
             raise RuntimeError(f"rank {dist.get_rank()}: the processes are in different collectives; start them again")
@@ -202,7 +202,7 @@ class Partners:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        dist.all_gather_object(values, value, group=host_group(self.group))
         return values
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from hybrid_engine.distributed.host_groups import host_group
 from hybrid_engine.distributed.verdict import LostError, Problem, attempt, describe_error
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.model_group import ModelGroup
@@ -43,7 +44,7 @@ class LiveLink:
         self.leader = group.ranks[0]
         """Its rank among all processes."""
         self.is_leader = group.rank == 0
-        self._group, self._partners, self._codec = group.process_group, group.partners, _Codec()
+        self._group, self._partners, self._codec = host_group(group.process_group), group.partners, _Codec()
         self._model_group = group
 
     def send_call(self, name: str, sequences: list[Sequence] | None = None) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
+from hybrid_engine.distributed.host_groups import host_group
 from hybrid_engine.distributed.layer_sums import LayerSums
 from hybrid_engine.distributed.processes import get_rank, get_world_size
 from hybrid_engine.distributed.single_tensors import all_gather_single
@@ -118,7 +119,7 @@ class ModelGroup:
         if self.size == 1:
             return [value]
         values: list[Value | None] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.process_group)
+        dist.all_gather_object(values, value, group=host_group(self.process_group))
         return values  # type: ignore[return-value]
 
     def agree(self, action: Callable[[], Value]) -> Value:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hybrid_engine.distributed.host_groups import host_group
 from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.zero.sharding import local_tensor
 from hybrid_engine.zero.split_module import num_copies
@@ -46,7 +47,7 @@ class GradientNorms:
         found: list[Any] = [[t.name for t in self._parameters if _has_non_finite(t.master)]]
         if self._group is not None:
             found *= dist.get_world_size(self._group)
-            dist.all_gather_object(found, found[0], group=self._group)
+            dist.all_gather_object(found, found[0], group=host_group(self._group))
         return list(dict.fromkeys(name for names in found for name in names))
 
     def _copies_in(self, part: list[TrainedParameter], squares: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.distributed.mesh_groups import close_groups, default_store
 from hybrid_engine.distributed.presence import LOST
-from hybrid_engine.distributed.processes import default_device
 from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.parallel.meshes import Meshes
 
@@ -103,10 +102,8 @@ class JointPasses:
 def check_same_shapes(tensors: Sequence[Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
     """ValueError, on all processes that compute one pass, unless all were given tensors alike; collective.
 
-    `groups` are those along each axis of these processes. Other shapes would meet in the middle of the pass. Over NCCL
-    alone nothing is checked: the CPU would have to wait for the GPU.
+    `groups` are those along each axis of these processes. Other shapes would meet in the middle of the pass.
     """
-    groups = [group for group in groups if default_device().type == "cpu" or "cpu:" in dist.get_backend_config(group)]
     partners = [Partners(size=dist.get_world_size(g), rank=dist.get_rank(g), group=g) for g in groups]
     own = [(list(tensor.shape), str(tensor.dtype)) for tensor in tensors]
     number = zlib.crc32(repr(own).encode())

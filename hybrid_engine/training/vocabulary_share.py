@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.distributed.host_groups import host_group
 from hybrid_engine.ops.linear_log_prob import VocabularyShare
 
 
@@ -13,7 +14,7 @@ def vocabulary_share(group: dist.ProcessGroup, num_rows: int) -> VocabularyShare
     """
     world, rank = group.size(), group.rank()
     counts = [0] * world
-    dist.all_gather_object(counts, num_rows, group=group)
+    dist.all_gather_object(counts, num_rows, group=host_group(group))
 
     def gather(x: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x) for _ in range(world)]
