@@ -334,6 +334,13 @@ class HybridEngine(ZeroEngine):
             stats["logprob_difference_max"] = self.logprob_difference.max
         return stats
 
+    def destroy(self) -> None:
+        """Drops recorded steps and the KV workspace; call it before `torch.distributed.destroy_process_group()`.
+
+        NCCL's communicators wait for the CUDA graphs that hold their collectives. A later rollout records again.
+        """
+        self.generator.destroy()
+
     def report(self) -> str:
         """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and why."""
         return f"{super().report()}\n{describe_generation(self.generator)}"

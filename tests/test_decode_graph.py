@@ -3,14 +3,19 @@
 On a GPU as CUDA graphs, elsewhere on a tape (see tape.py), which freezes what a graph freezes.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
 from models import PAD, build_model, padded_prompts
 from peft import LoraConfig, get_peft_model
 from tape import TapeRecorder
 
 import hybrid_engine
+from hybrid_engine.compat import comm as compat_comm
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.generation import backend
 from hybrid_engine.generation.decoding.graph import batch_bucket, context_bucket
@@ -195,6 +200,56 @@ def recorded_on_two(rank, world_size):
             taken += [torch.full((n,), torch.nan) for n in (1024, 4096, 12288, 49152)]  # of what a rollout gave back
         results[name] = rollouts
     return results
+
+
+def groups_that_go(rank, world_size):
+    """Steps that are recorded, and those left when a group goes: at an error, at `destroy()`, with all groups."""
+    engine, seen = build(inference_tp_size=2), []
+    steps, destroy = engine.generator.native.steps, dist.destroy_process_group
+    layer = engine.generator.model.layers[1]
+
+    def fail(*arguments):
+        raise ValueError("no room")
+
+    def note(group=None):
+        seen.append(sum(step.graphs.num_recorded for step in steps._kept.values()))
+        if group is not None:
+            destroy(group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "destroy_process_group", note)
+        for end in ("error", "destroy", "all"):
+            rollout(engine)
+            note()
+            if end == "error":
+                patch.setattr(layer, "forward", fail)
+                with pytest.raises(ValueError, match="no room"):
+                    rollout(engine, seed=6)
+                patch.undo()
+                patch.setattr(dist, "destroy_process_group", note)
+            elif end == "destroy":
+                engine.destroy()
+                note()
+            else:
+                compat_comm.destroy_process_group()
+    return seen
+
+
+def test_graphs_with_collectives_go_before_the_groups_of_these():
+    for seen in run_distributed(groups_that_go, 2):
+        assert all(before > 0 for before in seen[::2]) and seen[1::2] == [0, 0, 0]
+
+
+def test_steps_of_a_workspace_that_is_no_more_are_dropped_at_once():
+    """They keep its memory, or its addresses, and what their graphs compute with."""
+    engine = build()
+    rollout(engine)
+    (old,) = engine.generator.native.steps._kept.values()
+    old = weakref.ref(old)
+    rollout(engine, prompts=padded_prompts(num_prompts=12), max_new_tokens=20)
+    engine.generator.native.steps.recorder.tapes.clear()  # a stand-in's, which hold their tensors
+    gc.collect()
+    assert old() is None
 
 
 def test_sharded_weights_are_read_where_recorded_steps_find_them_again():

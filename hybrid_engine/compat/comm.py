@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp, irecv, isend, recv, send
 
 from hybrid_engine.compat.distributed import init_distributed
 from hybrid_engine.distributed.single_tensors import all_gather_single, reduce_scatter_single
+from hybrid_engine.generation.decoding.steps import drop_recorded_steps
 
 __all__ = [
     "ReduceOp",
@@ -118,8 +119,9 @@ def new_group(ranks: list[int] | None = None) -> Any:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Ends a group, or all of them; nothing without a process group."""
+    """Ends a group, or all of them, after the recorded steps that meet in them; nothing without a process group."""
     if dist.is_initialized():
+        drop_recorded_steps()
         dist.destroy_process_group(group)
 
 

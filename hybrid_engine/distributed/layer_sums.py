@@ -12,6 +12,8 @@ Closing ends what others wait for on gloo. Sums of NCCL run on the device, which
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,13 @@ import torch.distributed as dist
 from hybrid_engine.distributed.presence import LOST
 from hybrid_engine.distributed.single_tensors import all_gather_single
 from hybrid_engine.distributed.verdict import FollowedError, everyone
+
+
+class Recordings(Protocol):
+    """Recorded steps, whose graphs may hold collectives of a group."""
+
+    def drop(self) -> None:
+        """Forgets every graph."""
 
 
 class LayerSums:
@@ -31,7 +40,12 @@ class LayerSums:
     def __init__(self, ranks: list[list[int]]):
         self._ranks = ranks
         self._group: dist.ProcessGroup | None = None
+        self._recordings: WeakSet[Recordings] = WeakSet()
         self.renew()
+
+    def drop_before_leaving(self, recordings: "Recordings") -> None:
+        """Has `recordings` dropped before the group goes: NCCL's must not outlive their communicator."""
+        self._recordings.add(recordings)
 
     def renew(self) -> None:
         """Makes the groups, anew where there were some; collective over all processes of the run.
@@ -44,6 +58,8 @@ class LayerSums:
     def _leave(self) -> None:
         """Closes this process's connections; the last reference to the group must go with it."""
         if self._group is not None:
+            for recordings in list(self._recordings):
+                recordings.drop()
             dist.destroy_process_group(self._group)
             self._group = None
 

@@ -221,6 +221,8 @@ class Generator:
             self.native = StageRollouts(model, *parts, self.group.partners, peers=self.group.layer_partners)
         else:
             self.native = ContainerRollouts(model, *parts, self.partners)
+        if self.group.sums is not None:
+            self.group.sums.drop_before_leaving(self.native.steps)
 
     def move_to(self, device: torch.device) -> None:
         """After the module was moved there, or cast: builds containers for it as it is now."""
@@ -246,6 +248,15 @@ class Generator:
     def release_workspace(self) -> None:
         """Frees the KV workspace's memory; recorded steps that read it wait for it to come back to its address."""
         self.workspace.release()
+
+    def destroy(self) -> None:
+        """Drops recorded steps, which hold collectives of process groups, and frees the workspace.
+
+        A later rollout takes and records both again.
+        """
+        if self.native is not None:
+            self.native.steps.drop()
+        self.release_workspace()
 
     def gather(self, request: Request, release: ExitStack) -> torch.Tensor | None:
         """Takes what the rollout needs and puts its return on `release`; an error of one process is raised on all.

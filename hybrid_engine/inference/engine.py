@@ -263,9 +263,12 @@ class InferenceEngine(nn.Module):
             return warm_up(self.generator, num_prompts, prompt_length, options)
 
     def destroy(self) -> None:
-        """Gives the KV workspace's memory back; the next `generate()` takes it again."""
+        """Gives the KV workspace's memory back and drops recorded steps, before their process groups are destroyed.
+
+        The next `generate()` takes and records both again.
+        """
         if self.generator is not None:
-            self.generator.release_workspace()
+            self.generator.destroy()
 
     def report(self) -> str:
         """Which layers run on containers, which do not, and why; dtype, device, sharing and memory."""

@@ -1,6 +1,7 @@
 """The decode steps of an engine, kept with their graphs for later rollouts that read the same addresses."""
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -16,6 +17,15 @@ from hybrid_engine.ops import SampleOp
 MAX_KEPT = 4
 
 
+_everywhere: "WeakSet[DecodeSteps]" = WeakSet()
+
+
+def drop_recorded_steps() -> None:
+    """Forgets the recorded steps of all engines of this process, before the groups go whose collectives they hold."""
+    for steps in list(_everywhere):
+        steps.drop()
+
+
 class DecodeSteps:
     """Builds the step of a rollout or finds the one that an earlier rollout of the same kind left.
 
@@ -29,6 +39,7 @@ class DecodeSteps:
         self.model, self.max_tokens, self.recorder, self.has_tapes = model, max_tokens, recorder, has_tapes
         self.stats = CaptureStats()
         self._kept: dict[tuple, DecodeStep] = {}  # the last used one at the end
+        _everywhere.add(self)
 
     def for_rollout(self, plan: Plan, kv: torch.Tensor, is_streamed: bool) -> DecodeStep:
         """The step of `plan` on the workspace `kv`; weights must be bound as the rollout will read them."""
@@ -39,6 +50,7 @@ class DecodeSteps:
             return self._build(plan, kv, plan.max_running, plan.num_columns, None, tapes)
         num_slots, num_columns = batch_bucket(plan.max_running), -(-self.max_tokens // plan.block_size)
         addresses = (kv.data_ptr(), *self.model.addresses())
+        self._forget([key for key in self._kept if key[-1] != addresses])
         key = (plan.sampling, num_slots, num_columns, tuple(kv.shape), addresses)
         step = self._kept.pop(key, None)
         if step is None:
@@ -49,10 +61,14 @@ class DecodeSteps:
         return step
 
     def _keep(self, key: tuple, step: DecodeStep) -> None:
-        had_graphs = self._has_graphs
-        while len(self._kept) >= MAX_KEPT:
-            del self._kept[next(iter(self._kept))]
         self._kept[key] = step
+        self._forget(list(self._kept)[:-MAX_KEPT])
+
+    def _forget(self, keys: list[tuple]) -> None:
+        """Drops steps of other addresses at once: their graphs, and a workspace that is no more, take memory."""
+        had_graphs = self._has_graphs
+        for key in keys:
+            del self._kept[key]
         if had_graphs and not self._has_graphs:
             self.recorder.renew()
 
