@@ -26,6 +26,9 @@ QUICK := import_direction readme quick config recipes_refusals lr_schedules zero
   engine_training exclude_frozen checkpoint_folder checkpoint_hostile whole_values interrupts deepspeed_names \
   detokenize serving_requests linear_log_prob head_log_probs parallel_annotations parallel_plan attach
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+# Releases of Triton that `make launches` tries, without their dependencies: those that kernels must compile with, and
+# what is newest today, whose failures are told and fail nothing.
+TRITONS ?= 3.6.0 3.7.1
 # Clients of `hybrid-engine serve` that `make clients` tries, each in the newest release and an environment of its own.
 CLIENTS ?= openai litellm openai-agents verifiers lm-eval
 ENVIRONMENTS := $(VERSIONS:%=.venv-torch-%/installed)
@@ -38,7 +41,7 @@ DEVICE ?= cuda
 RESULTS ?= $(if $(filter cpu,$(DEVICE)),runs/gpu-rehearsal,benchmarks/results/gpu)
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help demo quick test real clients attack fuzz parity kernels check lint types wheel versions clean gpu
+.PHONY: help demo quick test real clients attack fuzz parity kernels launches check lint types wheel versions clean gpu
 .DELETE_ON_ERROR:
 
 help:
@@ -52,6 +55,8 @@ help:
 	@echo 'make fuzz    run 100 random plans of each of eight models, a quarter of an hour'
 	@echo 'make parity  train eleven models under every policy on 1, 2 and 4 processes, with and without ZeRO; an hour'
 	@echo 'make kernels compile every Triton kernel in every form for an H100, without one'
+	@echo 'make launches   compile and launch them from ops and engines by Triton'"'"'s own launcher, without a GPU, with'
+	@echo '             TRITONS="$(TRITONS)" and the newest; tables in runs/launches; 20 minutes each'
 	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
 	@echo 'make versions   run the tests of sharding with other releases of torch, each in an environment of its own:'
 	@echo '             VERSIONS="$(VERSIONS)"; 6 GB each'
@@ -103,6 +108,21 @@ parity: $(INSTALLED)
 # Every kernel in every form, for an H100, which need not be there.
 kernels: $(INSTALLED)
 	for script in tests/compile_*_kernels.py; do $(BIN)/python $$script || exit 1; done
+
+# The tables of releases that are tried in vain stay too.
+launches: $(INSTALLED) $(TRITONS:%=.venv/triton-%/installed) .venv/triton-newest/installed
+	@failed=; for release in $(TRITONS) newest; do \
+	  PYTHONPATH=.venv/triton-$$release:benchmarks OMP_NUM_THREADS=1 \
+	    $(BIN)/python tests/launches.py --out runs/launches/$$release.md || failed="$$failed $$release"; \
+	done; \
+	test -z "$$failed" || echo "Triton$$failed: kernels or checks failed, see above" >&2; \
+	test -z "$$(echo $$failed | sed s/newest//)"
+
+.venv/triton-newest/installed: FORCE
+
+.venv/triton-%/installed: | $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) triton$(patsubst ==newest,,==$*)
+	@touch $@
 
 gpu:
 	$(GPU_PYTHON) benchmarks/gpu_day.py --device $(DEVICE) --results $(RESULTS)

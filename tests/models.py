@@ -3,18 +3,37 @@
 from collections.abc import Callable
 
 import torch
+import transformers as hf
 from model_families import BUILDERS, VOCAB
-from transformers import PreTrainedModel
 
 PAD = 0
+WIDE_VOCAB = 509
+_IDS = {"vocab_size": WIDE_VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
+_SIZES = {**_IDS, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 352}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+# Norms, activations, heads, positions and experts of all kinds, at sizes that fill a kernel's tiles.
+WIDE_FAMILIES = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GROUPED)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_IDS, n_embd=256, n_layer=2, n_head=4)),
+    "gemma2": lambda: hf.Gemma2ForCausalLM(
+        hf.Gemma2Config(**_GROUPED, head_dim=64, sliding_window=64, query_pre_attn_scalar=64)
+    ),
+    "mixtral": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    ),
+    "falcon": lambda: hf.FalconForCausalLM(
+        hf.FalconConfig(**_IDS, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, alibi=True,
+                        multi_query=False, parallel_attn=False)
+    ),
+}  # fmt: skip
 
 
-def build_model(family: str = "llama", seed: int = 0) -> PreTrainedModel:
+def build_model(family: str = "llama", seed: int = 0) -> hf.PreTrainedModel:
     """A family's model."""
     return randomised(BUILDERS[family], seed)
 
 
-def randomised(build: Callable[[], PreTrainedModel], seed: int = 0) -> PreTrainedModel:
+def randomised(build: Callable[[], hf.PreTrainedModel], seed: int = 0) -> hf.PreTrainedModel:
     """A model whose next-token distributions are peaked enough for greedy ties not to occur."""
     torch.manual_seed(seed)
     model = build()

@@ -8,34 +8,14 @@ import gc
 
 import pytest
 import torch
-import transformers as hf
 from live_tensors import live_storages
-from models import PAD, module_logprobs, padded_prompts, randomised
+from models import PAD, WIDE_FAMILIES, WIDE_VOCAB, module_logprobs, padded_prompts, randomised
 from tape import TapeRecorder
 
 import hybrid_engine
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.cuda.is_available()
-VOCAB = 509
-_IDS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": PAD}
-_SIZES = {**_IDS, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 352}
-_GROUPED = {**_SIZES, "num_key_value_heads": 2}
-# Norms, activations, heads, positions and experts of all kinds, at sizes that fill a kernel's tiles.
-FAMILIES = {
-    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GROUPED)),
-    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_IDS, n_embd=256, n_layer=2, n_head=4)),
-    "gemma2": lambda: hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**_GROUPED, head_dim=64, sliding_window=64, query_pre_attn_scalar=64)
-    ),
-    "mixtral": lambda: hf.MixtralForCausalLM(
-        hf.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
-    ),
-    "falcon": lambda: hf.FalconForCausalLM(
-        hf.FalconConfig(**_IDS, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, alibi=True,
-                        multi_query=False, parallel_attn=False)
-    ),
-}  # fmt: skip
 
 
 def build(model, **config):
@@ -81,10 +61,10 @@ def train_step(engine):
     engine.eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WIDE_FAMILIES)
 def test_log_probabilities_of_a_rollout_in_bf16_are_as_near_to_fp32_as_the_models_own(family):
     torch.manual_seed(0)
-    engine = build(FAMILIES[family]())
+    engine = build(WIDE_FAMILIES[family]())
     output = roll_out(engine)
     mask = padded_prompts(width=21)[1].repeat_interleave(2, dim=0).to(engine.device)
     is_response = responses_of(output)
@@ -98,10 +78,10 @@ def test_log_probabilities_of_a_rollout_in_bf16_are_as_near_to_fp32_as_the_model
 
 
 def test_steps_are_recorded_in_the_first_rollout_and_serve_all_that_follow_in_bf16():
-    engine = build(randomised(FAMILIES["llama"]))
+    engine = build(randomised(WIDE_FAMILIES["llama"]))
     captures, mask = [], padded_prompts(width=21)[1].repeat_interleave(2, dim=0).to(engine.device)
     for _ in range(4):
-        output = roll_out(engine, eos_token_id=VOCAB - 1)
+        output = roll_out(engine, eos_token_id=WIDE_VOCAB - 1)
         captures.append(engine.latency_stats()["graph_captures"])
         # The replay read the weights of this step, not those it was recorded with.
         difference = (module_logprobs(engine.module, output.sequences, mask) - output.logprobs).abs()
@@ -121,7 +101,7 @@ def held_bytes():
 
 @pytest.mark.parametrize("release", [False, True], ids=["workspace kept", "workspace released"])
 def test_memory_is_flat_over_200_cycles_of_rollout_and_training(release):
-    engine = build(FAMILIES["llama"](), release_inference_cache=release)
+    engine = build(WIDE_FAMILIES["llama"](), release_inference_cache=release)
     if not CUDA:
         engine.generator.native.steps.recorder = None  # the tape keeps all that was ever recorded
 

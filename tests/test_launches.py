@@ -1,0 +1,59 @@
+"""Kernels compile and launch by Triton's own compiler, binder and launcher, in ops and in an engine, without a GPU."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# In a process of its own, where kernels are not interpreted. The last kernel must fail, and by its name.
+RUN = """
+import itertools, sys
+import launches, torch, triton, triton.language as tl
+from hybrid_engine.ops import dispatch
+
+@triton.jit
+def wrong_kernel(x_ptr):
+    tl.store(x_ptr, tl.load(x_ptr).there_is_no_such_method())
+
+def launch_wrong_kernel():
+    dispatch.launch(wrong_kernel, (1,), torch.zeros(4), device=torch.device("cpu"))
+
+right = launches.short_checks
+launches.short_checks = lambda: itertools.chain(right(), [("a wrong kernel", launch_wrong_kernel)])
+sys.exit(launches.main(["--short"]))
+"""
+KERNELS = """
+    decode_kernel draw_kernel fixed_attention_kernel fixed_product_kernel gated_activation_kernel gradient_kernel
+    greedy_kernel linear_kernel logprob_kernel norm_kernel norm_rows_kernel prefill_kernel qkv_kernel reduce_rows_kernel
+    residual_add_kernel scan_kernel softmax_rows_kernel store_kernel sums_kernel up_kernel
+    _down_kernel _gating_kernel _mix_kernel _sort_kernel _sum_kernel _up_kernel
+"""
+
+
+def test_an_engine_and_the_ops_launch_every_kernel_and_one_that_does_not_compile_fails_by_name(tmp_path):
+    backends = pytest.importorskip("triton.backends", reason="Triton does not exist for this platform").backends
+    if "nvidia" not in backends:
+        pytest.skip("this Triton was built without its NVIDIA backend")
+    if shutil.which(os.environ.get("CC", "cc")) is None:
+        pytest.skip("there is no C compiler, which Triton's launcher needs too")
+    program = tmp_path / "run.py"
+    program.write_text(RUN)
+    unwanted = ("TRITON_INTERPRET", "HYBRID_ENGINE_FALLBACK")
+    environment = {key: value for key, value in os.environ.items() if key not in unwanted}
+    folders = [str(TESTS), str(TESTS.parent / "benchmarks"), environment.get("PYTHONPATH", "")]
+    environment |= {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=600)
+    told = f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    assert result.returncode == 1, told
+    assert "1 checks failed: a wrong kernel" in result.stdout, told
+    assert re.findall(r"^KERNEL FAILED (\w+)", result.stdout, re.MULTILINE) == ["wrong_kernel"], told
+    # The columns: kernel, variants, seconds, launches.
+    rows = re.findall(r"^\| (\w+) \| (\d+) \| [\d.]+ \| (\d+) \|", result.stdout, re.MULTILINE)
+    counts = {kernel: (int(variants), int(launches)) for kernel, variants, launches in rows}
+    assert set(KERNELS.split()) <= set(counts), told
+    assert all(min(counts[kernel]) > 0 for kernel in KERNELS.split()), told
