@@ -1,10 +1,13 @@
 """A kernel that does not compile, by Triton's real compiler, is named: containers give way, all else ends."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models import build_model, padded_prompts
 
 import hybrid_engine
+from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.ops import dispatch, log_prob
 from hybrid_engine.ops.dispatch import tl
 from hybrid_engine.ops.kernel_errors import KernelError, describe_kernel_error
@@ -86,6 +89,17 @@ def test_a_rollout_and_a_training_step_end_by_the_kernels_name(compiled, monkeyp
     loss.register_hook(lambda _: launch_it(compiled))
     with pytest.raises(KernelError, match=r"broken_kernel of .* does not compile"):
         engine.backward(loss)
+
+
+def test_live_batches_and_warm_ups_end_by_the_kernels_name_too(compiled, monkeypatch):
+    engine = hybrid_engine.initialize(model=build_model(), config=CONFIG)[0]
+    engine.eval()
+    monkeypatch.setattr(engine.generator.native, "warm_up", lambda *_: launch_it(compiled))
+    with pytest.raises(KernelError, match=r"broken_kernel of .* does not compile"):
+        engine.warm_up()
+    strategy = SimpleNamespace(scheduler=None, turn=lambda: launch_it(compiled))
+    with pytest.raises(KernelError, match=r"broken_kernel of .* does not compile"):
+        LiveBatch(engine.generator.model, strategy, 8).turn()
 
 
 def test_the_op_is_named_and_other_errors_are_not(compiled, monkeypatch):

@@ -7,6 +7,7 @@ from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.scoring import score_prompts
+from hybrid_engine.ops.kernel_errors import naming_kernels
 
 
 class Progress(NamedTuple):
@@ -110,7 +111,8 @@ class LiveBatch:
 
     def turn(self) -> list[Progress]:
         """One pass over the layers; what it brought, in the order in which the sequences were added."""
-        self.strategy.turn()
+        with naming_kernels():
+            self.strategy.turn()
         return self.tell()
 
     def settle(self) -> list[Progress]:

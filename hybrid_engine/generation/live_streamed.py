@@ -14,6 +14,7 @@ from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
 from hybrid_engine.generation.live import LiveBatch, Progress
 from hybrid_engine.generation.scoring import ScoringTurns
+from hybrid_engine.ops.kernel_errors import naming_kernels
 
 _LEFT, _IDLE, _WORKS, _FAILED = range(4)
 
@@ -88,8 +89,9 @@ class StreamedBatch(LiveBatch):
 
     def _pass(self) -> None:
         """One pass over the layers, whether there is something to compute or not."""
-        if not self._scoring.turn():
-            self.strategy.turn()
+        with naming_kernels():
+            if not self._scoring.turn():
+                self.strategy.turn()
 
     def _fail(self, error: BaseException) -> None:
         """Raises `error` here, and its like on the others where they meet next; collective."""

@@ -12,6 +12,7 @@ from hybrid_engine.containers import UnsupportedModelError
 from hybrid_engine.generation.batching.demand import MAX_RUNNING
 from hybrid_engine.generation.generator import Generator
 from hybrid_engine.generation.preparing import prepare
+from hybrid_engine.ops.kernel_errors import naming_kernels
 
 PROMPT_LENGTH = 256
 
@@ -49,6 +50,7 @@ def warm_up(
 
     Raises:
         ValueError: for options that `generate()` would refuse.
+        KernelError: a kernel does not compile.
     """
     start = time.perf_counter()
     probe_seconds = 0.0
@@ -68,7 +70,8 @@ def warm_up(
             kv = generator.gather(request, release)
             assert kv is not None
             native, plan = generator.native, request.plan
-            stats = generator.partners.agree(lambda: native.warm_up(plan, kv))
+            with naming_kernels():
+                stats = generator.partners.agree(lambda: native.warm_up(plan, kv))
             graphs, graph_seconds = stats.captures, stats.seconds
         generator.gatherer.count_bytes()  # no rollout's
     return WarmUp(time.perf_counter() - start, probe_seconds, graphs, graph_seconds)
