@@ -35,8 +35,8 @@ def why_no_gpu() -> str | None:
 
 
 def kernel_problem(device: torch.device) -> str | None:
-    """Why kernels cannot run on the GPU `device`, with the remedy; None where they can, or torch's operations run."""
-    if not HAS_TRITON or fallback_forced():
+    """Why kernels cannot run on `device`, a GPU, with the remedy; None where they can, or torch's operations run."""
+    if device.type != "cuda" or not HAS_TRITON or fallback_forced():
         return None
     capability = torch.cuda.get_device_capability(device)
     remedy = f"or set {SWITCH}=1, which runs torch's operations in place of kernels"

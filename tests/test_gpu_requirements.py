@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import build_model
+from models import build_model, padded_prompts
 
 import hybrid_engine
+from hybrid_engine.attaching import attached
 from hybrid_engine.command import cli
 from hybrid_engine.config import notices
 from hybrid_engine.distributed import processes
@@ -104,6 +105,16 @@ def test_a_card_that_does_not_hold_one_layer_is_refused(card):
     card.total = 80 * GIB
     with pytest.raises(ValueError, match="another process may hold the rest"):
         check_layer_fits(model, torch.float32)
+
+
+def test_an_attached_model_on_such_a_card_generates_by_itself_and_says_why(monkeypatch, caplog):
+    notices.say_once.cache_clear()
+    monkeypatch.setattr(attached, "kernel_problem", lambda device: f"{device} is too old")
+    model, (ids, mask) = build_model(), padded_prompts()
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4)
+    hybrid_engine.attach(model)
+    assert "generates by its own generate(): cpu is too old" in caplog.text
+    assert torch.equal(model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4), expected)
 
 
 @pytest.mark.parametrize("visible", ["", "-1"])

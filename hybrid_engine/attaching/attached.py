@@ -138,10 +138,9 @@ class Attached:
         """Containers for the model as it is now; where that ends by an error, the next call begins it again."""
         self._fingerprint: Any = None
         self.generator: Generator | None = None
-        found, reason, generator = fingerprint(self.module), reason_unreadable(self.module), None
         device = next(self.module.parameters()).device
-        if reason is None and device.type == "cuda":
-            reason = kernel_problem(device)
+        reason = reason_unreadable(self.module) or kernel_problem(device)
+        found, generator = fingerprint(self.module), None
         if reason is None:
             with as_found(sharding := find_sharding(self.module)), torch.no_grad():
                 generator = Generator(self.module, sharding, self.config, device=device)

@@ -63,7 +63,7 @@ def examine() -> list[Finding]:
 def devices_to_try() -> list[torch.device]:
     """The CPU and each GPU that kernels can run on."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [torch.device("cpu"), *(gpu for gpu in gpus if kernel_problem(gpu) is None)]
+    return [device for device in (torch.device("cpu"), *gpus) if kernel_problem(device) is None]
 
 
 def _version(package: str) -> str | None:
