@@ -1,9 +1,9 @@
 """Attention in which several query heads share a key and value head, through a fused kernel of torch on every device.
 
-CUDA's fused kernels take shared heads in 16 bits and without a mask alone: flash attention knows neither fp32 nor
-masks, and memory-efficient attention knows no shared heads (`check_batch_size_and_num_heads_dense` in PyTorch's
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp). What neither takes runs as plain products, which write the scores
-of all heads. Keys and values are repeated there instead: G times their bytes, and no scores.
+On CUDA flash attention shares heads in 16 bits and without a mask; memory-efficient attention takes fp32 and masks, and
+shares none (`check_batch_size_and_num_heads_dense` in PyTorch's aten/src/ATen/native/transformers/sdp_utils_cpp.h).
+cuDNN's takes masks in 16 bits, on cards and shapes that suit it. What none takes runs as plain products, which write
+the scores of all heads. Keys and values are repeated there instead: G times their bytes, and no scores.
 """
 
 import torch
@@ -28,11 +28,19 @@ def attend_grouped(
         mask: True, or 0, where a query sees a key; broadcast to `[R, H, n, C]`.
         is_causal, scale, dropout: as torch's `is_causal`, `scale` and `dropout_p`.
     """
-    group = query.shape[1] // key.shape[1]
-    is_fused = mask is None and query.dtype in (torch.bfloat16, torch.float16)
-    if query.is_cuda and group > 1 and not is_fused:
-        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    key, value = repeat_where_not_shared(query, key, value, mask)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
+
+
+def repeat_where_not_shared(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value, with as many heads as `query` on CUDA in fp32 or under a mask; shapes as of `attend_grouped`."""
+    group = query.shape[1] // key.shape[1]
+    is_shared = mask is None and query.dtype in (torch.bfloat16, torch.float16)
+    if is_shared or group == 1 or not query.is_cuda:
+        return key, value
+    return key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)

@@ -1,24 +1,34 @@
 """Attention with shared key and value heads: torch's numbers, in the form that CUDA's fused kernels take."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hybrid_engine.ops.grouped_attention import attend_grouped
+from hybrid_engine.recipes.data.spans import attend_along_spans
+
+
+class CalledError(Exception):
+    """Ends what would go on with a tensor that is on no device."""
 
 
 class Recorded(TorchFunctionMode):
-    """Heads of keys, and whether torch is asked to share them, of each call."""
+    """Heads of keys, and whether torch is asked to share them, of each call, which raises CalledError if it `ends`."""
 
-    def __init__(self):
+    def __init__(self, ends=False):
         super().__init__()
-        self.calls = []
+        self.calls, self.ends = [], ends
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.scaled_dot_product_attention:
             self.calls.append((args[1].shape[1], kwargs["enable_gqa"]))
+            if self.ends:
+                raise CalledError
         return function(*args, **(kwargs or {}))
 
 
@@ -68,3 +78,19 @@ def test_repeated_heads_have_the_numbers_and_gradients_of_shared_ones():
             context = attend_grouped(q, k, v, MASK)
         found.append([context, *torch.autograd.grad(context.square().sum(), (q, k, v))])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize(("dtype", "key_heads"), [(torch.float32, 6), (torch.bfloat16, 2)])
+def test_padded_passes_of_recipes_take_a_fused_kernel_too(dtype, key_heads):
+    """transformers' own function asks torch to share heads wherever there is no mask, in fp32 too."""
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    recorded = Recorded(ends=True)
+    with FakeTensorMode(), recorded, pytest.raises(CalledError):
+        attend_along_spans(module, *heads(dtype, "cuda"), None)
+    assert recorded.calls == [(key_heads, True)]
+
+
+def test_padded_passes_keep_their_bits_on_a_cpu():
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+    found, expected = (f(module, *heads(torch.float32), None)[0] for f in (attend_along_spans, sdpa_attention_forward))
+    assert torch.equal(found, expected)

@@ -24,9 +24,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hybrid_engine.containers.streams import send_to_device
-from hybrid_engine.ops.grouped_attention import attend_grouped
+from hybrid_engine.ops.grouped_attention import attend_grouped, repeat_where_not_shared
 
 ATTENTION = "hybrid_engine_spans"
+MOST_SHARED = 256
+"""Dimension of a head up to which transformers leaves it to torch to share heads where there is no mask."""
 ALIKE = 0.6
 """Lines as long as this share of a bucket's longest, or longer, are in that bucket; so it is with their keys."""
 TOGETHER = 0.3
@@ -195,6 +197,8 @@ def attend_along_spans(
         NotImplementedError: the model's attention is more than a scaled product of what `spans` lets see each other.
     """
     if spans is None:
+        if attention_mask is None and key.shape[-1] <= MOST_SHARED:
+            key, value = repeat_where_not_shared(query, key, value, None)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
