@@ -82,13 +82,14 @@ def test_gpu_without_a_card_is_one_line_and_no_work(monkeypatch, capsys):
     assert "doctor --gpu: no GPU is seen: CUDA_VISIBLE_DEVICES='' hides every GPU" in said.err
 
 
+@pytest.mark.gpu
 def test_gpu_says_of_each_part_that_it_works(monkeypatch, capsys):
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(gpu_doctor, "examine_gpu", lambda: gpu_doctor.examine_device(cpu))
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(gpu_doctor, "examine_gpu", lambda: gpu_doctor.examine_device(device))
     assert cli.main(["doctor", "--gpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["gpu", "ok", "ok", "ok", "ok"]
-    assert "160 tokens are those of the model's own" in lines[2] and "a copy reaches" in lines[4]
+    assert [line.split()[0] for line in lines] == ["gpu", *["ok"] * (4 + len(gpu_doctor.DTYPES[device.type]))]
+    assert "160 tokens are those of the model's own" in lines[-4] and "a copy reaches" in lines[-1]
 
 
 def test_gpu_with_wrong_tokens_or_a_step_that_does_not_train_ends_with_a_status(monkeypatch, capsys):
@@ -98,11 +99,15 @@ def test_gpu_with_wrong_tokens_or_a_step_that_does_not_train_ends_with_a_status(
     monkeypatch.setattr(HybridEngine, "step", lambda engine: None)
     assert cli.main(["doctor", "--gpu", "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert [finding["state"] for finding in findings.values()] == ["ok", "broken", "broken", "ok"]
+    assert [finding["state"] for finding in findings.values()] == ["ok", "broken", "broken", "broken", "ok"]
     assert "tokens are not those of generate()" in findings["greedy tokens"]["text"]
     monkeypatch.setattr(HybridEngine, "generate", generate)
     with pytest.raises(RuntimeError, match="the loss does not fall"):
         gpu_doctor.training_step(cpu)
+    right = gpu_doctor.linear_log_prob
+    monkeypatch.setattr(gpu_doctor, "linear_log_prob", lambda *given: right(given[0] * 1.1, *given[1:]))
+    with pytest.raises(RuntimeError, match="from those of the logits"):
+        gpu_doctor.log_probabilities(cpu)
 
 
 def test_gpu_stops_at_a_card_that_kernels_cannot_run_on(monkeypatch, capsys):

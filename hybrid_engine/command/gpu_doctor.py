@@ -3,6 +3,7 @@
     the card            what kernels need of it and of its driver, and who else has memory on it
     a decode layer      kernels compiled, run and held against the model's own forward, in fp32 and bf16
     greedy tokens       a small model's, against its own generate()
+    log-probabilities   of sampled tokens, and straight from hidden states with their gradients, against the logits
     a training step     the loss falls, and the next rollout is that of the new weights
     decode bandwidth    bytes of weights that a decode step reads a second, beside those of a copy
 
@@ -17,14 +18,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybrid_engine
+from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.observing.health import Finding
 from hybrid_engine.ops.gpu import GIB, foreign_memory_line, kernel_problem, why_no_gpu
+from hybrid_engine.ops.linear_log_prob import linear_log_prob
 
 KIND = "gpu"
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float32, torch.bfloat16)}
 """In which a layer is tried, by the kind of device."""
 VOCAB, PROMPT_TOKENS, NEW_TOKENS = 1024, 24, 40
+MOST_APART = 1e-3
+"""Of log-probabilities and gradients in fp32, whose sums differ in their order alone."""
 LEAST_SHARE = 0.2
 """Of the bandwidth, at one row of a model of a billion parameters: less says that something holds steps up."""
 ENGINE_CONFIG = {
@@ -54,6 +59,7 @@ def examine_device(device: torch.device) -> Iterator[Finding]:
     yield from try_layers(device)
     for name, check in (
         ("greedy tokens", greedy_tokens),
+        ("log-probabilities", log_probabilities),
         ("a training step", training_step),
         ("decode bandwidth", decode_bandwidth),
     ):
@@ -137,6 +143,34 @@ def greedy_tokens(device: torch.device) -> str:
     if (reason := engine.generator.fallback_reason) is not None:
         raise RuntimeError(reason)
     return f"{_compare_tokens(engine, device)[1]} tokens are those of the model's own generate()"
+
+
+def log_probabilities(device: torch.device) -> str:
+    """RuntimeError where those of a sampled rollout, or of `linear_log_prob`, are not those of the logits."""
+    engine, ids = _engine(device).eval(), _prompts(device)
+    options = {"do_sample": True, "top_k": 50, "max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True}
+    output = engine.generate(ids, attention_mask=torch.ones_like(ids), seed=7, pad_token_id=0, **options)
+    assert isinstance(output, GenerateOutput)
+    with torch.no_grad():
+        logits = engine.module(output.sequences).logits[:, PROMPT_TOKENS - 1 : -1]
+    own = logits.float().log_softmax(-1).gather(-1, output.sequences[:, PROMPT_TOKENS:, None]).squeeze(-1)
+    apart = (torch.where(output.logprobs == 0, own, output.logprobs) - own).abs().max().item()
+    apart = max(apart, _linear_log_prob_difference(device))
+    if not apart <= MOST_APART:
+        raise RuntimeError(f"they are {apart:.1e} from those of the logits, more than {MOST_APART:.0e}")
+    return f"at most {apart:.1e} from those of the logits"
+
+
+def _linear_log_prob_difference(device: torch.device) -> float:
+    """Of log-probabilities and gradients, in fp32, from torch's own in fp64."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(rows, 64, device=device).div_(8).requires_grad_() for rows in (100, 1000))
+    targets = torch.arange(100, device=device) * 7
+    logprobs = linear_log_prob(hidden, weight, targets).logprobs
+    expected = (hidden.double() @ weight.double().t()).log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    found = [logprobs, *torch.autograd.grad(logprobs.sum(), (hidden, weight))]
+    right = [expected, *torch.autograd.grad(expected.sum(), (hidden, weight))]
+    return max((one - other).abs().max().item() for one, other in zip(found, right, strict=True))
 
 
 def training_step(device: torch.device) -> str:
