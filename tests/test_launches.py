@@ -50,8 +50,7 @@ def test_an_engine_and_the_ops_launch_every_kernel_and_one_that_does_not_compile
     result = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=600)
     told = f"{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
     assert result.returncode == 1, told
-    assert "1 checks failed: a wrong kernel" in result.stdout, told
-    assert re.findall(r"^KERNEL FAILED (\w+)", result.stdout, re.MULTILINE) == ["wrong_kernel"], told
+    assert result.stdout.endswith("1 checks failed: a wrong kernel\n1 kernels failed: wrong_kernel\n"), told
     # The columns: kernel, variants, seconds, launches.
     rows = re.findall(r"^\| (\w+) \| (\d+) \| [\d.]+ \| (\d+) \|", result.stdout, re.MULTILINE)
     counts = {kernel: (int(variants), int(launches)) for kernel, variants, launches in rows}
