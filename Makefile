@@ -56,7 +56,7 @@ help:
 	@echo 'make parity  train eleven models under every policy on 1, 2 and 4 processes, with and without ZeRO; an hour'
 	@echo 'make kernels compile every Triton kernel in every form for an H100, without one'
 	@echo 'make launches   compile and launch them from ops and engines by Triton'"'"'s own launcher, without a GPU, with'
-	@echo '             TRITONS="$(TRITONS)" and the newest; tables in runs/launches; 20 minutes each'
+	@echo '             TRITONS="$(TRITONS)" and the newest; tables in runs/launches; ten minutes each'
 	@echo 'make check   format, lint, import directions, types and the wheel in an empty environment'
 	@echo 'make versions   run the tests of sharding with other releases of torch, each in an environment of its own:'
 	@echo '             VERSIONS="$(VERSIONS)"; 6 GB each'
