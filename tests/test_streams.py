@@ -18,6 +18,7 @@ from hybrid_engine.generation.decoding.graph import CudaGraphs
 from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.live_thread import LiveThread
 from hybrid_engine.generation.options import GenerationOptions
+from hybrid_engine.optim.masters import Masters
 
 SECOND = torch.device("cuda", 1)
 
@@ -200,3 +201,34 @@ def test_no_thread_records_while_an_engine_draws_dropout_in_either_pass(monkeypa
     engine.backward(loss)
     assert seen == [("forward", False), ("backward", False)]
     assert can_capture()
+
+
+def test_all_gradients_of_an_offloaded_optimizer_are_on_their_way_before_one_is_awaited(cuda, monkeypatch):
+    log = []
+
+    class Grad:
+        is_cuda, device = True, SECOND
+
+        def __init__(self, value):
+            self.value = value
+
+        def to(self, device, non_blocking=False):
+            log.append(("copy", device.type, non_blocking))
+            return torch.tensor([self.value], dtype=torch.bfloat16)
+
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda event: log.append(("wait", event.device)))
+    parameters = [
+        SimpleNamespace(name=name, has_master=True, param=SimpleNamespace(grad=None), master=torch.nn.Parameter(zero))
+        for name, zero in (("a", torch.zeros(1)), ("b", torch.zeros(1)))
+    ]
+    masters = Masters(parameters)
+    for _ in range(2):
+        for number, trained in enumerate(parameters):
+            trained.param.grad = Grad(1.5 + number)
+        masters.take_gradients(parameters)
+    assert log == [("copy", "cpu", True), ("copy", "cpu", True), ("wait", 1)] * 2
+    assert [(p.master.grad.tolist(), p.master.grad.dtype) for p in parameters] == [
+        ([3.0], torch.float32),
+        ([5.0], torch.float32),
+    ]
+    assert all(trained.param.grad is None for trained in parameters)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from hybrid_engine.containers.streams import record_event
 from hybrid_engine.zero.sharding import local_tensor
 from hybrid_engine.zero.trained_parameter import TrainedParameter
 
@@ -21,14 +22,13 @@ class Masters:
     @torch.no_grad()
     def take_gradients(self, parameters: list[TrainedParameter]) -> None:
         """Adds the gradients of `parameters` to those of their masters, where they have one, and frees them."""
-        for trained in parameters:
-            grad = trained.param.grad
-            if not trained.has_master or grad is None:
-                continue
+        taken = [(trained, trained.param.grad) for trained in parameters if trained.has_master]
+        grads = [(trained, grad) for trained, grad in taken if grad is not None]
+        for (trained, _), moved in zip(grads, _move_gradients(grads), strict=True):
             if trained.master.grad is None:
-                trained.master.grad = grad.to(device=trained.master.device, dtype=trained.master.dtype)
+                trained.master.grad = moved.to(trained.master.dtype)
             else:
-                local_tensor(trained.master.grad).add_(local_tensor(grad).to(trained.master.device))
+                local_tensor(trained.master.grad).add_(local_tensor(moved))
             trained.param.grad = None
 
     def renew(self) -> None:
@@ -55,6 +55,16 @@ class Masters:
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(local_tensor(trained.param), local_tensor(trained.master)) for trained in self._parameters]
+
+
+def _move_gradients(grads: list[tuple[TrainedParameter, torch.Tensor]]) -> list[torch.Tensor]:
+    """Each gradient where its master lies; copies to the CPU are all under way before the first is waited for."""
+    # What comes to the CPU so lies in pinned memory, which PyTorch keeps for the next time.
+    moved = [grad.to(trained.master.device, non_blocking=True) for trained, grad in grads]
+    devices = {grad.device for trained, grad in grads if grad.is_cuda and trained.master.device.type == "cpu"}
+    for device in devices:
+        record_event(device).synchronize()
+    return moved
 
 
 def build_trained_parameters(

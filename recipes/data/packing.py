@@ -98,8 +98,13 @@ class Packed(NamedTuple):
 
     def to(self, device: torch.device) -> "Packed":
         """What was packed on the host, on `device`, without waiting for it."""
-        sent = (send_to_device(part, device) for part in self[:3])
-        return Packed(*sent, None if self.spans is None else self.spans.to(device), self.places)
+        return Packed(
+            send_to_device(self.input_ids, device),
+            send_to_device(self.position_ids, device),
+            send_to_device(self.places, device),
+            None if self.spans is None else self.spans.to(device),
+            self.places,
+        )
 
     @property
     def inputs(self) -> dict[str, Any]:
