@@ -153,6 +153,7 @@ def log_probabilities(device: torch.device) -> str:
     assert isinstance(output, GenerateOutput)
     with torch.no_grad():
         logits = engine.module(output.sequences).logits[:, PROMPT_TOKENS - 1 : -1]
+    assert output.sequences is not None and output.logprobs is not None
     own = logits.float().log_softmax(-1).gather(-1, output.sequences[:, PROMPT_TOKENS:, None]).squeeze(-1)
     apart = (torch.where(output.logprobs == 0, own, output.logprobs) - own).abs().max().item()
     apart = max(apart, _linear_log_prob_difference(device))
