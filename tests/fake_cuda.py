@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from compile_kernels import resources
 
 
 def install(folder: Path) -> None:
@@ -136,22 +137,19 @@ class Meter:
         if len(self._loaded) == num_loaded:
             launches.seconds.append(seconds)
 
-    @property
-    def num_variants(self) -> int:
-        """Those loaded so far."""
-        return len(self._loaded)
-
-    def read_resources(self) -> None:
-        """Reads what the variants take from what was compiled."""
-        from compile_kernels import resources
-
-        for name, cubin, shared_bytes, _ in self._loaded:
+    def read_resources(self) -> tuple[int, int]:
+        """Reads what the variants loaded since the last call take: how many they are, and the most bytes one spills."""
+        most_spilled, loaded = 0, self._loaded
+        self._loaded = []
+        for name, cubin, shared_bytes, _ in loaded:
             launches = self.kernels[name]
             registers, spilled_bytes = resources(cubin)
             launches.num_variants += 1
             launches.shared_bytes = max(launches.shared_bytes, shared_bytes)
             launches.registers = max(launches.registers, registers)
             launches.spilled_bytes = max(launches.spilled_bytes, spilled_bytes)
+            most_spilled = max(most_spilled, spilled_bytes)
+        return len(loaded), most_spilled
 
 
 @contextmanager

@@ -207,14 +207,15 @@ def run(checks: list[Check], meter: Meter) -> list[str]:
     """Runs the checks; names of those that failed, each printed with its error."""
     failed = []
     for name, call in checks:
-        num_variants = meter.num_variants
         try:
             call()
         except Exception as error:  # the next check may well pass
             failed.append(name)
             print(f"FAILED {name}: {type(error).__name__}: {str(error)[:400]}", flush=True)
-        if meter.num_variants > num_variants:
-            print(f"{name}: {meter.num_variants - num_variants} variants compiled", flush=True)
+        num_variants, spilled_bytes = meter.read_resources()
+        if num_variants:
+            spills = f", of which one spills {spilled_bytes} bytes" if spilled_bytes else ""
+            print(f"{name}: {num_variants} variants compiled{spills}", flush=True)
         gc.collect()
     return failed
 
