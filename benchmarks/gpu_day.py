@@ -63,8 +63,8 @@ class Part:
     rehearsal: tuple[str, ...]
     needs: tuple[str, ...] = ()
     seconds: int = SECONDS
-    is_timed: bool = True
-    """Whether it measures time, and so wants the machine for itself."""
+    is_alone: bool = True
+    """Whether it has the machine for itself: it measures time, or does for the next ones what each would do again."""
     least_seconds: int = LEAST_SECONDS
     """With less it would teach nothing."""
 
@@ -86,19 +86,24 @@ ROLLOUT_SHAPE = (
 
 PARTS = (
     Part(
+        "compile", "does every kernel compile; those of later parts, in several processes",
+        ("benchmarks/gpu_compile.py", "--processes", "{processes}"),
+        ("benchmarks/gpu_compile.py", "--processes", "2"), TABLES, seconds=120,
+    ),
+    Part(
         "smoke", "does it work: kernels, a recorded step, a cycle of training and rollouts, LoRA, offload",
-        ("benchmarks/gpu_smoke.py",), ("benchmarks/gpu_smoke.py",), TABLES, seconds=240, is_timed=False,
+        ("benchmarks/gpu_smoke.py",), ("benchmarks/gpu_smoke.py",), TABLES, seconds=240, is_alone=False,
     ),
     Part(
         "tests", "parity of families in bf16, graphs across training steps, flat memory; several GPUs where there are",
         (*TESTS, "-m", "gpu or multigpu", *TEST_FILES), (*TESTS, "-m", "gpu or multigpu", *TEST_FILES),
-        ("pytest", "xdist"), is_timed=False,
+        ("pytest", "xdist"), is_alone=False,
     ),
     Part(
         "kernels", "is every kernel right in every dtype, at odd sizes, on poisoned memory",
         (*TESTS, *(f"tests/test_kernels_{name}.py" for name in
                    ("softmax_context", "gemm", "sample", "moe", "block_copy", "linear_log_prob", "model"))),
-        (*TESTS, "tests/test_kernels_compile.py"), ("pytest", "xdist"), is_timed=False,
+        (*TESTS, "tests/test_kernels_compile.py"), ("pytest", "xdist"), is_alone=False,
     ),
     Part(
         "decode", "are the goals of a decode step met",
@@ -180,9 +185,9 @@ def run_all(args: argparse.Namespace, machine: dict, environment: dict[str, str]
     """The record of each part that was asked for; those that time nothing run side by side."""
     chosen = [p for p in PARTS if (not args.parts or p.name in args.parts) and p.name not in args.skip]
     records = []
-    for is_timed, group in groupby(chosen, key=lambda part: part.is_timed):
+    for is_alone, group in groupby(chosen, key=lambda part: part.is_alone):
         parts = list(group)
-        with ThreadPoolExecutor(1 if is_timed else len(parts)) as pool:
+        with ThreadPoolExecutor(1 if is_alone else len(parts)) as pool:
             for record in pool.map(lambda part: run(part, args, machine, environment), parts):
                 records.append(record)
                 write_summary(args.results)

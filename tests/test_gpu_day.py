@@ -105,7 +105,7 @@ def test_parts_that_time_nothing_run_beside_each_other(tmp_path, monkeypatch):
     wait = "import pathlib, time; pathlib.Path({!r}).touch()\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.05)"
     names = [str(tmp_path / name) for name in ("a", "b")]
     parts = [
-        gpu_day.Part(name, "", ("-c", wait.format(*pair)), (), seconds=60, is_timed=False)
+        gpu_day.Part(name, "", ("-c", wait.format(*pair)), (), seconds=60, is_alone=False)
         for name, pair in (("one", names), ("two", names[::-1]))
     ]
     monkeypatch.setattr(gpu_day, "PARTS", parts)
