@@ -144,6 +144,7 @@ def run(config: Config) -> Path:
     say(schedule.describe())
     say("\n".join(describe(config.algorithm)))
     num_episodes = min(config.num_clients, config.rollout_size * config.group_size)
+    assert read.answered is not None, "episodes begin with prompts"
     warm_up(policy.actor, policy.tokenizer, SamplingOptions.of(config), num_episodes, read.answered.shortest)
     before = evaluate(policy, config)
     started = time.perf_counter()
