@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from common import DTYPES, append_rows, environment, measure_ceilings, parse_run, run_options
-from tune_products import CALLS, ROTATED_BYTES, microseconds
+from common import DTYPES, append_rows, environment, measure_ceilings, run_options
+from tune_products import CALLS, ROTATED_BYTES, check_alike, microseconds, read_arguments
 
 from hybrid_engine.ops import QKV, DecodeBatch, KVBlocks, SoftmaxContextOp
 from hybrid_engine.ops import softmax_context_kernels as kernels
@@ -91,9 +91,7 @@ def tune(shape: Shape, bandwidth: float, dtype: torch.dtype, args: argparse.Name
                 continue
             calls[-1]()
             expected = result if expected is None else expected
-            error = ((result - expected).norm() / expected.norm()).item()
-            if not error < 0.01:
-                raise RuntimeError(f"the result is {error:.3g} from the present one's")
+            check_alike(result, expected)
             took = microseconds(calls, args.repeats)
         except Exception as error:  # the next choice may well run
             print(f"{shape} {split} {tokens} {stages} FAILED: {type(error).__name__}: {str(error)[:100]}", flush=True)
@@ -114,8 +112,7 @@ def tune(shape: Shape, bandwidth: float, dtype: torch.dtype, args: argparse.Name
 def main() -> int:
     """Measures, prints, writes."""
     parser = run_options(__doc__, repeats=5)
-    parser.add_argument("--compile", action="store_true", help="runs every choice once and times nothing")
-    args = parse_run(parser, "attention_tiles")
+    args = read_arguments(parser, "attention_tiles")
     dtype = DTYPES["bfloat16"]
     bandwidth = 1.0 if args.compile else measure_ceilings(args.device, dtype, args.small).bytes_per_second
     for shape in SHAPES:

@@ -90,8 +90,8 @@ def candidates(product: Product, own: Tiles, is_small: bool = False) -> list[Til
     return list(dict.fromkeys(found))[: 3 if is_small else None]
 
 
-def build(product: Product, device: str, dtype: torch.dtype) -> tuple[list[Callable[[], torch.Tensor]], int]:
-    """A call for each set of weights, and how many there are."""
+def build(product: Product, device: str, dtype: torch.dtype) -> list[Callable[[], torch.Tensor]]:
+    """A call for each set of weights."""
     sets = max(1, min(CALLS, ROTATED_BYTES // product.num_bytes)) if device != "cpu" else 1
     calls = []
     x = (torch.randn(product.rows, product.width_in, device=device) / product.width_in**0.5).to(dtype)
@@ -99,7 +99,7 @@ def build(product: Product, device: str, dtype: torch.dtype) -> tuple[list[Calla
         widths = product.widths_out * product.num_weights
         weights = [torch.randn(width, product.width_in, device=device, dtype=dtype).t() for width in widths]
         calls.append(_call(product, x, weights))
-    return calls, sets
+    return calls
 
 
 def _call(product: Product, x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -131,6 +131,22 @@ def microseconds(calls: list[Callable[[], torch.Tensor]], repeats: int) -> float
     return min(times[1:])
 
 
+def check_alike(result: torch.Tensor, expected: torch.Tensor) -> None:
+    """RuntimeError where a choice computes something else than the first."""
+    error = ((result - expected).norm() / expected.norm()).item()
+    if not error < 0.01:
+        raise RuntimeError(f"the result is {error:.3g} from that of the first choice")
+
+
+def read_arguments(parser: argparse.ArgumentParser, name: str) -> argparse.Namespace:
+    """The command line; without a GPU there is nothing to time."""
+    parser.add_argument("--compile", action="store_true", help="runs every choice once and times nothing")
+    args = parse_run(parser, name)
+    if not args.compile and torch.device(args.device).type != "cuda":
+        parser.error(f"--device={args.device}: kernels are timed on a GPU; --compile runs them once")
+    return args
+
+
 def use(tiles: Tiles) -> None:
     """From now on products run with these."""
     for module in (qkv_gemm, mlp_gemm, vector_matmul):
@@ -150,8 +166,7 @@ def main() -> int:
     parser = run_options(__doc__, repeats=5)
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     parser.add_argument("--seconds", type=float, default=1e9, help="for each product")
-    parser.add_argument("--compile", action="store_true", help="runs every choice once and times nothing")
-    args = parse_run(parser, "tiles")
+    args = read_arguments(parser, "tiles")
     dtype = DTYPES["bfloat16"]
     bandwidth = 1.0 if args.compile else measure_ceilings(args.device, dtype, args.small).bytes_per_second
     for product in PRODUCTS:
@@ -163,7 +178,7 @@ def main() -> int:
 def tune(product: Product, bandwidth: float, dtype: torch.dtype, args: argparse.Namespace) -> None:
     """One product."""
     torch.manual_seed(0)
-    calls, _ = build(product, args.device, dtype)
+    calls = build(product, args.device, dtype)
     own, begun, rows = own_choice(product, dtype), time.monotonic(), []
     expected = None
     for tiles in candidates(product, own, args.small):
@@ -177,9 +192,7 @@ def tune(product: Product, bandwidth: float, dtype: torch.dtype, args: argparse.
             for call in calls[1:2]:
                 call()
             expected = result.float() if expected is None else expected
-            error = ((result.float() - expected).norm() / expected.norm()).item()
-            if not error < 0.01:
-                raise RuntimeError(f"the result is {error:.3g} from the rule's own")
+            check_alike(result.float(), expected)
             took = microseconds(calls, args.repeats)
         except Exception as error:  # the next choice may well run
             print(f"{product} {tiles} FAILED: {type(error).__name__}: {str(error)[:100]}", flush=True)

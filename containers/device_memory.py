@@ -1,16 +1,17 @@
 """Memory of a GPU behind an address that stays reserved while the memory comes and goes.
 
 PyTorch's allocator gives a tensor that is made anew another address. CUDA's driver can map memory behind a reserved
-range of addresses and take it away again (virtual memory management, CUDA Driver API, section 6.14), so what a CUDA
+range of addresses and take it away again ("Virtual Memory Management" in the CUDA Driver API), so what a CUDA
 graph has recorded stays valid, and in the mean time the memory is anybody's.
 """
 
 import ctypes
 import functools
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
+
+from hybrid_engine.ops.gpu import load_driver
 
 _PINNED, _ON_DEVICE, _READ_AND_WRITE, _RECOMMENDED, _IS_SUPPORTED = 1, 1, 3, 1, 102
 _OUT_OF_MEMORY = 2
@@ -32,16 +33,9 @@ class _Access(ctypes.Structure):
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL | None:
-    with suppress(OSError):
-        return ctypes.CDLL("libcuda.so.1")
-    return None
-
-
-@functools.cache
 def is_supported(device: torch.device) -> bool:
     """Whether the driver maps memory behind reserved addresses of `device`."""
-    driver, answer = _driver(), ctypes.c_int(0)
+    driver, answer = load_driver(), ctypes.c_int(0)
     if driver is None or device.type != "cuda":
         return False
     torch.cuda.init()
@@ -62,7 +56,7 @@ class DeviceMemory:
     def __init__(self, num_bytes: int, device: torch.device):
         """RuntimeError where no range can be reserved; see `is_supported`."""
         self.num_bytes, self.device = num_bytes, device
-        driver = _driver()
+        driver = load_driver()
         assert driver is not None
         self._driver = driver
         self._properties = _Properties(type=_PINNED, location=_Location(_ON_DEVICE, _index(device)))

@@ -13,8 +13,7 @@ import torch
 LAUNCHES = threading.RLock()
 """Held while a CUDA graph is recorded, and by what draws from PyTorch's generator, which a capture has to itself.
 
-Two captures at once would also share PyTorch's stream for them. Nothing waits for another thread inside of a capture,
-so that one lock for all devices cannot close a circle.
+Nothing waits for another thread inside of a capture, so that one lock for all devices cannot close a circle.
 """
 
 

@@ -67,13 +67,20 @@ def foreign_memory_line(device: torch.device) -> str | None:
 
 
 @functools.cache
+def load_driver() -> ctypes.CDLL | None:
+    """The NVIDIA driver's library; None where there is none."""
+    with suppress(OSError):
+        return ctypes.CDLL("libcuda.so.1")
+    return None
+
+
+@functools.cache
 def driver_version() -> tuple[int, int] | None:
     """The newest CUDA that the NVIDIA driver runs, such as (12, 8); None where there is no driver."""
-    number = ctypes.c_int(0)
-    with suppress(OSError):
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0:
-            return number.value // 1000, number.value % 1000 // 10
-    return None
+    driver, number = load_driver(), ctypes.c_int(0)
+    if driver is None or driver.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return number.value // 1000, number.value % 1000 // 10
 
 
 @functools.cache

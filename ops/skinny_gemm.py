@@ -25,7 +25,7 @@ MAX_ROWS, MAX_ROWS_FP32 = 256, 64
 # More rows than this, of 16 bits, take wide tiles.
 FEW_ROWS = 64
 
-# Chosen among 20 to 126 tilings of each product of a decode step of OPT-1.3B, Qwen2 0.5B and 1.5B and Llama 8B, at 1,
+# Chosen among 14 to 126 tilings of each product of a decode step of OPT-1.3B, Qwen2 0.5B and 1.5B and Llama 8B, at 1,
 # 32 and 64 rows, on an H200 of 132 SMs, 228 KB of shared memory each (`benchmarks/tune_products.py`). A program streams
 # 64 columns in stages of 16 KB of weights; one that is alone on its SM keeps 96 KB of them in flight, of two each what
 # fits. Programs of 64 columns beat twice as many of 32 down to a quarter of the SMs, and K that is split in up to 8

@@ -35,7 +35,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch):
     driver = Driver()
-    monkeypatch.setattr(device_memory, "_driver", lambda: driver)
+    monkeypatch.setattr(device_memory, "load_driver", lambda: driver)
     monkeypatch.setattr(device_memory, "_ABANDONED", [])
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     for name in ("synchronize", "empty_cache"):

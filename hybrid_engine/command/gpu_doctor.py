@@ -74,7 +74,7 @@ def try_layers(device: torch.device, kind: str = KIND) -> Iterator[Finding]:
 
 
 def _finding(kind: str, name: str, check: Callable[[], str]) -> Finding:
-    """What `check` says, or its error."""
+    """The words of `check`, or its error."""
     start = time.perf_counter()
     try:
         text, state = check(), "ok"
@@ -163,7 +163,7 @@ def log_probabilities(device: torch.device) -> str:
 
 
 def _linear_log_prob_difference(device: torch.device) -> float:
-    """Of log-probabilities and gradients, in fp32, from torch's own in fp64."""
+    """The largest difference of log-probabilities and gradients, in fp32, from torch's own in fp64."""
     torch.manual_seed(0)
     hidden, weight = (torch.randn(rows, 64, device=device).div_(8).requires_grad_() for rows in (100, 1000))
     targets = torch.arange(100, device=device) * 7
