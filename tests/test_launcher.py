@@ -185,10 +185,10 @@ def test_ctrl_c_ends_the_scripts_with_one_line_of_the_launchers(tmp_path):
         textwrap.dedent("""
         import os, sys, time
         try:
-            print("ready", flush=True)
+            # One write for a line: two processes share the pipe, and unbuffered, print() writes the line feed by itself.
+            os.write(1, b"ready\\n")
             time.sleep(100)
         except KeyboardInterrupt:
-            # One write: two processes share the pipe.
             os.write(1, f"interrupted {os.environ['LOCAL_RANK']}\\n".encode())
         """)
     )
