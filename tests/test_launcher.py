@@ -185,7 +185,7 @@ def test_ctrl_c_ends_the_scripts_with_one_line_of_the_launchers(tmp_path):
         textwrap.dedent("""
         import os, sys, time
         try:
-            # One write for a line: two processes share the pipe, and unbuffered, print() writes the line feed by itself.
+            # One write for a line: two processes share the pipe, and unbuffered, print() writes the feed by itself.
             os.write(1, b"ready\\n")
             time.sleep(100)
         except KeyboardInterrupt:
