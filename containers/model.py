@@ -27,6 +27,7 @@ from hybrid_engine.containers.quantised import keep_as_loaded
 from hybrid_engine.containers.tensor_parallel import ALONE, TensorParallel
 from hybrid_engine.containers.views import EmbeddingView, NormView, config_value, has_module, submodule
 from hybrid_engine.ops import Batch, KVBlocks, VectorMatMulOp
+from hybrid_engine.ops.expert_gemm import ExpertGemmOp
 
 
 def layer_class_name(layer: nn.Module) -> str:
@@ -155,6 +156,14 @@ class InferenceModel:
     def has_experts(self) -> bool:
         """Whether a layer has a mixture of experts."""
         return any(isinstance(layer.mlp, MoEMLP) for layer in self.layers)
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a graph can hold a forward pass: the host reads nothing of it, as it may where a module runs.
+
+        The reference of experts reads how many tokens each has, also where it takes over from a kernel.
+        """
+        return not self.runs_module and not (self.has_experts and ExpertGemmOp.reads_host(self.weight))
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Shape of the KV workspace: `[L, 2, num_blocks, K, block_size, D]`."""

@@ -7,6 +7,7 @@ import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
 TILE = 1024  # elements of one program
 
@@ -51,7 +52,7 @@ class BlockCopyOp:
         Raises ValueError for a workspace that is not contiguous, or numbers of another shape or device.
         """
         if use_triton(workspace):
-            self._launch(workspace, sources, targets, num_tokens)
+            kernel_or_reference(self._launch, self.reference, workspace, sources, targets, num_tokens)
         else:
             self.reference(workspace, sources, targets, num_tokens)
 

@@ -25,7 +25,8 @@ from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS
 from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
-from hybrid_engine.ops.mlp_gemm import up_product
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
+from hybrid_engine.ops.mlp_gemm import up_in_torch, up_product
 from hybrid_engine.ops.skinny_gemm import takes_rows
 from hybrid_engine.ops.vector_matmul import VectorMatMulOp
 
@@ -51,7 +52,9 @@ class GELUGemmOp:
     ) -> torch.Tensor:
         if not use_triton(input) or not takes_rows(input):
             return self.reference(input, weight, bias, weight_out)
-        return self.output(up_product(input, None, (weight, bias), self.activation_name), weight_out)
+        up = (weight, bias)
+        inner = kernel_or_reference(up_product, up_in_torch, input, None, up, self.activation_name)
+        return self.output(inner, weight_out)
 
     def reference(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weight_out: torch.Tensor
@@ -131,7 +134,7 @@ class ResidualAddOp:
         bias = attention_bias if add_bias else None
         if not use_triton(hidden_state):
             return self._sum(hidden_state, residual, attention, bias, final_bias)
-        return self._launch(hidden_state, residual, attention, bias, final_bias)
+        return kernel_or_reference(self._launch, self._sum, hidden_state, residual, attention, bias, final_bias)
 
     def reference(
         self,

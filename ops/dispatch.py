@@ -2,7 +2,8 @@
 
 Kernels run on CUDA tensors; with `TRITON_INTERPRET=1` set before the import they run on the CPU through
 Triton's interpreter, slowly, which is how they are tested without a GPU. `HYBRID_ENGINE_FALLBACK=1` forces
-the references everywhere. On a CPU some ops have a third, compiled form, which `cpu_kernels.use_compiled` chooses where
+the references everywhere; where it is not set, an op whose kernel does not compile runs its reference alone
+(`kernel_errors.py`). On a CPU some ops have a third, compiled form, which `cpu_kernels.use_compiled` chooses where
 no kernel runs. Where Triton is not installed `triton` and `tl` are stand-ins that let the
 kernels be defined and never run.
 """

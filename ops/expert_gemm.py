@@ -27,6 +27,7 @@ import torch
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
 from hybrid_engine.ops.cpu_gemm import linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, tl, triton, use_triton
+from hybrid_engine.ops.kernel_errors import is_replaced, kernel_or_reference
 from hybrid_engine.ops.moe_gating import Routing
 from hybrid_engine.ops.skinny_gemm import multiply
 
@@ -129,8 +130,14 @@ class ExpertGemmOp:
             ValueError: a tensor whose dtype, device or shape does not fit the others.
         """
         self._check(input, routing, up, up_bias, down, down_bias)
-        run = self._launch if use_triton(input) else self.reference
-        return run(input, routing, up, up_bias, down, down_bias)
+        if use_triton(input):
+            return kernel_or_reference(self._launch, self.reference, input, routing, up, up_bias, down, down_bias)
+        return self.reference(input, routing, up, up_bias, down, down_bias)
+
+    @classmethod
+    def reads_host(cls, input: torch.Tensor) -> bool:
+        """Whether `input` is computed by the reference, which reads the experts' numbers of tokens on the host."""
+        return not use_triton(input) or is_replaced(cls._launch)
 
     def _check(
         self,

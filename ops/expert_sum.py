@@ -12,6 +12,7 @@ after the sum, the sigmoid, the product and every addition.
 import torch
 
 from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, tl, triton, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
 # Elements of a row that one program sums.
 MAX_BLOCK = 1024
@@ -44,7 +45,8 @@ class ExpertSumOp:
             if tensor is not None:
                 check_tensor(name, tensor, like=expert_outputs, dtype=dtype, shape=(num_tokens, columns))
         if use_triton(expert_outputs):
-            return self._launch(expert_outputs, dtype, shared, shared_logit, residual)
+            arguments = (expert_outputs, dtype, shared, shared_logit, residual)
+            return kernel_or_reference(self._launch, self.reference, *arguments)
         return self.reference(expert_outputs, dtype, shared, shared_logit, residual)
 
     def reference(

@@ -12,6 +12,7 @@ import torch
 from hybrid_engine.ops import cpu_kernels, dispatch
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
 # Values of one row that a program takes: 8 per thread of 4 warps, 16 bytes of each operand in 16 bits.
 BLOCK = 1024
@@ -79,10 +80,24 @@ def gated_activation(
     return output
 
 
+def gated_in_torch(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """`gated_activation` in plain torch."""
+    if gate_bias is not None and up_bias is not None:
+        gate, up = gate + gate_bias, up + up_bias
+    return ACTIVATIONS[activation](gate) * up
+
+
 def activate_and_multiply(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """`act(gate) * up` of two `[N, I]`, in whichever form can take them."""
     if use_triton(gate):  # on a CPU, where kernels are interpreted, products may lie by columns
-        return gated_activation(gate.contiguous(), up.contiguous(), None, None, activation)
+        halves = gate.contiguous(), up.contiguous()
+        return kernel_or_reference(gated_activation, gated_in_torch, *halves, None, None, activation)
     # SiLU is one operation in torch too: 3 us with the product for a row of 1024 where the call takes 15, and no more
     # for 32 rows; GELU's forms take torch two to three times as long there (one core of a Zen 5, torch 2.13).
     if activation not in ("silu", "swish") and gate.numel() and cpu_kernels.use_compiled(gate, up):
@@ -102,13 +117,13 @@ class GatedActivationOp:
             check_tensor("bias", bias, like=activation, shape=activation.shape[1:], is_dense_last=True)
         up, gate = activation.chunk(2, dim=1)
         up_bias, gate_bias = (None, None) if bias is None else bias.chunk(2)
-        return gated_activation(gate, up, gate_bias, up_bias, type)
+        return kernel_or_reference(gated_activation, gated_in_torch, gate, up, gate_bias, up_bias, type)
 
     def reference(self, activation: torch.Tensor, bias: torch.Tensor | None, type: str) -> torch.Tensor:
         """The reference: the function of the kernel in plain torch."""
         self._check(activation, type)
         up, gate = (activation if bias is None else activation + bias).chunk(2, dim=1)
-        return ACTIVATIONS[type](gate) * up
+        return gated_in_torch(gate, up, None, None, type)
 
     @staticmethod
     def _check(activation: torch.Tensor, type: str) -> None:

@@ -1,23 +1,76 @@
-"""Names the kernel that did not compile: Triton's own errors show its source, or a pass of the compiler, or nothing.
+"""Kernels that do not compile: named, and replaced by their op's reference in torch.
 
-Kernels are compiled when they are first launched. Containers that are being built then give way to the model's own
-`generate()`, with one line; elsewhere the error ends what runs.
+Triton's own errors show a kernel's source, or a pass of the compiler, or nothing. Kernels are compiled when they are
+first launched. An op whose kernel does not compile then runs in torch for as long as the process lives, which one line
+says. It ends what runs instead, by the kernel's name, where `HYBRID_ENGINE_FALLBACK=0` demands kernels, and where an
+exact model is alive: a reference does not have the kernel's bits.
 """
 
+import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, TypeVar
+from weakref import WeakSet
 
-from hybrid_engine.ops.dispatch import triton
+from hybrid_engine.ops.dispatch import SWITCH, say_once, triton
 
 COMPILER = ("triton.compiler", "triton.backends")
 """Modules of Triton in which a kernel is compiled and loaded."""
 LAUNCH, OPS = "hybrid_engine.ops.dispatch", "hybrid_engine.ops."
 
+Result = TypeVar("Result")
+
+_replaced: dict[Callable[..., Any], str] = {}  # why, by the function that launches an op's kernels
+_need_kernels: "WeakSet[object]" = WeakSet()
+
 
 class KernelError(RuntimeError):
     """A kernel does not compile with this Triton or for this GPU; made of its text alone, which travels."""
+
+
+def kernel_or_reference(by_kernel: Callable[..., Result], reference: Callable[..., Result], *arguments: Any) -> Result:
+    """`by_kernel(*arguments)`; `reference(*arguments)` from the first kernel of `by_kernel` that does not compile on.
+
+    `by_kernel` may have launched others before: what they write, `reference` writes again.
+    """
+    if _replaced and _function_of(by_kernel) in _replaced:
+        return reference(*arguments)
+    try:
+        return by_kernel(*arguments)
+    except Exception as error:
+        _replace(by_kernel, error)
+    return reference(*arguments)
+
+
+def _replace(by_kernel: Callable[..., Any], error: Exception) -> None:
+    """Raises `error` where it is another than a kernel's that may be replaced."""
+    text = describe_kernel_error(error)
+    must_run = os.environ.get(SWITCH) == "0" or len(_need_kernels) > 0
+    if text is None or must_run or "out of memory" in str(error):  # of the card, for the kernel's code
+        raise error
+    _replaced[_function_of(by_kernel)] = text
+    say_once(f"{text}; torch's operations run in its place")
+
+
+def _function_of(by_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return getattr(by_kernel, "__func__", by_kernel)
+
+
+def is_replaced(by_kernel: Callable[..., Any]) -> bool:
+    """Whether a kernel that the function launches did not compile, so that the op runs in torch."""
+    return _function_of(by_kernel) in _replaced
+
+
+def replaced_kernels() -> list[str]:
+    """The kernels that did not compile and run in torch, each in words."""
+    return list(_replaced.values())
+
+
+def need_kernels(holder: object) -> None:
+    """While `holder` lives no kernel is replaced."""
+    _need_kernels.add(holder)
 
 
 @contextmanager
@@ -34,7 +87,7 @@ def naming_kernels() -> Iterator[None]:
 def describe_kernel_error(error: BaseException) -> str | None:
     """Which kernel of which op did not compile, and the end of what the compiler says; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    compiled = any(_module_of(frame).startswith(COMPILER) for frame in frames)
+    compiled = any(_module_of(frame).startswith(COMPILER) and not _is_start(frame) for frame in frames)
     if not compiled or isinstance(error, KernelError):
         return None
     launches = [frame for frame in frames if _module_of(frame) == LAUNCH and "kernel" in frame.f_locals]
@@ -44,6 +97,11 @@ def describe_kernel_error(error: BaseException) -> str | None:
     op = _module_of(before[-1]).removeprefix(OPS) if before else "an op"
     last = (str(error).strip().splitlines() or [""])[-1].strip()
     return f"{kernel} of {op} does not compile with Triton {triton.__version__}: {type(error).__name__}: {last}"
+
+
+def _is_start(frame: FrameType) -> bool:
+    """Whether it starts a kernel that did compile; its errors are the device's."""
+    return _module_of(frame).endswith(".driver") and frame.f_code.co_name == "__call__"
 
 
 def _module_of(frame: FrameType) -> str:

@@ -19,6 +19,7 @@ N tokens, E hidden size, V vocabulary, or the part of it that this process holds
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from hybrid_engine.ops import linear_log_prob_kernels as kernels
 from hybrid_engine.ops.cpu_gemm import mkl_leaves_half, product_over_rows
 from hybrid_engine.ops.dispatch import check_tensor, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 from hybrid_engine.ops.linear_log_prob_tiles import (
     PLAIN,
     Head,
@@ -149,35 +151,10 @@ def _check(
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, shape, with_entropy, share):
-        head = Head(weight, bias, shape)
-        places = targets if share is None else targets - share.first
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        in_kernels = use_triton(hidden)
-        ctx.shape, ctx.share = shape, share
-        ctx.is_made = of_hidden and not (of_weight or of_bias or with_entropy or in_kernels)
-        can_keep = (of_weight or of_bias) and not (with_entropy or in_kernels) and shape.softcap is None
-        kept = _Kept(KEPT_BYTES if can_keep else 0)
-        parts: list[_Finished] = []
-        for some, their_places in zip(hidden.split(ROWS_AT_ONCE), places.split(ROWS_AT_ONCE), strict=True):
-            if in_kernels:
-                sums, rows = merged(kernels.partial_sums(some, head, their_places, with_entropy)), None
-            else:
-                keep = kept.of_rows(len(parts))
-                tiles = head.tiles(min(len(hidden), ROWS_AT_ONCE))  # as the backward pass cuts them
-                sums, rows = running_sums(some, tiles, their_places, with_entropy, ctx.is_made, keep)
-            parts.append(_finish(head, their_places, sums, rows, share))
-        logprobs, log_total, entropy, gradient = (
-            torch.cat(part) if part[0] is not None else None for part in zip(*parts, strict=True)
-        )
-        if ctx.is_made:
-            ctx.save_for_backward(gradient)
-        else:
-            ctx.kept = list(kept.tiles)
-            tensors = (tensor for tile in kept.tiles.values() for tensor in tile)
-            ctx.save_for_backward(hidden, weight, bias, places, log_total, entropy, *tensors)
-        ctx.set_materialize_grads(False)  # where nothing comes from above to the entropy, its gradient costs nothing
-        return logprobs, entropy if with_entropy else None
+    def forward(ctx, hidden, *arguments):
+        if use_triton(hidden):
+            return kernel_or_reference(_forward_in_kernels, _forward_in_torch, ctx, hidden, *arguments)
+        return _forward_in_torch(ctx, hidden, *arguments)
 
     @staticmethod
     @once_differentiable
@@ -189,6 +166,44 @@ class _LinearLogProb(torch.autograd.Function):
             return (gradient * above[:, None]).to(gradient.dtype), *[None] * 6
         with _as_given(above):
             return (*_gradients(ctx, above, above_entropy), *[None] * 4)
+
+
+def _forward_in_kernels(ctx, *arguments):
+    return _forward(ctx, True, *arguments)
+
+
+def _forward_in_torch(ctx, *arguments):
+    return _forward(ctx, False, *arguments)
+
+
+def _forward(ctx, in_kernels, hidden, weight, bias, targets, shape, with_entropy, share):
+    head = Head(weight, bias, shape)
+    places = targets if share is None else targets - share.first
+    of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+    ctx.shape, ctx.share, ctx.in_kernels = shape, share, in_kernels
+    ctx.is_made = of_hidden and not (of_weight or of_bias or with_entropy or in_kernels)
+    can_keep = (of_weight or of_bias) and not (with_entropy or in_kernels) and shape.softcap is None
+    kept = _Kept(KEPT_BYTES if can_keep else 0)
+    parts: list[_Finished] = []
+    for some, their_places in zip(hidden.split(ROWS_AT_ONCE), places.split(ROWS_AT_ONCE), strict=True):
+        if in_kernels:
+            sums, rows = merged(kernels.partial_sums(some, head, their_places, with_entropy)), None
+        else:
+            keep = kept.of_rows(len(parts))
+            tiles = head.tiles(min(len(hidden), ROWS_AT_ONCE))  # as the backward pass cuts them
+            sums, rows = running_sums(some, tiles, their_places, with_entropy, ctx.is_made, keep)
+        parts.append(_finish(head, their_places, sums, rows, share))
+    logprobs, log_total, entropy, gradient = (
+        torch.cat(part) if part[0] is not None else None for part in zip(*parts, strict=True)
+    )
+    if ctx.is_made:
+        ctx.save_for_backward(gradient)
+    else:
+        ctx.kept = list(kept.tiles)
+        tensors = (tensor for tile in kept.tiles.values() for tensor in tile)
+        ctx.save_for_backward(hidden, weight, bias, places, log_total, entropy, *tensors)
+    ctx.set_materialize_grads(False)  # where nothing comes from above to the entropy, its gradient costs nothing
+    return logprobs, entropy if with_entropy else None
 
 
 class _Kept:
@@ -241,7 +256,9 @@ def _gradients(ctx, above: torch.Tensor, above_entropy: torch.Tensor | None) -> 
     kept = {place: Tile(*tensors[2 * number : 2 * number + 2]) for number, place in enumerate(ctx.kept)}
     head = Head(weight, bias, ctx.shape)
     needs = ctx.needs_input_grad
-    gradient_of = kernels.gradient_of_products if use_triton(hidden) else gradient_of_products
+    gradient_of: Callable[..., torch.Tensor] = gradient_of_products
+    if ctx.in_kernels:
+        gradient_of = partial(kernel_or_reference, kernels.gradient_of_products, gradient_of_products)
     of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs[0] else None
     create = torch.empty_like if len(hidden) else torch.zeros_like
     of_weight, of_bias = (create(x) if needed else None for x, needed in zip((weight, bias), needs[1:3], strict=True))

@@ -17,6 +17,7 @@ from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops.dispatch import launch, tl, triton, use_triton
 from hybrid_engine.ops.fixed_product import aligned
 from hybrid_engine.ops.fixed_rows import chunk_of, top_and_sum_of_row
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
 
 @triton.jit
@@ -75,8 +76,16 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: floa
         `[...]` fp32, differentiable in `logits`.
     """
     if use_triton(logits):
-        rows = logits.reshape(-1, logits.shape[-1])
-        return _KernelLogprobs.apply(rows, tokens.reshape(-1), float(temperature)).view(tokens.shape)
+        return kernel_or_reference(_logprobs_by_kernel, _logprobs_in_torch, logits, tokens, temperature)
+    return _logprobs_in_torch(logits, tokens, temperature)
+
+
+def _logprobs_by_kernel(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    rows = logits.reshape(-1, logits.shape[-1])
+    return _KernelLogprobs.apply(rows, tokens.reshape(-1), float(temperature)).view(tokens.shape)
+
+
+def _logprobs_in_torch(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     scaled = logits.float() if temperature == 1.0 else _divided(logits, temperature)
     chosen = scaled.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return chosen - scaled.logsumexp(-1)

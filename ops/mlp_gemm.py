@@ -21,6 +21,7 @@ from hybrid_engine.ops.cpu_gemm import is_compiled, linear_transposed
 from hybrid_engine.ops.cpu_products import Linear, activated_product
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.gated_activation import activate_and_multiply
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.skinny_gemm import (
     NO_WEIGHTS,
@@ -86,6 +87,17 @@ def up_product(
         device=input.device, ACTIVATION=activation, **tiles.meta(),
     )  # fmt: skip
     return output
+
+
+def up_in_torch(input: torch.Tensor, gate: Linear | None, up: Linear, activation: str) -> torch.Tensor:
+    """`up_product` by products of torch's or, on a CPU, by compiled ones."""
+    linears = [up] if gate is None else [up, gate]
+    if activation in cpu_kernels.ACTIVATIONS and is_compiled(input, linears):
+        return activated_product(input, up, gate, activation)
+    inner = linear_transposed(input, *up)
+    if gate is None:
+        return ACTIVATIONS[activation](inner)
+    return activate_and_multiply(linear_transposed(input, *gate), inner, activation)
 
 
 class MLPGemmOp:
@@ -154,11 +166,5 @@ class MLPGemmOp:
 
     def _inner(self, normed: torch.Tensor, gate: Linear | None, up: Linear) -> torch.Tensor:
         if use_triton(normed) and takes_rows(normed):
-            return up_product(normed, gate, up, self.activation_name)
-        linears = [up] if gate is None else [up, gate]
-        if self.activation_name in cpu_kernels.ACTIVATIONS and is_compiled(normed, linears):
-            return activated_product(normed, up, gate, self.activation_name)
-        inner = linear_transposed(normed, *up)
-        if gate is None:
-            return self.activation(inner)
-        return activate_and_multiply(linear_transposed(normed, *gate), inner, self.activation_name)
+            return kernel_or_reference(up_product, up_in_torch, normed, gate, up, self.activation_name)
+        return up_in_torch(normed, gate, up, self.activation_name)

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, say_once, tl, triton, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
 SCORINGS = ("softmax_then_topk", "topk_then_softmax")
 # Logits that one program of the gating kernel holds in registers.
@@ -68,7 +69,7 @@ class MoEGatingOp:
         check_tensor("router logits", logits, shape=(None, self.num_experts))
         if use_triton(logits):
             if self.num_experts <= MAX_EXPERTS:
-                return self._launch(logits)
+                return kernel_or_reference(self._launch, self.reference, logits)
             say_once(f"MoEGatingOp: {self.num_experts} experts, over {MAX_EXPERTS}, run on the torch reference")
         return self.reference(logits)
 

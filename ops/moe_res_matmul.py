@@ -11,6 +11,7 @@ Moves 3 N E elements, does 3 N E operations; both products are rounded to the dt
 import torch
 
 from hybrid_engine.ops.dispatch import check_tensor, launch, next_power_of_2, tl, triton, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
 # Elements of a row that one program mixes.
 MAX_BLOCK = 1024
@@ -24,7 +25,9 @@ class MoEResMatmulOp:
         check_tensor("residual", residual, shape=(None, None))
         check_tensor("coef", coef, like=residual, shape=(len(residual), 2))
         check_tensor("output", output, like=residual, shape=residual.shape)
-        return self._launch(residual, coef, output) if use_triton(residual) else self.reference(residual, coef, output)
+        if use_triton(residual):
+            return kernel_or_reference(self._launch, self.reference, residual, coef, output)
+        return self.reference(residual, coef, output)
 
     def reference(self, residual: torch.Tensor, coef: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """The reference: the function of the kernel in plain torch."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from hybrid_engine.ops import cpu_kernels, dispatch
 from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, tl, triton, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
 # A row lies in one program's registers: 64 fp32 values per thread at 16 warps.
 MAX_WIDTH = 32768
@@ -143,7 +144,7 @@ class NormOp:
 
     def __call__(self, input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None) -> torch.Tensor:
         if self._takes(input):
-            return self._launch(input, None, gamma, beta)[0]
+            return kernel_or_reference(self._launch, self._add_in_torch, input, None, gamma, beta)[0]
         if cpu_kernels.can_norm(input, None, gamma, beta):
             return cpu_kernels.norm(input, None, gamma, beta, self.kind, self.eps)[0]
         return self.reference(input, gamma, beta)
@@ -157,10 +158,15 @@ class NormOp:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`(norm(input + residual), input + residual)`, the sum rounded to the dtype before it is normed."""
         if self._takes(input):
-            return self._launch(input, residual, gamma, beta)
+            return kernel_or_reference(self._launch, self._add_in_torch, input, residual, gamma, beta)
         if cpu_kernels.can_norm(input, residual, gamma, beta):
             return cpu_kernels.norm(input, residual, gamma, beta, self.kind, self.eps)
-        residual_add = input + residual
+        return self._add_in_torch(input, residual, gamma, beta)
+
+    def _add_in_torch(
+        self, input: torch.Tensor, residual: torch.Tensor | None, gamma: torch.Tensor, beta: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual_add = input if residual is None else input + residual
         return self.reference(residual_add, gamma, beta), residual_add
 
     def _takes(self, input: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ import torch
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.cpu_gemm import linears_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.skinny_gemm import (
     NO_WEIGHTS,
@@ -99,7 +100,7 @@ class QKVGemmOp:
         """
         normed = input if self.norm is None else self.norm(input, gamma, beta)
         if use_triton(input) and takes_rows(input):
-            return self._launch(normed, weights, biases), normed
+            return kernel_or_reference(self._launch, self._project, normed, weights, biases), normed
         return self._project(normed, weights, biases), normed
 
     def reference(

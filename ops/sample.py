@@ -20,6 +20,7 @@ import torch
 
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 from hybrid_engine.ops.log_prob import sampled_logprobs, token_logprobs
 from hybrid_engine.ops.sample_filters import filter_logits
 from hybrid_engine.ops.sample_kernels import (
@@ -136,7 +137,7 @@ class SampleOp:
         """
         if use_triton(logits):
             if logits.shape[1] <= CHUNK * MAX_CHUNKS:
-                return self._launch(logits, keys, draws, seen, slots)
+                return kernel_or_reference(self._launch, self.reference, logits, keys, draws, seen, slots)
             say_once(f"a vocabulary of {logits.shape[1]} tokens is beyond the sampling kernel's {CHUNK * MAX_CHUNKS}")
         return self.reference(logits, keys, draws, seen, slots)
 

@@ -40,6 +40,7 @@ from hybrid_engine.ops.batch import (
 )
 from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, say_once, use_triton
 from hybrid_engine.ops.grouped_attention import attend_grouped
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import apply_rotary
 
@@ -114,7 +115,7 @@ class SoftmaxContextOp:
             contexts = self(decoded, cache, batch.decode, weights), self(packed, cache, batch.prefill, weights)
             return torch.cat(contexts)
         if self._has_kernel(qkv.q):
-            return self._launch(qkv, cache, batch, weights)
+            return kernel_or_reference(self._launch, self.reference, qkv, cache, batch, weights)
         rounds = self.alibi_rounds and weights.alibi is not None
         if isinstance(batch, DecodeBatch) and not rounds and cpu_kernels.can_attend(qkv, cache, batch, weights):
             return cpu_kernels.decode_attention(self._numbers, self._norm(qkv, weights), cache, batch, weights)

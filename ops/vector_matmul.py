@@ -18,6 +18,7 @@ import torch
 from hybrid_engine.ops import dispatch
 from hybrid_engine.ops.cpu_gemm import linear_by_rows, linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
+from hybrid_engine.ops.kernel_errors import kernel_or_reference
 from hybrid_engine.ops.skinny_gemm import (
     FEW_ROWS,
     NUM_SMS,
@@ -121,7 +122,7 @@ class VectorMatMulOp:
         is_bare = input.shape[0] > FEW_ROWS and (self.fp32_output or (bias is None and residual is None))
         if not use_triton(input) or not takes_rows(input) or is_bare:
             return self.reference(input, weight, bias, residual)
-        return self._launch(input, weight, bias, residual)
+        return kernel_or_reference(self._launch, self.reference, input, weight, bias, residual)
 
     def reference(
         self,

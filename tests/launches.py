@@ -262,6 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if dispatch.IS_INTERPRETED or dispatch.fallback_forced():
         parser.error("kernels must be compiled: unset TRITON_INTERPRET and HYBRID_ENGINE_FALLBACK")
+    os.environ[dispatch.SWITCH] = "0"  # a kernel that does not compile is no reason to go on without it
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         os.environ["HYBRID_ENGINE_CACHE"] = folder  # or a model that was probed before would not be again
         install(Path(folder))

@@ -22,6 +22,7 @@ from hybrid_engine.generation.output import GenerateOutput
 from hybrid_engine.hybrid import HybridEngine
 from hybrid_engine.observing.health import Finding
 from hybrid_engine.ops.gpu import GIB, foreign_memory_line, kernel_problem, why_no_gpu
+from hybrid_engine.ops.kernel_errors import replaced_kernels
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
 
 KIND = "gpu"
@@ -78,6 +79,8 @@ def _finding(kind: str, name: str, check: Callable[[], str]) -> Finding:
     start = time.perf_counter()
     try:
         text, state = check(), "ok"
+        if replaced := replaced_kernels():
+            text, state = "; ".join([*replaced, "torch's operations run in place of these kernels"]), "broken"
     except Exception as error:  # a compiler's, a driver's, the engine's: whatever it is, it is the finding
         text, state = f"{type(error).__name__}: {error}", "broken"
     return Finding(kind=kind, name=name, state=state, text=f"{text} ({time.perf_counter() - start:.1f} s)")

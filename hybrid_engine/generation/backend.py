@@ -33,7 +33,6 @@ from hybrid_engine.generation.output import collect_output, measure_module_outpu
 from hybrid_engine.generation.own_sequences import answer_sequence
 from hybrid_engine.generation.sampling.in_step import GenerationInStep, InStep
 from hybrid_engine.generation.scoring import ScoringTurns, score_by_module, score_prompts
-from hybrid_engine.ops.dispatch import use_triton
 from hybrid_engine.zero.gathering import WeightGatherer
 
 # Options under which a row may end without an end-of-sequence token, or its logits are not one row's own.
@@ -98,9 +97,8 @@ class ContainerRollouts:
         self.model, self.gatherer, self.workspace, self.config = model, gatherer, workspace, config
         self.lasting, self.partners = lasting, partners
         is_cuda = model.device.type == "cuda"
-        # The experts' reference reads their numbers of tokens on the host, and a module whatever it likes.
-        is_on_device = not model.runs_module and (use_triton(model.weight) or not model.has_experts)
-        recorder = CudaGraphs(model.device) if is_cuda and config.enable_cuda_graph and is_on_device else None
+        is_recorded = is_cuda and config.enable_cuda_graph and model.can_be_recorded
+        recorder = CudaGraphs(model.device) if is_recorded else None
         has_tapes = model.device.type == "cpu" and config.enable_cuda_graph
         self.steps = DecodeSteps(model, config.max_out_tokens, recorder, has_tapes)
         self.mixes = True  # see TextGeneration

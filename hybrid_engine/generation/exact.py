@@ -22,6 +22,7 @@ from hybrid_engine.ops import Batch, DecodeBatch, MixedBatch, PrefillBatch
 from hybrid_engine.ops.dispatch import SWITCH, use_triton
 from hybrid_engine.ops.fixed_attention import Attention, attend, attend_decode, attend_prefill
 from hybrid_engine.ops.fixed_shapes import FixedShapes, NotExactError
+from hybrid_engine.ops.kernel_errors import need_kernels, replaced_kernels
 
 OPTION = "hybrid_engine.exact"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -132,6 +133,10 @@ class ExactModel(InferenceModel):
                 f"without kernels a sum on {self.device.type} depends on how many rows there are; it takes a CPU, or "
                 f"CUDA with Triton installed and {SWITCH} not set"
             )
+        if self.device.type != "cpu":
+            for text in replaced_kernels():
+                raise UnsupportedModelError(text)
+            need_kernels(self)
         if any(rotary.depends_on_length for rotary in self.angles.rotaries.values()):
             raise UnsupportedModelError("its rotary angles depend on how long a sequence becomes")
         if "logits_to_keep" not in inspect.signature(self.base.forward).parameters:

@@ -10,6 +10,7 @@ from hybrid_engine.generation.probing.agreement import describe_switch
 from hybrid_engine.observing.memory_plan import format_bytes
 from hybrid_engine.ops.cpu_kernels import use_compiled
 from hybrid_engine.ops.dispatch import fallback_forced, use_triton
+from hybrid_engine.ops.kernel_errors import replaced_kernels
 
 
 def describe_generation(generator: Generator) -> str:
@@ -80,7 +81,7 @@ def _decoding(generator: Generator, native: ContainerRollouts) -> str:
         return "decoding: the module's forward in pieces of fixed shapes; each step by itself"
     weight = native.model.weight
     if use_triton(weight):
-        ops = "Triton kernels"
+        ops = "; ".join(["Triton kernels", *(f"in torch, because {text}" for text in replaced_kernels())])
     elif weight.is_cpu and use_compiled(torch.empty(0, dtype=weight.dtype)):
         ops = "compiled functions between torch's products"
     else:

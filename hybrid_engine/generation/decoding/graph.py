@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.containers.streams import LAUNCHES, on_device
 
 # Longest contexts are padded up to this times a power of two, which bounds the idle part of attention's grid.
@@ -69,10 +70,15 @@ class CudaGraphs:
 
 
 class StepGraphs:
-    """The graphs of one step function, by kind: rows, context, with the draw; each recorded when first needed."""
+    """The graphs of one step function, by kind: rows, context, with the draw; each recorded when first needed.
 
-    def __init__(self, recorder: Any):
-        self._recorder, self.stats = recorder, CaptureStats()
+    Args:
+        recorder: `CudaGraphs`, or what captures functions as it does.
+        model: whose steps these are.
+    """
+
+    def __init__(self, recorder: Any, model: InferenceModel):
+        self._recorder, self._model, self.stats = recorder, model, CaptureStats()
         self._replays: dict[tuple[int, int, bool], Callable[[], Any]] = {}
 
     @property
@@ -85,9 +91,15 @@ class StepGraphs:
         return kind in self._replays
 
     def record(self, kind: tuple[int, int, bool], run: Callable[[], Any]) -> None:
-        """Runs `run` once, to compile and allocate, then records it. It must leave no trace that matters."""
+        """Runs `run` once, to compile and allocate, then records it. It must leave no trace that matters.
+
+        Where `run` has found a kernel that does not compile, so that the step cannot be recorded, a replay runs it.
+        """
         start = time.perf_counter()
         run()
+        if not self._model.can_be_recorded:
+            self._replays[kind] = run
+            return
         self._replays[kind] = self._recorder.capture(run)
         self.stats.captures += 1
         self.stats.seconds += time.perf_counter() - start

@@ -54,7 +54,7 @@ class DecodeSteps:
         key = (plan.sampling, num_slots, num_columns, tuple(kv.shape), addresses)
         step = self._kept.pop(key, None)
         if step is None:
-            step = self._build(plan, kv, num_slots, num_columns, StepGraphs(self.recorder))
+            step = self._build(plan, kv, num_slots, num_columns, StepGraphs(self.recorder, self.model))
         self._keep(key, step)
         assert step.graphs is not None
         step.graphs.stats = self.stats

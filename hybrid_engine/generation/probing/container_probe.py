@@ -16,7 +16,7 @@ from hybrid_engine.generation.probing.agreement import LogprobDifference
 from hybrid_engine.generation.probing.cache import cache_key, keep_verdict, read_verdict
 from hybrid_engine.generation.probing.probe import probe_bits, probe_containers, probe_module, probe_widely
 from hybrid_engine.ops.dispatch import fallback_forced
-from hybrid_engine.ops.kernel_errors import KernelError, naming_kernels
+from hybrid_engine.ops.kernel_errors import KernelError, naming_kernels, replaced_kernels
 from hybrid_engine.zero.gathering import WeightGatherer
 
 Readable = Callable[[InferenceModel | None], AbstractContextManager[None]]
@@ -102,7 +102,8 @@ class ContainerProbe:
             UnsupportedModelError: containers and module compute different functions, or a kernel does not compile.
         """
         setting = {"block_size": block_size, "is_recorded": recorder is not None, "ranks": num_sharing}
-        setting["is_streamed"], setting["without kernels"] = self._gatherer.is_streamed, fallback_forced()
+        setting["is_streamed"] = self._gatherer.is_streamed
+        setting["without kernels"] = fallback_forced() or replaced_kernels()
         key = cache_key(self._module, device, model.dtype, **setting)
         if self._partners.highest([int(read_verdict(key) is None)]) == [0]:
             return False

@@ -300,7 +300,7 @@ class _Passes:
             outputs[:] = [self.model.forward(batch, self.kv, self.layers())]
 
         run()  # compiles
-        replay = recorder.capture(run)
+        replay = recorder.capture(run) if self.model.can_be_recorded else run
         tokens.copy_(self.tokens[wanted])
         places.copy_(wanted)
         replay()
