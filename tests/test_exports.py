@@ -95,6 +95,61 @@ def test_a_tied_model_whose_adapter_leaves_the_tie_alone_stays_tied(tmp_path):
     assert LlamaConfig.from_pretrained(tmp_path).tie_word_embeddings is True
 
 
+def two_active_adapters() -> PeftModel:
+    model = adapted(causal_model(False), LoraConfig(**ATTENTION, r=4))
+    model.add_adapter("second", LoraConfig(target_modules=["o_proj"], r=2, init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def second_of_two_adapters_with_heads() -> PeftModel:
+    model = adapted(causal_model(False), LoraConfig(**ATTENTION, modules_to_save=["lm_head"]))
+    model.add_adapter("second", LoraConfig(**ATTENTION, init_lora_weights=False, modules_to_save=["lm_head"]))
+    model.set_adapter("second")
+    model.base_model.model.lm_head.modules_to_save["second"].weight.data *= 2
+    return model
+
+
+def adapters_of_transformers() -> LlamaForCausalLM:
+    model = causal_model(True)
+    model.add_adapter(LoraConfig(target_modules=["embed_tokens", "q_proj"], init_lora_weights=False), "first")
+    model.add_adapter(LoraConfig(target_modules=["v_proj"], init_lora_weights=False), "second")
+    model.set_adapter(["first", "second"])
+    return model
+
+
+@pytest.mark.parametrize("build", [two_active_adapters, second_of_two_adapters_with_heads, adapters_of_transformers])
+def test_all_active_adapters_and_no_others_are_merged(build, tmp_path):
+    engine = engine_of(build()).eval()
+    with torch.no_grad():
+        expected = engine(input_ids=TOKENS).logits
+        engine.save_16bit_model(tmp_path)
+        saved = LlamaForCausalLM.from_pretrained(tmp_path)(input_ids=TOKENS).logits
+    torch.testing.assert_close(saved, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("state", "remedy"), [("merge_adapter", "unmerge_adapter"), ("disable_adapter_layers", "enable_adapter_layers")]
+)
+def test_adapters_that_are_merged_or_disabled_are_refused_with_the_remedy(state, remedy, tmp_path):
+    engine = engine_of(adapted(causal_model(False), LoraConfig(**ATTENTION)))
+    getattr(engine.module, state)()
+    with pytest.raises(ValueError, match=remedy):
+        engine.save_16bit_model(tmp_path)
+    getattr(engine.module, remedy)()
+    engine.save_16bit_model(tmp_path)
+
+
+def test_an_adapter_that_wraps_the_base_model_in_another_way_is_refused_by_name(tmp_path):
+    adapted(causal_model(False), LoraConfig(**ATTENTION)).save_pretrained(tmp_path / "expert")
+    base = causal_model(False)
+    base.config.use_cache = False
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=32, adapters={"0": str(tmp_path / "expert")})
+    engine = engine_of(get_peft_model(base, config))
+    with pytest.raises(ValueError, match="XLoraModel wraps the base model"):
+        engine.save_16bit_model(tmp_path / "saved")
+
+
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig"])
 def test_adapters_that_no_weights_can_express_are_refused_by_name(kind, tmp_path):
     engine = engine_of(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -64,7 +65,7 @@ def save_16bit_model(
     if filename is not None:
         check_file_name("save_filename", filename)
     becomes_folder = filename is None and not without_frozen and isinstance(base, PreTrainedModel)
-    if becomes_folder and isinstance(module, PeftModel):
+    if becomes_folder and _has_peft_adapters(module):
         _check_can_merge(module)
     left_out = {name for name, p in _named_parameters(module) if without_frozen and not p.requires_grad}
     weights = gather_weights(module, left_out)
@@ -101,14 +102,26 @@ def gather_weights(module: nn.Module, left_out: Collection[str]) -> dict[str, to
     return weights
 
 
-def _check_can_merge(model: PeftModel) -> None:
-    """Raises ValueError where an active adapter is not one that peft can merge into weights."""
-    for name in _active_adapters(model):
-        if not hasattr(model.base_model, "merge_and_unload"):
-            raise _cannot_merge(model, name, "no weights of the base model can express it")
+def _has_peft_adapters(module: nn.Module) -> bool:
+    """Whether `module` is a `PeftModel`, or a model of transformers after `add_adapter()`."""
+    return isinstance(module, PeftModel) or bool(getattr(module, "_hf_peft_config_loaded", False))
 
 
-def _cannot_merge(model: PeftModel, name: str, reason: str) -> ValueError:
+def _check_can_merge(model: Any) -> None:
+    """Raises ValueError where the adapters of `model` are not such, or not in such a state, that peft merges them."""
+    if isinstance(model, PeftModel) and not hasattr(model.base_model, "merge_and_unload"):
+        raise _cannot_merge(model, "no weights of the base model can express it")
+    layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
+    for is_so, state, remedy in (
+        (any(layer.merged for layer in layers), "merged into the weights already", "unmerge_adapter()"),
+        (any(layer.disable_adapters for layer in layers), "disabled", "enable_adapter_layers()"),
+    ):
+        if is_so:
+            raise ValueError(f"save_16bit_model(): the adapters of the model are {state}; call {remedy} on it first")
+
+
+def _cannot_merge(model: Any, reason: str) -> ValueError:
+    name = _active_adapters(model)[0]
     kind = model.peft_config[name].peft_type.value
     return ValueError(
         f"save_16bit_model(): adapter {name!r} is {kind}, which is not merged into weights ({reason}); save "
@@ -125,7 +138,7 @@ def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.
     with torch.device("meta"):
         skeleton = unsharded_class(base)(config)
     # Buffers that are not saved are not part of a state dict, and stay on the meta device.
-    if isinstance(module, PeftModel):
+    if _has_peft_adapters(module):
         skeleton = _merge_adapters(skeleton, module, weights)
     else:
         skeleton.load_state_dict({name: weights[name] for name in skeleton.state_dict()}, assign=True)
@@ -135,7 +148,7 @@ def _rebuild(module: nn.Module, base: PreTrainedModel, weights: dict[str, torch.
     return skeleton
 
 
-def _merge_adapters(skeleton: Any, module: PeftModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+def _merge_adapters(skeleton: Any, module: Any, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
     """`skeleton` with its weights, the active adapters of `module` merged by peft.
 
     Tied weights stand for themselves here: an adapter of one of them must not change the other, although peft merges
@@ -143,11 +156,15 @@ def _merge_adapters(skeleton: Any, module: PeftModel, weights: dict[str, torch.T
     """
     weights.update(unshared(weights))
     plain = {_name_in_base(name): tensor for name, tensor in weights.items()}
-    skeleton.load_state_dict({name: plain[name] for name in skeleton.state_dict()}, assign=True)
+    state = skeleton.state_dict()
+    if not state.keys() <= plain.keys():
+        raise _cannot_merge(module, f"{type(module.base_model).__name__} wraps the base model in another way")
+    skeleton.load_state_dict({name: plain[name] for name in state}, assign=True)
     with torch.random.fork_rng(devices=[]):
         rebuilt = _add_adapters(skeleton, module)
-    rebuilt.load_state_dict({name: weights[name] for name in rebuilt.state_dict()}, assign=True)
-    _copy_adapter_tensors(module, rebuilt)
+    alike = rebuilt if isinstance(module, PeftModel) else skeleton  # has the names of `module`
+    alike.load_state_dict({name: weights[name] for name in alike.state_dict()}, assign=True)
+    _copy_adapter_tensors(module, alike)
     is_tied = getattr(skeleton.config, "tie_word_embeddings", False)
     try:
         with warnings.catch_warnings():
@@ -155,7 +172,7 @@ def _merge_adapters(skeleton: Any, module: PeftModel, weights: dict[str, torch.T
             warnings.filterwarnings("ignore", message="Input and output embeddings are no longer tied")
             merged = rebuilt.merge_and_unload(adapter_names=_active_adapters(module))
     except (NotImplementedError, ValueError) as error:
-        raise _cannot_merge(module, _active_adapters(module)[0], str(error)) from error
+        raise _cannot_merge(module, str(error)) from error
     merged.config.tie_word_embeddings = is_tied
     return merged
 
@@ -221,7 +238,7 @@ def unsharded_class(model: PreTrainedModel) -> Any:
     return next(base for base in own if not issubclass(base, FSDPModule) and not is_split_class(base))
 
 
-def _add_adapters(skeleton: PreTrainedModel, source: PeftModel) -> Any:
+def _add_adapters(skeleton: PreTrainedModel, source: Any) -> Any:
     configs = {name: copy.deepcopy(config) for name, config in source.peft_config.items()}
     for config in configs.values():
         # The weights follow; some initialisations would compute with the base weights, which are not there yet.
@@ -231,12 +248,14 @@ def _add_adapters(skeleton: PreTrainedModel, source: PeftModel) -> Any:
         model = PeftModel(skeleton, config, adapter_name=name)
     for name, config in others:
         model.add_adapter(name, config)
+    model.base_model.set_adapter(_active_adapters(source))
     return model
 
 
-def _active_adapters(model: PeftModel) -> list[str]:
-    active = model.active_adapter
-    return [active] if isinstance(active, str) else list(active)
+def _active_adapters(model: Any) -> list[str]:
+    """Names of the adapters that `model` computes with; of transformers' own models it is a method that tells them."""
+    active = model.active_adapters
+    return list(active() if callable(active) else active)
 
 
 def _write(model: PreTrainedModel, folder: Path, probe: Probe | None) -> None:
