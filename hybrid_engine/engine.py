@@ -557,6 +557,13 @@ class ZeroEngine(Uncopied):
     def follow_moved_weights(self) -> None:
         """After the parameters were given other storage; nothing here reads the old one."""
 
+    def measured_values(self) -> dict[str, Any]:
+        """Nothing is measured here that training reads later."""
+        return {}
+
+    def restore_measured_values(self, values: dict[str, Any]) -> None:
+        """Leaves all as it is."""
+
 
 def _to_half(value: Any) -> Any:
     return value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -267,6 +267,17 @@ class HybridEngine(ZeroEngine):
         if self.generator.model is not None and not self.sharding.is_sharded:
             self.generator.model.bind()
 
+    def measured_values(self) -> dict[str, Any]:
+        """How far rollout and trainer were apart when last measured: loops decide by it, and log it."""
+        difference = self.logprob_difference
+        return {"logprob_difference": None if difference is None else [difference.mean, difference.max]}
+
+    def restore_measured_values(self, values: dict[str, Any]) -> None:
+        """Puts the saved figure in the place of the one that this engine measured when it was built."""
+        if "logprob_difference" in values:
+            saved = values["logprob_difference"]
+            self.generator.logprob_difference = None if saved is None else LogprobDifference(*map(float, saved))
+
     def create_inference_containers(self) -> None:
         """Builds the containers anew, as after a change of the module's structure, and measures them."""
         self.checks.check_whole("create_inference_containers()", OffloadStateTypeEnum.lp_params)
@@ -319,6 +330,7 @@ class HybridEngine(ZeroEngine):
     def logprob_difference(self) -> LogprobDifference | None:
         """How far rollout and trainer were apart when last measured: at start-up, or by `observe_logprobs`.
 
+        A checkpoint has it: a run that goes on decides by the figure that it had.
         Without containers it is the model's own `generate()` that was measured; None: that failed.
         """
         return self.generator.logprob_difference

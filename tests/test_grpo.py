@@ -122,6 +122,32 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(tiny, tmp_path, monkey
     assert all(map(torch.equal, *(weights_in(tmp_path / name / "actor").values() for name in ("torn", "whole"))))
 
 
+def test_a_step_that_trains_nothing_logs_what_was_measured_last_also_after_an_interruption(tiny, tmp_path, monkeypatch):
+    (tmp_path / "first_two.py").write_text(
+        "def score(responses, trainer_state):\n"
+        "    return [trainer_state.global_step < 2 and text[-1:] < '5' for text in responses]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given = {"steps": 3, "save_every": 1, "eval_every": 0, "reward": ("first_two:score",)}
+    whole, torn = (tiny(name, **given) for name in ("whole", "torn"))
+    grpo.run(whole)
+    write = RunLog.write
+
+    def stop_at_the_third_step(log, step, metrics, shown=()):
+        write(log, step, metrics, shown)
+        if step == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunLog, "write", stop_at_the_third_step)
+        grpo.run(torn)
+    grpo.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "whole"))
+    assert theirs[1]["trained_share"] > 0 and theirs[2]["trained_share"] == 0
+    assert theirs[2]["logprob_difference_mean"] == theirs[1]["logprob_difference_mean"]
+    assert list(map(without_times, ours)) == list(map(without_times, theirs))
+
+
 def run_with_adapter_and_without(rank, world_size, configs):
     for config in configs:
         grpo.run(config)

@@ -2,6 +2,7 @@
 
 import re
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,8 +18,7 @@ LINE = re.compile(
 )
 
 
-@pytest.fixture
-def engine():
+def build_engine():
     config = {
         "train_batch_size": 6,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -26,6 +26,11 @@ def engine():
     }
     engine, *_ = hybrid_engine.initialize(model=build_model(), config=config)
     return engine
+
+
+@pytest.fixture
+def engine():
+    return build_engine()
 
 
 def iterate(engine):
@@ -153,6 +158,22 @@ def test_the_difference_to_the_trainer_is_measured_at_start_up_and_when_observed
     assert (engine.logprob_difference.mean, engine.logprob_difference.max) == (0.25, 0.5)
     stats = engine.latency_stats()
     assert (stats["logprob_difference_mean"], stats["logprob_difference_max"]) == (0.25, 0.5)
+
+
+def test_a_run_that_goes_on_has_the_difference_that_was_measured_last(engine, tmp_path, monkeypatch):
+    at_start = engine.logprob_difference
+    engine.observe_logprobs(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]]), torch.ones(1, 2))
+    engine.save_checkpoint(tmp_path)
+    resumed = build_engine()
+    assert (resumed.logprob_difference.mean, resumed.logprob_difference.max) == (at_start.mean, at_start.max)
+    resumed.load_checkpoint(tmp_path, load_module_only=True)  # weights alone are no run that goes on
+    assert resumed.logprob_difference.max == at_start.max
+    with pytest.raises(ValueError, match="no room"), monkeypatch.context() as patch:
+        patch.setattr(resumed.optimizer, "restore", Mock(side_effect=ValueError("no room")))
+        resumed.load_checkpoint(tmp_path)
+    assert resumed.logprob_difference.max == at_start.max
+    resumed.load_checkpoint(tmp_path)
+    assert (resumed.logprob_difference.mean, resumed.logprob_difference.max) == (0.25, 0.5)
 
 
 def test_the_report_says_what_runs_where_and_why(engine):

@@ -73,7 +73,10 @@ def frozen_names(training: TrainingState) -> set[str]:
 
 
 def collect_values(training: TrainingState) -> dict[str, Any]:
-    """Counters, the states of scheduler, loss scaler and data loader, every process's random state; collective."""
+    """Counters, figures that go on, the states of scheduler, loss scaler and data loader, every process's random state.
+
+    Collective.
+    """
     values = agree(lambda: _collect_own_values(training))
     values["random"] = gather_objects(get_random_state())
     return values
@@ -81,6 +84,7 @@ def collect_values(training: TrainingState) -> dict[str, Any]:
 
 def _collect_own_values(training: TrainingState) -> dict[str, Any]:
     values: dict[str, Any] = {name: getattr(training, name) for name in COUNTERS}
+    values["measured"] = training.measured_values()
     if training.optimizer is not None:
         values["loss_scaler"] = training.optimizer.loss_scaler.state_dict()
         values["param_groups"] = named_param_groups(training.optimizer)

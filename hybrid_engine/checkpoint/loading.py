@@ -128,6 +128,7 @@ def _pick(training: TrainingState, values: dict[str, Any], wanted: Wanted) -> di
     names = ["client_state"]
     if wanted.training:
         names += [*COUNTERS, "random"]
+        names += ["measured"] if "measured" in values else []  # earlier versions stored none
         names += ["dataloader"] if training.training_dataloader is not None and "dataloader" in values else []
     if wanted.optimizer:
         names += ["param_groups", "optimizer_values"]
@@ -231,6 +232,7 @@ def _commit(training: TrainingState, opened: Opened, staged: Staged, wanted: Wan
 def _restore_progress(training: TrainingState, values: dict[str, Any]) -> None:
     for name in COUNTERS:
         setattr(training, name, values[name])
+    training.restore_measured_values(values.get("measured", {}))
     # Counted anew: on another number of processes a step may have another number of micro-batches.
     training.micro_steps = training.global_steps * training.config.gradient_accumulation_steps
     if training.training_dataloader is not None and "dataloader" in values:

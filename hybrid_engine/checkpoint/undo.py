@@ -21,6 +21,7 @@ class Undo:
         self._training = training
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._random = get_random_state()
+        self._measured = training.measured_values()
         self._counters = {name: getattr(training, name) for name in (*COUNTERS, "micro_steps")}
         # Schedulers may hand out their own lists.
         self._states = [(part, copy.deepcopy(part.state_dict())) for part in _parts(training)]
@@ -53,6 +54,7 @@ class Undo:
         for name, value in self._counters.items():
             setattr(self._training, name, value)
         set_random_state(self._random)
+        self._training.restore_measured_values(self._measured)
         if self._training.optimizer is not None:
             self._training.optimizer.masters.write_back()
 

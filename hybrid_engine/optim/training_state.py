@@ -57,3 +57,9 @@ class TrainingState(Protocol):
 
     def follow_moved_weights(self) -> None:
         """After the parameters were given other storage."""
+
+    def measured_values(self) -> dict[str, Any]:
+        """What was measured in training and is read later in it: plain values by name, for a checkpoint."""
+
+    def restore_measured_values(self, values: dict[str, Any]) -> None:
+        """Takes what `measured_values` gave; raises what values of another kind make it raise."""

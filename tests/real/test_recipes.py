@@ -48,11 +48,11 @@ OPTIONS = {
     "grpo": (grpo, {**ROLLOUT, **ASKED, "group_size": 2, "minibatch_size": 4, "eval_samples": 1}),
     "ppo": (ppo, {**ROLLOUT, **ASKED, "rollout_size": 4, "minibatch_size": 4, "ppo_epochs": 1}),
     "online-dpo": (online_dpo, {**ROLLOUT, **ASKED, "group_size": 2, "minibatch_size": 2}),
-    "agent": (agent, {**ROLLOUT, "group_size": 2, "num_clients": 4, "eval_prompts": 2}),
+    "agent": (agent, {**ROLLOUT, "group_size": 2, "num_clients": 1, "eval_prompts": 2}),
 }
 
-RESUMED = ("sft", "dpo", "grpo", "ppo")
-"""One of each kind: supervised, of pairs, of groups, with a critic. The agent's episodes end in no order."""
+RESUMED = ("sft", "dpo", "grpo", "ppo", "agent")
+"""One of each kind: supervised, of pairs, of groups, with a critic, of episodes."""
 
 
 def config_of(name, folder, real_model):
@@ -76,9 +76,6 @@ def metrics_of(folder):
 
 
 def is_measured(name):
-    # The difference that was measured last is no checkpoint's: where a step trains nothing it is the start-up probe's.
-    if name.startswith("logprob_difference"):
-        return True
     return name.endswith(("seconds", "per_second", "_ms")) or "latency" in name or "memory" in name
 
 
