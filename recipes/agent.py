@@ -26,7 +26,7 @@ from hybrid_engine.recipes.algorithms.advantages import compute_advantages
 from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.algorithms.describing import describe
 from hybrid_engine.recipes.algorithms.figures import policy_figures
-from hybrid_engine.recipes.algorithms.objective import PolicyBatch, policy_objective
+from hybrid_engine.recipes.algorithms.objective import PolicyBatch, correction_weights, policy_objective
 from hybrid_engine.recipes.data.micro_batches import DeviceFigures, train_in_parts
 from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import build_sequences, note_rows, pad_numbers
@@ -38,7 +38,7 @@ from hybrid_engine.recipes.experience.rollout import SamplingOptions, warm_up
 from hybrid_engine.recipes.planning.following import follow_memory, write_result
 from hybrid_engine.recipes.planning.read import Read
 from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, save_checkpoints
-from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count
+from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count, flag
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, is_due, suitable_rate
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model
@@ -64,6 +64,8 @@ PLOT_PANELS = {
     "answers of an episode": ["turns"],
     "tokens that the policy wrote": ["length"],
 }
+NOT_OF_EPISODES = ("dynamic_sampling", "overlong_buffer", "mask_cut_off")
+"""Choices of an algorithm that are about single answers to prompts."""
 SHOWN = ["success", "turns", "e2e_seconds", "episode_seconds", "training_seconds"]
 
 
@@ -106,6 +108,12 @@ class Config(LoopOptions, RolloutOptions, ResumeOptions):
         self.algorithm.check_group_size("group_size", self.group_size)
         if self.algorithm.needs_reference:
             raise ValueError("--kl-place: episodes are not compared with a reference; leave it at none")
+        for name in NOT_OF_EPISODES:
+            if getattr(self.algorithm, name):
+                raise ValueError(
+                    f"{flag(name)}={getattr(self.algorithm, name)} is about single answers, not about "
+                    f"episodes; leave it out, or beside a --preset give {getattr(Algorithm, name)}"
+                )
 
     @property
     def minibatch_size(self) -> int:
@@ -251,8 +259,8 @@ def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: 
 
 
 def evaluate(policy: Policy, config: Config) -> float:
-    """The share of the held-out problems that are solved."""
-    episodes = play(policy, held_out_problems(), config, seed=EVALUATION_SEED)
+    """The share of the held-out problems, up to `--eval-prompts` of them, that are solved."""
+    episodes = play(policy, held_out_problems()[: config.eval_prompts], config, seed=EVALUATION_SEED)
     return sum(episode.success for episode in episodes) / len(episodes)
 
 
@@ -278,11 +286,13 @@ def build_experience(policy: Policy, episodes: list[Episode], config: Config) ->
         device,
         [row.written[begin:] for row, begin in parts],
     )
-    mask = sequences.response_mask
-    logprobs = pad_numbers([row.logprobs[begin:] for row, begin in parts], mask.shape[1], device)
+    algorithm, mask = config.algorithm, sequences.response_mask
+    sampled = pad_numbers([row.logprobs[begin:] for row, begin in parts], mask.shape[1], device)
+    logprobs, difference = policy.old_logprobs(sequences, sampled, config.temperature, config.logprob_bound)
+    weights = correction_weights(algorithm, difference, logprobs, sampled, mask)
     scores = torch.tensor([episode.success for episode in episodes], device=device)
-    advantages = compute_advantages(config.algorithm, scores, config.group_size, logprobs, None, mask, 0.0, None)
-    return Experience(sequences, logprobs, PolicyBatch(logprobs, logprobs, advantages, mask, None, None))
+    advantages = compute_advantages(algorithm, scores, config.group_size, logprobs, None, mask, 0.0, None)
+    return Experience(sequences, sampled, PolicyBatch(logprobs, logprobs, advantages, mask, None, weights))
 
 
 def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str, float]:

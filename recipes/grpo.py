@@ -248,7 +248,9 @@ def build_experience(
     if groups.step_rewards is not None:
         check_steps(algorithm)
     logprobs_ref = policy.reference_logprobs(sequences, config.temperature) if policy.has_reference else None
-    logprobs_old, difference = policy.old_logprobs(rollout, config.temperature, config.logprob_bound)
+    logprobs_old, difference = policy.old_logprobs(
+        sequences, rollout.logprobs, config.temperature, config.logprob_bound
+    )
     if algorithm.overlong_buffer:
         buffer = max(1, round(algorithm.overlong_buffer * config.max_new_tokens))
         scores = scores + overlong_penalty(mask.sum(dim=1), config.max_new_tokens, buffer, algorithm.overlong_factor)

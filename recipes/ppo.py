@@ -240,7 +240,7 @@ def build_experience(roles: Roles, rollout: Rollout, config: Config) -> tuple[Cr
     sequences, mask = rollout.sequences, rollout.sequences.response_mask
     logprobs_ref = roles.policy.reference_logprobs(sequences, config.temperature)
     values = in_parts(response_values, roles.critic, sequences)
-    logprobs_old, _ = roles.policy.old_logprobs(rollout, config.temperature, config.logprob_bound)
+    logprobs_old, _ = roles.policy.old_logprobs(sequences, rollout.logprobs, config.temperature, config.logprob_bound)
 
     scores = judge(roles, config, rollout.answers)
     totals = torch.tensor(scores.total, device=mask.device)

@@ -2,19 +2,22 @@
 
 import itertools
 import json
+import math
 import random
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_actors import save_small_actor
 from transformers import AutoTokenizer
 
 from hybrid_engine.recipes import agent, sft
-from hybrid_engine.recipes.data.sequences import epochs_of_similar_length
+from hybrid_engine.recipes.data.sequences import epochs_of_similar_length, response_logprobs
 from hybrid_engine.recipes.experience.policy import build_policy
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
+from hybrid_engine.recipes.runs.run_log import RunLog
 from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import seed_everything
 from hybrid_engine.recipes.tasks import calculator
@@ -77,19 +80,35 @@ def few_problems(monkeypatch):
     monkeypatch.setattr(agent, "is_right", lambda problem, said: sum(map(ord, said)) % 2 == 0)
 
 
-def test_a_run_leaves_metrics_and_an_actor_and_goes_on_after_an_interruption(tiny, tmp_path, few_problems, monkeypatch):
-    update, updates = agent.update, []
+@pytest.mark.parametrize("options", [{"num_clients": 1}, {"exact": True}], ids=["one client", "exact mode"])
+def test_an_interrupted_run_goes_on_to_the_bit(tiny, tmp_path, few_problems, monkeypatch, options):
+    whole = replace(tiny, **options)
+    torn = replace(whole, out=str(tmp_path / "torn"))
+    agent.run(whole)
+    write = RunLog.write
 
-    def interrupted(*args):
-        updates.append(1)
-        if len(updates) == 2:
+    def stop_at_the_second_step(log, step, metrics, shown=()):
+        write(log, step, metrics, shown)
+        if step == 1:
             raise KeyboardInterrupt
-        return update(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(agent, "update", interrupted)
-        agent.run(tiny)
-    agent.run(replace(tiny, resume=True))
+        patch.setattr(RunLog, "write", stop_at_the_second_step)
+        agent.run(torn)
+    agent.run(replace(torn, resume=True))
+    ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("torn", "run"))
+    assert list(map(without_times, ours)) == list(map(without_times, theirs)) and len(theirs) == 2
+    assert any(line["trained_share"] > 0 for line in theirs)
+    ours, theirs = (load_file(tmp_path / name / "actor" / "model.safetensors") for name in ("torn", "run"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def without_times(line):
+    return {name: value for name, value in line.items() if not name.endswith(("seconds", "per_second", "bytes"))}
+
+
+def test_a_run_leaves_metrics_and_an_actor(tiny, tmp_path, few_problems):
+    agent.run(tiny)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == [0, 1]
     assert all(line["episode_seconds"] > 0 and line["length"] > 0 and line["grad_norm"] >= 0 for line in lines)
@@ -133,6 +152,23 @@ def test_rows_learn_from_what_the_policy_wrote_alone(tiny):
         assert len(written) == sum(episode.trajectory.written) > 0
         logprobs = experience.logprobs[row][mask]
         assert (logprobs < 0).all()
+
+
+def test_old_log_probabilities_are_the_trainers_where_the_bound_asks_for_them(tiny):
+    seed_everything(0)
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    corrected = agent.Algorithm(correction="truncated", correction_threshold=0.0)
+    config = replace(tiny, group_size=4, logprob_bound=0.0, algorithm=corrected)
+    episodes = agent.play(policy, [PROBLEM] * 4, config, seed=0)
+    for episode in episodes:  # as a sampler in 16 bits has them
+        episode.trajectory.logprobs = [logprob - 0.125 for logprob in episode.trajectory.logprobs]
+    policy.actor.train()
+    sequences, sampled, batch = agent.build_experience(policy, episodes, config)
+    mask = sequences.response_mask
+    with torch.no_grad():
+        assert torch.equal(batch.logprobs_old[mask], response_logprobs(policy.actor, sequences, 1.0)[mask])
+    torch.testing.assert_close(batch.logprobs_old[mask] - sampled[mask], torch.full((int(mask.sum()),), 0.125))
+    torch.testing.assert_close(batch.weights[mask], torch.full((int(mask.sum()),), math.exp(0.125)))
 
 
 def test_a_gradient_that_was_left_does_not_count_in_the_first_step(tiny):
@@ -196,6 +232,9 @@ def test_steps_of_the_first_stage_see_those_who_ask_and_those_who_guess(tmp_path
         ({"learning_rate": -1.0}, "--learning-rate"),
         ({"temperature": 0.0}, "--temperature"),
         ({"algorithm": agent.Algorithm(kl_place="loss", kl_coef=0.1)}, "--kl-place"),
+        ({"algorithm": agent.Algorithm(dynamic_sampling=2)}, "--dynamic-sampling=2"),
+        ({"algorithm": agent.Algorithm(overlong_buffer=0.5)}, "--overlong-buffer=0.5"),
+        ({"algorithm": agent.Algorithm(mask_cut_off=True)}, "--mask-cut-off=True"),
     ],
 )
 def test_wrong_options_are_refused(tiny, options, word):

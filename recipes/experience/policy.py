@@ -19,7 +19,7 @@ from hybrid_engine.recipes.data.packable import pack_where_exact
 from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.data.sequences import Sequences, in_parts, response_logprobs
 from hybrid_engine.recipes.experience.evaluation import Evaluation, PassRule, evaluate, global_means
-from hybrid_engine.recipes.experience.rollout import Rollout, SamplingOptions
+from hybrid_engine.recipes.experience.rollout import SamplingOptions
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
@@ -59,18 +59,20 @@ class Policy:
         return in_parts(compute, self.reference, sequences)
 
     @torch.no_grad()
-    def old_logprobs(self, rollout: Rollout, temperature: float, bound: float) -> tuple[torch.Tensor, float]:
-        """`[N, T]`, the trainer's log-probabilities of a rollout, and how far the sampler's are from them.
+    def old_logprobs(
+        self, sequences: Sequences, sampled: torch.Tensor, temperature: float, bound: float
+    ) -> tuple[torch.Tensor, float]:
+        """`[N, T]`, the trainer's log-probabilities of answers, and how far `sampled`, the sampler's, are from them.
 
         They are the sampler's own where the last measured difference, in nats a token, is at most `bound`: then no
         pass is made and the difference is 0 by that choice. Collective.
         """
         measured = self.actor.logprob_difference
         if measured is not None and measured.mean <= bound:
-            return rollout.logprobs, 0.0
-        logprobs = in_parts(partial(response_logprobs, temperature=temperature), self.actor, rollout.sequences)
-        mask = rollout.sequences.response_mask
-        distance = measure_difference(logprobs, rollout.logprobs, mask).absolute
+            return sampled, 0.0
+        logprobs = in_parts(partial(response_logprobs, temperature=temperature), self.actor, sequences)
+        mask = sequences.response_mask
+        distance = measure_difference(logprobs, sampled, mask).absolute
         count = float(mask.sum())
         return logprobs, global_means({"difference": (float(distance) * count if count else 0.0, count)})["difference"]
 
