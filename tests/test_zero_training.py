@@ -20,6 +20,8 @@ from training_reference import (
 )
 
 import hybrid_engine
+from hybrid_engine.optim import masters as masters_module
+from hybrid_engine.optim.masters import fingerprint
 from hybrid_engine.zero.sharding import full_tensor
 
 STEPS = 4
@@ -133,6 +135,73 @@ def test_what_is_written_into_bf16_weights_reaches_their_masters_and_the_rest_ke
     embedding.data[3, 4] = 8.0
     engine.load_checkpoint(tmp_path)
     assert embedding[3, 4] == 7.0 and all(torch.equal(masters[name], before[name]) for name in before)
+
+
+def _write_nothing(model):
+    """Reads all, as a script that logs norms does."""
+    assert all(param.data.norm() > 0 for param in model.parameters())
+
+
+def _write_through_data(model):
+    model.model.embed_tokens.weight.data[3, 4] = 7.0  # the version counter stays
+    model.model.norm.weight.data = model.model.norm.weight.data * 2.0
+
+
+def _write_in_place(model):
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+
+
+def _write_a_state_dict(model):
+    model.load_state_dict(_write(tiny_llama()).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("write", "num_written"),
+    [(_write_nothing, 0), (_write_through_data, 2), (_write_in_place, 1), (_write_a_state_dict, None)],
+)
+def test_values_are_compared_with_masters_elsewhere_of_those_parameters_alone_that_were_written_to(
+    write, num_written, monkeypatch
+):
+    """Without a second device masters are only said to lie apart."""
+    engines = [
+        hybrid_engine.initialize(model=tiny_llama(), config=engine_config(bf16={"enabled": True}))[0] for _ in range(2)
+    ]
+    compared, trained, renew = [], [], masters_module.renew_masters
+
+    def noted(pairs):
+        compared.append(len(pairs))
+        renew(pairs)
+
+    for engine, is_apart in zip(engines, (False, True), strict=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(masters_module, "lies_apart", lambda *pair, is_apart=is_apart: is_apart)
+            patch.setattr(masters_module, "renew_masters", noted)
+            train_engine(engine, 2)
+            write(engine.module)
+            train_engine(engine, 2, first_step=2)
+        trained.append({t.name: t.master.detach() for t in engine.optimizer.parameters})
+    everything = len(trained[0])
+    assert compared == [everything] * 4 + [everything, 0, everything if num_written is None else num_written, 0]
+    assert all(torch.equal(trained[0][name], trained[1][name]) for name in trained[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1, 5, 64, 1003])
+def test_a_fingerprint_tells_bits_and_places(dtype, size, monkeypatch):
+    monkeypatch.setattr(masters_module, "WORDS_AT_ONCE", 50)
+    values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    shifted = torch.cat((values.new_zeros(3), values))[3:]
+    changes = {"same": values.clone(), "elsewhere": shifted, "opposite": -values}
+    for place in (0, size - 1):
+        changes[f"a bit at {place}"] = torch.nextafter(values, values + 1).where(torch.arange(size) == place, values)
+        changes[f"the sign at {place}"] = values.where(torch.arange(size) != place, -values)
+    if size > 8:
+        places = torch.arange(size)
+        changes |= {"turned round": values.flip(0), "moved": values.roll(4), "moved by a block": values.roll(400)}
+        changes["two highest bits"] = values.where((places != 3) & (places != 7), -values)
+    found = {name: torch.equal(fingerprint(values), fingerprint(other)) for name, other in changes.items()}
+    assert found == {name: name in ("same", "elsewhere") for name in changes}
 
 
 def test_frozen_parameters_have_no_master_no_state_and_do_not_move():

@@ -1,9 +1,12 @@
 """Masters: the fp32 copies that the optimizer steps of bf16 and fp16 parameters, each of this process's shard.
 
-An offloaded optimizer has masters of fp32 parameters too, in the CPU's memory.
+An offloaded optimizer has masters of fp32 parameters too, in the CPU's memory. Whether a script has written to the
+parameters of such masters is told by fingerprints of their bits, made where the parameters lie: comparing values takes
+all of the masters there. Version counters do not tell it: writes through `.data` leave them as they are.
 """
 
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import nn
@@ -12,12 +15,16 @@ from hybrid_engine.containers.streams import record_event
 from hybrid_engine.zero.sharding import local_tensor
 from hybrid_engine.zero.trained_parameter import TrainedParameter
 
+WORDS_AT_ONCE = 2**22
+"""Of a fingerprint: 32 MiB for the numbers of their places, and for each product with them."""
+
 
 class Masters:
     """The masters of the trained `parameters`, and what goes from these to them and back; all of it local."""
 
     def __init__(self, parameters: list[TrainedParameter]) -> None:
         self._parameters = [trained for trained in parameters if trained.has_master]
+        self._written: dict[int, torch.Tensor] = {}  # fingerprints of what was written back, by the parameters' order
 
     @torch.no_grad()
     def take_gradients(self, parameters: list[TrainedParameter]) -> None:
@@ -32,8 +39,23 @@ class Masters:
             trained.param.grad = None
 
     def renew(self) -> None:
-        """Takes what was written to the parameters since the last step."""
-        renew_masters(self._pairs())
+        """Takes what was written to the parameters since the last step; compares values only where that may be."""
+        pairs = self._pairs()
+        changed = self._find_changed(pairs)
+        renew_masters([pair for number, pair in enumerate(pairs) if number in changed])
+
+    def _find_changed(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> set[int]:
+        """Which parameters may have other values than were written back. One synchronisation with the device."""
+        known = {
+            number: written
+            for number, written in self._written.items()
+            if lies_apart(*pairs[number]) and written.device == pairs[number][0].device
+        }
+        if not known:
+            return set(range(len(pairs)))
+        is_same = [(fingerprint(pairs[number][0]) == written).all() for number, written in known.items()]
+        same = zip(known, torch.stack(is_same).tolist(), strict=True)
+        return set(range(len(pairs))) - {number for number, is_same_still in same if is_same_still}
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -42,6 +64,8 @@ class Masters:
         if pairs:
             params, masters = zip(*pairs, strict=True)
             torch._foreach_copy_(list(params), list(masters))
+        apart = [number for number, pair in enumerate(pairs) if lies_apart(*pair)]
+        self._written = {number: fingerprint(pairs[number][0]) for number in apart}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The masters by name, as they lie; they share the storage."""
@@ -55,6 +79,42 @@ class Masters:
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(local_tensor(trained.param), local_tensor(trained.master)) for trained in self._parameters]
+
+
+def lies_apart(param: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether the two lie on different devices."""
+    return param.device != master.device
+
+
+@torch.no_grad()
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """`[2]` int64 that tell the bits of `tensor` and their places; nothing waits for the device.
+
+    Sums of words of 64 bits, and of their upper halves, times numbers that depend on the place: with the words alone
+    two of the highest bits would cancel each other. On a GPU it reads and writes each word nine times: 1.3 billion
+    parameters in 16 bits, 23 GB, which is 7 ms at 3.35 TB/s and not measured; sent to the masters they take 50 or more.
+    """
+    bits = tensor.contiguous().reshape(-1).view(torch.uint8)
+    num_words = len(bits) // 8
+    words = bits[: 8 * num_words].clone() if bits.storage_offset() % 8 else bits[: 8 * num_words]
+    rest = bits[8 * num_words :].to(torch.int64)
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for number, part in enumerate([*words.view(torch.int64).split(WORDS_AT_ONCE), rest]):
+        numbers = _place_numbers(len(part), tensor.device)
+        sums = torch.stack(((part * numbers).sum(), ((part >> 32) * numbers).sum()))
+        total += sums * (2 * number + 1)
+    return total
+
+
+def _place_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """`[count]` odd numbers in no order, the same each time."""
+    return _all_place_numbers(device)[:count]
+
+
+@cache
+def _all_place_numbers(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (WORDS_AT_ONCE,), generator=generator).mul_(2).add_(1).to(device)
 
 
 def _move_gradients(grads: list[tuple[TrainedParameter, torch.Tensor]]) -> list[torch.Tensor]:
