@@ -10,7 +10,45 @@ from typing import Any
 
 import torch
 
-LAUNCHES = threading.RLock()
+
+class FairLock:
+    """A lock that its thread may take several times, and gets again only after those that waited for it meanwhile."""
+
+    def __init__(self) -> None:
+        self._turnstile, self._lock = threading.Lock(), threading.Lock()
+        self._owner: int | None = None
+        self._depth = 0
+
+    def acquire(self) -> None:
+        """Waits until no other thread has it."""
+        thread = threading.get_ident()
+        if self._owner != thread:  # no other thread can make it this one
+            with self._turnstile:
+                self._lock.acquire()
+            self._owner = thread
+        self._depth += 1
+
+    def release(self) -> None:
+        """Gives it back where it was taken first."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._owner = None
+            self._lock.release()
+
+    def let_others_in(self) -> None:
+        """Lets those that wait have it first; does nothing where the thread has taken it more than once."""
+        if self._depth == 1:
+            self.release()
+            self.acquire()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+LAUNCHES = FairLock()
 """Held while a CUDA graph is recorded, and by what draws from PyTorch's generator, which a capture has to itself.
 
 Nothing waits for another thread inside of a capture, so that one lock for all devices cannot close a circle.

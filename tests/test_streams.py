@@ -1,6 +1,7 @@
 """CUDA devices, events and captures, on stand-ins of torch.cuda that note the device of each call and its thread."""
 
 import threading
+import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from models import build_model
 
 import hybrid_engine
 from hybrid_engine.containers.streams import LAUNCHES
+from hybrid_engine.generation.backend import ModuleRollouts
 from hybrid_engine.generation.batching import stopwatch
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.stopwatch import Stopwatch
@@ -174,17 +176,51 @@ def test_captures_of_several_threads_wait_for_each_other_each_on_its_own_device(
 
 def can_capture():
     """Whether another thread could begin to record now."""
-    answers = []
+    return not LAUNCHES._lock.locked()
 
-    def ask():
-        answers.append(LAUNCHES.acquire(blocking=False))
-        if answers[0]:
-            LAUNCHES.release()
 
-    thread = threading.Thread(target=ask)
-    thread.start()
+def test_a_thread_records_between_two_tokens_of_a_models_own_generate_and_not_inside_a_pass(monkeypatch):
+    model, plain, passes, recorded = build_model(), build_model(), [], []
+    rollouts = ModuleRollouts(model, gatherer=None)
+    monkeypatch.setattr(ModuleRollouts, "_device", SECOND)
+
+    def record():
+        with LAUNCHES:
+            recorded.append(len(passes))
+
+    threads = [threading.Thread(target=record) for _ in range(2)]
+
+    def forward(*_):
+        passes.append(can_capture())
+        if len(passes) in (2, 5):
+            threads[len(passes) // 4].start()
+            while not LAUNCHES._turnstile.locked():  # until the thread has come to wait
+                time.sleep(0.001)
+        assert len(recorded) == (len(passes) > 2) + (len(passes) > 5)
+
+    model.register_forward_pre_hook(forward)
+    ids, options = torch.tensor([[5, 6, 7]]), {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": True}
+    torch.manual_seed(0)
+    found = rollouts.generate(ids, **options)
+    for thread in threads:
+        thread.join()
+    assert passes == [False] * 8 and recorded == [2, 5] and can_capture()
+    torch.manual_seed(0)
+    assert torch.equal(found, plain.generate(ids, **options))
+
+
+def test_who_has_the_lock_twice_keeps_it_and_who_records_inside_does_not_wait_for_those_outside():
+    got = threading.Event()
+    thread = threading.Thread(target=lambda: [LAUNCHES.acquire(), got.set(), LAUNCHES.release()])
+    with LAUNCHES, LAUNCHES:
+        thread.start()
+        while not LAUNCHES._turnstile.locked():
+            time.sleep(0.001)
+        LAUNCHES.let_others_in()
+        with LAUNCHES:
+            assert not got.is_set()
     thread.join()
-    return answers[0]
+    assert got.is_set() and can_capture()
 
 
 def test_no_thread_records_while_an_engine_draws_dropout_in_either_pass(monkeypatch):

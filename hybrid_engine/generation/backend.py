@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hybrid_engine.config import HybridEngineConfig
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.containers.layer import InferenceLayer
-from hybrid_engine.containers.streams import launching
+from hybrid_engine.containers.streams import LAUNCHES, launching
 from hybrid_engine.distributed.interrupts import holding_interrupts
 from hybrid_engine.distributed.verdict import Partners, attempt
 from hybrid_engine.generation.batching.plan import Plan
@@ -255,6 +256,15 @@ class ContainerRollouts:
         return error
 
 
+class _LettingOthersRecord(StoppingCriteria):
+    """Ends no row; between two tokens threads that wait to record a graph do so."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """`[B]`, all False."""
+        LAUNCHES.let_others_in()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 class ModuleRollouts:
     """Runs rollouts through the model's own `generate()`, in its own padded batches."""
 
@@ -265,7 +275,13 @@ class ModuleRollouts:
         self.gatherer = gatherer
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own `generate()`, which may draw from PyTorch's generators."""
+        """The module's own `generate()`, which may draw from PyTorch's generators: others record between two tokens.
+
+        Where it draws is known to it alone. One of no transformers' model is told of no stopping criteria.
+        """
+        if self._device.type == "cuda" and hasattr(self.module, "prepare_inputs_for_generation"):
+            criteria = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or ()), _LettingOthersRecord()])
+            kwargs["stopping_criteria"] = criteria
         with launching(self._device):
             return self._module_generate(*args, **kwargs)
 
