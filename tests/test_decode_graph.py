@@ -5,6 +5,7 @@ On a GPU as CUDA graphs, elsewhere on a tape (see tape.py), which freezes what a
 
 import gc
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,17 +20,24 @@ from hybrid_engine.compat import comm as compat_comm
 from hybrid_engine.containers import InferenceModel
 from hybrid_engine.generation import backend
 from hybrid_engine.generation.decoding.graph import batch_bucket, context_bucket
+from hybrid_engine.zero import wrapping
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.cuda.is_available()
 
 
-def build(family="llama", is_recorded=True, lag=1, model=None, stage=0, **config):
-    """An engine whose decode steps are recorded, reading tokens `lag` turns late."""
+def build(family="llama", is_recorded=True, lag=1, model=None, stage=0, is_offloaded=False, **config):
+    """An engine whose decode steps are recorded, reading tokens `lag` turns late.
+
+    Offloaded parameters of stage 3 are so for FSDP2 on a CPU too, where an engine would not ask for it.
+    """
     config = {"enabled": True, "max_out_tokens": 64, "kv_block_size": 4} | config
     ds_config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "hybrid_engine": config}
     ds_config["zero_optimization"] = {"stage": stage}
-    engine, *_ = hybrid_engine.initialize(model=model or build_model(family), config=ds_config)
+    if is_offloaded:
+        ds_config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": CUDA}
+    with patch.object(wrapping, "offloads_parameters", lambda config: config.zero_optimization.offloads_parameters):
+        engine, *_ = hybrid_engine.initialize(model=model or build_model(family), config=ds_config)
     native = engine.generator.native
     native.lag = lag
     if not is_recorded:
@@ -178,6 +186,13 @@ SETTINGS = {
     "stage 3, shared": (3, build_model, {"inference_tp_size": 2}),
     "stage 3, shared, lora": (3, adapted_model, {"inference_tp_size": 2, "release_inference_cache": True}),
     "stage 2, shared": (2, build_model, {"inference_tp_size": 2}),
+    "stage 3, lora, released": (3, adapted_model, {"release_inference_cache": True}),
+    "stage 3, offloaded, lora, released": (3, adapted_model, {"is_offloaded": True, "release_inference_cache": True}),
+    "stage 3, offloaded, shared, lora, released": (
+        3,
+        adapted_model,
+        {"is_offloaded": True, "inference_tp_size": 2, "release_inference_cache": True},
+    ),
 }
 
 
