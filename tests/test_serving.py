@@ -254,13 +254,14 @@ NULL = [
 NULL += ["stream_options", "top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos", "guided_choice", "user"]
 OF_NO_CONSEQUENCE = {
     "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x",
-    "prompt_cache_key": "x", "stream_options": {"include_usage": True}, "priority": 0, "cache_salt": "x",
+    "prompt_cache_key": "x", "prompt_cache_options": {"mode": "explicit"}, "priority": 0, "cache_salt": "x",
+    "stream_options": {"include_usage": True},
     "use_beam_search": False, "length_penalty": 1.0, "spaces_between_special_tokens": True,
 }  # fmt: skip
 FOR_CHATS = {
-    "reasoning_effort": "low", "verbosity": "low", "modalities": ["text"], "functions": [], "prediction": None,
-    "tool_choice": "auto", "tools": [], "parallel_tool_calls": False, "documents": [], "echo": False,
-    "top_logprobs": 0, "add_generation_prompt": True, "continue_final_message": False,
+    "reasoning_effort": "low", "verbosity": "low", "modalities": ["text"], "functions": [], "function_call": "none",
+    "prediction": None, "tool_choice": "auto", "tools": [], "parallel_tool_calls": False, "documents": [],
+    "echo": False, "top_logprobs": 0, "add_generation_prompt": True, "continue_final_message": False,
 }  # fmt: skip
 
 
@@ -487,6 +488,13 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_t
         ("chat/completions", {"tool_choice": "required"}, 400, "tool_choice='required'"),
         ("chat/completions", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, 400, "tool_choice='f'"),
         ("chat/completions", {"tool_choice": "sometimes"}, 400, "tool_choice"),
+        (
+            "chat/completions",
+            {"tool_choice": "required", "tools": [{"function": {"name": "f"}}], "guided_regex": "a"},
+            400,
+            "guided_regex guides",
+        ),
+        ("chat/completions", {"function_call": {"name": "f"}}, 400, "function_call"),
         ("chat/completions", {"continue_final_message": True, "add_generation_prompt": True}, 400, "exclude"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": "hi"}, 400, "messages"),

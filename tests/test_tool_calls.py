@@ -225,8 +225,14 @@ def test_a_call_that_must_be_is_one_in_the_models_form(begin, is_special):
         client = openai.OpenAI(base_url=server.url, api_key="none", max_retries=0)
         extra = {"return_token_ids": True}
         for choice, stream in ((named, False), ("required", True)):
+            format_of_texts = {"type": "json_object"} if stream else {"type": "text"}
             answer = client.chat.completions.create(
-                **said, tool_choice=choice, parallel_tool_calls=False, stream=stream, extra_body=extra
+                **said,
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                stream=stream,
+                response_format=format_of_texts,
+                extra_body=extra,
             )
             choices = [event.choices[0] for event in answer] if stream else answer.choices
             told = [each.delta if stream else each.message for each in choices]

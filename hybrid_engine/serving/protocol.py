@@ -149,6 +149,7 @@ class SamplingFields(Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     prediction: Any = None
     """Text that the answer may have; it only makes answers of others faster."""
@@ -343,6 +344,7 @@ class ChatRequest(SamplingFields):
     verbosity: Any = None
     modalities: only(["text"]) = None  # type: ignore[valid-type]
     functions: only([]) = None  # type: ignore[valid-type]
+    function_call: only("none", "auto") = None  # type: ignore[valid-type]
     echo: only(False) = None  # type: ignore[valid-type]
     best_of: only(1) = None  # type: ignore[valid-type]
     include_reasoning: only(True) = None  # type: ignore[valid-type]
@@ -374,6 +376,11 @@ class ChatRequest(SamplingFields):
             known = ", ".join(repr(name) for name in map(tool_name, self.tools or [])) or "none"
             raise ValueError(
                 f"tool_choice={self._choice!r} names no function of tools, which has {known}; send it there"
+            )
+        if self.forced_tools and super().guide:
+            raise ValueError(
+                f"{', '.join(super().guide)} guides the answer, and tool_choice={self._choice!r} guides it to be a "
+                "call; send one of them"
             )
         return self
 
@@ -407,8 +414,8 @@ class ChatRequest(SamplingFields):
 
     @property
     def guide(self) -> dict[str, Any]:
-        """What the text of the answer must be, by the engine's names."""
-        if self.response_format is None or self.response_format.type == "text":
+        """What the text of the answer must be, by the engine's names; `response_format` is of texts, not of calls."""
+        if self.response_format is None or self.response_format.type == "text" or self.forced_tools:
             return super().guide
         schema = self.response_format.json_schema
         return super().guide | {"guided_json": {"type": "object"} if schema is None else schema.schema_}

@@ -1,5 +1,6 @@
 """The `openai` package, its newest release: what its helpers send and read."""
 
+import inspect
 import json
 from typing import Literal
 
@@ -26,13 +27,11 @@ def check_whole_and_streamed_chats_agree() -> None:
 
 def check_every_field_of_a_chat_that_means_its_default() -> None:
     plain = client.chat.completions.create(**ASKED)
-    names = """
-        audio frequency_penalty logit_bias logprobs max_completion_tokens metadata modalities n parallel_tool_calls
-        prediction presence_penalty prompt_cache_key reasoning_effort response_format safety_identifier seed stop store
-        service_tier stream stream_options tool_choice tools top_logprobs top_p user verbosity
-    """
-    fields = dict.fromkeys(names.split())
-    said = client.chat.completions.create(**ASKED, extra_body=fields)
+    send = client.chat.completions.create
+    names = [name for name in inspect.signature(send).parameters if not name.startswith("extra_")]
+    fields = dict.fromkeys(name for name in names if name not in (*ASKED, "timeout"))
+    assert len(fields) > 25
+    said = send(**ASKED, extra_body=fields)
     assert said.choices[0].message == plain.choices[0].message
 
 
@@ -41,7 +40,8 @@ def check_fields_that_change_nothing() -> None:
     said = client.chat.completions.create(
         **ASKED, metadata={"a": "b"}, modalities=["text"], prompt_cache_key="x", reasoning_effort="low",
         verbosity="low", safety_identifier="x", service_tier="auto", store=True, user="me", parallel_tool_calls=True,
-        prediction={"type": "content", "content": "warm"},
+        prediction={"type": "content", "content": "warm"}, prompt_cache_options={"mode": "explicit"},
+        function_call="none",
     )  # fmt: skip
     assert said.choices[0].message == plain.choices[0].message
 
