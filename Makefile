@@ -128,7 +128,7 @@ gpu:
 	$(GPU_PYTHON) benchmarks/gpu_day.py --device $(DEVICE) --results $(RESULTS)
 
 gpu-%: FORCE
-	$(GPU_PYTHON) benchmarks/gpu_day.py $* --device $(DEVICE) --results $(RESULTS)
+	$(GPU_PYTHON) benchmarks/gpu_day.py --only $* --device $(DEVICE) --results $(RESULTS)
 
 check: lint types wheel
 

@@ -91,7 +91,7 @@ def test_a_budget_starts_no_part_that_does_not_fit(tmp_path, monkeypatch):
     archive, results = tmp_path / "home" / "gpu.tar.gz", tmp_path / "results"
     results.mkdir()
     args = argparse.Namespace(
-        parts=[], skip=[], device="cuda", results=results, seconds=None, archive=archive, end=time.monotonic() + 7
+        only=[], skip=[], device="cuda", results=results, seconds=None, archive=archive, end=time.monotonic() + 7
     )
     records = gpu_day.run_all(args, MACHINE, gpu_day.build_environment("cuda") | {"PYTHONPATH": str(tmp_path)})
     assert [record["status"] for record in records] == ["passed", "timed out", "not started"]
@@ -110,7 +110,42 @@ def test_parts_that_time_nothing_run_beside_each_other(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(gpu_day, "PARTS", parts)
     args = argparse.Namespace(
-        parts=[], skip=[], device="cuda", results=tmp_path, seconds=None, archive=None, end=None
+        only=[], skip=[], device="cuda", results=tmp_path, seconds=None, archive=None, end=None
     )  # fmt: skip
     records = gpu_day.run_all(args, MACHINE, gpu_day.build_environment("cuda") | {"PYTHONPATH": str(tmp_path)})
     assert [record["status"] for record in records] == ["passed", "passed"]
+
+
+@pytest.mark.parametrize(
+    ("source", "selected", "status"),
+    [
+        ("def test_it(): pass", "it", "passed"),
+        ("def test_it(): pass", "other", "failed"),
+        ("import pytest\n\n@pytest.mark.skip\ndef test_it(): pass", "it", "failed"),
+    ],
+)
+def test_a_part_of_which_no_test_runs_has_failed(source, selected, status, tmp_path):
+    (tmp_path / "test_one.py").write_text(source)
+    command = ("-m", "pytest", "-p", "no:cacheprovider", "-k", selected, str(tmp_path / "test_one.py"))
+    record = run(gpu_day.Part("one", "", command, command), tmp_path)
+    assert record["status"] == status, record["result"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--only", "smoke", "decod"], "no part is named decod; there are compile, smoke"),
+        (["--only", "smoke", "--skip", "smoke"], "--skip leaves out every part"),
+        (["smoke"], "unrecognized arguments: smoke"),
+    ],
+)
+def test_parts_that_are_not_there_are_an_error_before_any_runs(options, error, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *options])
+    with pytest.raises(SystemExit):
+        gpu_day.read_arguments()
+    assert error in capsys.readouterr().err
+
+
+def test_only_names_the_parts_that_run_in_their_own_order(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--only", "decode", "smoke", "compile", "--skip", "compile"])
+    assert [part.name for part in gpu_day.choose_parts(gpu_day.read_arguments())] == ["smoke", "decode"]
