@@ -153,7 +153,7 @@ class HybridEngine(ZeroEngine):
             carried: what the rollout before left, with its own options and noise.
 
         Raises:
-            ValueError: as `generate()` does, and for a model without containers or one that processes share.
+            ValueError: as `generate()` does, and for a model that processes share.
         """
         with torch.inference_mode(False), torch.no_grad():
             self._begin_to_generate()

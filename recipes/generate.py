@@ -163,7 +163,7 @@ def answer_rows(
             tell = telling({number: sequences[number] for number in left}, add)
             run_sequences(engine.generator, given, config.max_running, tell)
         else:
-            with live_batch(engine.generator, longest_of(sequences), config.max_running) as batch:
+            with live_batch(engine.generator, longest_of(sequences), config.max_running, caller="generate") as batch:
                 batch.add(given)
                 for number in finished_rows(batch, sequences):
                     add(number)
@@ -255,7 +255,7 @@ def answer_in_terminal(config: Config) -> None:
     rows = None if config.prompts == TERMINAL else read_prompt_rows(config.source)
     engine, tokenizer = load_answering(config)
     options = read_sampling(config, engine, tokenizer)
-    with opened(str(config.out)) as out, live_batch(engine.generator, None, max_running=1) as batch:
+    with opened(str(config.out)) as out, live_batch(engine.generator, max_running=1, caller="generate") as batch:
         prompts = (
             encode_lines(config, tokenizer, batch.longest)
             if rows is None

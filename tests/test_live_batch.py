@@ -9,8 +9,9 @@ from models import build_model
 import hybrid_engine
 from hybrid_engine.generation.batching.noise import prompt_digest, sample_keys
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
+from hybrid_engine.generation.joint_turns import FAILED, LEFT
 from hybrid_engine.generation.live_opening import live_batch
-from hybrid_engine.generation.live_streamed import _FAILED, _LEFT, StreamedBatch
+from hybrid_engine.generation.live_streamed import StreamedBatch
 from hybrid_engine.generation.options import GenerationOptions
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14, 15], [4], [20, 21, 22, 23], [30, 31]]
@@ -84,7 +85,7 @@ class Others:
         raise error
 
 
-@pytest.mark.parametrize(("error", "heard"), [(None, [_LEFT]), (KeyError("of whoever listens"), [_FAILED])])
+@pytest.mark.parametrize(("error", "heard"), [(None, [LEFT]), (KeyError("of whoever listens"), [FAILED])])
 def test_whoever_leaves_a_streamed_batch_tells_the_others_by_an_error_too(error, heard):
     others = Others()
     batch = StreamedBatch(None, SimpleNamespace(scheduler=None), 8, None, others)

@@ -11,9 +11,12 @@ from models import PAD, VOCAB, build_model, randomised
 
 import hybrid_engine
 from hybrid_engine.generation import scoring
+from hybrid_engine.generation.asynchronous import Carried, start_async
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import read_options
+from hybrid_engine.recipes.batch.shared import load_shared
+from hybrid_engine.recipes.serve import Config as ServeConfig
 
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": PAD, "eos_token_id": 2}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -280,3 +283,31 @@ def test_rows_of_an_attached_model_have_options_of_their_own(name):
         row_options=[{"max_new_tokens": 3}, {"max_new_tokens": 6}],
     )  # fmt: skip
     _check_three_and_six(name, output, ids.shape[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_errors_of_a_live_batch_name_what_was_called(name):
+    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, "max_out_tokens": 64}}
+    build = build_model if name == "llama" else lambda: randomised(MODELS[name])
+    engine = hybrid_engine.initialize(model=build(), config=config)[0].eval()
+    with live_batch(engine.generator):
+        options = {"max_new_tokens": 2, "pad_token_id": PAD}
+        with pytest.raises(ValueError, match=r"^generate\(\): the model is being served"):
+            engine.generate(torch.tensor([[5]]), **options)
+        with pytest.raises(ValueError, match=r"^generate_async\(\): the model is in a live batch already"):
+            start_async(engine.generator, None, None, None, None, {}, Carried([], 0), 0).__enter__()
+        with (
+            pytest.raises(ValueError, match=r"^serving\(\): the model is in a live batch already"),
+            engine.serving(build_chat_tokenizer()),
+        ):
+            pass
+
+
+def test_processes_do_not_share_a_model_without_containers(tmp_path):
+    tokenizer = build_chat_tokenizer()
+    config = hf.MambaConfig(**_SIZES | {"vocab_size": len(tokenizer)}, state_size=8)
+    config.architectures = ["MambaForCausalLM"]
+    config.save_pretrained(tmp_path)  # and no weights
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"--tp=2 --pp=1: .* and no policy for MambaBlock.*leave both at 1"):
+        load_shared(ServeConfig(model=str(tmp_path), tp=2), 2, 1, {})

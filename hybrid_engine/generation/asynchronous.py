@@ -211,7 +211,7 @@ def start_async(
         _check_scores(sequences)
         num_samples = request.wishes.options.num_return_sequences
     longest = max([2, *(s.most_fed + 1 for s in sequences), 0 if earlier is None else earlier.longest])
-    opening = partial(live_batch, generator, longest)
+    opening = partial(live_batch, generator, longest, caller="generate_async()")
     return AsyncRollout(opening, sequences, num_samples, version, earlier)
 
 

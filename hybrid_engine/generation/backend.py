@@ -6,7 +6,7 @@ gives it back in the opposite order, also when the run raises.
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from hybrid_engine.generation.bound_weights import LastingWeights, bound, bound_
 from hybrid_engine.generation.decoding.graph import CaptureStats, CudaGraphs
 from hybrid_engine.generation.decoding.open_step import Choice, OpenStep
 from hybrid_engine.generation.decoding.steps import DecodeSteps
+from hybrid_engine.generation.joint_turns import JointPasses
 from hybrid_engine.generation.memory.workspace import KVWorkspace
 from hybrid_engine.generation.options import GenerationOptions
 from hybrid_engine.generation.output import collect_output, measure_module_output, response_lengths
@@ -268,11 +269,12 @@ class _LettingOthersRecord(StoppingCriteria):
 class ModuleRollouts:
     """Runs rollouts through the model's own `generate()`, in its own padded batches."""
 
-    def __init__(self, module: nn.Module, gatherer: WeightGatherer):
+    def __init__(self, module: nn.Module, gatherer: WeightGatherer, partners: Partners):
+        """`partners`: whose layers are gathered with these, where that happens one by one."""
         # The class's: on the module itself an engine's generate() may stand in its place.
         self._module_generate = type(module).generate.__get__(module)
         self.module = module
-        self.gatherer = gatherer
+        self.gatherer, self.partners = gatherer, partners
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own `generate()`, which may draw from PyTorch's generators: others record between two tokens.
@@ -293,6 +295,19 @@ class ModuleRollouts:
         """Weights for forward passes of the module: whole, or each pass gathers its layers one by one."""
         release.enter_context(self.gatherer.gathered_for_forward())
 
+    def joint_passes(self) -> JointPasses | None:
+        """Keeps forward passes in step with those of other processes where layers are gathered one by one; or None.
+
+        With whole weights nobody waits for others, as transformers would for every token of a module under FSDP2.
+        """
+        if not self.gatherer.is_streamed or self.partners.size == 1:
+            return None
+        return JointPasses(self.module, self.gatherer.sharding, self.partners)
+
+    def _in_step(self) -> AbstractContextManager[object]:
+        passes = self.joint_passes()
+        return nullcontext() if passes is None else passes.joined()
+
     def run(
         self,
         input_ids: torch.Tensor,
@@ -303,13 +318,14 @@ class ModuleRollouts:
     ) -> RolloutResult:
         """`seed` holds for this call alone; None draws from torch's generators as transformers does."""
         if len(input_ids) == 0:
-            return self._run_empty(input_ids, options, kwargs)
+            return self._run_empty(input_ids, options)
         # This process's GPU alone: looking at the generators of others would take memory there.
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=seed is not None):
             if seed is not None:
                 torch.manual_seed(seed)
-            output = self._generate(input_ids, mask.to(input_ids.dtype), options, kwargs)
+            with self._in_step():
+                output = self._generate(input_ids, mask.to(input_ids.dtype), options, kwargs)
         responses = getattr(output, "sequences", output)[:, input_ids.shape[1] :]
         num_tokens = int(response_lengths(responses, options.eos_token_ids).sum())
         return RolloutResult(output, num_samples=len(responses), generated_tokens=num_tokens)
@@ -322,11 +338,12 @@ class ModuleRollouts:
         self, input_ids: torch.Tensor, sequences: list[Sequence], options: GenerationOptions, device: torch.device
     ) -> RolloutResult:
         """The answers to `sequences`, one after the other, on `device`; `options` are those of all rows."""
-        self.score((sequence.prompt for sequence in sequences), device)
-        for sequence in sequences:
-            answer_sequence(self.generate, sequence, device)
-            if sequence.error is not None:
-                raise sequence.error
+        with self._in_step():
+            self.score((sequence.prompt for sequence in sequences), device)
+            for sequence in sequences:
+                answer_sequence(self.generate, sequence, device)
+                if sequence.error is not None:
+                    raise sequence.error
         output = collect_output(input_ids, sequences, options)
         return RolloutResult(
             output if options.return_dict else output.sequences,
@@ -334,11 +351,10 @@ class ModuleRollouts:
             generated_tokens=sum(len(sequence.tokens) for sequence in sequences),
         )
 
-    def _run_empty(self, input_ids: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]) -> RolloutResult:
-        """No rows, which transformers cannot generate; streamed layers are gathered for one that is nobody's."""
-        if self.gatherer.is_streamed:
-            prompt = input_ids.new_zeros(1, 1)
-            self._generate(prompt, torch.ones_like(prompt), options, kwargs)
+    def _run_empty(self, input_ids: torch.Tensor, options: GenerationOptions) -> RolloutResult:
+        """No rows, which transformers cannot generate; other processes may have some."""
+        with self._in_step():
+            pass
         output = collect_output(input_ids, [], options)
         return RolloutResult(output if options.return_dict else output.sequences, num_samples=0)
 
@@ -346,9 +362,7 @@ class ModuleRollouts:
         self, input_ids: torch.Tensor, mask: torch.Tensor, options: GenerationOptions, kwargs: dict[str, Any]
     ) -> Any:
         """Measured like a native rollout where end-of-sequence tokens alone say where a row ends."""
-        # Streamed, who is done goes on with forward passes, which are collective. With whole weights nobody waits for
-        # others, as transformers would for every token of a module under FSDP2.
-        kwargs = {**kwargs, "synced_gpus": self.gatherer.is_streamed and self.gatherer.sharding.world_size > 1}
+        kwargs = {**kwargs, "synced_gpus": False}  # see joint_passes()
         is_plain = options.return_dict and options.num_beams == 1 and not any(map(kwargs.get, ENDS_OTHERWISE))
         if not is_plain or any(name.startswith("output_") and value for name, value in kwargs.items()):
             return self.generate(input_ids, attention_mask=mask, **kwargs)

@@ -85,7 +85,7 @@ def read_wishes(
         ends_by_string = any(of_prompt.rules.stop_strings for of_prompt in of_prompts)
         mixes = mixes_rows(generator, len(prompts) * options.num_return_sequences)
         if in_sequences or mixes or only_native is not None or (options.return_dict and ends_by_string):
-            undrawn = _reason_not_to_draw(generator, merged)
+            undrawn = _reason_not_to_draw(merged)
             if mixes and undrawn is not None:
                 raise ValueError(
                     f"generate(): transformers' {type(generator.module).__name__} mixes up the rows of a batch, and "
@@ -183,14 +183,10 @@ def mixes_rows(generator: Generator, num_rows: int) -> bool:
     return generator.fallback_reason is not None and num_rows > 1 and kind in MIXES_ROWS
 
 
-def _reason_not_to_draw(generator: Generator, merged: dict[str, Any]) -> str | None:
+def _reason_not_to_draw(merged: dict[str, Any]) -> str | None:
     """Why the model's own `generate()` cannot answer row by row, tokens drawn by the rows' options; None: it can."""
     foreign = foreign_options(merged)
-    if foreign:
-        return f"option {foreign[0]} is not served row by row"
-    if generator.fallback_reason is None or generator.partners.size > 1 or generator.group.size > 1:
-        return generator.fallback_reason
-    return None
+    return f"option {foreign[0]} is not served row by row" if foreign else None
 
 
 def _check_can_fall_back(generator: Generator, reason: str) -> None:

@@ -78,7 +78,6 @@ class Generator:
         self.native: ContainerRollouts | None = None
         self.is_live = False
         """Whether a live batch has the workspace."""
-        self.own = ModuleRollouts(module, self.gatherer)
         self._choice: Choice | None = None  # what draws the tokens of the rollouts now
         functions = (GenerationMixin.generate, getattr(module, "get_base_model", lambda: module)().forward)
         self.accepted_names = [name for function in functions for name in inspect.signature(function).parameters]
@@ -90,6 +89,7 @@ class Generator:
             self.partners = Partners(size=sharding.world_size, rank=sharding.rank)
         else:
             self.partners = self.group.partners
+        self.own = ModuleRollouts(module, self.gatherer, self.partners)
         self.probe = ContainerProbe(module, self.gatherer, self.readable, self.partners, sharding.world_size)
 
     def build_containers(self) -> None:

@@ -37,6 +37,7 @@ def live_batch(
     max_running: int | None = None,
     link: LiveLink | None = None,
     adapters: tuple[str, ...] = (),
+    caller: str = "serving()",
 ) -> Iterator[LiveBatch]:
     """Inside, the weights are gathered, LoRA fused and the KV workspace taken for a batch that is empty at first.
 
@@ -51,16 +52,17 @@ def live_batch(
         link: of the processes that share the model.
         adapters: of a peft model, each with a batch of its own beside that of the base model; empty: the active one is
             fused, as in a rollout.
+        caller: the function or command that errors and notices name.
 
     Raises:
-        ValueError: the model has no containers, or several processes share it and there is no link; or there is no
-            memory for one sequence.
+        ValueError: the model is in another live batch; it has no containers, and processes share it or `adapters` are
+            wanted; several processes share it and there is no link; or there is no memory for one sequence.
     """
     partners = generator.partners
     # A thread of a live batch starts on device 0.
     with on_device(generator.device), torch.inference_mode(False), torch.no_grad(), ExitStack() as release:
         if generator.model is None and link is None and not adapters:
-            own = partners.agree(lambda: open_own(generator, longest, release))
+            own = partners.agree(lambda: _open_own(generator, longest, release, caller))
             generator.is_live = True
             release.callback(setattr, generator, "is_live", False)
             say_once(f"sequences are answered one by one, by the model's own generate(): {generator.fallback_reason}")
@@ -69,7 +71,8 @@ def live_batch(
         spare = generator.memory.spare_bytes(generator.model)
         memory = generator.group.gather_objects(Memory(spare, generator.memory.training_bytes))
         num_parts = len(adapters) + 1 if adapters else 1
-        plan = partners.agree(lambda: _plan(generator, longest, max_running, memory, link is not None, num_parts))
+        asked = Asked(longest, max_running, link is not None, num_parts, caller)
+        plan = partners.agree(lambda: _plan(generator, asked, memory))
         native = generator.native
         assert native is not None
         num_blocks = num_parts * (plan.num_blocks + native.num_reserved_blocks) - native.num_reserved_blocks
@@ -79,7 +82,7 @@ def live_batch(
         release.callback(setattr, generator, "is_live", False)
         if generator.gatherer.is_streamed:
             strategy = partners.agree(lambda: native.start(plan, kv))
-            say_once("serving: layers are gathered one by one on every turn, with those of all processes")
+            say_once(f"{caller}: layers are gathered one by one on every turn, with those of all processes")
             streamed = StreamedBatch(native.model, strategy, plan.longest + 1, native, partners)
             with streamed.leaving():
                 yield streamed
@@ -90,7 +93,7 @@ def live_batch(
         if link is None:
             yield batch
             return
-        release.enter_context(naming_who_left("serving()"))
+        release.enter_context(naming_who_left(caller))
         if link.is_leader:
             release.enter_context(link.leading())
             yield LeadingBatch(batch, link)
@@ -142,32 +145,48 @@ class Memory(NamedTuple):
     """That training will take of them."""
 
 
-def _plan(
-    generator: Generator,
-    longest: int | None,
-    max_running: int | None,
-    memory: list[Memory],
-    is_linked: bool,
-    num_parts: int,
-) -> Plan:
-    """A KV workspace for `max_running` sequences of `longest` tokens, or for as many as there is memory for.
+class Asked(NamedTuple):
+    """What a live batch is asked for; the first two as `live_batch` takes them."""
 
-    With `num_parts`, one of so many workspaces.
-    """
-    config, model, native = generator.config, generator.model, generator.native
+    longest: int | None
+    max_running: int | None
+    is_linked: bool
+    num_parts: int
+    """Workspaces, one for each adapter and the base model."""
+    caller: str
+
+
+def _check_free(generator: Generator, caller: str) -> None:
     if generator.is_live:
-        raise ValueError("serving: the model is served already; wait until that ends")
+        raise ValueError(f"{caller}: the model is in a live batch already, of serving() or generate_async(); end that")
+
+
+def _open_own(generator: Generator, longest: int | None, release: ExitStack, caller: str) -> LiveBatch:
+    _check_free(generator, caller)
+    return open_own(generator, longest, release, caller)
+
+
+def _plan(generator: Generator, asked: Asked, memory: list[Memory]) -> Plan:
+    """A KV workspace, one of `num_parts`, for as many sequences as are asked for, or as there is memory for."""
+    config, model, native = generator.config, generator.model, generator.native
+    longest, max_running, is_linked, num_parts, caller = asked
+    _check_free(generator, caller)
     if model is None or native is None:
-        raise ValueError(f"serving: {generator.fallback_reason}; only models with containers are served")
+        kind, remedy = "several adapters at once", "serve one"
+        if num_parts == 1:
+            kind, remedy = f"{generator.group.size} processes that share them", f"set {generator.group.remedy}"
+        raise ValueError(
+            f"{caller}: {generator.fallback_reason}, and only models with containers serve {kind}; {remedy}"
+        )
     if generator.group.size > 1 and not is_linked:
         raise ValueError(
-            "serving: processes share the model, and requests come to one process alone; use serving(), or a process "
+            f"{caller}: processes share the model, and requests come to one process alone; use serving(), or a process "
             "with room for the model"
         )
     if generator.gatherer.is_streamed and (is_linked or num_parts > 1):
         raise ValueError(
-            "serving: layers are gathered one by one, which serves neither processes that share the model nor several "
-            "adapters; use more processes, or serve one adapter"
+            f"{caller}: layers are gathered one by one, which serves neither processes that share the model nor "
+            "several adapters; use more processes, or serve one adapter"
         )
     limit = min(config.max_out_tokens, (model.max_positions or config.max_out_tokens) + 1)
     is_free = longest is None

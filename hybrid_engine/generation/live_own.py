@@ -1,10 +1,11 @@
 """A live batch of a model without containers: its own `generate()` answers one sequence after the other."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 from hybrid_engine.config.checks import check_integer
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.generator import Generator
+from hybrid_engine.generation.joint_turns import IDLE, STREAMED_STAYS, JointPasses
 from hybrid_engine.generation.live import KVBlocks, LiveBatch, Progress
 from hybrid_engine.generation.own_sequences import answer_sequence
 
@@ -20,10 +21,12 @@ class OwnBatch(LiveBatch):
     Args:
         generator: without containers, its weights gathered.
         longest: tokens of the longest sequence that may join.
+        passes: keeps the model's forward passes in step with those of other processes; None: nobody waits for them.
     """
 
-    def __init__(self, generator: Generator, longest: int):
-        self.generator, self.longest = generator, longest
+    def __init__(self, generator: Generator, longest: int, passes: JointPasses | None = None):
+        self.generator, self.longest, self._passes = generator, longest, passes
+        self.seconds_between_stays = None if passes is None else STREAMED_STAYS
         self._num_told: dict[Sequence, int] = {}
 
     @property
@@ -67,13 +70,21 @@ class OwnBatch(LiveBatch):
         self._num_told.clear()
         return []
 
+    def stay(self) -> None:
+        """Takes part in passes of other processes; where there is work here, its next pass does."""
+        if self._passes is not None and not self.has_work:
+            self._passes.meet(IDLE)
+
     def turn(self) -> list[Progress]:
         """More of the answer of the sequence that waits longest."""
         sequence, first = next(iter(self._num_told.items()))
         most = max(TOKENS_OF_A_TURN, len(sequence) // 4)
         try:
-            answer_sequence(self.generator.own.generate, sequence, self.generator.device, most)
+            with nullcontext() if self._passes is None else self._passes.ending_pass():
+                answer_sequence(self.generator.own.generate, sequence, self.generator.device, most)
         except Exception as error:
+            if self._passes is not None and self._passes.has_parted:
+                raise
             sequence.error = sequence.error or error
         if sequence.error is not None or sequence.finish_reason is not None:
             self._num_told.pop(sequence)
@@ -84,18 +95,22 @@ class OwnBatch(LiveBatch):
         return [Progress(sequence, sequence.tokens[first:], sequence.logprobs[first:], sequence.finish_reason)]
 
 
-def open_own(generator: Generator, longest: int | None, release: ExitStack) -> OwnBatch:
+def open_own(generator: Generator, longest: int | None, release: ExitStack, caller: str) -> OwnBatch:
     """A batch of `generator`, which has no containers; the return of what it takes goes on `release`.
 
+    Errors name `caller`.
+
     Raises:
-        ValueError: processes share the model or its layers, or `longest` is out of range.
+        ValueError: processes share the model, or `longest` is out of range.
     """
-    if generator.is_live:
-        raise ValueError("serving: the model is served already; wait until that ends")
-    if generator.group.size > 1 or generator.sharding.world_size > 1:
-        raise ValueError(f"serving: {generator.fallback_reason}; processes share models with containers only")
+    if generator.group.size > 1:
+        raise ValueError(
+            f"{caller}: {generator.fallback_reason}, and only models with containers serve {generator.group.size} "
+            f"processes that share them; set {generator.group.remedy}"
+        )
     positions = getattr(generator.module.config.get_text_config(), "max_position_embeddings", None)
     limit = min(generator.config.max_out_tokens, positions or generator.config.max_out_tokens)
     check_integer("longest", limit if longest is None else longest, 2, limit)
     generator.own.gather(release)
-    return OwnBatch(generator, longest or limit)
+    passes = generator.own.joint_passes()
+    return OwnBatch(generator, longest or limit, None if passes is None else release.enter_context(passes.joined()))

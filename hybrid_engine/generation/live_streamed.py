@@ -4,19 +4,17 @@ Each process has requests of its own. Before a turn they say whether one of them
 layers, those without work computing nothing. They meet like that as long as one of them serves.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from hybrid_engine.containers.model import InferenceModel
 from hybrid_engine.distributed.verdict import Partners
 from hybrid_engine.generation.backend import ContainerRollouts
 from hybrid_engine.generation.batching.sequence import Prompt, Sequence
 from hybrid_engine.generation.batching.strategy import TextGeneration
+from hybrid_engine.generation.joint_turns import IDLE, STREAMED_STAYS, WORKS, JointTurns
 from hybrid_engine.generation.live import LiveBatch, Progress
 from hybrid_engine.generation.scoring import ScoringTurns
 from hybrid_engine.ops.kernel_errors import naming_kernels
-
-_LEFT, _IDLE, _WORKS, _FAILED = range(4)
 
 
 class StreamedBatch(LiveBatch):
@@ -27,7 +25,7 @@ class StreamedBatch(LiveBatch):
         partners: whose layers are gathered with these.
     """
 
-    seconds_between_stays = 0.02
+    seconds_between_stays = STREAMED_STAYS
 
     def __init__(
         self,
@@ -38,9 +36,7 @@ class StreamedBatch(LiveBatch):
         partners: Partners,
     ):
         super().__init__(model, strategy, longest)
-        self._native, self._partners = native, partners
-        self._has_parted = False
-        """Whether the others have heard of an error, or hear nothing from here any more."""
+        self._turns = JointTurns(partners, lambda: native.pass_over_stream(self._pass))
         self._scoring = ScoringTurns(model, lambda: native.layers())
 
     def score(self, prompts: list[Prompt]) -> None:
@@ -54,47 +50,20 @@ class StreamedBatch(LiveBatch):
 
     def turn(self) -> list[Progress]:
         """One pass over the layers, on all processes."""
-        self._meet(_WORKS)
+        self._turns.meet(WORKS)
         return self.tell()
 
     def stay(self) -> None:
         """Takes part in the turns of others; where there is work here, its next turn does."""
         if not self.has_work:
-            self._meet(_IDLE)
+            self._turns.meet(IDLE)
 
-    @contextmanager
-    def leaving(self) -> Iterator[None]:
+    def leaving(self) -> AbstractContextManager[None]:
         """Takes part in the turns of others afterwards until all have left; an error inside is raised on all."""
-        try:
-            yield
-        except BaseException as error:
-            if not self._has_parted:
-                self._fail(error)
-            raise
-        while self._meet(_LEFT) != _LEFT:
-            pass
-
-    def _meet(self, state: int) -> int:
-        """A turn of all, if one has work; returns the highest state. An error of one is raised on all."""
-        self._has_parted = True
-        (highest,) = self._partners.highest([state])
-        if highest == _FAILED:
-            self._partners.raise_together(None)
-        self._has_parted = False
-        if highest == _WORKS:
-            error = self._native.pass_over_stream(self._pass)
-            if error is not None:
-                self._fail(error)
-        return highest
+        return self._turns.leaving()
 
     def _pass(self) -> None:
         """One pass over the layers, whether there is something to compute or not."""
         with naming_kernels():
             if not self._scoring.turn():
                 self.strategy.turn()
-
-    def _fail(self, error: BaseException) -> None:
-        """Raises `error` here, and its like on the others where they meet next; collective."""
-        self._has_parted = True
-        self._partners.highest([_FAILED])
-        self._partners.raise_together(error)

@@ -46,6 +46,7 @@ def answer_sequence(
         eos_token_id=None,
         pad_token_id=sequence.options.pad_token_id,
         return_dict_in_generate=False,
+        synced_gpus=False,  # who calls this keeps processes in step
         **NEUTRAL,
     )
 

@@ -43,8 +43,8 @@ def prepare(
     """Every check of the input and the plan of the rollout; changes nothing. Collective on several processes.
 
     Prompts and options are each process's own, except where processes share the model, and one may have no prompt.
-    Where only the model's own `generate()` can run on one process, it runs on all; on one process alone it answers
-    sequences one by one where the rows' options or `in_sequences` ask for that.
+    Where only the model's own `generate()` can run on one process, it runs on all; it answers sequences one by one
+    where the rows' options or `in_sequences` ask for that.
 
     Raises:
         ValueError: on all processes, if the input of one cannot work, or none has a prompt.
@@ -71,7 +71,7 @@ def prepare(
     check_only_native(bids, fallback)
     say_once(f"generate() uses the model's own implementation: {fallback}")
     if wishes.is_drawn:
-        return Request(wishes=wishes, plan=None, seed=None, sequences=_sequences(wishes, bids))
+        return Request(wishes=wishes, plan=None, seed=None, sequences=_sequences(group, wishes, bids, partners.rank))
     return Request(
         wishes=wishes, plan=None, seed=_seed_of_fallback(generator, seed, bids) if wishes.is_sampled else seed
     )
@@ -143,10 +143,12 @@ def _plan(generator: Generator, wishes: Wishes, shares: list[Share]) -> Plan | N
     )
 
 
-def _sequences(wishes: Wishes, bids: list[Bid]) -> list[Sequence]:
-    """The sequences of a process that is alone, with the keys of their noise."""
+def _sequences(group: ModelGroup, wishes: Wishes, bids: list[Bid], rank: int) -> list[Sequence]:
+    """This process's own sequences, with the keys of their noise; `rank` as `_name_noise` takes it."""
     sequences = build_sequences(wishes.prompts, wishes.of_prompts, wishes.options.num_return_sequences)
-    for sequence, key in zip(sequences, keys_of(bids, 0), strict=True):
+    if group.has_same_prompts:
+        bids, rank = bids[:: group.size], rank // group.size
+    for sequence, key in zip(sequences, keys_of(bids, rank), strict=True):
         sequence.key = key
     return sequences
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import get_rank, get_world_size, init_distributed, on_rank_zero
 from hybrid_engine.generation.batching.sequence import Sequence
+from hybrid_engine.inference.build import check_policy
 from hybrid_engine.inference.empty import build_empty_model
 from hybrid_engine.recipes.batch.model import (
     BaseModelOptions,
@@ -37,12 +38,17 @@ def load_shared(
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """A model that answers, and its tokenizer, where each process reads its part of the weights; collective.
 
-    `adapters`: folders by peft's names; the first is active.
+    `adapters`: folders by peft's names; the first is active. Raises ValueError for a model without containers.
     """
     tokenizer = load_answering_tokenizer(config)
     folder = on_rank_zero(lambda: _local_folder(str(config.model)))
     with explained("model", folder):
         model: nn.Module = build_empty_model(folder)
+    _, reason = check_policy(model)
+    if reason is not None:
+        raise ValueError(
+            f"--tp={tp} --pp={pp}: processes share models with containers only, and {reason}; leave both at 1"
+        )
     for name, adapter in adapters.items():
         model = with_adapter(model, adapter, name)
     layout: dict[str, Any] = {"tensor_parallel": {"tp_size": tp}, "pipeline_parallel_size": pp}
