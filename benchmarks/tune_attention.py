@@ -20,6 +20,7 @@ from tune_products import CALLS, ROTATED_BYTES, check_alike, microseconds, read_
 
 from hybrid_engine.ops import QKV, DecodeBatch, KVBlocks, SoftmaxContextOp
 from hybrid_engine.ops import softmax_context_kernels as kernels
+from hybrid_engine.ops.bound_launch import forget_prepared
 
 BLOCK_SIZE = 64
 
@@ -85,6 +86,7 @@ def tune(shape: Shape, bandwidth: float, dtype: torch.dtype, args: argparse.Name
             kernels.decode_tiles = lambda form, size, cut=(tokens, split): kernels.DecodeTiles(
                 kernels.padded_groups(form.groups), *cut
             )
+        forget_prepared()
         try:
             result = calls[0]().float()
             if args.compile:
@@ -101,6 +103,7 @@ def tune(shape: Shape, bandwidth: float, dtype: torch.dtype, args: argparse.Name
             "share_of_bandwidth": round(shape.num_bytes / took / bandwidth * 1e6, 3),
         })  # fmt: skip
     kernels.SPLIT, kernels.decode_tiles, kernels.DECODE_STAGES = present
+    forget_prepared()
     if rows:
         best = sorted(rows, key=lambda row: row["microseconds"])[:3]
         told = [(row["split"], row["tokens"], row["stages"], row["microseconds"]) for row in best]

@@ -11,13 +11,12 @@ kernels be defined and never run.
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from hybrid_engine.ops.bound_launch import start
+from hybrid_engine.ops.bound_launch import find_launch
 
 try:
     import triton
@@ -54,13 +53,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **meta: Any) -> None:
     """Starts a Triton kernel on `device`, which need not be the current one."""
-    if IS_INTERPRETED:
-        kernel[grid](*args, **meta)
-        return
-    current = torch.cuda.current_device() if device.type == "cuda" else 0
-    index = current if device.index is None else device.index
-    with nullcontext() if index == current else torch.cuda.device(index):
-        start(kernel, grid, args, meta, index)
+    find_launch(kernel, grid, args, device, meta)(*args)
 
 
 def say_once(line: str) -> None:

@@ -18,7 +18,7 @@ from hybrid_engine.ops.dispatch import SWITCH, say_once, triton
 
 COMPILER = ("triton.compiler", "triton.backends")
 """Modules of Triton in which a kernel is compiled and loaded."""
-LAUNCH, OPS = "hybrid_engine.ops.dispatch", "hybrid_engine.ops."
+LAUNCHES, OPS = ("hybrid_engine.ops.dispatch", "hybrid_engine.ops.bound_launch"), "hybrid_engine.ops."
 
 Result = TypeVar("Result")
 
@@ -90,8 +90,8 @@ def describe_kernel_error(error: BaseException) -> str | None:
     compiled = any(_module_of(frame).startswith(COMPILER) and not _is_start(frame) for frame in frames)
     if not compiled or isinstance(error, KernelError):
         return None
-    launches = [frame for frame in frames if _module_of(frame) == LAUNCH and "kernel" in frame.f_locals]
-    callers = [frame for frame in frames if _module_of(frame).startswith(OPS) and _module_of(frame) != LAUNCH]
+    launches = [frame for frame in frames if _module_of(frame) in LAUNCHES and "kernel" in frame.f_locals]
+    callers = [frame for frame in frames if _module_of(frame).startswith(OPS) and _module_of(frame) not in LAUNCHES]
     kernel = getattr(launches[-1].f_locals["kernel"], "__name__", "a kernel") if launches else "a kernel"
     before = [frame for frame in callers if not launches or frames.index(frame) < frames.index(launches[-1])]
     op = _module_of(before[-1]).removeprefix(OPS) if before else "an op"

@@ -15,8 +15,9 @@ A fused [in, 2I] weight comes as two views of its columns.
 
 import torch
 
-from hybrid_engine.ops import cpu_kernels, dispatch
+from hybrid_engine.ops import cpu_kernels
 from hybrid_engine.ops.activation import ACTIVATIONS, activate
+from hybrid_engine.ops.bound_launch import Launch, prepared
 from hybrid_engine.ops.cpu_gemm import is_compiled, linear_transposed
 from hybrid_engine.ops.cpu_products import Linear, activated_product
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
@@ -73,20 +74,29 @@ def up_product(
     activation: str,
 ) -> torch.Tensor:
     """Launches `inner [N, I]` of rows that `takes_rows`."""
-    num_rows, width_in = input.shape
-    width_out = up[0].shape[1]
-    check_linear("up", input, *up)
-    if gate is not None:
-        check_linear("gate", input, *gate, width_out)
-    output = torch.empty(num_rows, width_out, dtype=input.dtype, device=input.device)
-    tiles = choose_tiles(num_rows, width_in, (width_out,), input.dtype, num_weights=1 if gate is None else 2)
-    weights = (NO_WEIGHTS if gate is None else weights_of(*gate), weights_of(*up))
-    dispatch.launch(
-        up_kernel, (tiles.programs(width_out),),
-        rows_of(input), *weights, Output(output, width_out),
-        device=input.device, ACTIVATION=activation, **tiles.meta(),
-    )  # fmt: skip
+    gate_weight, gate_bias = (None, None) if gate is None else gate
+    launch, sizes = prepared(_prepare, activation, input, *up, gate_weight, gate_bias)
+    output = torch.empty(sizes, dtype=input.dtype, device=input.device)
+    launch(rows_of(input), NO_WEIGHTS if gate is None else weights_of(*gate), weights_of(*up), Output(output, sizes[1]))
     return output
+
+
+def _prepare(
+    activation: str,
+    input: torch.Tensor,
+    up: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    gate_bias: torch.Tensor | None,
+) -> tuple[Launch, tuple[int, int]]:
+    """The launch, and the sizes of its output."""
+    (num_rows, width_in), width_out = input.shape, up.shape[1]
+    check_linear("up", input, up, up_bias)
+    if gate is not None:
+        check_linear("gate", input, gate, gate_bias, width_out)
+    tiles = choose_tiles(num_rows, width_in, (width_out,), input.dtype, num_weights=1 if gate is None else 2)
+    grid = (tiles.programs(width_out),)
+    return Launch(up_kernel, grid, input.device, ACTIVATION=activation, **tiles.meta()), (num_rows, width_out)
 
 
 def up_in_torch(input: torch.Tensor, gate: Linear | None, up: Linear, activation: str) -> torch.Tensor:

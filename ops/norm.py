@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from hybrid_engine.ops import cpu_kernels, dispatch
+from hybrid_engine.ops import cpu_kernels
+from hybrid_engine.ops.bound_launch import Launch, prepared
 from hybrid_engine.ops.dispatch import check_tensor, next_power_of_2, say_once, tl, triton, use_triton
 from hybrid_engine.ops.kernel_errors import kernel_or_reference
 
@@ -25,6 +26,7 @@ from hybrid_engine.ops.kernel_errors import kernel_or_reference
 MAX_WIDTH = 32768
 # Rows of a program: enough that short rows (q and k norms) still fill four warps.
 TILE_ELEMENTS = 2048
+DENSE = torch.contiguous_format
 
 
 @triton.jit
@@ -180,31 +182,36 @@ class NormOp:
     def _launch(
         self, input: torch.Tensor, residual: torch.Tensor | None, gamma: torch.Tensor, beta: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert beta is None or self.kind == "layer", "RMS norm has no beta"
-        width = input.shape[-1]
-        check_norm_weights(input, gamma, beta)
-        rows = _dense_rows(input)
-        output, residual_add = torch.empty(input.shape, dtype=input.dtype, device=input.device), input
+        launch, num_rows, width = prepared(_prepare, self.kind, input, residual, gamma, beta)
+        rows, output, residual_add = _dense_rows(input), torch.empty_like(input, memory_format=DENSE), input
         others: tuple[Any, int, Any] = (None, 0, None)
         if residual is not None:
-            check_tensor("residual", residual, like=input, shape=input.shape)
             residual_rows, residual_add = _dense_rows(residual), torch.empty_like(output)
             others = (residual_rows, residual_rows.stride(0), residual_add)
-        block = next_power_of_2(width)
-        tile_rows = max(1, TILE_ELEMENTS // block)
-        dispatch.launch(
-            norm_kernel,
-            (-(-rows.shape[0] // tile_rows),),
-            AddedRows(rows, rows.stride(0), *others, rows.shape[0], width),
-            NormWeights(gamma, beta, self.eps),
-            output,
-            device=input.device,
-            NORM=self.kind,
-            ROWS=tile_rows,
-            BLOCK=block,
-            num_warps=4 if block <= 4096 else 8 if block <= 16384 else 16,
-        )
+        launch(AddedRows(rows, rows.stride(0), *others, num_rows, width), NormWeights(gamma, beta, self.eps), output)
         return output, residual_add
+
+
+def _prepare(
+    kind: str,
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    gamma: torch.Tensor,
+    beta: torch.Tensor | None,
+) -> tuple[Launch, int, int]:
+    """The launch, and the number of rows and their width."""
+    assert beta is None or kind == "layer", "RMS norm has no beta"
+    check_norm_weights(input, gamma, beta)
+    if residual is not None:
+        check_tensor("residual", residual, like=input, shape=input.shape)
+    width = input.shape[-1]
+    num_rows = input.numel() // width
+    block = next_power_of_2(width)
+    tile_rows = max(1, TILE_ELEMENTS // block)
+    num_warps = 4 if block <= 4096 else 8 if block <= 16384 else 16
+    grid = (-(-num_rows // tile_rows),)
+    launch = Launch(norm_kernel, grid, input.device, NORM=kind, ROWS=tile_rows, BLOCK=block, num_warps=num_warps)
+    return launch, num_rows, width
 
 
 def check_norm_weights(input: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None) -> None:
@@ -216,6 +223,8 @@ def check_norm_weights(input: torch.Tensor, gamma: torch.Tensor, beta: torch.Ten
 
 def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     """`[rows, E]` with E dense; a copy only where the strides allow no view."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 

@@ -10,10 +10,11 @@ go to cuBLAS.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.bound_launch import Launch, prepared
 from hybrid_engine.ops.cpu_gemm import linears_transposed
 from hybrid_engine.ops.dispatch import tl, triton, use_triton
 from hybrid_engine.ops.kernel_errors import kernel_or_reference
@@ -64,6 +65,34 @@ def qkv_kernel(x, q, k, v, y, TILES: tl.constexpr):
             _project(x, v, tile - q_tiles - kv_tiles, y, column, TILES)
 
 
+class Heads(NamedTuple):
+    """K, G = H / K and D."""
+
+    num_kv_heads: int
+    group: int
+    dim: int
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Of all queries, all keys, all values."""
+        kv_width = self.num_kv_heads * self.dim
+        return kv_width * self.group, kv_width, kv_width
+
+    def views(self, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`[N, H D + 2 K D]` dense, all of q, all of k, all of v, as q `[N, K, G, D]`, k, v `[N, K, D]`.
+
+        In the fewest calls: to split it and to view the parts takes Python four times as long.
+        """
+        heads, group, dim = self
+        num_rows, row = output.shape
+        q_width, kv_width, _ = self.widths
+        q = output.as_strided((num_rows, heads, group, dim), (row, group * dim, dim, 1))
+        k, v = (
+            output.as_strided((num_rows, heads, dim), (row, dim, 1), begin) for begin in (q_width, q_width + kv_width)
+        )
+        return q, k, v
+
+
 class QKVGemmOp:
     """Callable `(input, weights, biases, gamma, beta) -> ((q, k, v), normed)`.
 
@@ -82,9 +111,7 @@ class QKVGemmOp:
             raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
         assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
         self.norm = None if norm is None else NORM_OPS[norm](eps)
-        self.num_kv_heads, self.head_dim, self.layout = num_kv_heads, head_dim, layout
-        self.group = num_heads // num_kv_heads
-        self.q_width, self.kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        self.heads, self.layout = Heads(num_kv_heads, num_heads // num_kv_heads, head_dim), layout
 
     def __call__(
         self,
@@ -122,37 +149,38 @@ class QKVGemmOp:
 
     def _split(self, *projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One fused projection or three as q `[N, K, G, D]`, k, v `[N, K, D]`."""
-        heads, num_rows = self.num_kv_heads, projected[0].shape[0]
+        (heads, group, dim), num_rows = self.heads, projected[0].shape[0]
         if len(projected) == 1 and self.layout == "grouped":
-            grouped = projected[0].view(num_rows, heads, self.group + 2, self.head_dim)
-            return grouped[:, :, : self.group], grouped[:, :, self.group], grouped[:, :, self.group + 1]
+            grouped = projected[0].view(num_rows, heads, group + 2, dim)
+            return grouped[:, :, :group], grouped[:, :, group], grouped[:, :, group + 1]
         if len(projected) == 1:
-            projected = projected[0].split((self.q_width, self.kv_width, self.kv_width), dim=1)
+            projected = projected[0].split(self.heads.widths, dim=1)
         q, k, v = projected
-        kv_shape = (num_rows, heads, self.head_dim)
-        return q.view(num_rows, heads, self.group, self.head_dim), k.view(kv_shape), v.view(kv_shape)
-
-    def _check(
-        self, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
-    ) -> None:
-        fused_width = self.q_width + 2 * self.kv_width
-        expected = {1: [("fused", fused_width)], 3: [("q", self.q_width), ("k", self.kv_width), ("v", self.kv_width)]}
-        if len(weights) not in expected or len(biases) != len(weights):
-            raise ValueError(f"{len(weights)} weights with {len(biases)} biases; expected 1 or 3 of each")
-        for (name, width), weight, bias in zip(expected[len(weights)], weights, biases, strict=True):
-            check_linear(name, input, weight, bias, width)
+        kv_shape = (num_rows, heads, dim)
+        return q.view(num_rows, heads, group, dim), k.view(kv_shape), v.view(kv_shape)
 
     def _launch(
         self, input: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        self._check(input, weights, biases)
-        (num_rows, width_in), total_width = input.shape, self.q_width + 2 * self.kv_width
-        output = torch.empty(num_rows, total_width, dtype=input.dtype, device=input.device)
-        widths = (total_width,) if len(weights) == 1 else (self.q_width, self.kv_width, self.kv_width)
-        tiles = choose_tiles(num_rows, width_in, widths, input.dtype)
+        launch, sizes = prepared(_prepare, self.heads, len(weights), input, *weights, *biases)
+        output = torch.empty(sizes, dtype=input.dtype, device=input.device)
         q, k, v = (*map(weights_of, weights, biases), NO_WEIGHTS, NO_WEIGHTS)[:3]
-        dispatch.launch(
-            qkv_kernel, (tiles.programs(*widths),), rows_of(input), q, k, v, Output(output, total_width),
-            device=input.device, **tiles.meta(),
-        )  # fmt: skip
-        return self._split(*output.split(widths, dim=1))
+        launch(rows_of(input), q, k, v, Output(output, sizes[1]))
+        return self._split(output) if self.layout == "grouped" else self.heads.views(output)
+
+
+def _prepare(
+    heads: Heads, num_weights: int, input: torch.Tensor, *weights_and_biases: torch.Tensor
+) -> tuple[Launch, tuple[int, int]]:
+    """The launch, and the sizes of its output."""
+    weights, biases = weights_and_biases[:num_weights], weights_and_biases[num_weights:]
+    total_width = sum(heads.widths)
+    expected = {1: [("fused", total_width)], 3: list(zip("qkv", heads.widths, strict=True))}
+    if num_weights not in expected or len(biases) != num_weights:
+        raise ValueError(f"{num_weights} weights with {len(biases)} biases; expected 1 or 3 of each")
+    for (name, width), weight, bias in zip(expected[num_weights], weights, biases, strict=True):
+        check_linear(name, input, weight, bias, width)
+    widths = tuple(width for _, width in expected[num_weights])
+    tiles = choose_tiles(*input.shape, widths, input.dtype)
+    launch = Launch(qkv_kernel, (tiles.programs(*widths),), input.device, **tiles.meta())
+    return launch, (input.shape[0], total_width)

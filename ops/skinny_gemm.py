@@ -114,12 +114,14 @@ def takes_rows(input: torch.Tensor) -> bool:
 
 def rows_of(input: torch.Tensor) -> Rows:
     """`input [M, K]` for a kernel."""
-    return Rows(input, input.stride(0), input.stride(1), input.shape[0], input.shape[1])
+    (stride_m, stride_k), (num_rows, width) = input.stride(), input.shape
+    return Rows(input, stride_m, stride_k, num_rows, width)
 
 
 def weights_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Weights:
     """`weight [K, N]`, `bias [N]` for a kernel."""
-    return Weights(weight, weight.stride(0), weight.stride(1), bias, weight.shape[1])
+    stride_k, stride_n = weight.stride()
+    return Weights(weight, stride_k, stride_n, bias, weight.shape[1])
 
 
 def padded_rows(num_rows: int) -> int:

@@ -38,11 +38,12 @@ from hybrid_engine.ops.batch import (
     read_context,
     write_rows,
 )
-from hybrid_engine.ops.dispatch import IS_INTERPRETED, check_tensor, launch, say_once, use_triton
+from hybrid_engine.ops.dispatch import say_once, use_triton
 from hybrid_engine.ops.grouped_attention import attend_grouped
 from hybrid_engine.ops.kernel_errors import kernel_or_reference
 from hybrid_engine.ops.norm import NORM_OPS
 from hybrid_engine.ops.rotary import apply_rotary
+from hybrid_engine.ops.softmax_context_launch import Numbers, attend_by_kernels
 
 NO_WEIGHTS = HeadWeights()
 
@@ -102,9 +103,13 @@ class SoftmaxContextOp:
         """Attends within another window from now on; recorded steps keep theirs."""
         self.window = window
         heads = self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim
-        self._numbers = cpu_kernels.AttentionNumbers(
+        self._cpu_numbers = cpu_kernels.AttentionNumbers(
             *heads, window or 0, self.is_interleaved, self.scale, self.softcap or 0.0
         )
+        self._numbers = Numbers(
+            self.num_heads, self.num_kv_heads, self.head_dim, self.scale, window, self.softcap,
+            self.norm_kind, self.qk_norm_eps, self.is_interleaved,
+        )  # fmt: skip
 
     def __call__(
         self, qkv: QKV, cache: KVBlocks, batch: Batch | EncoderBatch, weights: HeadWeights = NO_WEIGHTS
@@ -118,7 +123,7 @@ class SoftmaxContextOp:
             return kernel_or_reference(self._launch, self.reference, qkv, cache, batch, weights)
         rounds = self.alibi_rounds and weights.alibi is not None
         if isinstance(batch, DecodeBatch) and not rounds and cpu_kernels.can_attend(qkv, cache, batch, weights):
-            return cpu_kernels.decode_attention(self._numbers, self._norm(qkv, weights), cache, batch, weights)
+            return cpu_kernels.decode_attention(self._cpu_numbers, self._norm(qkv, weights), cache, batch, weights)
         return self.reference(qkv, cache, batch, weights)
 
     def _norm(self, qkv: QKV, weights: HeadWeights) -> QKV:
@@ -294,128 +299,6 @@ class SoftmaxContextOp:
         self, qkv: QKV, cache: KVBlocks, batch: PrefillBatch | DecodeBatch | EncoderBatch, weights: HeadWeights
     ) -> torch.Tensor:
         """The op by its kernels. ValueError for a tensor that they cannot read."""
-        self._check(qkv, cache, weights)
         if isinstance(batch, EncoderBatch):
             self._check_encoder(qkv, weights)
-            return self._launch_packed(qkv, batch, batch.starts, weights, is_causal=False)
-        if isinstance(batch, PrefillBatch):
-            stored, key_starts = self._launch_store(qkv, cache, batch, weights), batch.starts
-            if batch.context is not None:
-                (k, v), key_starts = read_context(cache, batch.context), batch.context.starts
-                stored = stored._replace(k=k, v=v)
-            return self._launch_packed(stored, batch, key_starts, weights, is_causal=True)
-        return self._launch_decode(qkv, cache, batch, weights)
-
-    def _check(self, qkv: QKV, cache: KVBlocks, weights: HeadWeights) -> None:
-        (q, k, v, rotary), (keys, values), (q_gamma, k_gamma, sinks, alibi) = qkv, cache, weights
-        heads, dim = self.num_kv_heads, self.head_dim
-        check_tensor("q", q, shape=(None, heads, self.num_heads // heads, dim), is_dense_last=True)
-        for name, new, blocks in (("k", k, keys), ("v", v, values)):
-            check_tensor(name, new, like=q, shape=(q.shape[0], heads, dim), is_dense_last=True)
-            check_tensor(f"the workspace of {name}", blocks, like=q, shape=(None, heads, None, dim), is_dense_last=True)
-        if keys.stride() != values.stride():
-            raise ValueError(f"keys and values have strides {keys.stride()} and {values.stride()}; expected the same")
-        for name, rows in zip(("cos", "sin"), rotary or (), strict=False):
-            check_tensor(name, rows, like=q, shape=(q.shape[0], None), is_dense_last=True)
-        if rotary is not None and rotary[0].shape[-1] > dim:
-            raise ValueError(f"cos has {rotary[0].shape[-1]} dimensions; expected at most head_dim={dim}")
-        for name, gamma in (("q_gamma", q_gamma), ("k_gamma", k_gamma)):
-            if (gamma is None) != (self.qk_norm is None):
-                raise ValueError(f"{name} is {gamma if gamma is None else 'given'}; qk_norm={self.norm_kind!r}")
-            if gamma is not None:
-                check_tensor(name, gamma, like=q, shape=(dim,), is_dense_last=True)
-        for name, per_head, dtype in (("sinks", sinks, None), ("alibi", alibi, torch.float32)):
-            if per_head is not None:
-                check_tensor(name, per_head, like=q, dtype=dtype, shape=(self.num_heads,), is_dense_last=True)
-
-    def _form(self, qkv: QKV) -> kernels.Form:
-        """Constants of the kernels."""
-        return kernels.Form(
-            num_kv_heads=self.num_kv_heads,
-            groups=self.num_heads // self.num_kv_heads,
-            head_dim=self.head_dim,
-            dim=kernels.padded_dim(self.head_dim),
-            rotary_dim=0 if qkv.rotary is None else qkv.rotary[0].shape[-1],
-            norm=kernels.NORM_KINDS[self.norm_kind],
-            is_interleaved=self.is_interleaved,
-            has_window=self.window is not None,
-            has_softcap=self.softcap is not None,
-            upcasts=IS_INTERPRETED,
-        )
-
-    def _scores(self, weights: HeadWeights) -> kernels.Scores:
-        return kernels.Scores(self.scale, self.window or 0, self.softcap or 1.0, weights.sinks, weights.alibi)
-
-    def _changes(self, qkv: QKV, weights: HeadWeights) -> kernels.Changes:
-        cos, sin = qkv.rotary or (None, None)
-        assert cos is None or sin is None or cos.stride() == sin.stride(), f"{cos.stride()=} {sin.stride()=}"
-        stride = 0 if cos is None else cos.stride(0)
-        return kernels.Changes(cos, sin, stride, weights.q_gamma, weights.k_gamma, self.qk_norm_eps)
-
-    def _launch_decode(self, qkv: QKV, cache: KVBlocks, batch: DecodeBatch, weights: HeadWeights) -> torch.Tensor:
-        q, form, scores = qkv.q, self._form(qkv), self._scores(weights)
-        num_rows, num_splits = q.shape[0], -(-batch.context // kernels.SPLIT)
-        output = q.new_empty(num_rows, self.num_heads * self.head_dim)
-        parts = kernels.Parts(output, None)
-        if num_splits > 1:
-            shape = (num_rows, self.num_heads, num_splits)
-            partial = q.new_empty(*shape, self.head_dim, dtype=torch.float32)
-            parts = kernels.Parts(partial, q.new_empty(shape, dtype=torch.float32))
-        launch(
-            kernels.decode_kernel, (num_rows, self.num_kv_heads, num_splits),
-            _new_heads(qkv), self._changes(qkv, weights), _cache(cache),
-            kernels.Tables(batch.block_tables, batch.block_tables.stride(0), cache.keys.shape[2]),
-            scores, batch.positions, parts,
-            device=q.device, FORM=form, TILES=kernels.decode_tiles(form, q.element_size()),
-            num_warps=4, num_stages=kernels.DECODE_STAGES,
-        )  # fmt: skip
-        if num_splits > 1:
-            launch(
-                kernels.merge_kernel, (num_rows, self.num_heads),
-                parts, scores, batch.positions, output, num_splits,
-                device=q.device, FORM=form, SPLIT=kernels.SPLIT, SPLITS_AT_ONCE=kernels.SPLITS_AT_ONCE, num_warps=2,
-            )  # fmt: skip
-        return output
-
-    def _launch_store(self, qkv: QKV, cache: KVBlocks, batch: PrefillBatch, weights: HeadWeights) -> QKV:
-        """Writes the workspace; returns what is attended: queries and keys normed and rotated."""
-        q, k, v, rotary = qkv
-        is_changed = rotary is not None or self.qk_norm is not None
-        changed = kernels.Changed(*(x.new_empty(x.shape) if is_changed else x for x in (q, k)))
-        num_heads = self.num_kv_heads + (self.num_heads if is_changed else 0)
-        launch(
-            kernels.store_kernel, (-(-q.shape[0] // kernels.STORE_TOKENS), num_heads),
-            _new_heads(qkv), self._changes(qkv, weights), _cache(cache),
-            batch.write_blocks, batch.write_offsets, changed, q.shape[0],
-            device=q.device, FORM=self._form(qkv), TOKENS=kernels.STORE_TOKENS, num_warps=4,
-        )  # fmt: skip
-        return QKV(changed.q_ptr, changed.k_ptr, v)
-
-    def _launch_packed(
-        self,
-        qkv: QKV,
-        batch: PrefillBatch | EncoderBatch,
-        key_starts: torch.Tensor,
-        weights: HeadWeights,
-        is_causal: bool,
-    ) -> torch.Tensor:
-        """Attention inside each sequence, whose keys and values start at `key_starts [R+1]`; its queries come last."""
-        q = qkv.q
-        tiles, num_warps = kernels.prefill_tiles(self.head_dim, q.element_size())
-        output = q.new_empty(q.shape[0], self.num_heads * self.head_dim)
-        launch(
-            kernels.prefill_kernel, (-(-max(batch.lengths) // tiles.queries), len(batch.lengths), self.num_heads),
-            _new_heads(qkv), batch.starts, key_starts, self._scores(weights), output,
-            device=q.device, IS_CAUSAL=is_causal, FORM=self._form(qkv), TILES=tiles, num_warps=num_warps, num_stages=2,
-        )  # fmt: skip
-        return output
-
-
-def _new_heads(qkv: QKV) -> kernels.NewHeads:
-    q, k, v, _ = qkv
-    (q_row, q_kv_head, q_group, _), (k_row, k_head, _), (v_row, v_head, _) = q.stride(), k.stride(), v.stride()
-    return kernels.NewHeads(q, q_row, q_kv_head, q_group, k, k_row, k_head, v, v_row, v_head)
-
-
-def _cache(cache: KVBlocks) -> kernels.Cache:
-    return kernels.Cache(*cache, *cache.keys.stride()[:3])
+        return attend_by_kernels(self._numbers, qkv, cache, batch, weights)

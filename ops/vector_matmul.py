@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.bound_launch import Launch, prepared
 from hybrid_engine.ops.cpu_gemm import linear_by_rows, linear_transposed
 from hybrid_engine.ops.dispatch import check_tensor, tl, triton, use_triton
 from hybrid_engine.ops.kernel_errors import kernel_or_reference
@@ -23,7 +23,6 @@ from hybrid_engine.ops.skinny_gemm import (
     FEW_ROWS,
     NUM_SMS,
     Output,
-    Tiles,
     add_bias,
     check_linear,
     choose_tiles,
@@ -49,6 +48,9 @@ class Parts(NamedTuple):
     ptr: Any  # [tiles, splits, BLOCK_N, ROWS] fp32
     arrived_ptr: Any  # [tiles] int32, zeros before and after: programs that have written theirs
     split_width: int  # of K
+
+
+NO_PARTS = Parts(None, None, 0)
 
 
 @triton.jit
@@ -140,30 +142,58 @@ class VectorMatMulOp:
     def _launch(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        check_linear("linear", input, weight, bias)
-        (num_rows, width_in), width_out = input.shape, weight.shape[1]
-        dtype = torch.float32 if self.fp32_output else input.dtype
-        if residual is not None:
-            shape = (num_rows, width_out)
-            check_tensor("residual", residual, like=input, dtype=dtype, shape=shape, is_dense_last=True)
-        output = torch.empty(num_rows, width_out, dtype=dtype, device=input.device)
-        tiles = choose_tiles(num_rows, width_in, (width_out,), input.dtype, can_split=True)
-        grid = (tiles.programs(width_out), tiles.splits)
-        dispatch.launch(
-            linear_kernel, grid, rows_of(input), weights_of(weight, bias),
-            Output(residual, 0 if residual is None else residual.stride(0)), Output(output, width_out),
-            self._parts(input, tiles, grid[0]),
-            device=input.device, DTYPE=TRITON_DTYPES[dtype], **tiles.meta(),
+        product = prepared(_prepare, self.fp32_output, input, weight, bias, residual)
+        output = torch.empty(product.sizes, dtype=product.dtype, device=input.device)
+        parts = NO_PARTS
+        if product.parts is not None:
+            parts = Parts(
+                torch.empty(product.parts, dtype=torch.float32, device=input.device),
+                self._counts(input.device),
+                product.split_width,
+            )
+        product.launch(
+            rows_of(input), weights_of(weight, bias), Output(residual, product.residual_row),
+            Output(output, product.sizes[1]), parts,
         )  # fmt: skip
         return output
 
-    def _parts(self, input: torch.Tensor, tiles: Tiles, num_tiles: int) -> Parts:
-        if tiles.splits == 1:
-            return Parts(None, None, 0)
-        assert num_tiles <= NUM_SMS, f"{num_tiles=}"  # more tiles are not split
-        if self._arrived is None or self._arrived.device != input.device:
-            self._arrived = torch.zeros(NUM_SMS, dtype=torch.int32, device=input.device)
-        sizes = (num_tiles, tiles.splits, tiles.block_n, tiles.rows)
-        parts = torch.empty(sizes, dtype=torch.float32, device=input.device)
-        split_width = -(-input.shape[1] // (tiles.splits * tiles.block_k)) * tiles.block_k
-        return Parts(parts, self._arrived, split_width)
+    def _counts(self, device: torch.device) -> torch.Tensor:
+        if self._arrived is None or self._arrived.device != device:
+            self._arrived = torch.zeros(NUM_SMS, dtype=torch.int32, device=device)
+        return self._arrived
+
+
+class Product(NamedTuple):
+    """A launch of the kernel, and what it writes to."""
+
+    launch: Launch
+    sizes: tuple[int, int]  # of the output
+    dtype: torch.dtype
+    residual_row: int  # stride
+    parts: tuple[int, ...] | None  # sizes of the parts of a split K; None: it is not split
+    split_width: int
+
+
+def _prepare(
+    fp32_output: bool,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+) -> Product:
+    check_linear("linear", input, weight, bias)
+    (num_rows, width_in), width_out = input.shape, weight.shape[1]
+    dtype = torch.float32 if fp32_output else input.dtype
+    if residual is not None:
+        shape = (num_rows, width_out)
+        check_tensor("residual", residual, like=input, dtype=dtype, shape=shape, is_dense_last=True)
+    tiles = choose_tiles(num_rows, width_in, (width_out,), input.dtype, can_split=True)
+    num_tiles = tiles.programs(width_out)
+    launch = Launch(linear_kernel, (num_tiles, tiles.splits), input.device, DTYPE=TRITON_DTYPES[dtype], **tiles.meta())
+    residual_row = 0 if residual is None else residual.stride(0)
+    if tiles.splits == 1:
+        return Product(launch, (num_rows, width_out), dtype, residual_row, None, 0)
+    assert num_tiles <= NUM_SMS, f"{num_tiles=}"  # more tiles are not split
+    sizes = (num_tiles, tiles.splits, tiles.block_n, tiles.rows)
+    split_width = -(-width_in // (tiles.splits * tiles.block_k)) * tiles.block_k
+    return Product(launch, (num_rows, width_out), dtype, residual_row, sizes, split_width)

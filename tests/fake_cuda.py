@@ -98,6 +98,7 @@ class Meter:
         self.kernels: dict[str, Launches] = defaultdict(Launches)
         self.errors: dict[str, str] = {}
         self._loaded: list[tuple[Any, ...]] = []  # name, cubin, bytes of shared memory, device
+        self._seconds_before = 0.0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -106,17 +107,23 @@ class Meter:
         from triton.runtime import driver
 
         from hybrid_engine.ops import dispatch
+        from hybrid_engine.ops.bound_launch import Launch, find_launch, prepared
 
         utils, load = driver.active.utils, driver.active.utils.load_binary
-        kernel_dtypes, start = dispatch.KERNEL_DTYPES, dispatch.launch
+        kernel_dtypes, start = dispatch.KERNEL_DTYPES, Launch.__call__
 
         def noted_load(*args: Any) -> Any:
             self._loaded.append(args)
             return load(*args)
 
+        def metered(launch: Any, *args: Any) -> None:
+            self._launch(start, launch, args)
+
         with ExitStack() as stack:
             stack.enter_context(replaced(dispatch.use_triton, lambda tensor: tensor.dtype in kernel_dtypes))
-            stack.enter_context(replaced(start, lambda kernel, *args, **meta: self._launch(start, kernel, args, meta)))
+            stack.enter_context(patch.object(Launch, "__call__", metered))
+            for function in (find_launch, prepared):  # part of what the launch that follows costs
+                stack.enter_context(replaced(function, self._timed(function)))
             stack.enter_context(patch.object(utils, "load_binary", noted_load))
             stack.enter_context(patch.object(knobs.compilation, "listener", self._note_compilation))
             yield
@@ -124,15 +131,25 @@ class Meter:
     def _note_compilation(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         self.kernels[src.name].compile_seconds += times.total / 1e6
 
-    def _launch(self, start: Callable[..., None], kernel: Any, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-        name, num_loaded = kernel.__name__, len(self._loaded)
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            begin = time.perf_counter()
+            found = function(*args)
+            self._seconds_before += time.perf_counter() - begin
+            return found
+
+        return timed
+
+    def _launch(self, start: Callable[..., None], launch: Any, args: tuple[Any, ...]) -> None:
+        name, num_loaded = launch.kernel.__name__, len(self._loaded)
         begin = time.perf_counter()
         try:
-            start(kernel, *args, **meta)
+            start(launch, *args)
         except Exception as error:  # of the compiler or of the launcher: whatever it is, this kernel does not run
             self.errors.setdefault(name, f"{type(error).__name__}: {error}")
             raise
-        seconds, launches = time.perf_counter() - begin, self.kernels[name]
+        seconds, launches = self._seconds_before + time.perf_counter() - begin, self.kernels[name]
+        self._seconds_before = 0.0
         launches.num_launches += 1
         if len(self._loaded) == num_loaded:
             launches.seconds.append(seconds)

@@ -7,15 +7,15 @@ the host's numbers (`torch.tensor(...)`, `tensor[index] = True`): a GPU would wa
 that share a pool are gone, the pool cannot be used again (CUDACachingAllocator.cpp: `use_count > 0`).
 """
 
-import sys
 import weakref
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hybrid_engine.ops import dispatch
+from hybrid_engine.ops.bound_launch import Launch
 
 HOST_WRITES = ("lift_fresh",)
 HOST_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
@@ -50,25 +50,19 @@ def is_view(func):
 @contextmanager
 def kernels_noted_by(note, are_run=True):
     """Calls `note(run)` for every kernel that is started inside; what the interpreter does in it goes unseen."""
-    start = dispatch.launch
+    start = Launch.__call__
 
-    def launch(kernel, grid, *args, **kwargs):
+    def noted(launch, *args):
         def run():
             with _disable_current_modes():
-                start(kernel, grid, *args, **kwargs)
+                start(launch, *args)
 
         if are_run:
             run()
         note(run)
 
-    modules = [m for m in list(sys.modules.values()) if getattr(m, "__dict__", {}).get("launch") is start]
-    for module in modules:
-        module.launch = launch
-    try:
+    with patch.object(Launch, "__call__", noted):
         yield
-    finally:
-        for module in modules:
-            module.launch = start
 
 
 class _Count(TorchDispatchMode):

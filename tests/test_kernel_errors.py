@@ -13,7 +13,8 @@ from tape import TapeRecorder
 
 import hybrid_engine
 from hybrid_engine.generation.live import LiveBatch
-from hybrid_engine.ops import dispatch, expert_gemm, kernel_errors, log_prob, norm
+from hybrid_engine.ops import bound_launch, dispatch, expert_gemm, kernel_errors, log_prob, norm
+from hybrid_engine.ops.bound_launch import Launch
 from hybrid_engine.ops.dispatch import tl
 from hybrid_engine.ops.kernel_errors import KernelError, describe_kernel_error, need_kernels, replaced_kernels
 from hybrid_engine.ops.linear_log_prob import linear_log_prob
@@ -34,7 +35,7 @@ def broken_kernel(x_ptr):
     tl.store(x_ptr, tl.no_such_operation(tl.load(x_ptr)))
 
 
-def compile_broken(*_):
+def compile_broken(*_, **__):
     """Fails as the first launch of `broken_kernel` does on an H100."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -57,9 +58,26 @@ def compiled(monkeypatch, replaceable):
     """`launch` as on an H100: whatever is launched is `broken_kernel`, and is compiled."""
     import triton
 
+    prepare = Launch.__init__
+
+    def prepare_broken(launch, kernel, *args, **meta):
+        prepare(launch, Broken(kernel.__name__), *args, **meta)
+
     monkeypatch.setattr(dispatch, "IS_INTERPRETED", False)
-    monkeypatch.setattr(dispatch, "start", compile_broken)
+    monkeypatch.setattr(Launch, "__init__", prepare_broken)
+    for kept in ("_launches", "_kept"):
+        monkeypatch.setattr(bound_launch, kept, {})
     return triton.runtime.jit.JITFunction(broken_kernel)
+
+
+class Broken:
+    """A kernel in whose place `broken_kernel` is compiled."""
+
+    def __init__(self, name):
+        self.__name__ = name
+
+    def __getitem__(self, grid):
+        return compile_broken
 
 
 @contextmanager
@@ -109,7 +127,8 @@ def test_every_op_runs_in_torch_once_its_kernel_did_not_compile_which_one_line_s
     assert all(line.endswith("; torch's operations run in its place") for line in lines)
     assert sorted(ops) == [
         "deepspeed_bindings", "expert_gemm", "expert_sum", "gated_activation", "linear_log_prob_kernels", "log_prob",
-        "mlp_gemm", "moe_gating", "moe_res_matmul", "norm", "qkv_gemm", "sample", "softmax_context", "vector_matmul",
+        "mlp_gemm", "moe_gating", "moe_res_matmul", "norm", "qkv_gemm", "sample", "softmax_context_launch",
+        "vector_matmul",
     ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from hybrid_engine.ops import (
     skinny_gemm,
 )
 from hybrid_engine.ops.activation import ACTIVATIONS
+from hybrid_engine.ops.bound_launch import Launch, forget_prepared
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 STORED = ["[out, in]", "[in, out]", "strided"]
@@ -36,21 +37,26 @@ def poisoned():
 def small_splits(monkeypatch):
     """K is split where there is little of it."""
     monkeypatch.setattr(skinny_gemm, "SPLIT_BYTES", 2000)
-    skinny_gemm.choose_tiles.cache_clear()
+    _forget_tiles()
     yield
+    _forget_tiles()
+
+
+def _forget_tiles():
     skinny_gemm.choose_tiles.cache_clear()
+    forget_prepared()
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """Names of the kernels launched."""
-    names, launch = [], dispatch.launch
+    names, start = [], Launch.__call__
 
-    def counted(kernel, *args, **options):
-        names.append(kernel.__name__)
-        launch(kernel, *args, **options)
+    def counted(launch, *args):
+        names.append(launch.kernel.__name__)
+        start(launch, *args)
 
-    monkeypatch.setattr(dispatch, "launch", counted)
+    monkeypatch.setattr(Launch, "__call__", counted)
     return names
 
 

@@ -8,7 +8,8 @@ import torch
 from hybrid_engine.generation.batching.admission import Prefill
 from hybrid_engine.generation.batching.packing import pack_prefills
 from hybrid_engine.generation.batching.sequence import Prompt
-from hybrid_engine.ops import QKV, DecodeBatch, HeadWeights, KVBlocks, PrefillBatch, SoftmaxContextOp, softmax_context
+from hybrid_engine.ops import QKV, DecodeBatch, HeadWeights, KVBlocks, PrefillBatch, SoftmaxContextOp
+from hybrid_engine.ops.bound_launch import Launch
 from hybrid_engine.ops.dispatch import IS_INTERPRETED
 from hybrid_engine.ops.rotary import rotary_table
 from hybrid_engine.ops.softmax_context_kernels import SPLIT
@@ -301,14 +302,13 @@ def test_a_prefilled_row_is_the_same_to_the_bit_alone_and_in_any_batch(kernels, 
 
 
 def test_one_launch_decodes_a_split_and_two_decode_any_context(kernels, monkeypatch):
-    launched = []
+    launched, start = [], Launch.__call__
 
-    def count(kernel, *args, **meta):
-        launched.append(kernel)
-        return launch(kernel, *args, **meta)
+    def count(launch, *args):
+        launched.append(launch.kernel)
+        start(launch, *args)
 
-    launch = softmax_context.launch
-    monkeypatch.setattr(softmax_context, "launch", count)
+    monkeypatch.setattr(Launch, "__call__", count)
     for position, expected in ((SPLIT - 1, 1), (SPLIT, 2), (3 * SPLIT, 2)):
         batch, num_blocks = decode_batch(kernels, [position], 64)
         case = Case(kernels, 1, (2, 1), block_size=64, num_blocks=num_blocks, **FEATURES["all"])
