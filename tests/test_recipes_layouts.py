@@ -8,8 +8,10 @@ from collections import Counter
 import pytest
 from chat import PLAIN_TEMPLATE, build_chat_tokenizer
 from datasets import Dataset
+from transformers import LlamaConfig
 
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, sft
+from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_prompt
 from hybrid_engine.recipes.data.held_out import is_held_out
 from hybrid_engine.recipes.data.parts import load_parts
@@ -379,15 +381,55 @@ def test_mixtures_have_the_shares_that_their_weights_say_and_hold_out_of_each(tm
     assert load_parts(source_of(*paths, weights=(1, 3)), read_prompt_rows) == (weighted, same)
 
 
+@pytest.mark.parametrize("weights", [(), (1, 3)])
 @pytest.mark.parametrize("held_out", [{"held_out_share": 0.1}, {"held_out_dataset": "b.jsonl"}])
-def test_weights_of_a_data_set_without_rows_to_train_on_are_refused(tmp_path, monkeypatch, held_out):
+def test_a_data_set_of_a_mixture_without_rows_to_train_on_is_refused(tmp_path, monkeypatch, held_out, weights):
     monkeypatch.chdir(tmp_path)
     asked = next(prompt for prompt in map(str, range(99)) if is_held_out(prompt))
     write(tmp_path / "a.jsonl", [{"prompt": f"a{n}"} for n in range(60)])
     write(tmp_path / "b.jsonl", [{"prompt": asked}])
-    source = source_of("a.jsonl", "b.jsonl", weights=(1, 3), **held_out)
-    with pytest.raises(ValueError, match=r"^--dataset-weights='1 3': 'b.jsonl', of weight 3, has no rows to train on"):
+    source = source_of("a.jsonl", "b.jsonl", weights=weights, **held_out)
+    with pytest.raises(ValueError, match=r"^--dataset='a.jsonl' 'b.jsonl': 'b.jsonl' has no rows to train on"):
         load_parts(source, read_prompt_rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([], {}, "has no rows"),
+        ([{"prompt": ""}], {}, "has prompt=''"),
+        ([{"prompt": ""}, {"prompt": 3}], {"skips_bad_rows": True}, "--skip-bad-rows leaves none of 2 rows"),
+    ],
+)
+def test_an_empty_data_set_of_a_mixture_is_an_error_that_names_it(tmp_path, monkeypatch, rows, options, words):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", [{"prompt": f"a{n}"} for n in range(60)])
+    write(tmp_path / "b.jsonl", rows)
+    with pytest.raises(ValueError, match=r"--dataset='b\.jsonl'") as error:
+        load_parts(source_of("a.jsonl", "b.jsonl", **options), read_prompt_rows)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["skip_bad_rows", "skip_too_long"])
+def test_a_data_set_whose_rows_are_all_left_out_as_tokens_is_named(tmp_path, monkeypatch, capsys, option):
+    """What tokens say of rows is known only after data sets are mixed."""
+    monkeypatch.chdir(tmp_path)
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+    bad, length = ({"tools": [tool]}, 1) if option == "skip_bad_rows" else ({}, 200)
+    answer = {"role": "assistant", "content": "b" * length}
+    write(tmp_path / "a.jsonl", [{"prompt": f"a{n}", "completion": "a"} for n in range(60)])
+    write(
+        tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": f"b{n}"}, answer], **bad} for n in range(60)]
+    )
+    tokenizer = build_chat_tokenizer()
+    tokenizer.chat_template = PLAIN_TEMPLATE  # without tools
+    tokenizer.save_pretrained("model")
+    LlamaConfig().save_pretrained("model")
+    config = sft.Config(model="model", dataset=("a.jsonl", "b.jsonl"), max_tokens=100, **{option: True})
+    _, corpus = load_corpus(config)
+    said = capsys.readouterr().out
+    assert "--dataset='b.jsonl': none of its " in said and "--dataset='a.jsonl': none" not in said
+    assert len(corpus.train) + len(corpus.held_out) == 60
 
 
 def set_of(rows, letter):

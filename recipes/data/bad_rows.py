@@ -1,13 +1,16 @@
 """Rows that cannot be used: told all together, or left out and counted where `--skip-bad-rows` says so."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from hybrid_engine.recipes.data.rows import Row
 from hybrid_engine.recipes.runs.options import DatasetOptions
 from hybrid_engine.recipes.runs.run_log import say
 
 R = TypeVar("R")
 T = TypeVar("T")
+OfDataSet = TypeVar("OfDataSet", bound=Row)
 NUM_SHOWN = 5
 
 
@@ -39,9 +42,23 @@ def each_good(rows: Sequence[R], make: Callable[[R], T], source: str, *, skips: 
     return kept, made
 
 
-def encode_each(config: DatasetOptions, rows: Sequence[R], encode: Callable[[R], T]) -> tuple[list[R], list[T]]:
+def encode_each(
+    config: DatasetOptions, rows: Sequence[OfDataSet], encode: Callable[[OfDataSet], T]
+) -> tuple[list[OfDataSet], list[T]]:
     """`each_good` of the rows of `--dataset`, or of a recipe's own task, whose tokens `encode` makes."""
-    return each_good(rows, encode, config.source.shown, skips=config.skip_bad_rows)
+    kept, made = each_good(rows, encode, config.source.shown, skips=config.skip_bad_rows)
+    say_what_is_gone(rows, kept)
+    return kept, made
+
+
+def say_what_is_gone(rows: Sequence[Row], kept: Sequence[Row]) -> None:
+    """One line for each data set of a mixture that has some of `rows` and none of `kept`, which are left of them."""
+    if len(kept) == len(rows) or not kept:  # nothing is left out, or all of it, which is told elsewhere
+        return
+    counts, left = (Counter(row.place.rpartition(": ")[0] for row in part) for part in (rows, kept))
+    for data_set, count in counts.items():
+        if data_set not in left:
+            say(f"{data_set}: none of its {count} rows here is left")
 
 
 def _tell(problems: Sequence[str], num_rows: int, source: str, *, skips: bool) -> None:

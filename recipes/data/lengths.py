@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+from hybrid_engine.recipes.data.bad_rows import say_what_is_gone
 from hybrid_engine.recipes.data.rows import Row
 from hybrid_engine.recipes.runs.run_log import say
 
@@ -55,7 +56,9 @@ def keep_fitting(rows: Sequence[R], tokens: Sequence[T], limit: Limit, *, skips:
     if skips:
         say(f"{len(too_long)} of {len(rows)} rows have more tokens than {limit.name} and are left out")
         left = sorted(set(range(len(rows))) - set(too_long))
-        return [rows[index] for index in left], [tokens[index] for index in left]
+        kept = [rows[index] for index in left]
+        say_what_is_gone(rows, kept)
+        return kept, [tokens[index] for index in left]
     others = f" (and {len(too_long) - 1} more rows are too long)" if len(too_long) > 1 else ""
     raise ValueError(
         f"{rows[too_long[0]].place} has {lengths[too_long[0]]} tokens, more than {limit.name}{others}; {limit.remedy}, "

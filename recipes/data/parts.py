@@ -97,14 +97,14 @@ def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
     """The training rows of all data sets, in an order in which any beginning has some of each.
 
     With weights there are as many as without: rows of a data set whose share is larger than it are there several times,
-    of one whose share is smaller some are left out. ValueError where a data set with a weight has none.
+    of one whose share is smaller some are left out. ValueError where a data set has none.
     """
     if len(data_sets) == 1:
         return data_sets[0]
+    _check_each(data_sets, source)
     order = random.Random(0)
     parts = list(data_sets)
-    if source.weights and any(data_sets):
-        _check_weighted(data_sets, source)
+    if source.weights:
         total, weight = sum(map(len, data_sets)), sum(source.weights)
         counts = [round(total * own / weight) for own in source.weights]
         parts = [_repeated(rows, count, order) for rows, count in zip(data_sets, counts, strict=True)]
@@ -116,14 +116,13 @@ def _mixed(data_sets: Sequence[list[R]], source: DataSource) -> list[R]:
     return mixed
 
 
-def _check_weighted(data_sets: Sequence[list[R]], source: DataSource) -> None:
-    """ValueError where a data set that has a weight has no rows to train on, of which no share can be made."""
-    for name, rows, weight in zip(source.datasets, data_sets, source.weights, strict=True):
-        if not rows:
-            shown = " ".join(f"{each:g}" for each in source.weights)
+def _check_each(data_sets: Sequence[list[R]], source: DataSource) -> None:
+    """ValueError where a data set of a mixture, but not all of it, has no rows to train on."""
+    for name, rows in zip(source.datasets, data_sets, strict=True):
+        if not rows and any(data_sets):
             raise ValueError(
-                f"--dataset-weights={shown!r}: {name!r}, of weight {weight:g}, has no rows to train on, since all of "
-                "them are held out or left out; give it more rows, or leave it and its weight out"
+                f"{source.shown}: {name!r} has no rows to train on, since all of them are held out or left out; give "
+                "it more rows, change --held-out-share, or leave it out, its weight in --dataset-weights too"
             )
 
 
