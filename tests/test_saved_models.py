@@ -1,5 +1,6 @@
 """The folder that a recipe saves a model to: who loads it, and what its card says."""
 
+import json
 import re
 
 import pytest
@@ -17,9 +18,10 @@ from transformers import (
 )
 
 import hybrid_engine
-from hybrid_engine.recipes import ppo, reward
+from hybrid_engine.command.cli import RECIPES
+from hybrid_engine.recipes import ppo, reward, sft
 from hybrid_engine.recipes.runs.config_files import write_config
-from hybrid_engine.recipes.runs.model_card import is_hub_name
+from hybrid_engine.recipes.runs.model_card import METHODS, is_hub_name
 from hybrid_engine.recipes.runs.run_log import write_json
 from hybrid_engine.recipes.runs.stages import save_stage
 from hybrid_engine.recipes.tasks.small_llama import train_tokenizer
@@ -87,6 +89,30 @@ def test_the_card_says_what_the_run_left_and_the_hub_reads_it(tokenizer, tmp_pat
     figures, options = (yaml.safe_load(text) for _, text in blocks)
     assert figures["after"]["score"] == 0.75 and options["kl_coef"] == 0.07 and options["reward"] == ["a`b``` :c"]
     assert f"torch {torch.__version__.split('+')[0]}" in card.text
+
+
+def test_the_card_says_how_the_model_was_trained_and_its_last_losses(tokenizer, tmp_path):
+    data_sets, weights = ("trl-lib/prompts", str(tmp_path)), (1.0, 2.0)
+    config = sft.Config(
+        out=str(tmp_path), model="Qwen/Qwen3-0.6B", dataset=data_sets, dataset_weights=weights, lora_rank=4, seed=3
+    )
+    write_config(tmp_path / "sft-log", config)
+    lines = [{"step": step, "loss": 2.5 - step, "grad_norm": 0.25, "seconds": 7.5} for step in (0, 1)]
+    (tmp_path / "sft-log" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_json(tmp_path / "sft-log" / "result.json", {"held_out_nats_per_token": 1.25})
+    save_stage(engine_of(LlamaForCausalLM(SHAPE)), tokenizer, tmp_path / "sft")
+    card = ModelCard.load(tmp_path / "sft" / "README.md")
+    assert card.data.base_model == "Qwen/Qwen3-0.6B" and card.data.datasets == ["trl-lib/prompts"]
+    how = card.text.partition("## How it was trained")[2].partition("\n## ")[0]
+    assert "By supervised fine-tuning, from [Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B), on" in how
+    assert "| LoRA rank | 4 |" in how and "| seed | 3 |" in how
+    assert "| step 2, the last | value |" in how and "| loss | 1.5 |" in how and "seconds" not in how
+    assert "held_out_nats_per_token: 1.25" in card.text
+
+
+def test_a_card_knows_the_method_of_every_recipe_that_saves_a_model():
+    trains = {name.replace("-", "_") for name in RECIPES} - {"evaluate", "generate", "serve"}
+    assert set(METHODS) == trains
 
 
 def test_the_card_of_a_reward_model_and_of_one_whose_run_left_nothing_yet(tokenizer, tmp_path):
