@@ -8,6 +8,8 @@ from distributed import run_distributed
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from training_reference import (
     ADAM,
     batches,
@@ -276,6 +278,7 @@ def _two_processes(rank, world_size):
         results["stale", stage] = _forward_between_backward_and_step(rank, world_size, stage)
         results["dropped", stage] = _drop_gradients_of_half_a_step(rank, world_size, stage)
         results["lora", stage] = _train_lora(world_size, stage)
+        results["lora, written to", stage] = _write_to_the_base(world_size, stage) if stage < 3 else None
         results["bf16", stage] = _train_bf16(rank, world_size, stage)
         results["fp16", stage] = _overflow_on_one_rank(rank, world_size, stage)
         results["nan", stage] = _nan_on_one_rank(rank, world_size, stage)
@@ -407,6 +410,39 @@ def _train_lora(world_size, stage):
     model = get_peft_model(tiny_llama(), LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))
     engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(stage, world_size))
     return train_engine(engine, FEW).weights
+
+
+class _GatheredBytes(TorchDispatchMode):
+    """Counts what all-gathers give, whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "allgather" in str(func):
+            self.num_bytes += sum(tensor.nbytes for tensor in tree_leaves(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def _write_to_the_base(world_size, stage):
+    """Adapters are trained, the frozen base is written to between two steps; and what each step gathers."""
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    engine, *_ = hybrid_engine.initialize(model=model, config=engine_config(stage, world_size))
+    with _GatheredBytes() as gathered:
+        train_engine(engine, 3)
+        base, counted = engine.module.base_model.model.model, [gathered.num_bytes]
+        base.norm.weight.data.mul_(2.0)
+        base.embed_tokens.weight.data = base.embed_tokens.weight.data * 1.5
+        with torch.no_grad():
+            base.layers[0].mlp.up_proj.weight.mul_(0.5)
+        train_engine(engine, 1, first_step=3)
+        counted.append(gathered.num_bytes - counted[0])
+    adapters = sum(t.param.to_local().nbytes * world_size for t in engine.optimizer.parameters if stage)
+    whole = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    train_engine(engine, 1, first_step=4)
+    return counted, adapters, whole, whole_weights(engine)
 
 
 def _bf16_engine(stage, world_size):
@@ -548,6 +584,15 @@ def test_adapters_train_on_two_processes_as_on_one(two_ranks):
     # lora_B starts at zero: its largest entry is about the sum of the learning rates, and errors are in units of it.
     for stage in range(4):
         assert relative_error(two_ranks[0]["lora", stage], expected) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_step_of_adapters_gathers_them_alone_and_keeps_what_was_written_to_the_base(two_ranks, stage):
+    _, _, after_four, after_five = _write_to_the_base(1, 0)
+    for results in two_ranks:
+        counted, adapters, whole, last = results["lora, written to", stage]
+        assert counted == [3 * adapters, adapters]
+        assert relative_error(whole, after_four) < 1e-5 and relative_error(last, after_five) < 1e-5
 
 
 def test_bf16_masters_of_two_processes_are_those_of_one_because_gradients_are_reduced_and_kept_in_fp32(two_ranks):

@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 from hybrid_engine.distributed.verdict import attempt
+from hybrid_engine.optim.optimizer import ZeroOptimizer
 from hybrid_engine.optim.training_state import TrainingState
 
 
@@ -52,7 +53,7 @@ def count_empty_step(training: TrainingState) -> None:
 def _step_optimizer(training: TrainingState, lr_kwargs: dict[str, Any], error: BaseException | None) -> None:
     optimizer = training.optimizer
     assert optimizer is not None
-    _, error_now = attempt(lambda: _prepare(training))
+    is_held, error_now = attempt(lambda: _prepare(training, optimizer))
     error = training.passes.drop_unused_gradients(optimizer.parameters, error_now if error is None else error)
     if error is None:
         try:
@@ -63,17 +64,17 @@ def _step_optimizer(training: TrainingState, lr_kwargs: dict[str, Any], error: B
         training.drop_accumulation()
         training.sharding.settle()
         raise error
-    training.sharding.settle()
+    training.sharding.settle_stepped(bool(is_held), {id(trained.param) for trained in optimizer.parameters})
     _count_step(training, lr_kwargs)
     training.zero_grad()
 
 
-def _prepare(training: TrainingState) -> None:
-    """Everything of a step that can fail and changes nothing yet; local."""
-    assert training.optimizer is not None
+def _prepare(training: TrainingState, optimizer: ZeroOptimizer) -> bool:
+    """Everything of a step that can fail and changes nothing yet; local. Returns what `settle_stepped` asks for."""
     training.accumulation.check_reduced()
-    training.sharding.become_shards()
-    training.optimizer.take_gradients()
+    is_held = training.sharding.become_shards_to_step(len(optimizer.parameters))
+    optimizer.take_gradients()
+    return is_held
 
 
 def _count_step(training: TrainingState, lr_kwargs: dict[str, Any]) -> None:

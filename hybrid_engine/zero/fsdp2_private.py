@@ -30,6 +30,7 @@ versions` runs the tests with each of them.
 | `to_sharded_dtensor()`, `reset_sharded_param()`          | a parameter       | 2.11 to 2.15  |
 | `_get_grad_inner_tensor()`, `mesh_info`, `pin_memory`    | a parameter       | 2.11 to 2.15  |
 | `is_dtensor`                                             | a parameter       | 2.11 to 2.15  |
+| `_to_unsharded()`                                        | a parameter group | 2.11, 2.13    |
 | `_pre_forward_hook_handle`, `_post_forward_hook_handle`  | its state         | 2.11 to 2.15  |
 | `STATE_KEY`, `REGISTRY_KEY`                              | its contract      | 2.11 to 2.15  |
 | `_composable_state._module_state_mapping`                | torch.distributed | 2.11 to 2.15  |
@@ -38,7 +39,8 @@ What torch 2.15 changed: a parameter's public `grad_dtype` says in which dtype F
 `_orig_dtype` and `_sharding_spec` said so before. Gradients that wait for their reduction are `_unsharded_param.grad`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -52,6 +54,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Replicate
+
+from hybrid_engine.distributed.single_tensors import all_gather_single
 
 
 def make_root(module: FSDPModule) -> None:
@@ -85,13 +89,13 @@ def twins(modules: Iterable[FSDPModule]) -> Iterator[tuple[Any, Any]]:
 def return_to_gathered_storage(param: Any) -> None:
     """Lets a gathered parameter lie where it is gathered to again: a script may have set `data` to another tensor.
 
-    Takes one of `fsdp_params`; the value there is the one before that, until it is gathered the next time.
+    Takes one of `fsdp_params`.
     """
     whole, gathered = param.unsharded_param, param.all_gather_outputs[0]
     if isinstance(whole, DTensor):  # a plan's part, whose `data` no script sets
         return
     if whole.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr():
-        whole.data = gathered.view(-1)[: whole.numel()].view(whole.shape)
+        whole.data = gathered.view(-1)[: whole.numel()].view(whole.shape).copy_(whole)
 
 
 @contextmanager
@@ -122,6 +126,46 @@ def keep_gathered_storage(modules: Iterable[FSDPModule]) -> None:
 
 def _free_nothing() -> None:
     pass
+
+
+@contextmanager
+def holding_gathered(modules: Iterable[FSDPModule]) -> Iterator[bool]:
+    """Inside, resharding leaves what was gathered where it is; whether all of it is gathered."""
+    modules = list(modules)
+    held = [param for param in fsdp_params(modules) if "free_unsharded_param" not in vars(param)]
+    for param in held:
+        param.free_unsharded_param = _free_nothing
+    try:
+        yield all(group.is_unsharded for group in _param_groups(modules))
+    finally:
+        for param in held:
+            del param.free_unsharded_param
+
+
+@torch.no_grad()
+def gather_some(modules: Iterable[FSDPModule], changed: Collection[int]) -> None:
+    """Makes parameters whole again that were resharded while they were held; collective.
+
+    Args:
+        changed: the ids of the shards that are gathered: all others are what they were.
+    """
+    modules = list(modules)
+    stale: defaultdict[tuple[Any, torch.dtype], list[Any]] = defaultdict(list)
+    for param in fsdp_params(modules):
+        if id(param.sharded_param) in changed:
+            stale[param.mesh_info.shard_process_group, param._sharded_param_data.dtype].append(param)
+    for (group, _), params in stale.items():
+        shards = [param._sharded_param_data for param in params]
+        mine = torch.cat(shards)
+        gathered = mine
+        if group.size() > 1:
+            gathered = mine.new_empty(group.size() * len(mine))
+            all_gather_single(gathered, mine, group=group)
+        columns = gathered.view(group.size(), -1).split([len(shard) for shard in shards], dim=1)
+        for param, values in zip(params, columns, strict=True):
+            param.all_gather_outputs[0].view(group.size(), -1).copy_(values)
+    for parameters in _param_groups(modules):
+        parameters._to_unsharded()
 
 
 def _param_groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:

@@ -16,7 +16,7 @@ One process wraps nothing: gathering from oneself is still a copy. Only paramete
 wrapped there too, because they lie in the CPU's memory and are gathered from there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hybrid_engine.zero.fsdp2_private import end_passes, fsdp_params, return_to_gathered_storage, twins
+from hybrid_engine.distributed.verdict import everyone
+from hybrid_engine.zero.fsdp2_private import (
+    end_passes,
+    fsdp_params,
+    gather_some,
+    holding_gathered,
+    return_to_gathered_storage,
+    twins,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +106,39 @@ class Sharding:
         self.become_shards()
         yield
         self.settle()
+
+    def become_shards_to_step(self, num_stepped: int) -> bool:
+        """`become_shards()`; whether whole parameters are still in memory, as where fewer than all are stepped.
+
+        What it returns is for `settle_stepped`.
+        """
+        if not self._keeps_some(num_stepped):
+            self.become_shards()
+            return False
+        with holding_gathered(self.fsdp_modules()) as is_whole:
+            self.become_shards()
+        return is_whole
+
+    def settle_stepped(self, is_held: bool, stepped: Collection[int]) -> None:
+        """`settle()` after `become_shards_to_step()`, since when at most the shards with the ids `stepped` changed.
+
+        A step of adapters brings no base from other processes. Collective where parameters stay whole.
+
+        Args:
+            is_held: what that returned, on this process.
+        """
+        if self._keeps_some(len(stepped)):
+            shards = {id(param.sharded_param) for param in fsdp_params(self.fsdp_modules())}
+            (cannot,) = everyone().highest([int(not is_held or not shards.issuperset(stepped))])
+            if not cannot:
+                gather_some(self.fsdp_modules(), stepped)
+                return
+        self.settle()
+
+    def _keeps_some(self, num_stepped: int) -> bool:
+        if not self.stays_whole or self.unit_size > 1:  # stages of a plan have each parameters of their own
+            return False
+        return num_stepped < sum(1 for _ in fsdp_params(self.fsdp_modules()))
 
     def become_shards(self) -> None:
         """Makes the parameters this process's shards, with what a script has written into whole ones; local."""
