@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.containers.streams import send_to_device
 from hybrid_engine.distributed.processes import get_rank, get_world_size
+from hybrid_engine.recipes.data.bad_rows import told_together
 from hybrid_engine.recipes.data.encoding import encode_pair
 from hybrid_engine.recipes.data.micro_batches import DeviceFigures, check_budget, train_in_parts
 from hybrid_engine.recipes.data.parts import load_parts
@@ -113,17 +114,20 @@ def run(config: Config) -> Path:
     out = Path(config.out)
     config = begin_run(config, "dpo")
     check_run(config)
-    rows, held_out_rows = load_pairs(config)
-    prompts = prompts_of(held_out_rows, config)
-    if config.restart:
+    with told_together(waits=config.model is not None):
+        rows, held_out_rows = load_pairs(config)
+        prompts = prompts_of(held_out_rows, config)
+        if config.restart and config.model is None:
+            move_aside(out, RUN_RESULTS)  # before the first actor is trained in this folder
+        source = find_first_actor(config)
+        tokenizer = load_tokenizer(source)
+        check_positions(config, source)
+        encode = partial(encode_pair, tokenizer)
+        rows, encoded = keep_what_fits(config, source, rows, encode)
+        held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, encode)
+        check_enough(config, len(encoded), len(held_out_encoded), "pairs")
+    if config.restart and config.model is not None:
         move_aside(out, RUN_RESULTS)
-    source = find_first_actor(config)
-    tokenizer = load_tokenizer(source)
-    check_positions(config, source)
-    encode = partial(encode_pair, tokenizer)
-    rows, encoded = keep_what_fits(config, source, rows, encode)
-    held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, encode)
-    check_enough(config, len(encoded), len(held_out_encoded), "pairs")
     check_budget(config.tokens_per_micro_batch, [pair.lengths for pair in encoded])
     prompts = fit_prompts(prompts, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)
     seed_everything(config.seed)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_rank, get_world_size, on_rank_zero
 from hybrid_engine.recipes.batch.model import build_answering
+from hybrid_engine.recipes.data.bad_rows import told_together
 from hybrid_engine.recipes.data.parts import read_once
 from hybrid_engine.recipes.data.prompts import fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.reading import read_prompt_rows
@@ -176,6 +177,7 @@ def check_folder(config: Config) -> None:
         )
 
 
+@told_together()
 def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewards) -> tuple[Config, list[PromptRow]]:
     """The prompts to answer, with what stands beside them; and the options with lengths that fit them.
 

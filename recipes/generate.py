@@ -32,7 +32,7 @@ from hybrid_engine.recipes.batch.journal import Journal
 from hybrid_engine.recipes.batch.model import ModelOptions, load_answering, load_answering_tokenizer, most_tokens
 from hybrid_engine.recipes.batch.shared import join, load_shared, telling
 from hybrid_engine.recipes.batch.terminal import TERMINAL, check_row_options, opened, read_lines, write_answer
-from hybrid_engine.recipes.data.bad_rows import each_good
+from hybrid_engine.recipes.data.bad_rows import each_good, told_together
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.reading import read_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
@@ -118,7 +118,8 @@ def run(config: Config) -> Path | None:
         answer_in_terminal(config)
         return None
     tokenizer, longest = load_answering_tokenizer(config), most_tokens(load_config(str(config.model)))
-    rows, prompts = encode_rows(config, tokenizer, read_prompt_rows(config.source), longest)
+    with told_together():
+        rows, prompts = encode_rows(config, tokenizer, read_prompt_rows(config.source), longest)
     out = Path(str(config.out))
     journal = on_rank_zero(lambda: Journal(out, identity_of(config, rows), config.restart))
     left = [number for number in range(len(rows)) if number not in journal.finished]

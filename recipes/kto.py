@@ -28,6 +28,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.distributed.processes import gather_objects, get_rank, get_world_size
+from hybrid_engine.recipes.data.bad_rows import told_together
 from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.held_out import prompt_text
 from hybrid_engine.recipes.data.micro_batches import DeviceFigures, check_budget, measure_in_parts, train_in_parts
@@ -139,17 +140,20 @@ def run(config: Config) -> Path:
     out = Path(config.out)
     config = begin_run(config, "kto")
     check_run(config)
-    rows, held_out_rows = load_answers(config)
-    prompts = prompts_of(held_out_rows, config)
-    if config.restart:
+    with told_together(waits=config.model is not None):
+        rows, held_out_rows = load_answers(config)
+        prompts = prompts_of(held_out_rows, config)
+        if config.restart and config.model is None:
+            move_aside(out, RUN_RESULTS)  # before the first actor is trained in this folder
+        source = find_first_actor(config)
+        tokenizer = load_tokenizer(source)
+        check_positions(config, source)
+        encode = partial(encode_completion, tokenizer)
+        rows, encoded = keep_what_fits(config, source, rows, encode)
+        held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, encode)
+        check_enough(config, len(encoded), len(held_out_encoded), "answers")
+    if config.restart and config.model is not None:
         move_aside(out, RUN_RESULTS)
-    source = find_first_actor(config)
-    tokenizer = load_tokenizer(source)
-    check_positions(config, source)
-    encode = partial(encode_completion, tokenizer)
-    rows, encoded = keep_what_fits(config, source, rows, encode)
-    held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, encode)
-    check_enough(config, len(encoded), len(held_out_encoded), "answers")
     longest = max(len(answer.prompt_ids) for answer in encoded) + max(len(answer.response_ids) for answer in encoded)
     check_budget(config.tokens_per_micro_batch, [(longest,)])  # mismatched: any answer behind any prompt
     prompts = fit_prompts(prompts, tokenizer, config.max_prompt_tokens, skips=config.skip_too_long)

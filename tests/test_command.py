@@ -177,6 +177,14 @@ def test_an_option_is_not_guessed_from_its_beginning(capsys):
     assert "unrecognized arguments: --step 3" in capsys.readouterr().err
 
 
+def test_an_option_that_is_misspelt_is_told_beside_the_nearest(capsys):
+    for given, remedy in (("--temprature=1", "did you mean --temperature?"), ("--qqq", "`hybrid-engine grpo --help`")):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["grpo", "--steps", "3", given])
+        assert stopped.value.code == 2
+        assert f"unrecognized arguments: {given}; {remedy}" in capsys.readouterr().err
+
+
 def test_a_disk_that_takes_no_more_is_one_line(monkeypatch, capsys):
     names = {"__name__": "hybrid_engine.recipes.full"}  # as if one of our modules had met it
     exec("def run(config): raise OSError(28, 'No space left on device', config.out)", names)

@@ -170,6 +170,11 @@ def test_of_several_splits_the_chosen_one_is_read_and_those_that_there_are_are_n
     for name, rule in (("plain", "has no splits; leave the option out"), ("files/test.jsonl", "is a file, which has")):
         with pytest.raises(ValueError, match=f"^--split='test': --dataset='.*{name}' {rule}"):
             read_part(str(tmp_path / name), "test")
+    held_out = DataSource(datasets=("train.jsonl",), held_out_dataset=path, held_out_split="tset").held_out_source
+    with pytest.raises(
+        ValueError, match=r"^--held-out-split='tset': --held-out-dataset=.*; choose one by --held-out-s"
+    ):
+        read_prompt_rows(held_out)
     with pytest.raises(ValueError, match="--split='test' is for a data set; give --dataset, or leave it out"):
         dpo.Config(split="test")
 

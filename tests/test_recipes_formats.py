@@ -3,12 +3,14 @@
 import csv
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from chat import MARKED_TEMPLATE, PLAIN_TEMPLATE, build_chat_tokenizer
 from datasets import Dataset
 
 from hybrid_engine.config.notices import say_once
+from hybrid_engine.recipes import grpo
 from hybrid_engine.recipes.data.encoding import Encoded, encode_completion, encode_pair, encode_prompt
 from hybrid_engine.recipes.data.held_out import prompt_key
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
@@ -30,6 +32,9 @@ from hybrid_engine.recipes.data.rows import (
     detect_format,
 )
 from hybrid_engine.recipes.data.sources import DataSource
+from hybrid_engine.recipes.experience.own_tasks import SUMS
+from hybrid_engine.recipes.experience.start import load_usable_prompts
+from hybrid_engine.recipes.rewards.loading import load_rewards
 
 
 def user(text):
@@ -386,6 +391,45 @@ def test_bad_rows_are_told_together_or_left_out(tmp_path, capsys):
     path.write_text("torn\n[]\n")
     with pytest.raises(ValueError, match=r"--skip-bad-rows leaves none of 2 rows of --dataset=.*line 1 is not JSON"):
         read_prompt_rows(source)
+
+
+def test_an_object_that_names_a_key_twice_is_a_bad_row(tmp_path):
+    twice = '{"prompt": "a", "answer": {"value": 1, "value": 2}}'
+    (tmp_path / "data.jsonl").write_text(f'{{"prompt": "a"}}\n{{"prompt": "b", "prompt": "c"}}\n{twice}\n')
+    with pytest.raises(
+        ValueError, match=r"line 2 is not JSON .*names 'prompt' 2 times.*line 3 .*names 'value' 2 times"
+    ):
+        read_prompt_rows(str(tmp_path / "data.jsonl"))
+    (tmp_path / "data.json").write_text(f"[{twice}]")
+    with pytest.raises(ValueError, match=r"data.json' is not JSON .*names 'value' 2 times"):
+        read_prompt_rows(str(tmp_path / "data.json"))
+
+
+BAD_IN_STEPS = [  # as they are read, as a reward reads them, as they become tokens
+    (0, {"prompt": 5, "answer": "1"}, "line 1 has prompt=5"),
+    (300, {"prompt": QUESTION, "answer": "none"}, "line 301 has answer='none', which has no number in it"),
+    (301, {"prompt": QUESTION}, "line 302 has no 'answer'"),
+    (999, {"prompt": [{"role": "alien", "content": "a"}], "answer": "1"}, "line 1000: the chat template refuses"),
+]
+
+
+def test_rows_that_are_bad_for_several_reasons_are_told_in_one_error(tmp_path, capsys):
+    rows = [{"prompt": [user(f"{n}?")], "answer": str(n)} for n in range(1000)]
+    for index, row, _ in BAD_IN_STEPS:
+        rows[index] = row
+    path = write(tmp_path / "data.jsonl", rows)
+    strict = "{% if messages[0].role == 'alien' %}{{ raise_exception('no aliens') }}{% endif %}" + PLAIN_TEMPLATE
+    tokenizer, rewards = build_chat_tokenizer(strict), load_rewards(["number"])
+    config = grpo.Config(model="m", dataset=path, reward=("number",))
+    with pytest.raises(ValueError, match="4 of 1000 rows cannot be used") as raised:
+        load_usable_prompts(config, SUMS, tokenizer, rewards)
+    assert all(words in str(raised.value) for _, _, words in BAD_IN_STEPS)
+    skipping = replace(config, skip_bad_rows=True)
+    train, held_out, _ = load_usable_prompts(skipping, SUMS, tokenizer, rewards)
+    assert len(train) + len(held_out) == 996
+    few = write(tmp_path / "few.jsonl", rows[:2])  # nothing to hold out, which comes after what is bad
+    with pytest.raises(ValueError, match="line 1 has prompt=5"):
+        load_usable_prompts(replace(config, dataset=few), SUMS, tokenizer, rewards)
 
 
 def texts(tokenizer, *parts):

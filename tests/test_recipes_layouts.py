@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from hybrid_engine.recipes import dpo, evaluate, generate, grpo, sft
 from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_prompt
-from hybrid_engine.recipes.data.held_out import is_held_out
+from hybrid_engine.recipes.data.held_out import is_held_out, prompt_key
 from hybrid_engine.recipes.data.parts import load_parts
 from hybrid_engine.recipes.data.reading import (
     read_labelled_rows,
@@ -455,6 +455,24 @@ def test_recipes_take_one_data_set_or_several_from_the_command_or_a_config():
     assert dpo.Config(dataset=()).dataset is None
 
 
+def test_a_share_beside_rows_that_take_its_place_is_refused():
+    for place in ({"held_out_dataset": "b.jsonl"}, {"held_out_split": "test"}):
+        with pytest.raises(
+            ValueError, match=r"--held-out-share=0.3 of --dataset is not held out beside --held-out-\w+='"
+        ):
+            sft.Config(dataset="a.jsonl", held_out_share=0.3, **place)
+        sft.Config(dataset="a.jsonl", **place)
+
+
+def test_a_column_of_the_row_key_that_no_row_has_is_refused(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"prompt": "Play.", "seed": number} for number in range(40)])
+    for names, given in ((("sed",), "'sed'"), (("seed", "completion"), "'seed completion'")):
+        source = DataSource(datasets=(path,), row_key=names)
+        with pytest.raises(ValueError, match=f"^--row-key={given}: {names[-1]!r} tells no rows of .*'prompt', 'seed'$"):
+            load_parts(source, read_prompt_rows)
+    assert all(load_parts(DataSource(datasets=(path,), row_key=("seed",)), read_prompt_rows))
+
+
 TOOLS_TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN_TEMPLATE.replace(
     "message['content']", "(message['tool_calls'] | tojson if message['tool_calls'] else message['content'])"
 )
@@ -505,10 +523,16 @@ def test_tools_are_objects_or_json_text_and_what_arrow_fills_in_is_not_learned(t
             assert text.startswith(tokenizer.decode(encoded.prompt_ids + encoded.response_ids)), path
 
 
-def test_parts_of_a_content_have_no_keys_that_arrow_fills_in(tmp_path):
-    parts = [{"type": "text", "text": "a"}, {"type": "image", "url": "b"}]
-    Dataset.from_list([{"prompt": [user(parts)]}]).to_parquet(tmp_path / "data.parquet")
-    assert read_prompt_rows(str(tmp_path / "data.parquet"))[0].prompt == [user(parts)]
+def test_parts_of_text_are_one_text_and_other_parts_are_refused_by_name(tmp_path):
+    texts, image = [{"type": "text", "text": "sky"}, {"type": "text", "text": "?"}], {"type": "image", "url": "b"}
+    Dataset.from_list([{"prompt": [user([texts[0], image])]}]).to_parquet(tmp_path / "data.parquet")
+    with pytest.raises(
+        ValueError, match=r"row 1 has prompt\[0\]\['content'\] with the part \{'type': 'image', 'url': 'b'\}"
+    ):
+        read_prompt_rows(str(tmp_path / "data.parquet"))  # and not the keys that Arrow fills in
+    (row,) = read_prompt_rows(write(tmp_path / "data.jsonl", [{"prompt": [user(texts)]}]))
+    assert row.prompt == ASKED == [user("sky?")]
+    assert prompt_key(row.prompt) == "sky?"  # held out together with the same prompt as text
 
 
 def test_openais_older_calls_are_read_as_the_newer(tmp_path):
@@ -539,6 +563,30 @@ def test_a_template_that_does_not_render_tools_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="does not render them"):
         encode_completion(tokenizer, ConversationRow(messages=ASKED + TOLD, columns={"tools": [TOOL]}))
     assert encode_prompt(tokenizer, PromptRow(prompt=ASKED, columns={"tools": []}))
+
+
+@pytest.mark.parametrize("content", [{}, {"content": ""}, {"content": "Let me see."}])
+def test_a_template_that_does_not_render_calls_is_an_error_that_names_it(content):
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look"}}], **content}
+    row = ConversationRow(messages=[*ASKED, called], place="line 3")
+    tokenizer = build_chat_tokenizer(PLAIN_TEMPLATE)
+    tokenizer.name_or_path = "my-model"
+    with pytest.raises(
+        ValueError, match="line 3 has calls of tools, and the chat template of the tokenizer of 'my-mod"
+    ):
+        encode_completion(tokenizer, row)
+    shown = encode_completion(build_chat_tokenizer(TOOLS_TEMPLATE), row)
+    assert '"look"' in tokenizer.decode(shown.response_ids)
+
+
+def test_a_call_without_content_is_learned_where_the_template_concatenates_contents():
+    calls = "(message.tool_calls | tojson if message.tool_calls else '')"
+    tokenizer = build_chat_tokenizer(PLAIN_TEMPLATE.replace("message['content']", f"message['content'] + {calls}"))
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "look"}}]}
+    filled = [*ASKED, {**called, "content": ""}]
+    expected = tokenizer.apply_chat_template(filled, tokenize=False).removesuffix("\n")
+    learned = encode_completion(tokenizer, ConversationRow(messages=[*ASKED, called]))
+    assert tokenizer.decode([*learned.prompt_ids, *learned.response_ids]) == expected
 
 
 @pytest.mark.parametrize(

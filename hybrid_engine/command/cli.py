@@ -11,6 +11,7 @@ them (`--help`, an unknown option) is read from their source.
 """
 
 import argparse
+import difflib
 import errno
 import importlib
 import logging
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str], act: Callable[..., int] | None = None) -> int:
     """Runs the recipe that `arguments` name, or `act` on it and its options; returns the exit status."""
-    given = vars(build_parser().parse_args(arguments))
+    given = read_arguments(arguments)
     name = given.pop("recipe")
     options = read_recipe_help(name).options
     try:
@@ -98,6 +99,21 @@ def run(arguments: Sequence[str], act: Callable[..., int] | None = None) -> int:
             settled = {option.name: option.default for option in options} | given
             print("; ".join(["hybrid-engine: interrupted", *how_to_go_on(name, settled)]), file=sys.stderr)
         return INTERRUPTED
+
+
+def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """The recipe and the options that `arguments` give it; SystemExit, after a line, for what it does not take."""
+    parser = build_parser()
+    found, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        flags = ["--config", *(flag for option in read_recipe_help(found.recipe).options for flag in flags_of(option))]
+        nearest = difflib.get_close_matches(name, flags, 1) if name.startswith("-") else []
+        remedy = (
+            f"did you mean {nearest[0]}?" if nearest else f"`hybrid-engine {found.recipe} --help` names its options"
+        )
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
+    return vars(found)
 
 
 def _failed_writing(error: OSError) -> int:
@@ -258,10 +274,13 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
+def flags_of(option: Option) -> list[str]:
+    """How an option is typed."""
     flags = ["--" + option.name.replace("_", "-")]
-    if len(option.name) == 1:
-        flags.insert(0, f"-{option.name}")
+    return [f"-{option.name}", *flags] if len(option.name) == 1 else flags
+
+
+def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
     text = option.meaning.replace("%", "%%")
     settings: dict[str, Any] = {"default": argparse.SUPPRESS}  # what was given is told from what was not
     if option.kind is bool and option.default is False:
@@ -275,7 +294,7 @@ def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
     if option.kind is not bool and option.default not in (None, ()):
         shown = " ".join(map(str, option.default)) if option.is_list else option.default
         text += f" (default: {shown})".replace("%", "%%")
-    parser.add_argument(*flags, help=text, **settings)
+    parser.add_argument(*flags_of(option), help=text, **settings)
 
 
 if __name__ == "__main__":

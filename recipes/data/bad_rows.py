@@ -1,7 +1,14 @@
-"""Rows that cannot be used: told all together, or left out and counted where `--skip-bad-rows` says so."""
+"""Rows that cannot be used: told all together, or left out and counted where `--skip-bad-rows` says so.
+
+A row is read, then its prompt is wrapped, its reference read and its text encoded, and each of these steps finds rows
+that it cannot use. Inside `told_together` they wait for each other, so that one error names them all.
+"""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hybrid_engine.recipes.data.rows import Row
@@ -14,7 +21,47 @@ OfDataSet = TypeVar("OfDataSet", bound=Row)
 NUM_SHOWN = 5
 
 
-def each_good(rows: Sequence[R], make: Callable[[R], T], source: str, *, skips: bool) -> tuple[list[R], list[T]]:
+@dataclass
+class _BadRows:
+    """Rows that cannot be used and have not been told."""
+
+    source: str = ""
+    """The option that names the data set of the first."""
+    problems: list[str] = field(default_factory=list)
+    num_read: int = 0
+    """All rows that were read, good ones included."""
+
+    def tell(self) -> None:
+        """Raises ValueError where there are any."""
+        if self.problems:
+            _tell(self.problems, max(self.num_read, len(self.problems)), self.source, skips=False)
+
+
+_UNTOLD: ContextVar[_BadRows | None] = ContextVar("rows that wait to be told", default=None)
+
+
+@contextmanager
+def told_together(*, waits: bool = True) -> Iterator[None]:
+    """Inside, rows that cannot be used are told at the end, or in place of another ValueError.
+
+    Args:
+        waits: False where something is done inside that must not begin before bad rows are told.
+    """
+    untold = _BadRows()
+    token = _UNTOLD.set(untold if waits else None)
+    try:
+        yield
+    except ValueError:
+        untold.tell()
+        raise
+    finally:
+        _UNTOLD.reset(token)
+    untold.tell()
+
+
+def each_good(
+    rows: Sequence[R], make: Callable[[R], T], source: str, *, skips: bool, is_reading: bool = False
+) -> tuple[list[R], list[T]]:
     """The rows from which `make` makes something, and what it makes of them.
 
     Args:
@@ -22,10 +69,11 @@ def each_good(rows: Sequence[R], make: Callable[[R], T], source: str, *, skips: 
         make: raises ValueError, naming the row, for one that cannot be used.
         source: the option that names the data set, as it is typed.
         skips: whether rows that cannot be used are left out, which is said; else they are an error.
+        is_reading: whether `rows` are all of a data set, and not those that an earlier step has left.
 
     Raises:
         ValueError: with the number of all rows that cannot be used and what is wrong with the first of them; with
-            `skips` where there are no others.
+            `skips` where there are no others. Inside `told_together` it comes later, if there are others.
     """
     kept: list[R] = []
     made: list[T] = []
@@ -37,8 +85,16 @@ def each_good(rows: Sequence[R], make: Callable[[R], T], source: str, *, skips: 
             problems.append(str(error))
         else:
             kept.append(row)
-    if problems:
-        _tell(problems, len(rows), source, skips=skips)
+    untold = None if skips else _UNTOLD.get()
+    if untold is None:
+        if problems:
+            _tell(problems, len(rows), source, skips=skips)
+        return kept, made
+    untold.num_read += len(rows) * is_reading
+    untold.source = untold.source or source
+    untold.problems += problems
+    if rows and not kept:  # what follows could say nothing but that there are none
+        untold.tell()
     return kept, made
 
 

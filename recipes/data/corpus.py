@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.recipes.data.bad_rows import encode_each
+from hybrid_engine.recipes.data.bad_rows import encode_each, told_together
 from hybrid_engine.recipes.data.encoding import Encoded, encode_completion, read_template
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
 from hybrid_engine.recipes.data.parts import check_parts, load_parts
@@ -38,6 +38,7 @@ class Corpus:
     pad_token: int
 
 
+@told_together()
 def load_corpus(config: Any) -> tuple[PreTrainedTokenizerBase, Corpus]:
     """The tokenizer, loaded or made for the training rows, and all rows as tokens, as a `sft.Config` says.
 

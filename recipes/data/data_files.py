@@ -21,6 +21,7 @@ from datasets.exceptions import DatasetsError
 
 from hybrid_engine.recipes.data.reasoning_gym_rows import SCHEME, read_questions
 from hybrid_engine.recipes.data.sources import DataSource
+from hybrid_engine.recipes.runs.checks import flag
 
 RowOrError = dict[str, Any] | ValueError
 """A row's values by column, or what is wrong with it, in words that follow its place."""
@@ -76,29 +77,30 @@ def read_table(source: DataSource) -> Table:
             with those that there are.
     """
     (dataset,), shown = source.datasets, source.shown
-    rows = list(_rows_of_dataset(shown, dataset, source.split, source.configuration))
+    rows = list(_rows_of_dataset(source, dataset))
     if not rows:
         raise ValueError(f"{shown} has no rows; give a data set with some")
     return Table.of(shown, [(f"{shown}: {place}", row) for place, row in rows])
 
 
-def _rows_of_dataset(source: str, dataset: str, split: str | None, configuration: str | None) -> Rows:
-    path, scheme = Path(dataset), dataset.partition(":")[0]
+def _rows_of_dataset(source: DataSource, dataset: str) -> Rows:
+    path, scheme, shown = Path(dataset), dataset.partition(":")[0], source.shown
     if scheme in NAMED and scheme != dataset:
-        return NAMED[scheme](dataset, split, configuration)
+        return NAMED[scheme](dataset, source.split, source.configuration)
     try:
         is_file = path.is_file()
     except OSError as error:  # a name that is too long
-        raise ValueError(f"{source} must be a file, a folder or a hub name: {error}") from error
+        raise ValueError(f"{shown} must be a file, a folder or a hub name: {error}") from error
     if not is_file and path.suffix.lower() not in READERS:
-        return _rows_of(_load_table(source, dataset, split, configuration))
-    if split is not None:
-        raise ValueError(f"--split={split!r}: {source} is a file, which has no splits; leave the option out")
-    if configuration is not None:
+        return _rows_of(_load_table(source, dataset))
+    if source.split is not None:
+        raise ValueError(f"{source.split_shown}: {shown} is a file, which has no splits; leave the option out")
+    if source.configuration is not None:
         raise ValueError(
-            f"--dataset-config={configuration!r}: {source} is a file, which has no configurations; leave the option out"
+            f"--dataset-config={source.configuration!r}: {shown} is a file, which has no configurations; leave the "
+            "option out"
         )
-    return _read_file(source, path)
+    return _read_file(shown, path)
 
 
 def _read_file(source: str, path: Path) -> Rows:
@@ -134,9 +136,18 @@ def _read_json_lines(source: str, path: Path) -> Rows:
 
 def _parse_object(text: str) -> RowOrError:
     try:
-        return _check_object(json.loads(text))
+        return _check_object(json.loads(text, object_pairs_hook=_named_once))
     except (ValueError, RecursionError) as error:
         return ValueError(f"is not JSON ({error}); fix the file")
+
+
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError where a name comes twice, of whose values Python would keep the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name, count = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"an object names {name!r} {count} times")
+    return found
 
 
 def _check_object(row: Any) -> RowOrError:
@@ -150,7 +161,7 @@ def _read_json(source: str, path: Path) -> Rows:
         yield from _read_json_lines(source, path)
         return
     try:
-        entries = json.loads(text)
+        entries = json.loads(text, object_pairs_hook=_named_once)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{source} is not JSON ({error}); fix the file") from error
     for number, entry in enumerate(entries, start=1):
@@ -184,23 +195,24 @@ def _read_parquet(source: str, path: Path) -> Rows:
         return _rows_of(Dataset.from_parquet(str(path)))
 
 
-def _load_table(source: str, dataset: str, split: str | None, configuration: str | None) -> Dataset:
-    path = Path(dataset)
+def _load_table(source: DataSource, dataset: str) -> Dataset:
+    path, shown, configuration = Path(dataset), source.shown, source.configuration
     is_saved = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
     if is_saved and configuration is not None:
         raise ValueError(
-            f"--dataset-config={configuration!r}: {source} was saved without configurations; leave the option out"
+            f"--dataset-config={configuration!r}: {shown} was saved without configurations; leave the option out"
         )
-    with _explained(source):
-        table = load_from_disk(dataset) if is_saved else _load_configuration(source, dataset, configuration)
+    with _explained(shown):
+        table = load_from_disk(dataset) if is_saved else _load_configuration(shown, dataset, configuration)
     if not isinstance(table, dict):
-        if split is not None:
-            raise ValueError(f"--split={split!r}: {source} has no splits; leave the option out")
+        if source.split is not None:
+            raise ValueError(f"{source.split_shown}: {shown} has no splits; leave the option out")
         return table
-    if (split or "train") not in table:
-        given = f"--split={split!r}: {source}" if split else source
-        raise ValueError(f"{given} has the splits {', '.join(map(repr, table))}; choose one by --split")
-    return table[split or "train"]
+    if (source.split or "train") not in table:
+        given = f"{source.split_shown}: {shown}" if source.split else shown
+        splits = ", ".join(map(repr, table))
+        raise ValueError(f"{given} has the splits {splits}; choose one by {flag(source.split_option)}")
+    return table[source.split or "train"]
 
 
 def _load_configuration(source: str, dataset: str, configuration: str | None) -> Any:

@@ -339,21 +339,49 @@ def _template_options(row: Row) -> dict[str, Any]:
     return dict(given)
 
 
-def _check_tools_shown(
-    tokenizer: PreTrainedTokenizerBase, row: Row, messages: list[Message], tools: list[Any], options: dict[str, Any]
+def _as_template_takes(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
+) -> list[Message]:
+    """The messages; with "" for contents that are missing beside calls of tools, where a template concatenates them."""
+    filled = [{"content": "", **message} if message.get("tool_calls") else message for message in messages]
+    if filled == messages or _text_of(tokenizer, messages, tools, options) is not None:
+        return messages
+    return filled
+
+
+def _check_shown(
+    tokenizer: PreTrainedTokenizerBase,
+    row: Row,
+    messages: list[Message],
+    tools: list[Any] | None,
+    options: dict[str, Any],
 ) -> None:
-    """ValueError where the chat template leaves the row's tools out, of which a model would learn nothing."""
+    """ValueError where the chat template leaves out the row's tools, or its calls of them: a model would learn nothing.
+
+    A template that fails is told where the conversation is rendered for its tokens.
+    """
+    has_calls = any(turn.get("tool_calls") for turn in messages)
+    bare = [{"content": "", **{key: turn[key] for key in turn if key != "tool_calls"}} for turn in messages]
+    shown = _text_of(tokenizer, messages, tools, options) if tools or has_calls else None
+    for is_there, what, without, remedy in (
+        (tools, "tools", lambda: _text_of(tokenizer, messages, None, options), "remove the column 'tools'"),
+        (has_calls, "calls of tools", lambda: _text_of(tokenizer, bare, tools, options), "write them into the content"),
+    ):
+        if is_there and shown is not None and shown == without():
+            raise ValueError(
+                f"{row.place} has {what}, and the chat template of {_owner(tokenizer)} does not render them; use a "
+                f"model whose template does, give another template, or {remedy}"
+            )
+
+
+def _text_of(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[Any] | None, options: dict[str, Any]
+) -> str | None:
+    """What the chat template makes of the conversation; None where it fails."""
     try:
-        with_tools, without = (
-            tokenizer.apply_chat_template(messages, tools=given, tokenize=False, **options) for given in (tools, None)
-        )
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
     except (TemplateError, ValueError, TypeError, KeyError):
-        return  # told where the conversation is rendered for its tokens
-    if with_tools == without:
-        raise ValueError(
-            f"{row.place} has tools, and the chat template of {_owner(tokenizer)} does not render them; use a model "
-            "whose template does, give another template, or remove the column 'tools'"
-        )
+        return None
 
 
 def _render(
@@ -371,8 +399,8 @@ def _render(
         ) from error
     is_marked = not opening and _GENERATION_MARK.search(template) is not None
     options = _template_options(row) | opening
-    if tools:
-        _check_tools_shown(tokenizer, row, messages, tools, options)
+    messages = _as_template_takes(tokenizer, messages, tools, options)
+    _check_shown(tokenizer, row, messages, tools, options)
     try:
         rendered = tokenizer.apply_chat_template(
             messages, tools=tools, return_dict=True, return_assistant_tokens_mask=is_marked, **options

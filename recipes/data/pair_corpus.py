@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hybrid_engine.recipes.data.bad_rows import encode_each
+from hybrid_engine.recipes.data.bad_rows import encode_each, told_together
 from hybrid_engine.recipes.data.encoding import encode_completion
 from hybrid_engine.recipes.data.lengths import keep_fitting, limit_of
 from hybrid_engine.recipes.data.pairs import Pair, build_pair, num_characters
@@ -34,6 +34,7 @@ class PairCorpus:
     """Indices of `train`, by optimizer step."""
 
 
+@told_together()
 def load_pair_corpus(config: Any, tokenizer: PreTrainedTokenizerBase, source: str) -> PairCorpus:
     """All pairs as tokens, as a `reward.Config` says; `source` is the model whose body is trained.
 

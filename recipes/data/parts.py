@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybrid_engine.recipes.data.held_out import R, earlier_prompt_keys, is_held_out, prompt_text, row_keys
+from hybrid_engine.recipes.data.held_out import DataRow, R, earlier_prompt_keys, is_held_out, prompt_text, row_keys
 from hybrid_engine.recipes.data.reasoning_gym_rows import HELD_OUT, SCHEME
 from hybrid_engine.recipes.data.sources import DataSource
 from hybrid_engine.recipes.data.wrapping import wrap_rows
@@ -38,6 +38,7 @@ def load_parts(source: DataSource, read: Read[R], columns: Collection[str] = ())
     else:
         held_out = read_once(source.held_out_source.as_found, read, columns)
         data_sets = _without(held_out, data_sets, source.held_out_source, columns)
+    check_row_key(source, [*held_out, *(row for rows in data_sets for row in rows)])
     train = _mixed([_apart_from(held_out, rows) for rows in data_sets], source)
     check_parts(source, train, held_out)
     return wrap_rows(train, source), wrap_rows(held_out, source)
@@ -53,6 +54,17 @@ def read_once(source: DataSource, read: Read[R], columns: Collection[str]) -> li
         different.setdefault((key, *_answers(row)), row)
     say(f"--deduplicate: {len(rows) - len(different)} of {len(rows)} rows say what another says, and are left out")
     return list(different.values())
+
+
+def check_row_key(source: DataSource, rows: Sequence[DataRow]) -> None:
+    """ValueError where `--row-key` names what no row has, or what the recipe learns, and so would tell none apart."""
+    columns = {"prompt", *(name for row in rows for name in row.columns)}
+    for name in source.row_key:
+        if name not in columns:
+            raise ValueError(
+                f"--row-key={' '.join(source.row_key)!r}: {name!r} tells no rows of {source.shown} apart; name some of "
+                f"the columns {', '.join(map(repr, sorted(columns)))}"
+            )
 
 
 def _is_made(dataset: str) -> bool:

@@ -148,7 +148,7 @@ def _build_each(table: Table, build: Callable[[str, dict[str, Any]], R], skips: 
             raise ValueError(f"{place} {row}")
         return build(place, row)
 
-    return each_good(table.rows, make, table.source, skips=skips)[1]
+    return each_good(table.rows, make, table.source, skips=skips, is_reading=True)[1]
 
 
 def _check_columns(table: Table, needed: set[str], remedy: str) -> None:
@@ -271,11 +271,25 @@ def _message(place: str, name: str, message: Any) -> Message:
         raise ValueError(
             f'{place} has {name}={reprlib.repr(message)}; a message must be like {{"role": "user", "content": "..."}}'
         )
-    content = kept.get("content", "")
-    if not isinstance(content, (str, list)):
-        raise ValueError(f"{place} has {name}['content']={reprlib.repr(content)}; it must be text: fix the row")
-    _check_encodable(place, name, [content] if isinstance(content, str) else [])
+    if "content" in kept:
+        kept["content"] = _content(place, f"{name}['content']", kept["content"])
+        _check_encodable(place, name, [kept["content"]])
     return kept
+
+
+def _content(place: str, name: str, content: Any) -> str:
+    """The text of a turn; parts of text, OpenAI's other form of it, become one text, which every template reads."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{place} has {name}={reprlib.repr(content)}; it must be text: fix the row")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f'{place} has {name} with the part {reprlib.repr(part)}; a part must be {{"type": "text", "text": '
+                '"..."}, since models are trained on text alone: fix or remove the row'
+            )
+    return "".join(part["text"] for part in content)
 
 
 def _check_encodable(place: str, name: str, texts: Iterable[str]) -> None:

@@ -17,6 +17,8 @@ class DataSource:
     """The option that names them, for errors."""
     split: str | None = None
     """Which one is read of several; None: `train`."""
+    split_option: str = "split"
+    """The option that names it, for errors."""
     configuration: str | None = None
     """Which one is read of a data set that has several."""
     columns: tuple[str, ...] = ()
@@ -54,6 +56,11 @@ class DataSource:
         """The option as it is typed: `--dataset='data.jsonl'`."""
         return f"{flag(self.option)}={' '.join(map(repr, self.datasets))}"
 
+    @property
+    def split_shown(self) -> str:
+        """The option that names the split as it is typed: `--split='test'`."""
+        return f"{flag(self.split_option)}={self.split!r}"
+
     def each(self) -> Iterator["DataSource"]:
         """Every data set by itself."""
         is_mixed = self.is_one_of_several or len(self.datasets) > 1
@@ -64,7 +71,8 @@ class DataSource:
         """The source of the held-out rows; None: they are a share of the others."""
         if self.held_out_dataset is None and self.held_out_split is None:
             return None
-        given = replace(self, held_out_dataset=None, held_out_split=None, weights=(), split=self.held_out_split)
+        given = replace(self, held_out_dataset=None, held_out_split=None, weights=())
+        given = replace(given, split=self.held_out_split, split_option="held_out_split")
         if self.held_out_dataset is None:
             return given
         return replace(given, datasets=(self.held_out_dataset,), option="held_out_dataset", configuration=None)

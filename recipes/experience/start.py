@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import reward as reward_stage
 from hybrid_engine.recipes import sft as sft_stage
-from hybrid_engine.recipes.data.bad_rows import encode_each
+from hybrid_engine.recipes.data.bad_rows import encode_each, told_together
 from hybrid_engine.recipes.data.encoding import encode_prompt
 from hybrid_engine.recipes.data.prompts import PromptTokens, fit_prompts, load_prompt_rows
 from hybrid_engine.recipes.data.rows import PromptRow
@@ -158,6 +158,7 @@ class UsablePrompts(NamedTuple):
     """Tokens of each prompt: those of `train`, then those of `held_out`."""
 
 
+@told_together()
 def load_usable_prompts(
     config: Any, task: OwnTask, tokenizer: PreTrainedTokenizerBase | None, rewards: Rewards | None
 ) -> UsablePrompts:

@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from hybrid_engine.recipes import agent, dpo, kto, reward, sft
-from hybrid_engine.recipes.data.bad_rows import encode_each
+from hybrid_engine.recipes.data.bad_rows import encode_each, told_together
 from hybrid_engine.recipes.data.corpus import load_corpus
 from hybrid_engine.recipes.data.encoding import encode_completion, encode_pair
 from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
@@ -88,12 +88,14 @@ def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Re
     return Read(first=first, critic=model if has_critic else None, rewards=[model], answered=answered)
 
 
+@told_together()
 def _read_dpo(config: dpo.Config) -> Read:
     first, tokenizer = _first_actor(config, SUMMARIES)
     pairs = _that_fit(config, first, dpo.load_pairs(config), partial(encode_pair, tokenizer), "pairs")
     return read_preferences(config, first, pairs)
 
 
+@told_together()
 def _read_kto(config: kto.Config) -> Read:
     first, tokenizer = _first_actor(config, SUMMARIES)
     answers = _that_fit(config, first, kto.load_answers(config), partial(encode_completion, tokenizer), "answers")

@@ -204,6 +204,12 @@ class DataOptions(DatasetOptions):
             raise ValueError(
                 f"--dataset-weights={shown!r} must be {num_datasets} numbers above 0, one for each --dataset; change it"
             )
+        for name in ("held_out_dataset", "held_out_split"):
+            if getattr(self, name) is not None and self.held_out_share not in (0, DatasetOptions.held_out_share):
+                raise ValueError(
+                    f"--held-out-share={self.held_out_share} of --dataset is not held out beside "
+                    f"{flag(name)}={getattr(self, name)!r}, which takes its place; give one of them"
+                )
         if self.held_out_dataset is None and self.held_out_split is not None and num_datasets > 1:
             raise ValueError(
                 f"--held-out-split={self.held_out_split!r} of several data sets is not one; name --held-out-dataset too"
