@@ -270,3 +270,20 @@ def test_an_import_that_swallows_ctrl_c_does_not_go_on():
     lines += ["importlib.import_module = swallow", "cli.import_recipe('sft')"]
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "hybrid-engine: interrupted\n")
+
+
+def test_ctrl_c_once_more_while_python_ends_is_no_traceback():
+    lines = [
+        "import os, signal, sys, threading, time",
+        "from hybrid_engine.command import cli",
+        "def interrupted(arguments):",
+        "    late = lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGINT), time.sleep(60))",
+        "    threading.Thread(target=late).start()",  # Python's end waits for it
+        "    raise KeyboardInterrupt",
+        "cli.OTHERS['doctor'].main, sys.argv = interrupted, ['hybrid-engine', 'doctor']",
+        "sys.exit(cli.main())",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False, timeout=50
+    )
+    assert (ended.returncode, ended.stderr) == (130, "hybrid-engine: interrupted\n")

@@ -62,7 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status 2, a disk that is full one line and the status 1, Ctrl-C one line and the status 130. Any other error leaves
     with its traceback: it may be in the user's own reward or data.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    status = _run_command(sys.argv[1:] if arguments is None else list(arguments))
+    if arguments is None and status == INTERRUPTED:  # what is left is Python's own end, which may wait for threads
+        sys.stdout.flush()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    return status
+
+
+def _run_command(arguments: list[str]) -> int:
+    """`main` of a list."""
     try:
         if arguments and arguments[0] == PLAN:
             wishes, command = plan.read_wishes(arguments[1:])
