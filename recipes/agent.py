@@ -41,6 +41,7 @@ from hybrid_engine.recipes.runs.checkpoints import begin_run, load_checkpoints, 
 from hybrid_engine.recipes.runs.checks import check_above, check_answers, check_count, flag
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import LoopOptions, ResumeOptions, RolloutOptions, is_due, suitable_rate
+from hybrid_engine.recipes.runs.precision import gradient_figures
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
@@ -304,7 +305,7 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
     figures = {"learning_rate": rate, "trained_share": len(trained) / len(episodes)}
     if not len(trained):
         actor.pass_step()
-        return figures | {"grad_norm": actor.get_global_grad_norm()}
+        return figures | gradient_figures(actor)
     experience = experience.rows(trained)
     present = torch.zeros_like(experience.logprobs)
 
@@ -317,4 +318,4 @@ def update(policy: Policy, episodes: list[Episode], config: Config) -> dict[str,
     losses = [(actor, micro_batch_loss)]
     parts = train_in_parts([actor], experience.sequences.items, config.tokens_per_micro_batch, losses)
     actor.observe_logprobs(experience.logprobs, present, experience.sequences.response_mask)
-    return figures | step_means(parts) | {"grad_norm": actor.get_global_grad_norm()}
+    return figures | step_means(parts) | gradient_figures(actor)

@@ -62,6 +62,7 @@ from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, load_che
 from hybrid_engine.recipes.runs.checks import check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import is_due
+from hybrid_engine.recipes.runs.precision import gradient_figures
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.schedule import Schedule
@@ -246,4 +247,4 @@ def update(
 
     items = Items.of(pair.tokens for pair in pairs)
     parts = train_in_parts([actor], items, budget, [(actor, micro_batch_loss)])
-    return step_means(parts) | {"grad_norm": actor.get_global_grad_norm()}
+    return step_means(parts) | gradient_figures(actor)

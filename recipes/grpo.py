@@ -59,6 +59,7 @@ from hybrid_engine.recipes.runs.options import (
     is_due,
     suitable_rate,
 )
+from hybrid_engine.recipes.runs.precision import gradient_figures
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.schedule import Schedule
@@ -302,7 +303,7 @@ def update(policy: Policy, experience: Experience, config: Config, kl_coef: floa
             if not parts:  # by the weights that sampled
                 policy.actor.observe_logprobs(chosen.logprobs, present, chosen.sequences.response_mask)
             parts += found
-    figures = {"grad_norm": policy.actor.get_global_grad_norm(), "learning_rate": rate}
+    figures = {**gradient_figures(policy.actor), "learning_rate": rate}
     figures["trained_share"] = num_trained / num_rows
     return figures | (step_means(parts) | global_means({"first_ratio": parts[0]["ratio"]}) if parts else {})
 

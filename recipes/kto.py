@@ -68,6 +68,7 @@ from hybrid_engine.recipes.runs.checkpoints import SavedRun, begin_run, load_che
 from hybrid_engine.recipes.runs.checks import check_above, check_count
 from hybrid_engine.recipes.runs.metrics_file import METRICS, read_metrics
 from hybrid_engine.recipes.runs.options import is_due, suitable_rate
+from hybrid_engine.recipes.runs.precision import gradient_figures
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.schedule import Schedule
@@ -270,7 +271,7 @@ def update(
     items = Items.of(row.answer for row in rows)
     means = step_means(train_in_parts([actor], items, budget, [(actor, micro_batch_loss)]))
     figures = of_kinds(means, {label for part in gather_objects({row.is_desirable for row in rows}) for label in part})
-    return figures | {"reference_point": point.item(), "grad_norm": actor.get_global_grad_norm()}
+    return figures | {"reference_point": point.item(), **gradient_figures(actor)}
 
 
 def of_kinds(figures: dict[str, float], labels: set[bool]) -> dict[str, float]:

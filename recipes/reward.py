@@ -55,6 +55,7 @@ from hybrid_engine.recipes.runs.checks import check_above, check_at_least, check
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import AdapterOptions, DataOptions, ResumeOptions, is_due
+from hybrid_engine.recipes.runs.precision import gradient_figures
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
@@ -206,7 +207,7 @@ def train_loop(
             loss_of = partial(micro_batch_loss, engine, mine, tokenizer, config)
             rate = engine.get_lr()[0]
             parts = train_in_parts([engine], Items.of(mine), config.tokens_per_micro_batch, [(engine, loss_of)])
-            figures = step_means(parts) | {"grad_norm": engine.get_global_grad_norm(), "learning_rate": rate}
+            figures = step_means(parts) | {**gradient_figures(engine), "learning_rate": rate}
             if is_due(config.eval_every, step, len(corpus.batches)):
                 figures["held_out_accuracy"] = measure(engine, corpus.held_out, tokenizer)["held_out_accuracy"]["all"]
                 if figures["held_out_accuracy"] > best.get("held_out_accuracy", -math.inf):

@@ -51,6 +51,7 @@ from hybrid_engine.recipes.runs.checks import check_above, check_count, check_di
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
 from hybrid_engine.recipes.runs.metrics_file import read_metrics
 from hybrid_engine.recipes.runs.options import AdapterOptions, DataOptions, ResumeOptions, is_due
+from hybrid_engine.recipes.runs.precision import gradient_figures
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.run_folder import checkpoints_of, results_of
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
@@ -215,7 +216,7 @@ def train_loop(
             rate = engine.get_lr()[0]
             parts = train_in_parts([engine], Items.of(mine), config.tokens_per_micro_batch, [(engine, loss_of)])
             loss = sum(gather_objects(sum(part["loss"][0] for part in parts)))
-            figures = {"loss": loss, "grad_norm": engine.get_global_grad_norm(), "learning_rate": rate}
+            figures = {"loss": loss, **gradient_figures(engine), "learning_rate": rate}
             if is_due(config.eval_every, step, len(batches)):
                 figures["held_out_loss"] = held_out_loss(engine, corpus)
                 if figures["held_out_loss"] < best.get("held_out_loss", math.inf):

@@ -16,8 +16,9 @@ from hybrid_engine.recipes.algorithms.choices import Algorithm
 from hybrid_engine.recipes.experience.policy import build_policy
 from hybrid_engine.recipes.planning.fitting import plan
 from hybrid_engine.recipes.rewards.learned import LearnedReward
+from hybrid_engine.recipes.runs import precision
 from hybrid_engine.recipes.runs.checkpoints import begin_run
-from hybrid_engine.recipes.runs.precision import DtypeOptions, choose_dtype
+from hybrid_engine.recipes.runs.precision import DTYPES, DtypeOptions, apply_tf32, choose_dtype
 from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.tasks.arithmetic import build_tokenizer
 
@@ -76,10 +77,18 @@ def test_other_dtypes_are_refused(options, reason):
         DtypeOptions(**options)
 
 
-def test_tf32_is_on_where_it_is_asked_for(rollouts, tmp_path):
+def test_tf32_is_on_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for tf32 in (True, False):
-        begin_run(rollouts(tmp_path, tf32=tf32), "grpo")
-        assert torch.backends.cuda.matmul.allow_tf32 == tf32
+        apply_tf32(DtypeOptions(tf32=tf32))
+        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == tf32
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+
+
+def test_tf32_without_a_gpu_is_refused_before_anything_is_loaded(rollouts, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--tf32 rounds the factors of a GPU's products, and there is no GPU here"):
+        grpo.run(rollouts(tmp_path, tf32=True, model="no such model"))
 
 
 def test_a_run_that_measures_no_kl_has_no_reference_under_an_adapter_either(rollouts, tmp_path):
@@ -112,9 +121,12 @@ def test_actor_and_reference_compute_in_16_bits_and_masters_stay_fp32(rollouts, 
     assert {p.dtype for p in masters} == {torch.float32}
 
 
-def test_a_run_in_bf16_that_was_interrupted_goes_on_to_the_bit(rollouts, tmp_path, monkeypatch):
-    whole = grpo.run(rollouts(tmp_path / "whole", dtype="bf16"))
-    torn, save = rollouts(tmp_path / "torn", dtype="bf16"), grpo.save_checkpoints
+@pytest.mark.parametrize(("dtype", "power"), [("bf16", 12), ("fp16", 12), ("fp16", 30)])
+def test_a_run_in_16_bits_that_was_interrupted_goes_on_to_the_bit(rollouts, tmp_path, monkeypatch, dtype, power):
+    """Also where steps overflow, which changes the loss scale: 30 is more than gradients take."""
+    monkeypatch.setattr(precision, "FIRST_LOSS_SCALE_POWER", power)
+    whole = grpo.run(rollouts(tmp_path / "whole", dtype=dtype))
+    torn, save = rollouts(tmp_path / "torn", dtype=dtype), grpo.save_checkpoints
 
     def save_and_end(engines, folder, step, *more):
         save(engines, folder, step, *more)
@@ -127,9 +139,21 @@ def test_a_run_in_bf16_that_was_interrupted_goes_on_to_the_bit(rollouts, tmp_pat
     monkeypatch.setattr(grpo, "save_checkpoints", save)
     resumed = grpo.run(replace(torn, resume=True, dtype="auto"))
     weights = [load_file(folder / "model.safetensors") for folder in (whole, resumed)]
-    assert {tensor.dtype for tensor in weights[0].values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in weights[0].values()} == {DTYPES[dtype]}
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    with pytest.raises(ValueError, match="--resume: --dtype='fp32' but the interrupted run had 'bf16'"):
+    scales = [
+        [
+            line.get("loss_scale")
+            for line in map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        ]
+        for run in ("whole", "torn")
+    ]
+    assert (
+        scales[0]
+        == scales[1]
+        == [None if dtype == "bf16" else 2.0 ** (12 if power == 12 else 30 - n) for n in range(3)]
+    )
+    with pytest.raises(ValueError, match=f"--resume: --dtype='fp32' but the interrupted run had '{dtype}'"):
         grpo.run(replace(torn, resume=True, dtype="fp32"))
 
 

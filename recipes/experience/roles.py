@@ -11,6 +11,7 @@ from hybrid_engine.recipes.experience.start import Start
 from hybrid_engine.recipes.planning.following import fuses_at_once
 from hybrid_engine.recipes.rewards.learned import build_critic
 from hybrid_engine.recipes.rewards.rewards import Rewards
+from hybrid_engine.recipes.runs.precision import scaling_figures
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
 from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_config
@@ -33,9 +34,12 @@ class Roles:
         return {**critic, "actor": self.policy.actor}
 
     def gradient_norms(self) -> dict[str, Any]:
-        """The gradient norms of actor and critic at the last optimizer step, as metrics call them."""
+        """The gradient norms of actor and critic at the last optimizer step, and fp16's figures, by metrics' names."""
         norms = (role.get_global_grad_norm() for role in self._trained())
-        return dict(zip(("actor_grad_norm", "critic_grad_norm"), norms, strict=True))
+        figures = dict(zip(("actor_grad_norm", "critic_grad_norm"), norms, strict=True))
+        for name, engine in self.engines.items():
+            figures |= scaling_figures(engine, f"{name}_")
+        return figures
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rates of actor and critic at the next optimizer step, as metrics call them."""

@@ -47,8 +47,29 @@ def torch_dtype(dtype: str, device_type: str | None = None) -> torch.dtype:
     return DTYPES[choose_dtype(dtype, device_type)]
 
 
+def gradient_figures(engine: Any, prefix: str = "") -> dict[str, Any]:
+    """The gradient norm of an engine's last optimizer step, as metrics call it with `prefix`, and fp16's figures."""
+    return {f"{prefix}grad_norm": engine.get_global_grad_norm(), **scaling_figures(engine, prefix)}
+
+
+def scaling_figures(engine: Any, prefix: str = "") -> dict[str, Any]:
+    """In fp16 the next loss scale and how many steps were left out so far, whose gradients were not finite; else none.
+
+    The norm of such a step's gradients is not finite either.
+    """
+    if not engine.config.fp16.enabled:
+        return {}
+    return {f"{prefix}loss_scale": engine.optimizer.cur_scale, f"{prefix}skipped_steps": engine.skipped_steps}
+
+
 def apply_tf32(options: DtypeOptions) -> None:
-    """Sets for this process whether fp32 products on a GPU may use TF32."""
+    """Sets for this process whether fp32 products on a GPU may use TF32.
+
+    Raises:
+        ValueError: they shall, and there is no GPU.
+    """
+    if options.tf32 and not torch.cuda.is_available():
+        raise ValueError("--tf32 rounds the factors of a GPU's products, and there is no GPU here; leave it out")
     torch.backends.cuda.matmul.allow_tf32 = options.tf32
     torch.backends.cudnn.allow_tf32 = options.tf32
 
