@@ -276,7 +276,8 @@ class HybridEngine(ZeroEngine):
         """Puts the saved figure in the place of the one that this engine measured when it was built."""
         if "logprob_difference" in values:
             saved = values["logprob_difference"]
-            self.generator.logprob_difference = None if saved is None else LogprobDifference(*map(float, saved))
+            mean, largest = (0.0, 0.0) if saved is None else map(float, saved)
+            self.generator.logprob_difference = None if saved is None else LogprobDifference(mean, largest)
 
     def create_inference_containers(self) -> None:
         """Builds the containers anew, as after a change of the module's structure, and measures them."""

@@ -8,7 +8,7 @@ and score).
 """
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from hybrid_engine.recipes.runs.checks import (
     check_texts,
 )
 from hybrid_engine.recipes.runs.config_files import CONFIG, write_config
+from hybrid_engine.recipes.runs.model_lengths import settle_lengths
 from hybrid_engine.recipes.runs.options import LENGTHS, DatasetOptions, RewardOptions
 from hybrid_engine.recipes.runs.precision import DtypeOptions, torch_dtype
 from hybrid_engine.recipes.runs.run_checks import check_positions
@@ -86,7 +87,7 @@ class Config(RewardOptions, DatasetOptions, DtypeOptions):
     """take only the share of the prompts that training on this data set holds out, with the same --held-out-share and
     --row-key; after training with --held-out-split or --held-out-dataset give those as --split or --dataset instead"""
     max_prompt_tokens: int = 0
-    """longer prompts lose their beginning; 0: half of the model's positions, 4096 where its config names none"""
+    """longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow"""
     max_new_tokens: int = 0
     """longest answer; 0: what the longest prompt leaves of the model's positions, at most 4096"""
     temperature: float = 1.0
@@ -196,25 +197,10 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase, rewards: Rewar
             f"{config.source.shown}: {len(rows)} prompts are fewer than the {get_world_size()} processes; give more "
             "prompts, or start fewer processes"
         )
+    config = settle_lengths(config, lengths, most=LONGEST_MEASURED_ANSWER)
     positions = num_positions(load_config(str(config.model)))
-    config = fit_lengths(config, max(lengths), positions)
     check_positions(config, max(lengths), f"--model={config.model!r}", positions)
     return config, rows
-
-
-def fit_lengths(config: Config, longest: int, positions: int | None) -> Config:
-    """The options with the lengths that nobody gave, as the longest prompt and the model have them, which is said."""
-    if config.max_prompt_tokens and config.max_new_tokens:
-        return config
-    total = positions or 2 * LONGEST_MEASURED_ANSWER
-    prompt = config.max_prompt_tokens or max(1, total // 2)
-    longest = min(longest, prompt)
-    answer = config.max_new_tokens or max(1, min(LONGEST_MEASURED_ANSWER, total - longest))
-    reason = f"--model has {positions} positions"
-    if positions is None:
-        reason = f"the config of --model names no positions, and prompt and answer have {total} tokens at most"
-    say(f"prompts of up to {longest} tokens, answers of up to {answer}: {reason}")
-    return replace(config, max_prompt_tokens=prompt, max_new_tokens=answer)
 
 
 def write_results(folder: Path, config: Config, evaluation: Evaluation) -> None:

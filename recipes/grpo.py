@@ -163,6 +163,7 @@ def run(config: Config) -> Path:
     out = Path(config.out)
     config = begin_run(config, "grpo")
     start = prepare(config)
+    config = start.config
     seed_everything(config.seed)
     num_updates = config.steps * config.epochs * (config.rollout_size * config.group_size // config.minibatch_size)
     schedule = Schedule.of(config, num_updates, "grpo")

@@ -50,10 +50,10 @@ from hybrid_engine.recipes.preference.answers import (
 from hybrid_engine.recipes.preference.first_actor import (
     build_actor,
     check_enough,
-    check_positions,
     check_run,
     find_first_actor,
     keep_what_fits,
+    with_lengths,
 )
 from hybrid_engine.recipes.preference.labelled import (
     LabelledAnswer,
@@ -72,7 +72,7 @@ from hybrid_engine.recipes.runs.precision import gradient_figures
 from hybrid_engine.recipes.runs.run_folder import CHECKPOINTS, RUN_RESULTS
 from hybrid_engine.recipes.runs.run_log import RunLog, plot_metrics, say
 from hybrid_engine.recipes.runs.schedule import Schedule
-from hybrid_engine.recipes.runs.stages import load_tokenizer, move_aside, save_stage, seed_everything
+from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, move_aside, save_stage, seed_everything
 from hybrid_engine.recipes.tasks.stdlib_docs import split, stdlib_examples
 from hybrid_engine.recipes.tasks.stdlib_pairs import build_preferences
 from hybrid_engine.rl.kto import kto_loss, kto_metrics, kto_reference_point
@@ -148,11 +148,11 @@ def run(config: Config) -> Path:
             move_aside(out, RUN_RESULTS)  # before the first actor is trained in this folder
         source = find_first_actor(config)
         tokenizer = load_tokenizer(source)
-        check_positions(config, source)
         encode = partial(encode_completion, tokenizer)
         rows, encoded = keep_what_fits(config, source, rows, encode)
         held_out_rows, held_out_encoded = keep_what_fits(config, source, held_out_rows, encode)
         check_enough(config, len(encoded), len(held_out_encoded), "answers")
+        config = with_lengths(config, load_config(source), tokenizer, prompts, encoded)
     if config.restart and config.model is not None:
         move_aside(out, RUN_RESULTS)
     longest = max(len(answer.prompt_ids) for answer in encoded) + max(len(answer.response_ids) for answer in encoded)

@@ -90,6 +90,7 @@ class Config(LoopOptions, PairLossOptions, RewardOptions, AnswerOptions, DataOpt
 
     HAS_RATIOS = False
     OWN_LENGTHS = (96, 48)
+    ANSWERS_IN_PASS = 2
     out: str = "runs/online-dpo"
     model: str | None = None
     """Hugging Face name or folder of the first actor, which is the reference too; default: one that adds numbers,
@@ -134,6 +135,7 @@ def run(config: Config) -> Path:
     out = Path(config.out)
     config = begin_run(config, "online-dpo")
     start = prepare(config)
+    config = start.config
     seed_everything(config.seed)
     num_updates = config.steps * (config.rollout_size // config.minibatch_size)
     schedule = Schedule.of(config, num_updates, "online-dpo")

@@ -172,6 +172,7 @@ def run(config: Config) -> Path:
             "not to stop; --missing-eos-penalty takes a number off the reward instead"
         )
     start = prepare(config, SUMMARIES, has_critic=True)
+    config = start.config
     seed_everything(config.seed)
     actor_rate = config.actor_lr or suitable_rate(config, small=1e-4)
     critic_rate = config.critic_lr or (1e-5 if config.model else 5e-4)

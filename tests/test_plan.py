@@ -487,7 +487,7 @@ def test_a_plan_counts_the_prompts_that_the_run_answers(rows, options, chat_mode
         model=chat_model, dataset=str(data), reward=("exact",), out=str(tmp_path / "run"), eval_prompts=1,
         max_prompt_tokens=64, max_new_tokens=4, **options,
     )  # fmt: skip
-    assert READERS["grpo"](config).answered == prepare(config).answered
+    assert READERS["grpo"](config).read.answered == prepare(config).answered
 
 
 def test_a_plan_refuses_a_column_that_the_run_refuses(chat_model, tmp_path):

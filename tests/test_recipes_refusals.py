@@ -294,7 +294,10 @@ def test_a_reward_without_a_module_or_a_function_is_refused(tmp_path, capsys, sp
 
 def test_dropout_is_off_in_every_role_of_a_model_whose_config_asks_for_it(sources):
     rewards = load_rewards(["json:dumps", str(sources / "one label")])
-    start = Start(source=str(sources / "actor"), train=[], held_out=[], rewards=rewards, answered=PromptTokens(1, 1))
+    start = Start(
+        config=ppo.Config(), source=str(sources / "actor"), train=[], held_out=[], rewards=rewards,
+        answered=PromptTokens(1, 1),
+    )  # fmt: skip
     schedule = Schedule(kind="constant", num_steps=1, num_warmup_steps=0)
     roles, adapted = (ppo.build_roles(ppo.Config(lora_rank=rank), start, 1e-4, 1e-4, schedule) for rank in (0, 2))
     critic_of_body = build_critic(str(sources / "actor"), ["json:dumps"])

@@ -73,8 +73,9 @@ def config(tmp_path_factory):
 
 def build_shared(config):
     start = Start(
-        source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward), answered=PromptTokens(1, 1)
-    )
+        config=config, source=config.model, train=[], held_out=[], rewards=load_rewards(config.reward),
+        answered=PromptTokens(1, 1),
+    )  # fmt: skip
     return ppo.build_roles(config, start, *RATES, SCHEDULE)
 
 
@@ -325,7 +326,8 @@ def test_a_score_that_cannot_be_normalised_is_refused(std, config, tmp_path):
 
 
 def test_a_plan_counts_one_base_and_what_the_roles_add_to_it(config):
-    plan = plan_memory(read_run("ppo", config), Setting(recipe="ppo", config=config, num_processes=1, device="cpu"))
+    planned = read_run("ppo", config)
+    plan = plan_memory(planned.read, Setting(recipe="ppo", config=planned.config, num_processes=1, device="cpu"))
     roles = build_shared(config)
     engine = roles.policy.actor
     ppo.update(roles, some_experience(roles, config), config, 0)
@@ -341,7 +343,8 @@ def test_a_plan_counts_one_base_and_what_the_roles_add_to_it(config):
 @pytest.mark.parametrize(("rows", "is_streamed"), [(1, True), (16, False)])
 def test_rollouts_fuse_layer_by_layer_where_they_would_take_more_than_training(config, rows, is_streamed):
     config = replace(config, micro_batch_size=rows, minibatch_size=16, rollout_size=16, max_prompt_tokens=8)
-    plan = plan_memory(read_run("ppo", config), Setting(recipe="ppo", config=config, num_processes=1, device="cpu"))
+    planned = read_run("ppo", config)
+    plan = plan_memory(planned.read, Setting(recipe="ppo", config=planned.config, num_processes=1, device="cpu"))
     assert plan.fuses_at_once is not is_streamed
     if not is_streamed:
         assert plan.generation_peak_bytes <= plan.training_peak_bytes

@@ -22,7 +22,8 @@ from hybrid_engine.recipes.rewards.learned import LearnedReward, critic_source
 from hybrid_engine.recipes.rewards.loading import load_rewards
 from hybrid_engine.recipes.rewards.rewards import Rewards
 from hybrid_engine.recipes.runs.checks import check_divides
-from hybrid_engine.recipes.runs.options import AdapterOptions, DatasetOptions
+from hybrid_engine.recipes.runs.model_lengths import long_answer, settle_lengths
+from hybrid_engine.recipes.runs.options import AdapterOptions, ConfigT, DatasetOptions
 from hybrid_engine.recipes.runs.precision import torch_dtype
 from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.recipes.runs.run_folder import RUN_RESULTS
@@ -34,6 +35,8 @@ from hybrid_engine.recipes.tasks.small_llama import MAX_POSITIONS
 class Start:
     """What a run begins with."""
 
+    config: Any
+    """Its options, with lengths that fit the prompts."""
     source: str
     """Hugging Face name or folder of the first actor."""
     train: list[PromptRow]
@@ -77,6 +80,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
     tokenizer = load_tokenizer(source) if source is not None else None
     train, held_out, lengths = load_usable_prompts(config, task, tokenizer, rewards)
     rows = [*train, *held_out]
+    config = with_lengths(config, rows, lengths, tokenizer)
     held_out = held_out[: config.eval_prompts]
     if len(held_out) < get_world_size():
         raise ValueError(
@@ -101,7 +105,7 @@ def prepare(config: Any, task: OwnTask = SUMS, *, has_critic: bool = False) -> S
         lengths = [len(encode_prompt(tokenizer, row)) for row in rows]
     train, held_out = (fit_prompts(part, tokenizer, longest, skips=config.skip_too_long) for part in (train, held_out))
     answered = PromptTokens.of(lengths, longest)
-    return Start(source=actor, train=train, held_out=held_out, rewards=rewards, answered=answered)
+    return Start(config=config, source=actor, train=train, held_out=held_out, rewards=rewards, answered=answered)
 
 
 def _on_shared_base(source: str | None) -> Callable[[str], Judge]:
@@ -180,6 +184,22 @@ def load_usable_prompts(
     train, train_lengths = keep_usable(config, train, tokenizer, rewards)
     held_out, held_out_lengths = keep_usable(config, held_out, tokenizer, rewards)
     return UsablePrompts(train, held_out, [*train_lengths, *held_out_lengths])
+
+
+def with_lengths(
+    config: ConfigT,
+    rows: Sequence[PromptRow],
+    lengths: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    is_said: bool = True,
+) -> ConfigT:
+    """The options with lengths that fit the prompts `rows`, of `lengths` tokens; a plan has the same.
+
+    Without `--model` they are settled, and there may be no tokenizer.
+    """
+    answer = long_answer(rows, tokenizer) if tokenizer is not None else 0
+    return settle_lengths(config, lengths, answer, is_said=is_said)
 
 
 def keep_usable(

@@ -10,7 +10,7 @@ from hybrid_engine.generation.memory.usage import free_and_total_bytes
 from hybrid_engine.observing.memory_plan import MemoryPlan, format_bytes, read_bytes
 from hybrid_engine.recipes.planning.packed import check_one_process
 from hybrid_engine.recipes.planning.read import Read
-from hybrid_engine.recipes.planning.reading import read_run, with_lengths
+from hybrid_engine.recipes.planning.reading import read_run
 from hybrid_engine.recipes.planning.roles import Setting, plan_memory
 from hybrid_engine.recipes.runs.options import fit_minibatch
 from hybrid_engine.recipes.runs.precision import choose_dtype
@@ -91,13 +91,15 @@ def plan(recipe: str, config: Any, wishes: Any) -> Fitted:
         memory, text = free_and_total_bytes(device)[0], "free here now, without the interpreter and its libraries"
     else:
         memory, text = read_bytes(wishes.memory, "memory"), f"--memory {wishes.memory}"
-    config = with_lengths(recipe, fit_minibatch(config, wishes.processes))
-    read = read_run(recipe, config)
+    read, config = read_run(recipe, fit_minibatch(config, wishes.processes))
     check_one_process((read.first, read.critic), wishes.processes)
     setting = Setting(recipe=recipe, config=config, num_processes=wishes.processes, device=device.type)
     found = plan_memory(read, setting)
     processes = f"{wishes.processes} process{'es' * (wishes.processes > 1)}"
-    title = f"{recipe} on {processes}, a {device.type} each, {choose_dtype(config.dtype, device.type)}"
+    lengths = ""
+    if read.answered is not None:
+        lengths = f", prompts of up to {config.max_prompt_tokens} tokens, answers of up to {config.max_new_tokens},"
+    title = f"{recipe}{lengths} on {processes}, a {device.type} each, {choose_dtype(config.dtype, device.type)}"
     remedies = [] if found.peak_bytes <= memory else _remedies(read, setting, found, memory)
     return Fitted(title=title, plan=found, memory_bytes=memory, memory_text=text, remedies=remedies)
 

@@ -1,10 +1,9 @@
 """What a plan reads of a run: the lengths of its data and the configs of its models, and no weights."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -18,6 +17,7 @@ from hybrid_engine.recipes.data.pair_corpus import load_pair_corpus
 from hybrid_engine.recipes.data.pass_shapes import Items
 from hybrid_engine.recipes.data.prompts import PromptTokens
 from hybrid_engine.recipes.data.sequences import NUM_POOLED, epochs_of_similar_length
+from hybrid_engine.recipes.experience import start
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES, SUMS, OwnTask, character_stage
 from hybrid_engine.recipes.experience.start import (
     judge_nothing,
@@ -26,18 +26,27 @@ from hybrid_engine.recipes.experience.start import (
     reward_specs,
 )
 from hybrid_engine.recipes.planning.read import Learned, Read, read_answers, read_preferences
+from hybrid_engine.recipes.preference import first_actor
+from hybrid_engine.recipes.preference.answering import prompts_of
 from hybrid_engine.recipes.preference.first_actor import check_enough
+from hybrid_engine.recipes.preference.pairs import answers_of
 from hybrid_engine.recipes.rewards.adapter_folder import check_reward_adapter
 from hybrid_engine.recipes.rewards.classifier import load_scoring_tokenizer
 from hybrid_engine.recipes.rewards.learned import names_model
 from hybrid_engine.recipes.runs.adapters import check_trainable
-from hybrid_engine.recipes.runs.model_lengths import derive_lengths
 from hybrid_engine.recipes.runs.stages import load_config, load_tokenizer, num_positions
 from hybrid_engine.recipes.tasks.small_llama import build_small_llama
 
 
-def read_run(recipe: str, config: Any) -> Read:
-    """What the recipe with this `Config` will work on.
+class ReadRun(NamedTuple):
+    """What a run will work on, and its `Config` with the lengths that it will have."""
+
+    read: Read
+    config: Any
+
+
+def read_run(recipe: str, config: Any) -> ReadRun:
+    """What the recipe with this `Config` will work on, and under which lengths.
 
     Raises:
         ValueError: what an option names cannot be read.
@@ -45,74 +54,75 @@ def read_run(recipe: str, config: Any) -> Read:
     return READERS[recipe](config)
 
 
-def with_lengths(recipe: str, config: Any) -> Any:
-    """The `Config` of a recipe with the lengths that its run will have."""
-    return replace(config, **derive_lengths(config, recipe))
-
-
-def _read_sft(config: sft.Config) -> Read:
+def _read_sft(config: sft.Config) -> ReadRun:
     tokenizer, corpus = load_corpus(config)
     lengths = [len(example) for example in corpus.train]
     num_pooled = NUM_POOLED if config.group_by_length else 1
     batches = epochs_of_similar_length(lengths, config.batch_size, config.num_epochs, config.seed, num_pooled)
-    return Read(
-        first=_adapted(config, load_config(config.model)) if config.model else _small_config(config, tokenizer),
-        learned=Learned.of(Items.of(corpus.train), batches),
-    )
+    first = _adapted(config, load_config(config.model)) if config.model else _small_config(config, tokenizer)
+    return ReadRun(Read(first=first, learned=Learned.of(Items.of(corpus.train), batches)), config)
 
 
-def _read_reward(config: reward.Config) -> Read:
+def _read_reward(config: reward.Config) -> ReadRun:
     stage = Path(config.out) / "sft"
     if not config.model and not stage.exists():
         raise ValueError(f"--out={config.out!r} has no sft yet, on whose body the reward is trained; give --model")
     source = config.model or str(stage)
     corpus = load_pair_corpus(config, load_scoring_tokenizer(source), source)
     learned = Learned.of(Items.of(corpus.train), corpus.batches)
-    return Read(first=_adapted(config, load_config(source)), learned=learned)
+    return ReadRun(Read(first=_adapted(config, load_config(source)), learned=learned), config)
 
 
-def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> Read:
+def _read_answers(config: Any, task: OwnTask, *, has_critic: bool = False) -> ReadRun:
     """What a plan reads of a recipe that learns from its own answers."""
     first, tokenizer = _first_actor(config, task)
     specs = reward_specs(config, task)
     rewards = load_named_rewards(config, task, lambda spec: judge_nothing)
-    lengths = load_usable_prompts(config, task, tokenizer, rewards).lengths
+    train, held_out, lengths = load_usable_prompts(config, task, tokenizer, rewards)
+    config = start.with_lengths(config, [*train, *held_out], lengths, tokenizer, is_said=False)
     answered = PromptTokens.of(lengths, config.max_prompt_tokens)
     if getattr(config, "shared_base", False):
         for spec in filter(names_model, specs):
             check_reward_adapter(spec, config.model or str(Path(config.out) / "sft"))
     if specs or getattr(config, "shared_base", False):
-        return read_answers(config, specs, first, answered, config.model, has_critic=has_critic)
+        read = read_answers(config, specs, first, answered, config.model, has_critic=has_critic)
+        return ReadRun(read, config)
     made = Path(config.out) / "reward"  # that stage makes one of the actor's size
     model = load_config(str(made)) if made.exists() else first
-    return Read(first=first, critic=model if has_critic else None, rewards=[model], answered=answered)
+    read = Read(first=first, critic=model if has_critic else None, rewards=[model], answered=answered)
+    return ReadRun(read, config)
 
 
 @told_together()
-def _read_dpo(config: dpo.Config) -> Read:
+def _read_dpo(config: dpo.Config) -> ReadRun:
     first, tokenizer = _first_actor(config, SUMMARIES)
-    pairs = _that_fit(config, first, dpo.load_pairs(config), partial(encode_pair, tokenizer), "pairs")
-    return read_preferences(config, first, pairs)
+    parts = dpo.load_pairs(config)
+    pairs = _that_fit(config, first, parts, partial(encode_pair, tokenizer), "pairs")
+    prompts = prompts_of(parts[1], config)
+    config = first_actor.with_lengths(config, first, tokenizer, prompts, answers_of(pairs), is_said=False)
+    return ReadRun(read_preferences(config, first, pairs), config)
 
 
 @told_together()
-def _read_kto(config: kto.Config) -> Read:
+def _read_kto(config: kto.Config) -> ReadRun:
     first, tokenizer = _first_actor(config, SUMMARIES)
-    answers = _that_fit(config, first, kto.load_answers(config), partial(encode_completion, tokenizer), "answers")
-    return read_preferences(config, first, answers)
+    parts = kto.load_answers(config)
+    answers = _that_fit(config, first, parts, partial(encode_completion, tokenizer), "answers")
+    config = first_actor.with_lengths(config, first, tokenizer, prompts_of(parts[1], config), answers, is_said=False)
+    return ReadRun(read_preferences(config, first, answers), config)
 
 
-def _read_agent(config: agent.Config) -> Read:
+def _read_agent(config: agent.Config) -> ReadRun:
     if config.model:
         tokenizer, first = load_tokenizer(config.model), _adapted(config, load_config(config.model))
     else:
         tokenizer, _ = load_corpus(made := character_stage("calculator", config, group_by_length=False))
         first = _small_config(made, tokenizer)
     agent.check_conversations_fit(config, tokenizer)
-    return agent.read_episodes(config, first, tokenizer)
+    return ReadRun(agent.read_episodes(config, first, tokenizer), config)
 
 
-READERS: dict[str, Callable[[Any], Read]] = {
+READERS: dict[str, Callable[[Any], ReadRun]] = {
     "sft": _read_sft,
     "reward": _read_reward,
     "ppo": lambda config: _read_answers(config, SUMMARIES, has_critic=True),

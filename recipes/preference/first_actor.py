@@ -2,25 +2,30 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
 
 import hybrid_engine
 from hybrid_engine.distributed.processes import get_world_size, on_rank_zero
 from hybrid_engine.recipes import sft as sft_stage
 from hybrid_engine.recipes.data.bad_rows import encode_each
+from hybrid_engine.recipes.data.encoding import Encoded, encode_prompt
 from hybrid_engine.recipes.data.lengths import R, T, keep_fitting, limit_of
 from hybrid_engine.recipes.data.packable import pack_where_exact
+from hybrid_engine.recipes.data.rows import PromptRow
 from hybrid_engine.recipes.experience.own_tasks import SUMMARIES
 from hybrid_engine.recipes.preference.options import PreferenceOptions
 from hybrid_engine.recipes.runs.adapters import add_adapter
 from hybrid_engine.recipes.runs.checks import check_divides
 from hybrid_engine.recipes.runs.engine_config import build_engine_config, largest_micro_batch
+from hybrid_engine.recipes.runs.model_lengths import long_one, settle_lengths
 from hybrid_engine.recipes.runs.recomputation import recompute_activations
-from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_stage
+from hybrid_engine.recipes.runs.run_checks import check_folder, check_model, check_positions, check_stage
 from hybrid_engine.recipes.runs.schedule import Schedule
 from hybrid_engine.recipes.runs.stages import load_config, load_model, num_positions
+
+OptionsT = TypeVar("OptionsT", bound=PreferenceOptions)
 
 
 def check_run(config: PreferenceOptions) -> None:
@@ -74,14 +79,28 @@ def keep_what_fits(
     return keep_fitting(rows, tokens, limit, skips=config.skip_too_long)
 
 
-def check_positions(config: PreferenceOptions, source: str) -> None:
-    """ValueError where an answer behind its prompt exceeds the positions of the model."""
-    limit = num_positions(load_config(source))
-    if limit is not None and config.max_prompt_tokens + config.max_new_tokens > limit:
-        raise ValueError(
-            f"--max-new-tokens={config.max_new_tokens} behind --max-prompt-tokens={config.max_prompt_tokens} exceeds "
-            f"the {limit} positions of --model={source!r}; lower one of them"
-        )
+def with_lengths(
+    config: OptionsT,
+    first: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[PromptRow],
+    learned: Sequence[Encoded],
+    *,
+    is_said: bool = True,
+) -> OptionsT:
+    """The options with lengths that fit the `prompts` that are answered and the answers that are `learned`.
+
+    A plan has the same.
+
+    Raises:
+        ValueError: given lengths exceed the positions of the model, whose config is `first`.
+    """
+    lengths = [len(encode_prompt(tokenizer, row)) for row in prompts]
+    answer = long_one(sorted(len(answer.response_ids) for answer in learned))
+    config = settle_lengths(config, lengths, answer, is_said=is_said)
+    model = f"--model={config.model!r}" if config.model else "the model that stage sft makes"
+    check_positions(config, max(lengths), model, num_positions(first))
+    return config
 
 
 def build_actor(config: PreferenceOptions, source: str, schedule: Schedule) -> Any:

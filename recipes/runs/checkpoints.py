@@ -23,7 +23,6 @@ from peft import PeftModel
 from hybrid_engine.checkpoint.folder import discard
 from hybrid_engine.distributed.processes import get_world_size, init_distributed, on_rank_zero
 from hybrid_engine.recipes.runs.checks import flag
-from hybrid_engine.recipes.runs.model_lengths import derive_lengths, say_lengths
 from hybrid_engine.recipes.runs.options import LENGTHS, ConfigT, fit_minibatch
 from hybrid_engine.recipes.runs.precision import AUTO, apply_tf32, choose_dtype
 from hybrid_engine.recipes.runs.run_folder import LATEST, STAGES, check_can_resume, checkpoints_of
@@ -59,7 +58,7 @@ def begin_run(config: ConfigT, recipe: str) -> ConfigT:
     """Joins the processes of a run of `recipe`; returns its options with the open ones settled, as they are stored.
 
     A run that goes on has what it began with, and one that was begun before there was an option what was done then.
-    Collective.
+    Lengths that are open otherwise are settled when the data is read (`model_lengths.py`). Collective.
     """
     options: Any = config
     init_distributed()
@@ -71,12 +70,7 @@ def begin_run(config: ConfigT, recipe: str) -> ConfigT:
     if saved is not None:
         found = {name: saved.get(name, _EARLIER[name]) for name in found}
         found |= {name: saved[name] for name in LENGTHS if getattr(options, name, 1) == 0 and name in saved}
-    settled = replace(options, **{name: value for name, value in found.items() if getattr(options, name) in _OPEN})
-    lengths = derive_lengths(settled, recipe)
-    if lengths:
-        settled = replace(settled, **lengths)
-        say_lengths(settled)
-    return settled
+    return replace(options, **{name: value for name, value in found.items() if getattr(options, name) in _OPEN})
 
 
 def save_checkpoints(

@@ -179,7 +179,7 @@ class DatasetOptions(RowOptions):
 
 
 LENGTHS = ("max_prompt_tokens", "max_new_tokens")
-"""Options that `model_lengths.py` derives from the model where they are 0."""
+"""Options that `model_lengths.py` derives from data and model where they are 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,11 +232,15 @@ class AnswerOptions:
 
     OWN_LENGTHS = (96, 40)
     """`max_prompt_tokens` and `max_new_tokens` for the small model that is made without `--model`."""
+    ANSWERS_IN_PASS = 1
+    """Answers, each behind its prompt, that a pass of `--tokens-per-micro-batch` must hold together."""
 
     max_prompt_tokens: int = 0
-    """longer prompts lose their beginning; 0: what the model's positions leave for them, without --model 96"""
+    """longer prompts lose their beginning; 0: the longest of the data, as far as the model's positions allow, without
+    --model 96"""
     max_new_tokens: int = 0
-    """longest response; 0: 256, at most half of the model's positions, without --model 40 (grpo and online-dpo: 48)"""
+    """longest response; 0: 256, or more where the data has longer answers, as far as the model's positions allow,
+    without --model 40 (grpo and online-dpo: 48)"""
     temperature: float = 1.0
     """of sampling and of every log-probability alike"""
     eval_prompts: int = 256
