@@ -181,7 +181,7 @@ def can_capture():
 
 def test_a_thread_records_between_two_tokens_of_a_models_own_generate_and_not_inside_a_pass(monkeypatch):
     model, plain, passes, recorded = build_model(), build_model(), [], []
-    rollouts = ModuleRollouts(model, gatherer=None)
+    rollouts = ModuleRollouts(model, gatherer=None, partners=None)
     monkeypatch.setattr(ModuleRollouts, "_device", SECOND)
 
     def record():
