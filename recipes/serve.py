@@ -1,7 +1,8 @@
 """A model behind an OpenAI-compatible address, until Ctrl-C.
 
 hybrid-engine serve --model runs/sums/actor
-curl http://127.0.0.1:8000/v1/completions -d '{"model": "actor", "prompt": "384+697=", "max_tokens": 40}'
+curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+  -d '{"model": "actor", "prompt": "384+697=", "max_tokens": 40}'
 torchrun --nproc-per-node 2 -m hybrid_engine.command.cli serve --model Qwen/Qwen3-8B --tp 2
 """
 
@@ -23,6 +24,8 @@ from hybrid_engine.recipes.runs.checks import check_at_least, check_between, che
 from hybrid_engine.recipes.runs.run_log import say
 from hybrid_engine.serving import import_serving
 from hybrid_engine.serving.address import check_address, check_free
+from hybrid_engine.serving.keys import Keys
+from hybrid_engine.serving.pages import Pages
 from hybrid_engine.serving.tool_calls import PARSERS
 
 KEY_VARIABLE = "HYBRID_ENGINE_API_KEY"
@@ -47,6 +50,13 @@ class Config(BaseModelOptions):
     """port to listen at; 0 takes a free one"""
     api_key: str | None = None
     """what clients must send; better put into the environment as HYBRID_ENGINE_API_KEY, where no other user sees it"""
+    api_key_file: str | None = None
+    """a file with a line NAME KEY for each client, or NAME KEY metrics for one that reads /metrics alone; SIGHUP reads
+    it again"""
+    allow_host: tuple[str, ...] = ()
+    """names by which requests without a key may call this machine, beside its own: of forwarded ports and containers"""
+    allow_origin: tuple[str, ...] = ()
+    """origins of web pages that may ask, such as https://chat.example"""
     model_name: str | None = None
     """what clients call the model; default: the last part of --model"""
     tool_call_parser: str = "auto"
@@ -72,12 +82,18 @@ class Config(BaseModelOptions):
         for name in ("max_waiting", "longest", "max_running", "tp", "pp"):
             check_count(name, getattr(self, name), 1)
         check_at_least("finish_seconds", self.finish_seconds, 0)
-        check_address(self.host, self.key)
+        check_address(self.host, has_keys=bool(Keys(self.key, self.api_key_file)))
+        Pages(self.allow_host, self.allow_origin)
 
     @property
     def key(self) -> str | None:
-        """What clients must send; None: nothing."""
-        return self.api_key or os.environ.get(KEY_VARIABLE) or None
+        """What clients must send; None: nothing, or a key of the file."""
+        if self.api_key is not None:
+            return self.api_key
+        key = os.environ.get(KEY_VARIABLE)
+        if key is not None and not key.strip():
+            raise ValueError(f"{KEY_VARIABLE} is set and empty; give it a secret, or unset it")
+        return key
 
     @property
     def name(self) -> str:
@@ -103,9 +119,13 @@ def run(config: Config) -> None:
         host=config.host,
         port=config.port,
         api_key=config.key,
+        api_key_file=config.api_key_file,
+        allow_hosts=config.allow_host,
+        allow_origins=config.allow_origin,
         max_waiting=config.max_waiting,
         finish_seconds=config.finish_seconds,
     ) as server:
+        reload_on_hangup(server)
         say(f"serving {', '.join((server.name, *adapters))} at {server.url}; Ctrl-C ends it")
         server.wait(ending)
         say(f"ending: {server.num_running} answers are finished first; Ctrl-C again drops them")
@@ -119,6 +139,12 @@ def load(config: Config) -> tuple[Any, PreTrainedTokenizerBase, dict[str, str]]:
     names = peft_names(adapters)
     folders = {names[adapter.name]: adapter.folder for adapter in adapters}
     return *load_shared(config, config.tp, config.pp, folders), names
+
+
+def reload_on_hangup(server: Any) -> None:
+    """SIGHUP reads the keys' file again; followers of a shared model have none."""
+    if hasattr(signal, "SIGHUP") and hasattr(server, "reload_keys"):
+        signal.signal(signal.SIGHUP, lambda number, frame: server.reload_keys())
 
 
 def told_to_end() -> threading.Event:

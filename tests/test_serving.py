@@ -22,6 +22,7 @@ get = partial(httpx.get, timeout=300)
 post = partial(httpx.post, timeout=300)
 
 LONGEST = 160
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -524,14 +525,14 @@ def test_a_wrong_field_is_answered_with_its_name_and_the_server_goes_on(server, 
 )
 def test_a_body_that_is_no_request_is_refused(server, content):
     for path in ("completions", "chat/completions"):
-        answer = post(f"{server.url}/{path}", content=content)
+        answer = post(f"{server.url}/{path}", content=content, headers=JSON)
         assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
 def test_paths_and_methods_that_are_not_there(server):
     assert get(f"{server.url}/nothing").status_code == 404
     assert get(f"{server.url}/completions").status_code == 405
-    assert post(f"{server.url}/completions", content=b"x" * (5 * 2**20)).status_code == 413
+    assert post(f"{server.url}/completions", content=b"x" * (5 * 2**20), headers=JSON).status_code == 413
 
 
 def test_models_health_and_metrics(server, client):

@@ -24,6 +24,11 @@ from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
 get = partial(httpx.get, timeout=300)
 send = partial(httpx.post, timeout=300)
 
+JSON = {"Content-Type": "application/json"}
+HALF = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b'Content-Length: 100\r\n\r\n{"model":'
+)
 GOOD = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
@@ -93,7 +98,7 @@ def test_every_field_with_every_kind_of_value_is_answered_or_refused(server, pat
         assert answer.status_code in (200, 400, 404) or may_be_infinite, what
         assert streams or "choices" in answer.json() or answer.json()["error"]["message"], what
 
-    with httpx.Client(timeout=300) as web, ThreadPoolExecutor(8) as pool:
+    with httpx.Client(timeout=300, headers=JSON) as web, ThreadPoolExecutor(8) as pool:
         list(pool.map(try_one, [(name, value) for name in fields for value in NASTY]))
     assert_well(server)
     until(lambda: server.worker.num_running == server.worker.num_waiting == 0)
@@ -107,7 +112,7 @@ def test_a_client_cannot_bring_a_template_of_its_own(server):
 
 def test_half_of_a_pair_of_surrogates_is_no_text(server):
     for body in ({"prompt": "\ud800"}, {"stop": "\udfff"}, {"model": "\ud800"}):
-        answer = send(f"{server.url}/completions", content=json.dumps(GOOD | body))
+        answer = send(f"{server.url}/completions", content=json.dumps(GOOD | body), headers=JSON)
         assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
     assert post(server, GOOD | {"prompt": "\U0001f600"}).status_code == 200
 
@@ -121,7 +126,7 @@ def test_an_error_of_the_servers_own_is_told_in_the_same_words(server, monkeypat
 def test_half_a_body_is_not_waited_for_without_end(server, monkeypatch):
     monkeypatch.setattr(app, "SECONDS_FOR_BODY", 0.2)
     with connect(server) as slow:
-        slow.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"model":')
+        slow.sendall(HALF)
         found = read_all(slow)  # returns when the server has closed
     assert b" 408 " in found.splitlines()[0] and b"body_timeout" in found
 
@@ -142,7 +147,7 @@ def test_a_connection_is_left_open_for_longer_than_clients_keep_it(server, monke
     with connect(server) as connection:
         for _ in range(2):
             connection.settimeout(300)
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
                 answer += connection.recv(4096)
@@ -191,8 +196,11 @@ def test_a_client_that_goes_away_while_it_waits_leaves_the_line(fresh, is_stream
     with fresh(max_running=1) as server, ThreadPoolExecutor(1) as pool:
         first = pool.submit(post, server, LONG)
         until(lambda: server.worker.num_running == 1)
+        turn, may_go_on = server.worker.batch.turn, threading.Event()
+        server.worker.batch.turn = lambda: may_go_on.wait(300) and turn()  # or the first one may end before
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/completions", json=LONG | {"stream": is_streamed}, timeout=0.05)
+        may_go_on.set()
         assert first.result().status_code == 200
         until(lambda: server.worker.num_running == server.worker.num_waiting == 0)
         drawn = "hybrid_engine_generated_tokens_total 150"
@@ -274,7 +282,7 @@ def test_the_end_does_not_wait_without_end(fresh, monkeypatch):
         turn = server.worker.batch.turn
         server.worker.batch.turn = lambda: (time.sleep(0.05), turn())[1]
         half = connect(server)
-        half.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"model":')
+        half.sendall(HALF)
         pool = ThreadPoolExecutor(1)
         long = pool.submit(post, server, LONG)
         until(lambda: server.worker.num_running == 1)

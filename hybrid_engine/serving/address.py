@@ -7,17 +7,15 @@ BACKLOG = 1024
 """Connections that may wait to be taken."""
 
 
-def check_address(host: str, api_key: str | None) -> None:
-    """Raises ValueError for an address that others can reach without a key, or an empty key."""
-    if api_key is not None and not api_key.strip():
-        raise ValueError("api_key is empty; pass a secret, or none where only this machine connects")
+def check_address(host: str, *, has_keys: bool) -> None:
+    """Raises ValueError for an address that others can reach without a key."""
     try:
         is_own = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         is_own = False
-    if not is_own and api_key is None:
+    if not is_own and not has_keys:
         raise ValueError(
-            f"host={host!r} can be reached by other machines and there is no api_key; pass api_key, or 127.0.0.1"
+            f"host={host!r} can be reached by other machines and there is no api_key; pass one, or 127.0.0.1"
         )
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hmac
 import json
 import logging
 import time
@@ -10,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -25,9 +25,11 @@ from hybrid_engine.serving.asked import (
     read_completion,
     read_tokens,
 )
-from hybrid_engine.serving.errors import RequestError, broken, wrong_body
+from hybrid_engine.serving.errors import RequestError, broken, cut, wrong_body
+from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.listening import Listening
 from hybrid_engine.serving.metrics import Metrics
+from hybrid_engine.serving.pages import Pages
 from hybrid_engine.serving.protocol import (
     MAX_SESSION_ID,
     ChatRequest,
@@ -50,7 +52,8 @@ class App:
     """Answers for one model.
 
     Args:
-        api_key: what clients must send; None: nothing.
+        keys: what clients must send, where there are any.
+        pages: what web pages may send where there is no key.
         max_body_bytes: of a request.
     """
 
@@ -61,14 +64,15 @@ class App:
         listening: Listening,
         sessions: Sessions,
         *,
-        api_key: str | None = None,
+        keys: Keys,
+        pages: Pages,
         max_body_bytes: int = MAX_BODY_BYTES,
     ):
         self.model, self.worker, self.listening, self.sessions = model, worker, listening, sessions
-        self.api_key, self.max_body_bytes = api_key, max_body_bytes
+        self.keys, self.max_body_bytes = keys, max_body_bytes
         self._bodies_bytes = 0
         self.metrics = Metrics(worker)
-        self.asgi = Starlette(
+        app = Starlette(
             routes=[
                 Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
                 Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
@@ -78,17 +82,19 @@ class App:
                 Route("/v1/models", self._guarded(self.models)),
                 Route("/v1/models/{name:path}", self._guarded(self.one_model)),
                 Route("/health", self.health),
-                Route("/metrics", self._guarded(self.read_metrics)),
+                Route("/metrics", self._guarded(self.read_metrics, is_for_metrics=True)),
             ],
             exception_handlers={404: _not_found, 405: _not_found},
         )
+        app.router.redirect_slashes = False  # a redirect names the host that the client named
+        self.asgi = pages.guarded(app, has_keys=bool(keys))
 
-    def _guarded(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    def _guarded(self, handler: Callable[[Request], Any], *, is_for_metrics: bool = False) -> Callable[[Request], Any]:
         """`handler` behind the key; its errors become OpenAI's, and every answer is counted."""
 
         async def handle(request: Request) -> Response:
             try:
-                self._check_key(request)
+                self._check_key(request, is_for_metrics)
                 response = await handler(request)
             except RequestError as error:
                 response = JSONResponse(error.body, error.status, error.headers)
@@ -102,11 +108,13 @@ class App:
 
         return handle
 
-    def _check_key(self, request: Request) -> None:
-        if self.api_key is None:
+    def _check_key(self, request: Request, is_for_metrics: bool) -> None:
+        if not self.keys:
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), self.api_key.encode()):
+        given = next((value for name, value in request.scope["headers"] if name == b"authorization"), b"")
+        scheme, _, secret = given.partition(b" ")
+        key = self.keys.find(secret) if scheme.lower() == b"bearer" else None
+        if key is None or (key.is_for_metrics and not is_for_metrics):
             raise RequestError(
                 "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
                 status=401,
@@ -187,7 +195,7 @@ class App:
         if name not in self.model.names:
             known = ", ".join(map(repr, self.model.names))
             raise RequestError(
-                f"model {name!r} is not served here; there is {known}",
+                f"model {cut(name)!r} is not served here; there is {known}",
                 status=404,
                 param="model",
                 code="model_not_found",
@@ -312,12 +320,13 @@ async def _read_all(progress: AsyncIterator[Piece]) -> None:
 
 
 def read_json(raw: bytes) -> dict[str, Any]:
-    """The JSON object that `raw` is; raises RequestError for anything else, and for text that no UTF-8 can have."""
+    """The JSON object that `raw` is, at most 200 levels deep.
+
+    Raises RequestError for anything else, and for text that no UTF-8 can have.
+    """
     try:
-        values = json.loads(raw, parse_constant=_refuse_constant)
-        if b"\\u" in raw:  # an escape may be half of a pair
-            json.dumps(values, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+        values = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
         raise RequestError(f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(values, dict):
         raise RequestError(f"the body is a {type(values).__name__}; send a JSON object", code="invalid_json")
@@ -336,10 +345,6 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {_ENCODER.encode(body)}\n\n"
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -347,5 +352,5 @@ async def _until_gone(request: Request) -> None:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    missing = RequestError(f"{request.method} {request.url.path} is not served", status=status, code="unknown_url")
+    missing = RequestError(f"{request.method} {cut(request.url.path)} is not served", status=status, code="unknown_url")
     return JSONResponse(missing.body, status)

@@ -1,5 +1,6 @@
 """From a checked body to sequences: prompts as token ids, options in the engine's words, names for the noise."""
 
+import functools
 import re
 import secrets
 from dataclasses import dataclass, field
@@ -14,6 +15,11 @@ from hybrid_engine.generation.options import GenerationOptions, read_options
 from hybrid_engine.serving.errors import RequestError
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from hybrid_engine.serving.tool_calls import NONE, calls_grammar, forcing_parser
+
+MAX_ANSWERS = 1024
+"""That one request may ask for unless told otherwise."""
+MAX_ECHOED = 2**18
+"""Log-probabilities of prompts in one answer, some 40 bytes each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,13 @@ class ServedModel:
     """How calls of tools are found in its answers."""
     adapters: dict[str, str] = field(default_factory=dict)
     """peft's adapters of it by the names that clients call them, each a model of its own."""
+    max_answers: int = MAX_ANSWERS
+    """That one request may ask for."""
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """UTF-8 bytes of the longest token: a text has at least so many tokens as it has of these."""
+        return max((len(token.encode()) for token in self.tokenizer.get_vocab()), default=1)
 
     @property
     def names(self) -> list[str]:
@@ -54,6 +67,7 @@ class Asked:
 
 def read_completion(request: CompletionRequest, model: ServedModel) -> Asked:
     """Raises RequestError for what this model cannot run."""
+    check_answers(len(request.prompts) * request.n, model)
     prompts = [_tokens(prompt, model) for prompt in request.prompts]
     longest = 16 if request.max_tokens is None else request.max_tokens
     return _asked(request, prompts, longest, model)
@@ -61,13 +75,16 @@ def read_completion(request: CompletionRequest, model: ServedModel) -> Asked:
 
 def read_chat(request: ChatRequest, model: ServedModel, prompt: list[int]) -> Asked:
     """`prompt`: the conversation's token ids. Raises RequestError for what this model cannot run."""
+    check_answers(request.n, model)
     longest = request.longest_answer
     return _asked(request, [prompt], max(1, model.longest - len(prompt)) if longest is None else longest, model)
 
 
 def chat_tokens(request: ChatRequest, model: ServedModel) -> list[int]:
     """The conversation as its chat template writes it, up to where the assistant's turn begins."""
-    return model.tokenizer.encode(chat_text(request, model, request.template_messages), add_special_tokens=False)
+    text = chat_text(request, model, request.template_messages)
+    check_text(text, model, "messages")
+    return model.tokenizer.encode(text, add_special_tokens=False)
 
 
 def chat_text(request: ChatRequest, model: ServedModel, messages: list[dict[str, Any]]) -> str:
@@ -120,6 +137,7 @@ def parser_for(request: ChatRequest, model: ServedModel) -> str:
 def read_tokens(request: TokenizeRequest, model: ServedModel) -> list[int]:
     """The token ids of what `/tokenize` is asked about; raises RequestError where the chat template refuses it."""
     if request.prompt is not None:
+        check_text(request.prompt, model, "prompt")
         return model.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     chat = ChatRequest.model_construct(
         model=model.name,
@@ -130,17 +148,54 @@ def read_tokens(request: TokenizeRequest, model: ServedModel) -> list[int]:
         continue_final_message=request.continue_final_message,
     )
     text = chat_text(chat, model, chat.template_messages)
+    check_text(text, model, "messages")
     return model.tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
 
 
 def _tokens(prompt: str | list[int], model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
+        check_text(prompt, model, "prompt")
         tokens = model.tokenizer.encode(prompt)
         if not tokens:
             raise RequestError("prompt is empty and the model has no token to begin with; send text", param="prompt")
         return tokens
     check_tokens(prompt, model, "prompt")
     return prompt
+
+
+def check_answers(count: int, model: ServedModel) -> None:
+    """Raises RequestError where one request asks for more answers than may wait."""
+    if count > model.max_answers:
+        raise RequestError(
+            f"{count} answers are asked for at once, and at most {model.max_answers} may wait; send fewer prompts, or "
+            "lower n",
+            param="n",
+            code="too_many_answers",
+        )
+
+
+def check_text(text: str, model: ServedModel, param: str) -> None:
+    """Raises RequestError for a text that cannot fit, however it is cut into tokens."""
+    size = len(text.encode())
+    if size > model.longest * model.longest_token:
+        raise RequestError(
+            f"{param}: {size:,} bytes make at least {size // model.longest_token:,} tokens, and this server fits "
+            f"{model.longest}; shorten the text",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def check_echo(request: SamplingFields, prompts: list[list[int]]) -> None:
+    """Raises RequestError where the log-probabilities of prompts that are told again would be an answer too large."""
+    entries = sum(map(len, prompts)) * request.n * (1 + (request.num_top_logprobs or 0))
+    if entries > MAX_ECHOED:
+        raise RequestError(
+            f"echo with logprobs: {entries:,} log-probabilities of prompts are asked for, and at most {MAX_ECHOED:,} "
+            "are told; send fewer prompts, or lower n or logprobs",
+            param="echo",
+            code="answer_too_large",
+        )
 
 
 def check_tokens(tokens: list[int], model: ServedModel, param: str) -> None:
@@ -162,6 +217,8 @@ def _asked(request: SamplingFields, prompts: list[list[int]], num_new: int, mode
             code="context_length_exceeded",
         )
     is_scored = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    if is_scored:
+        check_echo(request, prompts)
     if num_new == 0 and not is_scored:
         return Asked(request, prompts, 0)
     seed = secrets.randbits(62) if request.seed is None else request.seed

@@ -4,6 +4,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+MAX_SHOWN = 200
+"""Characters of a value that a client sent, in what it is told."""
+
+MAX_MESSAGE = 2000
+"""Characters of a whole message, whatever a library says in it."""
+
+
+def cut(text: str) -> str:
+    """The beginning of what a client sent."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
 
 class RequestError(Exception):
     """What is wrong with one request; the server goes on.
@@ -25,6 +36,7 @@ class RequestError(Exception):
         retry_after: int | None = None,
         is_last: bool = False,
     ):
+        message = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
         super().__init__(message)
         self.message, self.status, self.kind, self.param, self.code = message, status, kind, param, code
         self.retry_after, self.is_last = retry_after, is_last
@@ -99,11 +111,6 @@ def wrong_body(error: ValidationError) -> RequestError:
     if first["type"] == "extra_forbidden":
         name = ".".join(map(str, first["loc"]))
         return RequestError(f"{name} is not served; leave it out", param=param, code="unknown_parameter")
-    shown = "" if isinstance(value, dict) and param is None else f"={_short(value)}"
+    shown = "" if isinstance(value, dict) and param is None else f"={cut(repr(value))}"
     reason = first["msg"].removeprefix("Value error, ")
     return RequestError(f"{param or 'body'}{shown}: {reason}", param=param, code="invalid_value")
-
-
-def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."

@@ -10,6 +10,7 @@ from hybrid_engine.generation.live import LiveBatch
 from hybrid_engine.generation.live_follower import LiveFollower
 from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.serving.clients import build_client
+from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.sessions import Trajectory
 
 
@@ -19,7 +20,7 @@ class FollowingServer:
     Args:
         opening: opens this process's live batch, on a thread of its own.
         name: of the model, as clients call it.
-        api_key: what the leader's clients must send.
+        keys: what the leader's clients must send.
     """
 
     def __init__(
@@ -28,9 +29,9 @@ class FollowingServer:
         link: LiveLink,
         *,
         name: str,
-        api_key: str | None,
+        keys: Keys,
     ):
-        self.name, self.api_key, self.url = name, api_key, ""
+        self.name, self.keys, self.url = name, keys, ""
         self.worker = LiveFollower(opening, link)
         self._link = link
         self._trajectories: list[Trajectory] | None = None
@@ -44,7 +45,7 @@ class FollowingServer:
 
     def client(self) -> Any:
         """An `openai.OpenAI` that talks to the leader; ValueError where the package is not installed."""
-        return build_client(self.url, self.api_key)
+        return build_client(self.url, self.keys.first)
 
     num_running = 0
     """Of requests that came here."""

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from hybrid_engine.generation.batching.sequence import Sequence
 from hybrid_engine.generation.live import Progress
 from hybrid_engine.generation.live_thread import EndedError, LiveThread, TooManyWaitError
-from hybrid_engine.serving.errors import RequestError, ended, not_finite, overloaded, rule_failed
+from hybrid_engine.serving.errors import ended, not_finite, overloaded, rule_failed
 
 
 class Finishing(Protocol):
@@ -107,13 +107,6 @@ class Listening:
 
 
 def _submit(worker: LiveThread, sequences: list[Sequence]) -> None:
-    if len(sequences) > worker.max_waiting:
-        raise RequestError(
-            f"{len(sequences)} answers are asked for at once, and at most {worker.max_waiting} may wait; send fewer "
-            "prompts, or lower n",
-            param="n",
-            code="too_many_answers",
-        )
     try:
         worker.submit(sequences)
     except TooManyWaitError as error:

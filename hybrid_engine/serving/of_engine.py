@@ -14,6 +14,7 @@ from hybrid_engine.generation.live_link import LiveLink
 from hybrid_engine.generation.live_opening import live_batch
 from hybrid_engine.generation.options import token_ids
 from hybrid_engine.serving.following import FollowingServer
+from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.server import Server
 
 
@@ -67,7 +68,8 @@ def build_server(
 
     if link is None:
         return build()
-    return link.led(build) or FollowingServer(opening, link, name=name, api_key=options.get("api_key"))
+    keys = Keys(options.get("api_key"), options.get("api_key_file"))
+    return link.led(build) or FollowingServer(opening, link, name=name, keys=keys)
 
 
 def check_adapters(module: nn.Module, adapters: Mapping[str, str], model_name: str) -> None:

@@ -21,13 +21,20 @@ from pydantic import (
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.generation.sampling.rules import GUIDES
+from hybrid_engine.serving.errors import cut
 from hybrid_engine.serving.tool_calls import for_template
 
 MAX_CHOICES = 128
 """OpenAI's bound for `n`."""
 MAX_STOPS = 16
 MAX_STOP_TOKENS = 256
+MAX_BIASES = 4096
+MAX_GUIDED = 2**18
+"""Characters of the guide of an answer, all choices together."""
+MAX_GUIDED_CHOICES = 10_000
 LEAST_TEMPERATURE = 1e-6
+MAX_DIGITS = 10
+"""Of a token id."""
 MAX_SESSION_ID = 256
 """Characters."""
 MAX_TOP_LOGPROBS = 20
@@ -181,10 +188,22 @@ class SamplingFields(Body):
     @field_validator("logit_bias")
     @classmethod
     def _check_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        if bias is not None and len(bias) > MAX_BIASES:
+            raise ValueError(f"{len(bias)} tokens, and at most {MAX_BIASES} can be named; send fewer")
         for token in bias or {}:
-            if not (token.isascii() and token.isdigit()):
-                raise ValueError(f"{token!r} is no token id; name tokens by their number")
+            if not (token.isascii() and token.isdigit() and len(token) <= MAX_DIGITS):
+                raise ValueError(f"{cut(token)!r} is no token id; name tokens by their number")
         return bias
+
+    @model_validator(mode="after")
+    def _check_guide(self) -> "SamplingFields":
+        for name, value in self.guide.items():
+            if name == "guided_choice" and len(value) > MAX_GUIDED_CHOICES:
+                raise ValueError(f"{name}: {len(value)} choices, and at most {MAX_GUIDED_CHOICES} may be; send fewer")
+            size = sum(map(len, value)) if isinstance(value, list) else len(str(value))
+            if size > MAX_GUIDED:
+                raise ValueError(f"{name}: {size:,} characters, and at most {MAX_GUIDED:,} may be; send less")
+        return self
 
     @property
     def num_top_logprobs(self) -> int | None:

@@ -1,12 +1,14 @@
 """A server that runs beside the thread that started it."""
 
+import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,10 +25,13 @@ from hybrid_engine.serving.app import App
 from hybrid_engine.serving.asked import ServedModel
 from hybrid_engine.serving.clients import build_client
 from hybrid_engine.serving.connections import SECONDS_BETWEEN_REQUESTS, BoundedConnection
+from hybrid_engine.serving.keys import Keys
 from hybrid_engine.serving.listening import Listening
+from hybrid_engine.serving.pages import Pages
 from hybrid_engine.serving.sessions import MAX_SESSION_TOKENS, Sessions, Trajectory
 from hybrid_engine.serving.tool_calls import AUTO, choose_parser
 
+log = logging.getLogger(__name__)
 MAX_WAITING = 1024
 """Sequences that may wait to begin unless told otherwise."""
 POLL_SECONDS = 0.5
@@ -47,6 +52,8 @@ class Server:
         host, port: where it listens; port 0 takes a free one.
         tool_call_parser: how calls of tools are found in answers: one of `tool_calls.PARSERS`.
         api_key: what clients must send. Needed for every address that others can reach.
+        api_key_file: of several keys with names (`keys.py`), in its place; `reload_keys` reads it again.
+        allow_hosts, allow_origins: of requests without a key, see `pages.Pages`.
         max_waiting: sequences that may wait to begin; more are answered with 429.
         max_sessions: conversations that are remembered; the oldest are forgotten.
         max_session_tokens: tokens of their answers together, each counted from the conversation's first one; the same.
@@ -69,6 +76,9 @@ class Server:
         port: int = 0,
         tool_call_parser: str = AUTO,
         api_key: str | None = None,
+        api_key_file: str | Path | None = None,
+        allow_hosts: Collection[str] = (),
+        allow_origins: Collection[str] = (),
         max_waiting: int = MAX_WAITING,
         max_sessions: int = MAX_SESSIONS,
         max_session_tokens: int = MAX_SESSION_TOKENS,
@@ -82,8 +92,9 @@ class Server:
         check_integer("max_sessions", max_sessions, 1)
         check_integer("max_session_tokens", max_session_tokens, 1)
         check_number("finish_seconds", finish_seconds, 0)
-        check_address(host, api_key)
-        self.host, self.port, self.api_key = host, port, api_key
+        self.keys, self._pages = Keys(api_key, api_key_file), Pages(allow_hosts, allow_origins)
+        check_address(host, has_keys=bool(self.keys))
+        self.host, self.port = host, port
         self.version, self.finish_seconds = version, finish_seconds
         self._bounds = max_sessions, max_session_tokens
         self._facts: dict[str, Any] = {
@@ -119,9 +130,14 @@ class Server:
             listener.close()
             raise
         assert self.worker.batch is not None
-        model = ServedModel(longest=self.worker.batch.longest, created=int(time.time()), **self._facts)  # type: ignore[arg-type]
+        model = ServedModel(  # type: ignore[arg-type]
+            longest=self.worker.batch.longest,
+            created=int(time.time()),
+            max_answers=self.worker.max_waiting,
+            **self._facts,
+        )
         self.sessions = Sessions(model, self.version, *self._bounds)
-        self.app = App(model, self.worker, self.listening, self.sessions, api_key=self.api_key)
+        self.app = App(model, self.worker, self.listening, self.sessions, keys=self.keys, pages=self._pages)
         config = uvicorn.Config(
             self.app.asgi,
             http=BoundedConnection,
@@ -155,7 +171,7 @@ class Server:
 
     def client(self) -> Any:
         """An `openai.OpenAI` that talks to this server; ValueError where the package is not installed."""
-        return build_client(self.url, self.api_key)
+        return build_client(self.url, self.keys.first)
 
     @property
     def name(self) -> str:
@@ -166,6 +182,13 @@ class Server:
     def num_running(self) -> int:
         """Answers that are being drawn."""
         return self.worker.num_running
+
+    def reload_keys(self) -> None:
+        """Reads the keys' file again; the keys of before stay where it is wrong, and the log says why."""
+        try:
+            self.keys.read_again()
+        except ValueError as error:
+            log.warning("serving: the keys stay as they were: %s", error)
 
     def wait(self, ending: threading.Event) -> None:
         """Returns when `ending` is set, or the model has failed."""

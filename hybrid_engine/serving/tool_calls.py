@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from hybrid_engine.generation.sampling.guides import JSON_SPACE
@@ -180,6 +181,6 @@ def _with_object(call: Any) -> Any:
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return call | {"function": function | {"arguments": json.loads(function["arguments"])}}
+        return call | {"function": function | {"arguments": from_json(function["arguments"])}}
     except ValueError:
         return call
