@@ -116,10 +116,10 @@ class HybridEngine(ZeroEngine):
             request = prepare(self.generator, input_ids, attention_mask, generation_config, seed, kwargs)
             return roll_out_what_fits(self.generator, request, lambda request: self._roll_out(request, held))
 
-    def _begin_to_generate(self) -> None:
+    def _begin_to_generate(self, caller: str = "generate()") -> None:
         """Raises ValueError where this engine cannot generate now; finds what was changed since. Collective."""
         self.backward_hooks.recover()
-        self.generator.begin(self._check_can_generate)
+        self.generator.begin(lambda: self._check_can_generate(caller))
 
     def _roll_out(self, request: Request, held: HeldInterrupts) -> torch.Tensor | GenerateOutput:
         with self._generating(), ExitStack() as release:
@@ -156,7 +156,7 @@ class HybridEngine(ZeroEngine):
             ValueError: as `generate()` does, and for a model that processes share.
         """
         with torch.inference_mode(False), torch.no_grad():
-            self._begin_to_generate()
+            self._begin_to_generate("generate_async()")
             rollout = start_async(
                 self.generator, input_ids, attention_mask, generation_config, seed, kwargs, carried, self.global_steps
             )
@@ -192,7 +192,7 @@ class HybridEngine(ZeroEngine):
         """
         build_server = import_serving()
         with torch.inference_mode(False), torch.no_grad():
-            self._begin_to_generate()
+            self._begin_to_generate("serving()")
         if self.training:
             raise ValueError("serving(): the engine is in training mode; call engine.eval() first")
         options = {"version": self.global_steps, "longest": longest, "max_running": max_running, **options}
@@ -219,7 +219,7 @@ class HybridEngine(ZeroEngine):
         Takes the rollouts' shape and the options of `generate()`, see `generation.warm_up`. Collective; in eval mode.
         """
         with holding_interrupts(), torch.inference_mode(False), torch.no_grad():
-            self._begin_to_generate()
+            self._begin_to_generate("warm_up()")
             result = warm_up(self.generator, num_prompts, prompt_length, options)
         if self.sharding.rank == 0 and self.config.hybrid_engine.print_latency:
             print(result, flush=True)
@@ -359,17 +359,17 @@ class HybridEngine(ZeroEngine):
         """ZeroEngine's report, and how this engine generates: containers, gathering, memory, and why."""
         return f"{super().report()}\n{describe_generation(self.generator)}"
 
-    def _check_can_generate(self) -> None:
+    def _check_can_generate(self, caller: str) -> None:
         """Raises ValueError inside `generate()`, where weights are away, or for another model; local.
 
         Containers are views of modules: where others have taken their place, they are built anew. On several processes
         others' parameters would not be gathered, and are refused.
         """
-        self.checks.check_whole("generate()", OffloadStateTypeEnum.lp_params)
-        self._check_not_generating("generate()")
+        self.checks.check_whole(caller, OffloadStateTypeEnum.lp_params)
+        self._check_not_generating(caller)
         if self.module is not self._generating_for:
             raise ValueError(
-                "generate(): engine.module is not the model that this engine was built for; give the new one an engine "
+                f"{caller}: engine.module is not the model that this engine was built for; give the new one an engine "
                 "of its own by initialize()"
             )
         if self.sharding.is_sharded:

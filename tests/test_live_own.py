@@ -303,6 +303,20 @@ def test_errors_of_a_live_batch_name_what_was_called(name):
             pass
 
 
+def test_errors_before_a_rollout_name_what_was_called():
+    config = {"train_batch_size": 1, "hybrid_engine": {"enabled": True, "max_out_tokens": 64}}
+    engine = hybrid_engine.initialize(model=build_model(), config=config)[0].train()
+    ids = torch.tensor([[5, 6]])
+    with pytest.raises(ValueError, match=r"^generate_async\(\): the engine is in training"), engine.generate_async(ids):
+        pass
+    with engine.eval().generate_async(ids, max_new_tokens=2, pad_token_id=PAD) as rollout:
+        with pytest.raises(ValueError, match=r"^serving\(\) was called inside"), engine.serving(build_chat_tokenizer()):
+            pass
+        with pytest.raises(ValueError, match=r"^warm_up\(\) was called inside"):
+            engine.warm_up(1, 2, max_new_tokens=2)
+        assert len(list(rollout)) == 1
+
+
 def test_processes_do_not_share_a_model_without_containers(tmp_path):
     tokenizer = build_chat_tokenizer()
     config = hf.MambaConfig(**_SIZES | {"vocab_size": len(tokenizer)}, state_size=8)

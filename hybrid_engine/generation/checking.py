@@ -55,7 +55,7 @@ def read_wishes(
     """
     kwargs = dict(kwargs)
     input_ids = _take_inputs(input_ids, kwargs)
-    _check_call(generator, input_ids, generation_config, seed)
+    _check_call(generator, input_ids, generation_config, seed, "generate_async()" if in_sequences else "generate()")
     assert input_ids is not None
     check_names(kwargs, generator.accepted_names)
     row_options = kwargs.pop("row_options", None)
@@ -122,17 +122,18 @@ def _check_call(
     input_ids: torch.Tensor | None,
     generation_config: GenerationConfig | None,
     seed: int | None,
+    caller: str,
 ) -> None:
-    """ValueError for what is wrong before any option is read."""
+    """ValueError, which names `caller`, for what is wrong before any option is read."""
     if generator.is_live:
-        raise ValueError("generate(): the model is being served; ask the server, or wait until serving ends")
+        raise ValueError(f"{caller}: the model is being served; ask the server, or wait until serving ends")
     if input_ids is None:
         raise ValueError(
-            "generate(): input_ids is missing; pass the prompts' token ids [batch, prompt length], also beside "
+            f"{caller}: input_ids is missing; pass the prompts' token ids [batch, prompt length], also beside "
             "inputs_embeds"
         )
     if generator.module.training:
-        raise ValueError("generate(): the engine is in training mode; call engine.eval() first")
+        raise ValueError(f"{caller}: the engine is in training mode; call engine.eval() first")
     if not isinstance(generation_config, GenerationConfig | None):
         kind = type(generation_config).__name__
         raise ValueError(f"generation_config is a {kind}; pass a transformers.GenerationConfig or keywords")
