@@ -10,6 +10,7 @@ N: episodes of a step, T: columns from the first answer to the last. Any other e
 """
 
 import itertools
+import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -227,17 +228,22 @@ def train_loop(policy: Policy, config: Config, log: RunLog, first_step: int) -> 
 
 
 def play(policy: Policy, drawn: list[Problem], config: Config, seed: int) -> list[Episode]:
-    """An episode for each problem, many at once, against the policy as it is now."""
+    """An episode for each problem, many at once, against the policy as it is now.
+
+    Another program of this machine has neither the key nor an episode's id, so nothing of it is trained on.
+    """
     policy.actor.eval()
+    ids = [secrets.token_urlsafe() for _ in drawn]
+    options = {"api_key": secrets.token_urlsafe(), "session_ids": ids, "max_sessions": len(ids)}
     with (
-        policy.actor.serving(policy.tokenizer, model_name="policy", max_sessions=len(drawn)) as server,
+        policy.actor.serving(policy.tokenizer, model_name="policy", **options) as server,
         server.client() as client,
         ThreadPoolExecutor(config.num_clients) as pool,
     ):
         seeds = [mix_seed(mix_seed(config.seed, seed), number) for number in range(len(drawn))]
-        ended = list(pool.map(lambda n: solve(client, drawn[n], str(n), config, seeds[n]), range(len(drawn))))
+        ended = list(pool.map(lambda n: solve(client, drawn[n], ids[n], config, seeds[n]), range(len(drawn))))
         found = {trajectory.session_id: trajectory for trajectory in server.trajectories()}
-    return [Episode(found[str(number)], *outcome) for number, outcome in enumerate(ended)]
+    return [Episode(found[name], *outcome) for name, outcome in zip(ids, ended, strict=True)]
 
 
 def solve(client: Any, problem: Problem, session_id: str, config: Config, seed: int) -> tuple[float, int]:

@@ -7,6 +7,7 @@ import random
 import shutil
 from dataclasses import replace
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -138,6 +139,25 @@ def test_the_environment_answers_with_the_calculator_and_judges_the_last_answer(
     assert [message["content"] for message in client.asked[-1]] == ["(47+38)*6", "?47+38", "0085", "?0085*6", "0510"]
     assert agent.solve(Says("=0500"), PROBLEM, "0", tiny, 0) == (0.0, 1)
     assert agent.solve(Says("?1+1", "?1+1", "?1+1"), PROBLEM, "0", tiny, 0) == (0.0, 3)
+
+
+def test_a_stranger_on_this_machine_plays_no_episode(tiny, monkeypatch):
+    solve, answered = agent.solve, []
+
+    def beside_a_stranger(client, problem, session_id, *more):
+        for key, session in (("none", session_id), ("none", "0"), (client.api_key, "0"), (client.api_key, "x" * 43)):
+            body = {"model": "policy", "messages": [{"role": "user", "content": "poison"}], "session_id": session}
+            headers = {"Authorization": f"Bearer {key}"}
+            answered.append(httpx.post(f"{client.base_url}chat/completions", json=body, headers=headers).status_code)
+        return solve(client, problem, session_id, *more)
+
+    policy = build_policy(tiny, tiny.model, 1e-3, Schedule.of(tiny, 2, "agent"), keeps_reference=False)
+    alone = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
+    monkeypatch.setattr(agent, "solve", beside_a_stranger)
+    beside = agent.play(policy, [PROBLEM] * 4, tiny, seed=0)
+    assert answered.count(401) == answered.count(403) == 8
+    assert [episode.trajectory.messages[0] for episode in beside] == [{"role": "user", "content": PROBLEM.text}] * 4
+    assert len({episode.trajectory.session_id for episode in [*alone, *beside]}) == 8
 
 
 def test_rows_learn_from_what_the_policy_wrote_alone(tiny):

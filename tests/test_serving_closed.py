@@ -258,3 +258,33 @@ def test_what_a_client_sent_is_told_in_at_most_200_characters(opened):
             assert "..." in message and max(map(len, message.replace("'", " ").split())) <= 210
         path = httpx.get(f"{server.url}/{'p' * 3000}")
         assert path.status_code == 404 and len(path.text) < 400
+
+
+def chat(server, session, key=None):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "session_id": session}
+    return httpx.post(f"{server.url}/chat/completions", json=body, headers=headers, timeout=300)
+
+
+def test_only_conversations_that_were_handed_out_are_recorded(opened):
+    with opened(session_ids=["a", "b"], max_sessions=2) as server:
+        assert chat(server, "a").status_code == chat(server, "b").status_code == 200
+        for session in ("c", "A", "0"):
+            answer = chat(server, session)
+            assert answer.status_code == 403 and answer.json()["error"]["code"] == "unknown_session"
+            told = ask(server, X_Session_Id=session)
+            assert told.status_code == 403
+        assert ask(server).status_code == 200  # without a session: answered, and not recorded
+        assert [trajectory.session_id for trajectory in server.trajectories()] == ["a", "b"]
+
+
+def test_clients_of_other_keys_have_conversations_of_their_own(opened, tmp_path):
+    file = write_keys(tmp_path / "keys", "alice s3cret-1\nbob s3cret-2\n")
+    with opened(api_key_file=file) as server:
+        for key in ("s3cret-1", "s3cret-2", "s3cret-1"):
+            assert chat(server, "episode-0", key).status_code == 200
+        found = server.trajectories()
+        assert [(trajectory.session_id, trajectory.key) for trajectory in found] == [
+            ("episode-0", "alice"), ("episode-0", "alice"), ("episode-0", "bob"),
+        ]  # fmt: skip
+        assert not any("s3cret" in str(value) for trajectory in found for value in vars(trajectory).values())

@@ -15,7 +15,7 @@ from hybrid_engine.serving.answers import Choice
 from hybrid_engine.serving.asked import ServedModel, chat_text, chat_tokens, read_chat, read_completion
 from hybrid_engine.serving.errors import RequestError, wrong_body
 from hybrid_engine.serving.protocol import ChatRequest, CompletionRequest
-from hybrid_engine.serving.sessions import Sessions, recorder_of_chat
+from hybrid_engine.serving.sessions import Session, Sessions, recorder_of_chat
 
 
 def served(template=PLAIN_TEMPLATE, tokenizer=None):
@@ -34,10 +34,10 @@ def chat(*contents):
 
 def answer(model, sessions, request, text, end="<eos>"):
     """Records `text` as what the policy said to `request`; returns the node."""
-    prompt, node = sessions.find_chat("s", request)
+    prompt, node = sessions.find_chat(Session("s"), request)
     tokens = model.tokenizer.encode(text + end, add_special_tokens=False)
     choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, text, tokens, [-1.0] * len(tokens))
-    sessions.record("s", node, choice, [*request.template_messages, {"role": "assistant", "content": text}])
+    sessions.record(Session("s"), node, choice, [*request.template_messages, {"role": "assistant", "content": text}])
     return sessions.trajectories()[-1]
 
 
@@ -99,7 +99,7 @@ def test_a_conversation_goes_on_with_the_tokens_of_the_answer_however_it_ended(e
     model = served()
     sessions = Sessions(model, 0, 10)
     first = answer(model, sessions, chat("hi"), "there", end)
-    prompt, node = sessions.find_chat("s", chat("hi", "there", "more"))
+    prompt, node = sessions.find_chat(Session("s"), chat("hi", "there", "more"))
     assert node is first and prompt[: len(first.tokens)] == first.tokens
     whole = "<start>user\nhi<eos>\n<start>assistant\nthere<eos>\n<start>user\nmore<eos>\n<start>assistant\n"
     assert model.tokenizer.decode(prompt) == whole
@@ -130,7 +130,7 @@ def test_what_is_new_is_encoded_as_in_the_whole_conversation(kind, end):
     if not end:  # cut off before its end
         first.tokens.pop()
     told = chat("hello there", first.messages[-1]["content"], "next one")
-    prompt, node = sessions.find_chat("s", told)
+    prompt, node = sessions.find_chat(Session("s"), told)
     assert node is first
     whole = chat_tokens(told, model)
     new = prompt[len(first.tokens) :]
@@ -159,15 +159,15 @@ def test_other_tools_begin_a_branch_that_has_them(changes):
     sessions = Sessions(model, 0, 10)
     fields = {"tools": [TOOL]}
     request = ChatRequest.model_validate(chat("hi").model_dump(exclude_unset=True) | fields)
-    prompt, _ = sessions.find_chat("s", request)
+    prompt, _ = sessions.find_chat(Session("s"), request)
     choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, "there", [5, 1], [-1.0] * 2)
     messages = [*request.template_messages, {"role": "assistant", "content": "there"}]
-    sessions.record("s", None, choice, messages, request.template_inputs)
+    sessions.record(Session("s"), None, choice, messages, request.template_inputs)
     more = chat("hi", "there", "more").model_dump(exclude_unset=True)
-    _, node = sessions.find_chat("s", ChatRequest.model_validate(more | fields))
+    _, node = sessions.find_chat(Session("s"), ChatRequest.model_validate(more | fields))
     assert node is sessions.trajectories()[0]
     other = ChatRequest.model_validate(more | fields | changes)
-    prompt, node = sessions.find_chat("s", other)
+    prompt, node = sessions.find_chat(Session("s"), other)
     assert node is None and prompt == chat_tokens(other, model)
 
 
@@ -193,9 +193,9 @@ def test_an_answer_is_known_however_a_client_writes_it(sent):
     calls = "{{ message['tool_calls'] | length if message.tool_calls is defined else '' }}"
     model = served(PLAIN_TEMPLATE.replace("{{ '<start>'", calls + "{{ '<start>'"))
     sessions = Sessions(model, 0, 10)
-    prompt, _ = sessions.find_chat("s", chat("hi"))
+    prompt, _ = sessions.find_chat(Session("s"), chat("hi"))
     choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, "", [5, 1], [-1.0] * 2)
-    sessions.record("s", None, choice, [{"role": "user", "content": "hi"}, SAID])
+    sessions.record(Session("s"), None, choice, [{"role": "user", "content": "hi"}, SAID])
 
     def ask(**changes):
         messages = [
@@ -203,7 +203,7 @@ def test_an_answer_is_known_however_a_client_writes_it(sent):
             {"role": "assistant"} | sent | changes,
             {"role": "tool", "tool_call_id": "1", "content": "3"},
         ]
-        return sessions.find_chat("s", ChatRequest(model="tiny", messages=messages))[1]
+        return sessions.find_chat(Session("s"), ChatRequest(model="tiny", messages=messages))[1]
 
     assert ask() is sessions.trajectories()[0]
     assert ask(reasoning_content="other") is None
@@ -245,7 +245,7 @@ def test_a_template_that_hides_earlier_answers_begins_anew():
     model = served(hides)
     sessions = Sessions(model, 0, 10)
     answer(model, sessions, chat("hi"), "there")
-    prompt, node = sessions.find_chat("s", chat("hi", "there", "more"))
+    prompt, node = sessions.find_chat(Session("s"), chat("hi", "there", "more"))
     assert node is None and "there" not in model.tokenizer.decode(prompt)
 
 
@@ -257,9 +257,9 @@ def test_the_oldest_sessions_are_forgotten_and_a_fork_has_two_ends():
     fork = answer(model, sessions, chat("hi", "there", "b"), "y")
     assert [node.messages[-1]["content"] for node in sessions.trajectories()] == ["x", "y"]
     assert {version for version, drawn in zip(fork.versions, fork.written, strict=True) if drawn} == {3}
-    prompt, _ = sessions.find_chat("other", chat("hi"))
+    prompt, _ = sessions.find_chat(Session("other"), chat("hi"))
     choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, "z", [5], [-1.0])
-    sessions.record("other", None, choice, [])
+    sessions.record(Session("other"), None, choice, [])
     assert [node.session_id for node in sessions.trajectories()] == ["other"]
 
 
@@ -267,14 +267,14 @@ def test_tokens_of_all_conversations_are_bounded_and_a_longer_one_is_refused():
     model = served()
     first = answer(model, Sessions(model, 0, 10), chat("hi"), "there")
     sessions = Sessions(model, 0, 10, max_tokens=2 * len(first.tokens))
-    for session_id in ("a", "b", "c"):  # each as long as the first
-        prompt, node = sessions.find_chat(session_id, chat("hi"))
+    for session in map(Session, "abc"):  # each as long as the first
+        prompt, node = sessions.find_chat(session, chat("hi"))
         drawn = first.tokens[len(prompt) :]
         choice = Choice(0, prompt, IncrementalDetokenizer(model.tokenizer), None, "there", drawn, [-1.0] * len(drawn))
-        sessions.record(session_id, node, choice, [])
+        sessions.record(session, node, choice, [])
     assert [node.session_id for node in sessions.trajectories()] == ["b", "c"]
     request = chat("hi").model_copy(update={"max_tokens": len(first.tokens)})
     asked = read_chat(request, model, first.tokens)
-    sessions.check_room("new", asked)
+    sessions.check_room(Session("new"), asked)
     with pytest.raises(RequestError, match="begin another session"):
-        recorder_of_chat(sessions, "c", asked, None)
+        recorder_of_chat(sessions, Session("c"), asked, None)

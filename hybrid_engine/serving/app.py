@@ -37,7 +37,7 @@ from hybrid_engine.serving.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from hybrid_engine.serving.sessions import Recorder, Sessions, recorder_of_chat, recorder_of_tokens
+from hybrid_engine.serving.sessions import Recorder, Session, Sessions, recorder_of_chat, recorder_of_tokens
 
 MAX_BODY_BYTES = 4 * 2**20
 MAX_BODIES_BYTES = 2**28
@@ -121,25 +121,25 @@ class App:
                 kind="authentication_error",
                 code="invalid_api_key",
             )
+        request.state.key_name = key.name
 
     async def completions(self, request: Request) -> Response:
         """`POST /v1/completions`."""
         body = await self._body(request, CompletionRequest)
+        session = self._session(request, body)
         asked = read_completion(body, self.model)
-        record = None
-        if (session_id := _session_id(request, body)) is not None:
-            record = recorder_of_tokens(self.sessions, session_id, asked)
+        record = None if session is None else recorder_of_tokens(self.sessions, session, asked)
         return await self._answer(request, CompletionWriter(asked, self.model), record)
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
         body = await self._body(request, ChatRequest)
-        if (session_id := _session_id(request, body)) is None:
+        if (session := self._session(request, body)) is None:
             asked = read_chat(body, self.model, chat_tokens(body, self.model))
             return await self._answer(request, ChatWriter(asked, self.model), None)
-        prompt, node = self.sessions.find_chat(session_id, body)
+        prompt, node = self.sessions.find_chat(session, body)
         asked = read_chat(body, self.model, prompt)
-        record = recorder_of_chat(self.sessions, session_id, asked, node)
+        record = recorder_of_chat(self.sessions, session, asked, node)
         return await self._answer(request, ChatWriter(asked, self.model), record)
 
     async def tokenize(self, request: Request) -> Response:
@@ -185,6 +185,17 @@ class App:
     async def read_metrics(self, request: Request) -> Response:
         """`GET /metrics`."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    def _session(self, request: Request, body: Any) -> Session | None:
+        """The conversation that a request says it belongs to: in its body, or in a header."""
+        session_id = body.session_id or request.headers.get("x-session-id") or None
+        if session_id is None:
+            return None
+        if len(session_id) > MAX_SESSION_ID:
+            raise RequestError(f"X-Session-Id has {len(session_id)} characters, and at most {MAX_SESSION_ID} may be")
+        session = Session(session_id, getattr(request.state, "key_name", ""))
+        self.sessions.check_known(session)
+        return session
 
     def _model_card(self, name: str) -> dict[str, Any]:
         card = {"id": name, "object": "model", "created": self.model.created, "owned_by": "hybrid-engine"}
@@ -331,14 +342,6 @@ def read_json(raw: bytes) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RequestError(f"the body is a {type(values).__name__}; send a JSON object", code="invalid_json")
     return values
-
-
-def _session_id(request: Request, body: Any) -> str | None:
-    """The conversation that a request says it belongs to: in its body, or in a header."""
-    session_id = body.session_id or request.headers.get("x-session-id") or None
-    if session_id is not None and len(session_id) > MAX_SESSION_ID:
-        raise RequestError(f"X-Session-Id has {len(session_id)} characters, and at most {MAX_SESSION_ID} may be")
-    return session_id
 
 
 def _event(body: dict[str, Any]) -> str:

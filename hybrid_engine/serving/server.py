@@ -57,6 +57,7 @@ class Server:
         max_waiting: sequences that may wait to begin; more are answered with 429.
         max_sessions: conversations that are remembered; the oldest are forgotten.
         max_session_tokens: tokens of their answers together, each counted from the conversation's first one; the same.
+        session_ids: the only conversations that are recorded, and others are refused; None: any id makes one.
         finish_seconds: what runs at the end may take so long; then its clients get an error.
         version: of the weights, with which tokens are stamped.
         link: to the processes that share the model and follow this one.
@@ -82,6 +83,7 @@ class Server:
         max_waiting: int = MAX_WAITING,
         max_sessions: int = MAX_SESSIONS,
         max_session_tokens: int = MAX_SESSION_TOKENS,
+        session_ids: Collection[str] | None = None,
         finish_seconds: float = FINISH_SECONDS,
         version: int = 0,
         link: LiveLink | None = None,
@@ -96,7 +98,7 @@ class Server:
         check_address(host, has_keys=bool(self.keys))
         self.host, self.port = host, port
         self.version, self.finish_seconds = version, finish_seconds
-        self._bounds = max_sessions, max_session_tokens
+        self._bounds = max_sessions, max_session_tokens, session_ids
         self._facts: dict[str, Any] = {
             "name": name,
             "tokenizer": tokenizer,

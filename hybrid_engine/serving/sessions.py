@@ -7,9 +7,9 @@ with other log-probabilities, than those that were drawn. Requests that do not g
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,6 +28,14 @@ MAX_SESSION_TOKENS = 2**25
 """Of all conversations together unless told otherwise; some 60 bytes each."""
 # Stands for an answer while a template writes what comes after it: no template changes letters, and no text has it.
 _PLACEHOLDER = "ANSWERa8f31c94d07e"
+
+
+class Session(NamedTuple):
+    """A conversation: clients with other keys cannot go on with it, whatever they call theirs."""
+
+    id: str
+    key: str = ""
+    """The name of the client's key; never the key."""
 
 
 @dataclass(eq=False)
@@ -49,6 +57,8 @@ class Trajectory:
     finish_reason: str | None = None
     sequence: BatchSequence | None = None
     """What drew the last answer; its keys and values may still be there."""
+    key: str = ""
+    """The name of the key that its requests came by; empty where keys have no names."""
 
 
 class Sessions:
@@ -59,32 +69,51 @@ class Sessions:
         max_sessions: the oldest is forgotten when there are more.
         max_tokens: the same when their answers, each from the conversation's first token, have more tokens together;
             a conversation that has so many alone takes no more requests.
+        known_ids: of the only sessions that there may be; None: any.
     """
 
-    def __init__(self, model: ServedModel, version: int, max_sessions: int, max_tokens: int = MAX_SESSION_TOKENS):
+    def __init__(
+        self,
+        model: ServedModel,
+        version: int,
+        max_sessions: int,
+        max_tokens: int = MAX_SESSION_TOKENS,
+        known_ids: Collection[str] | None = None,
+    ):
+        self.known_ids = None if known_ids is None else frozenset(known_ids)
         self.model, self.version, self.max_sessions, self.max_tokens = model, version, max_sessions, max_tokens
-        self._nodes: dict[str, list[Trajectory]] = {}  # by session, in the order in which they came
-        self._num_tokens: dict[str, int] = {}  # of their nodes
+        self._nodes: dict[Session, list[Trajectory]] = {}  # by session, in the order in which they came
+        self._num_tokens: dict[Session, int] = {}  # of their nodes
         self._continued: set[Trajectory] = set()
         self._lock = threading.Lock()
 
-    def find_chat(self, session_id: str, request: ChatRequest) -> tuple[list[int], Trajectory | None]:
+    def check_known(self, session: Session) -> None:
+        """Raises RequestError for a conversation that nobody handed out."""
+        if self.known_ids is not None and session.id not in self.known_ids:
+            raise RequestError(
+                "this session_id is none of those that were handed out; send the one that you were given, or none",
+                status=403,
+                param="session_id",
+                code="unknown_session",
+            )
+
+    def find_chat(self, session: Session, request: ChatRequest) -> tuple[list[int], Trajectory | None]:
         """The prompt's token ids, and the node that it goes on from; None where it begins a branch."""
         messages, inputs = request.template_messages, request.template_inputs
         node = self._longest(
-            session_id, lambda node: node.template_inputs == inputs and _goes_on_from(messages, node.messages)
+            session, lambda node: node.template_inputs == inputs and _goes_on_from(messages, node.messages)
         )
         if node is not None and (rest := self._rest(request, node)) is not None:
             return node.tokens + rest, node
         return chat_tokens(request, self.model), None
 
-    def find_tokens(self, session_id: str, prompt: list[int]) -> Trajectory | None:
+    def find_tokens(self, session: Session, prompt: list[int]) -> Trajectory | None:
         """The node that `prompt` goes on from."""
-        return self._longest(session_id, lambda node: _begins_with(prompt, node.tokens))
+        return self._longest(session, lambda node: _begins_with(prompt, node.tokens))
 
-    def _longest(self, session_id: str, fits: Any) -> Trajectory | None:
+    def _longest(self, session: Session, fits: Any) -> Trajectory | None:
         with self._lock:
-            nodes = [node for node in self._nodes.get(session_id, ()) if fits(node)]
+            nodes = [node for node in self._nodes.get(session, ()) if fits(node)]
         return max(nodes, key=lambda node: len(node.tokens), default=None)
 
     def _rest(self, request: ChatRequest, node: Trajectory) -> list[int] | None:
@@ -107,7 +136,7 @@ class Sessions:
 
     def record(
         self,
-        session_id: str,
+        session: Session,
         node: Trajectory | None,
         choice: Choice,
         messages: list[dict[str, Any]],
@@ -123,7 +152,7 @@ class Sessions:
         num_known = 0 if node is None else len(node.tokens)
         num_new = len(choice.prompt) - num_known
         new = Trajectory(
-            session_id,
+            session.id,
             tokens,
             ([] if node is None else node.written) + [False] * num_new + [True] * num_drawn,
             ([] if node is None else node.logprobs) + [0.0] * num_new + choice.logprobs,
@@ -132,18 +161,19 @@ class Sessions:
             inputs or {},
             choice.finish_reason,
             choice.sequence,
+            session.key,
         )
         with self._lock:
-            self._nodes.setdefault(session_id, []).append(new)
-            self._num_tokens[session_id] = self._num_tokens.get(session_id, 0) + len(tokens)
+            self._nodes.setdefault(session, []).append(new)
+            self._num_tokens[session] = self._num_tokens.get(session, 0) + len(tokens)
             if node is not None:
                 self._continued.add(node)
-            self._forget_oldest(session_id)
+            self._forget_oldest(session)
 
-    def _forget_oldest(self, newest: str) -> None:
+    def _forget_oldest(self, newest: Session) -> None:
         """Forgets sessions, though not `newest`, until the others are within their bounds."""
         while len(self._nodes) > self.max_sessions or sum(self._num_tokens.values()) > self.max_tokens:
-            oldest = next((session for session in self._nodes if session != newest), None)
+            oldest = next((other for other in self._nodes if other != newest), None)
             if oldest is None:
                 return
             say_once(
@@ -153,13 +183,13 @@ class Sessions:
             self._continued -= set(self._nodes.pop(oldest))
             del self._num_tokens[oldest]
 
-    def check_room(self, session_id: str, asked: Asked) -> None:
+    def check_room(self, session: Session, asked: Asked) -> None:
         """Raises RequestError where a conversation would have more tokens than may be remembered of all."""
         coming = sum(len(sequence.prompt.tokens) + asked.num_new for sequence in asked.sequences)
-        num_tokens = self._num_tokens.get(session_id, 0) + coming
+        num_tokens = self._num_tokens.get(session, 0) + coming
         if num_tokens > self.max_tokens:
             raise RequestError(
-                f"session_id {session_id!r}: its answers would have {num_tokens:,} tokens, each counted from the first "
+                f"session_id {session.id!r}: its answers would have {num_tokens:,} tokens, each counted from the first "
                 f"one of the conversation, and at most {self.max_tokens:,} are remembered; begin another session",
                 param="session_id",
                 code="session_too_long",
@@ -226,9 +256,9 @@ Recorder = Callable[[Sequence[Choice]], None]
 """Keeps the finished choices of a request."""
 
 
-def recorder_of_chat(sessions: Sessions, session_id: str, asked: Asked, node: Trajectory | None) -> Recorder:
+def recorder_of_chat(sessions: Sessions, session: Session, asked: Asked, node: Trajectory | None) -> Recorder:
     """What records a chat that goes on from `node`; RequestError where the conversation has no room."""
-    sessions.check_room(session_id, asked)
+    sessions.check_room(session, asked)
     keep_context(asked, [node])
     request = asked.request
     assert isinstance(request, ChatRequest)
@@ -236,20 +266,20 @@ def recorder_of_chat(sessions: Sessions, session_id: str, asked: Asked, node: Tr
     def record(choices: Sequence[Choice]) -> None:
         for choice in choices:
             messages = [*request.template_messages, for_template(choice.message)]
-            sessions.record(session_id, node, choice, messages, request.template_inputs)
+            sessions.record(session, node, choice, messages, request.template_inputs)
 
     return record
 
 
-def recorder_of_tokens(sessions: Sessions, session_id: str, asked: Asked) -> Recorder:
+def recorder_of_tokens(sessions: Sessions, session: Session, asked: Asked) -> Recorder:
     """What records completions, each from where its prompt says; RequestError where there is no room."""
-    sessions.check_room(session_id, asked)
-    nodes = [sessions.find_tokens(session_id, prompt) for prompt in asked.prompts]
+    sessions.check_room(session, asked)
+    nodes = [sessions.find_tokens(session, prompt) for prompt in asked.prompts]
     keep_context(asked, nodes)
 
     def record(choices: Sequence[Choice]) -> None:
         for place, choice in enumerate(choices):
-            sessions.record(session_id, nodes[place * len(nodes) // len(choices)], choice, [])
+            sessions.record(session, nodes[place * len(nodes) // len(choices)], choice, [])
 
     return record
 
