@@ -294,6 +294,10 @@ def test_only_the_length_of_a_finished_run_may_grow(config, capsys):
         assert "is there: this stage is not run again" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"--seed=1 but the interrupted run had 0; .* give --seed as it was$"):
         sft.run(replace(config, resume=True, epochs=2, seed=1))
+    with pytest.raises(
+        ValueError, match=r"--max-tokens=64 but the interrupted run had None; .* leave --max-tokens out$"
+    ):
+        sft.run(replace(config, resume=True, epochs=2, max_tokens=64))
     longer = replace(config, resume=True, epochs=3)
     sft.run(longer)
     folder.rename(folder.with_name("moved-too"))

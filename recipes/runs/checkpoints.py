@@ -257,8 +257,10 @@ def _check_options(saved: dict[str, Any], config: Any) -> None:
                 f"option; a run goes on under the options that it began with: leave {flag(name)} out"
             )
         if saved[name] != given[name] and not (name == length and _is_longer(saved, config)):
+            is_unset = saved[name] is None or saved[name] is False
+            remedy = f"leave {flag(name)} out" if is_unset else f"give {flag(name)} as it was"
             more = ", or more for a longer run" if name == length else ""
             raise ValueError(
                 f"--resume: {flag(name)}={given[name]!r} but the interrupted run had {saved.get(name)!r}; "
-                f"a run goes on under the options that it began with: give {flag(name)} as it was{more}"
+                f"a run goes on under the options that it began with: {remedy}{more}"
             )
