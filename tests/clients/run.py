@@ -118,9 +118,7 @@ def run_client(client: str, url: str, folder: Path) -> Outcome:
     work.mkdir()
     environment = os.environ | {"SERVED_URL": url, "CLIENT_FOLDER": str(work), "HF_HOME": str(work)}
     begin = time.perf_counter()
-    ended = subprocess.run(
-        [python, HERE / SCRIPTS[client]], env=environment, capture_output=True, text=True, timeout=SECONDS
-    )
+    ended = run_script([str(python), str(HERE / SCRIPTS[client])], environment)
     seconds = time.perf_counter() - begin
     passed, failed = (re.findall(rf"^{word} (\w+)$", ended.stdout, re.MULTILINE) for word in ("PASSED", "FAILED"))
     if not (passed or failed) or (ended.returncode and not failed):
@@ -135,6 +133,20 @@ def run_client(client: str, url: str, folder: Path) -> Outcome:
     if failed:
         print(ended.stdout[-4000:] + ended.stderr[-8000:], flush=True)
     return Outcome(client, version_of(client, python), passed, failed, seconds)
+
+
+def run_script(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess:
+    """Runs `command`; one that takes more than SECONDS is ended, and has failed with what it said until then."""
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            out += f"FAILED all_within_{SECONDS}_seconds\n"
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def version_of(client: str, python: Path) -> str:
